@@ -106,6 +106,6 @@ def linear_divergence(
             vocab=vocab,
             token_weights=token_weights,
             vocab_parallel=vocab_parallel,
-            options=divergence_options("linear_divergence", options),
+            options=divergence_options(dict(options)),
         )
     )

@@ -127,13 +127,13 @@ def _loss_with_reference(
         return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
 
     chunks, gradients = None, None
-    with paired(local_call) as (call, pair, pair_options):
+    with paired(local_call) as (call, pair):
         one_pass = lacking is None and passes != "two"
-        if one_pass and (passes == "one" or one_pass_is_free(call, pair, pair_options)):
+        if one_pass and (passes == "one" or one_pass_is_free(call, pair)):
             chunks = _Chunks(prepare, pair, call)
-            divergence, gradients = in_one_pass(call, pair, pair_options, chunks)
+            divergence, gradients = in_one_pass(call, pair, chunks)
         else:
-            divergence = in_two_passes(call, pair, pair_options)
+            divergence = in_two_passes(call, pair)
     assert divergence.logps is not None
     assert divergence.teacher_logps is not None
     # Every rank runs `prepare` once, whichever passes it takes, because `prepare` adds up sequence lengths over ranks.
@@ -179,15 +179,15 @@ class _Chunks:
         """The loss of all tokens. `ref_per_token_logps` (B, T) or (N,) is 0 at tokens that do not count."""
         return self.prepared._replace(batch=replace(self.prepared.batch, ref_per_token_logps=ref_per_token_logps))
 
-    def __call__(
-        self, chunk: slice, exact_kl: Tensor, statistics: PairStatistics
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def __call__(self, chunk: slice, statistics: PairStatistics) -> tuple[Tensor, Tensor | None, Tensor | None]:
         positions = chunk if self.live.index is None else self.live.index[chunk]
         tokens = self.prepared.take(positions)
         tokens = tokens._replace(batch=replace(tokens.batch, ref_per_token_logps=statistics.teacher_logps))
         assert statistics.logps is not None
         assert tokens.weights is not None
         slopes = gradients_by_autograd(
-            lambda logps, entropy: tokens.evaluate(logps, entropy, exact_kl).loss, statistics.logps, statistics.entropy
+            lambda logps, entropy: tokens.evaluate(logps, entropy, statistics.divergence).loss,
+            statistics.logps,
+            statistics.entropy,
         )
         return tokens.terms.kl.beta * tokens.weights, *slopes

@@ -32,10 +32,12 @@ from liger_rl.engines.pair.reference import (
     MIXTURE,
     REVERSE,
     TILE_VOCAB,
+    KeptPair,
     Measure,
     MixtureSums,
     PairFold,
     PairGradients,
+    PairTile,
     Tile,
     TileSums,
 )
@@ -53,6 +55,7 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.kernels.transform import HeadFactors
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
 
@@ -226,10 +229,11 @@ def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
         sums = TileSums.unwritten(N, V, CPU, measure) if entropy else None
-        tiles_triton.fold_pair(student, teacher, targets, 0, measure, state, sums)
+        tile = PairTile(student, teacher, targets, 0, measure)
+        tiles_triton.fold_pair(tile, state, sums)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
-        tiles_triton.grad_pair(student, teacher, targets, 0, measure, tokens, ones(N, V, dtype=torch.bfloat16))
-    tiles_triton.mix_pair(student, teacher, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
+        tiles_triton.grad_pair(tile, tokens, ones(N, V, dtype=torch.bfloat16))
+    tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
 
 
 def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
@@ -240,24 +244,24 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     vocab = V if everything else TILES * BLOCK_VOCAB
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(vocab, H, dtype=torch.bfloat16)
     bias = ones(vocab, dtype=torch.bfloat16) if entropy else None
-    factors = pair_epilogue.Factors(hidden, weight, bias, transform)
-    student = pair_epilogue.Student(factors, torch.zeros(N, dtype=torch.long), 0)
-    teacher = Tile(ones(N, vocab), bias, transform)
-    kept = kept_pair_triton.KeptPair.empty(N, vocab, CPU, BLOCK_VOCAB // pair_epilogue.PARTS)
+    student, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
+    wider = (ones(rows, 2 * H, dtype=torch.bfloat16) for rows in (N, vocab))
+    teacher = HeadFactors(*wider, bias, transform)
+    kept = KeptPair.empty(N, vocab, CPU)
     for measure in (Measure(REVERSE), Measure(FORWARD), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
         given = {"entropy": entropy, "targets": entropy, "squares": squares}
-        parts = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given)
-        pair_epilogue.fold_pair(student, teacher, measure, parts, None if squares else kept)
-        parts.merged(measure)
+        parts = pair_epilogue.unwritten_tiles(N, V, CPU, measure, **given)
+        pair_epilogue.fold_pair(student, teacher, targets, 0, measure, parts, None if squares else kept)
+        pair_epilogue.merged(parts, measure)
         if measure.kind != MIXTURE:
-            whole = pair_epilogue.Parts.unwritten(N, V, CPU, measure, entropy=False, targets=False, squares=True)
-            whole.tile_sums(measure, TileSums.unwritten(N, V, CPU, measure))
+            whole = pair_epilogue.unwritten_tiles(N, V, CPU, measure, entropy=False, targets=False, squares=True)
+            pair_epilogue.write_tile_sums(whole, measure, TileSums.unwritten(N, V, CPU, measure))
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
-        pair_epilogue.grad_pair(student, teacher, measure, tokens)
+        pair_epilogue.grad_pair(student, teacher, targets, 0, measure, tokens)
         if transform.softcap is None:
             out = kept.larger.view(torch.bfloat16)
-            kept_pair_triton.grad_kept_pair(kept, student.targets, transform, measure, tokens, out)
+            kept_pair_triton.grad_kept_pair(kept, targets, transform, measure, tokens, out)
     for measure in (Measure(REVERSE), Measure(MIXTURE, 0.5)):
         kept_pair_triton.sum_kept(kept, measure, ones(N), ones(N))
 
@@ -266,7 +270,7 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     """With biases and gradients of log-probabilities where there are entropies elsewhere."""
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
-    head, targets = pair_epilogue.Factors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
+    head, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
     tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
     span, parts = listing_triton.Span(0, N, 0, N), ones(N, TILE_VOCAB, dtype=torch.float16)
@@ -276,8 +280,7 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
         given = 1e-3, transform, torch.bfloat16
         chosen, _ = sparse_triton.choose_parts(bounds, tail, *given, signed=True)
         of_tiles = listing_triton.list_tiles(chosen, span)
-        student = pair_epilogue.Student(head, targets, 0)
-        sparse_pair_triton.make_parts(student, head, measure, tokens, chosen, of_tiles, span, parts)
+        sparse_pair_triton.make_parts(head, head, targets, measure, tokens, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
     limits, found = listing_triton.Limits.empty(N, N, CPU), listing_triton.Lists.empty(2 * N, CPU)
     listing_triton.find_limits(parts, chosen, span, limits)

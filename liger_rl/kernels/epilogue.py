@@ -1,8 +1,9 @@
 """Fold and gradient in the epilogue of a persistent Triton product, so that no logit reaches memory.
 
-Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. The fold
-writes the maximum, the sum of exponentials and, for the entropy, one more sum of each token and tile: 8 or 12 bytes for
-256 logits. The gradient writes dL/dlogits in the dtype of the hidden states.
+Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. An epilogue
+is a function of one tile of logits. `tile_epilogues` has the epilogues of one head, `engines/pair` has those of two.
+The fold writes the maximum, the sum of exponentials and, for the entropy, one more sum of each token and tile: 8 or 12
+bytes for 256 logits. The gradient writes dL/dlogits in the dtype of the hidden states.
 """
 
 from collections.abc import Callable, Collection
@@ -12,21 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
-from liger_rl.kernels.matrix_triton import matrix, product, store
+from liger_rl.kernels.matrix_triton import matrix, product, two_products
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TileStatistics, TokenGradients, TokenStatistics
-from liger_rl.kernels.tile_epilogues import (
-    column_of,
-    fold_tile,
-    part_of,
-    tile_gradient,
-    tile_place,
-    tokens_together,
-)
-from liger_rl.kernels.transform import LogitSteps, LogitTransform
+from liger_rl.kernels.tile_epilogues import column_of, fold_tile, grad_tile, tile_place, tokens_together
+from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -34,75 +29,45 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # 1.15 x at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in
 # halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
+# Both heads' tiles are in registers at once. One H200, N = 8192, V = 128256, fold alone, against the student's tiles of
+# 256 entries with the teacher's logits in memory: 7.0 and 10.2 ms at H = 1024 twice, 14.4 and 17.0 at 2048 twice, 22.3
+# and 25.9 at 2048 and 4096, 30.3 and 29.4 at 4096 twice.
+TWO_HEADS_VOCAB = BLOCK_VOCAB // 2
 # Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
 # higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
 
 
 @triton.jit
-def tile_logits(
-    hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
-):  # fmt: skip
-    """-> one tile of hidden @ weight.T + bias in float32."""
-    first = vocab_tile * TILE_VOCAB
-    logits = product(hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+def _with_bias(logits, bias, start, vocab):
     if bias is not None:
-        column = first + tl.arange(0, TILE_VOCAB)
+        column = start + tl.arange(0, logits.shape[1])
         logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
     return logits
 
 
-@triton.jit
-def _gemm_fold_kernel(
-    hidden,  # a `matrix` (tokens, H)
-    weight,  # a `matrix` (V, H)
-    kept,  # a `matrix` (tokens, V), or None
-    bias,
-    targets,
-    tiles,  # `Fold` of each vocabulary tile, (V / TILE_VOCAB, tokens), but the target's logits (tokens,)
-    tokens,
-    vocab,
-    hidden_size,
-    steps,
-    LEVELLED: tl.constexpr,  # capped, by not too much, see MOST_LEVELLED
-    WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
-    PARTS: tl.constexpr,  # of a tile, one after the other
-    TILE_TOKENS: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
-    TILE_HIDDEN: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
-    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
-    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
-        logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
-        )  # fmt: skip
-        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        live = token < tokens
-        target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
-        fold_tile(
-            logits, token, target, token_tile * TILE_TOKENS, vocab_tile, tokens, vocab, tiles, kept, steps,
-            LEVELLED, WHOLE, PARTS,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["first"])
-def _gemm_grad_kernel(
+def _product_kernel(
     hidden,  # a `matrix` (tokens, H)
-    weight,  # a `matrix` (vocab, H), the tile's rows
-    out,  # a `matrix` (tokens, vocab)
+    weight,  # a `matrix` (vocab, H)
+    teacher_hidden,  # those of another head, or None
+    teacher_weight,
+    out,  # a `matrix` (tokens, vocab) that the epilogue writes, or None
+    second_out,  # another one
     bias,
+    teacher_bias,
     targets,
-    gradients,  # `TokenGradients`, (tokens,) each
+    arguments,  # of the epilogue
     tokens,
     vocab,
-    first,  # id of the tile's first row
+    first,  # id of the weight's first row
     hidden_size,
+    teacher_size,
     steps,
+    EPILOGUE: tl.constexpr,  # a function of one tile of logits, or of two heads' tiles
+    VARIANT: tl.constexpr,  # of the epilogue
+    WHOLE: tl.constexpr,  # the last vocabulary tile is a whole one; False if the epilogue does not ask
+    EQUAL: tl.constexpr,  # both heads have one hidden size
     PARTS: tl.constexpr,  # of a tile, one after the other
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -110,21 +75,85 @@ def _gemm_grad_kernel(
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
-    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
-    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
+    together = tokens_together(token_tiles, TILE_TOKENS * (hidden_size + teacher_size))
+    ONE: tl.constexpr = teacher_weight is None
+    # Two heads' registers leave no room for loads that run under the epilogue.
+    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=ONE):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
-        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        live = token < tokens
-        logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+        first_token, start = token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB
+        token = first_token + tl.arange(0, TILE_TOKENS)
+        if ONE:
+            logits = product(hidden, weight, first_token, start, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+            logits = _with_bias(logits, bias, start, vocab)
+        else:
+            student, teacher = two_products(
+                hidden, weight, teacher_hidden, teacher_weight, first_token, start,
+                hidden_size, teacher_size, EQUAL, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+            )  # fmt: skip
+            logits = (_with_bias(student, bias, start, vocab), _with_bias(teacher, teacher_bias, start, vocab))
+        target = column_of(targets, token, token < tokens, first + start)
+        EPILOGUE(
+            logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, (out, second_out), steps,
+            VARIANT, WHOLE, PARTS,
         )  # fmt: skip
-        tile_first = first + vocab_tile * TILE_VOCAB
-        for part in tl.static_range(PARTS):
-            own = part_of(logits, part, PARTS)
-            column = part * own.shape[1] + tl.arange(0, own.shape[1])
-            grad = tile_gradient(own, token, live, column, targets, tile_first, gradients, steps)
-            store(out, token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + part * own.shape[1], grad)
+
+
+def run_product(
+    epilogue: JITFunction,  # called as `tile_epilogues.fold_tile`
+    head: HeadFactors,
+    targets: Tensor,  # (n,) ids of the whole vocabulary
+    arguments: tuple,  # of the epilogue, for its kernel
+    *,
+    teacher: HeadFactors | None = None,  # the epilogue gets a tile of each head, TWO_HEADS_VOCAB entries wide
+    outs: tuple[Tensor | None, ...] = (None, None),  # (n, v), two at most, whose tiles the epilogue stores
+    first: int = 0,  # id of the weight's first row
+    variant: int = 0,
+    whole: bool = False,
+    parts: int,
+    warps: int = WARPS,
+) -> None:
+    """Call `epilogue` for every tile of the head's hidden @ weight.T + bias, where `devices.applies` says so."""
+    device = head.hidden.device
+    family, programs = family_of(device), device_programs(device)
+    tile_vocab = TILE_VOCAB if teacher is None else TWO_HEADS_VOCAB
+    stages = family.stages if teacher is None and outs == (None, None) else family.storing_stages
+
+    def matrices(factors: HeadFactors | None) -> tuple:
+        if factors is None:
+            return None, None
+        hidden = matrix(factors.hidden, TILE_TOKENS, family.step, tma=family.tma)
+        return hidden, matrix(factors.weight, tile_vocab, family.step, tma=family.tma)
+
+    hidden_size, teacher_size = head.hidden.shape[1], 0 if teacher is None else teacher.hidden.shape[1]
+    with on(device):
+        _product_kernel[(programs,)](
+            *matrices(head),
+            *matrices(teacher),
+            *(
+                None if out is None else matrix(out, TILE_TOKENS, tile_vocab, tma=family.tma, parts=parts)
+                for out in outs
+            ),
+            *(None if of is None or of.bias is None else of.bias.contiguous() for of in (head, teacher)),
+            targets.contiguous(),
+            arguments,
+            head.hidden.shape[0],
+            head.weight.shape[0],
+            first,
+            hidden_size,
+            teacher_size,
+            LogitSteps.of(head.transform),
+            EPILOGUE=epilogue,
+            VARIANT=variant,
+            WHOLE=whole,
+            EQUAL=hidden_size == teacher_size,
+            PARTS=parts,
+            TILE_TOKENS=TILE_TOKENS,
+            TILE_VOCAB=tile_vocab,
+            TILE_HIDDEN=family.step,
+            PROGRAMS=programs,
+            num_stages=stages,
+            num_warps=warps,
+        )
 
 
 def gemm_fold(
@@ -185,31 +214,12 @@ def _fold_tiles(
     n, vocab = hidden.shape[0], weight.shape[0]
     family = family_of(hidden.device)
     tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
-    values = None if kept is None else kept.values
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
-    programs = device_programs(hidden.device)
-    with on(hidden.device):
-        _gemm_fold_kernel[(programs,)](
-            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
-            None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
-            None if bias is None else bias.contiguous(),
-            targets.contiguous(),
-            tiles,
-            n,
-            vocab,
-            hidden.shape[1],
-            LogitSteps.of(transform),
-            LEVELLED=levelled,
-            WHOLE=vocab % TILE_VOCAB == 0,
-            PARTS=family.parts,
-            TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
-            TILE_HIDDEN=family.step,
-            PROGRAMS=programs,
-            num_stages=family.stages if kept is None else family.storing_stages,
-            num_warps=family.fold_warps,
-        )
+    run_product(
+        fold_tile, HeadFactors(hidden, weight, bias, transform), targets, tiles,
+        outs=(None if kept is None else kept.values, None),
+        variant=int(levelled), whole=vocab % TILE_VOCAB == 0, parts=family.parts, warps=family.fold_warps,
+    )  # fmt: skip
     if kept is not None:
         assert kept.tile_vocab == TILE_VOCAB
         kept.peaks.copy_(tiles.peak)
@@ -226,33 +236,13 @@ def gemm_grad(
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
-    n, vocab = hidden.shape[0], weight.shape[0]
-    out = empty_rows(n, vocab, hidden.dtype, hidden.device)
-    programs, family = device_programs(hidden.device), family_of(hidden.device)
+    out = empty_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device)
     # A softcap or an entropy makes a whole tile spill registers. Without either, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
-    parts = max(family.parts, 2 if halved else 1)
-    with on(hidden.device):
-        _gemm_grad_kernel[(programs,)](
-            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
-            matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
-            None if bias is None else bias.contiguous(),
-            targets.contiguous(),
-            tokens.contiguous(),
-            n,
-            vocab,
-            first,
-            hidden.shape[1],
-            LogitSteps.of(transform),
-            PARTS=parts,
-            TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
-            TILE_HIDDEN=family.step,
-            PROGRAMS=programs,
-            num_stages=family.storing_stages,
-            num_warps=WARPS,
-        )
+    run_product(
+        grad_tile, HeadFactors(hidden, weight, bias, transform), targets, tokens.contiguous(),
+        outs=(out, None), first=first, parts=max(family_of(hidden.device).parts, 2 if halved else 1),
+    )  # fmt: skip
     return out
 
 

@@ -99,18 +99,61 @@ def store(matrix, row, column, values):
 
 
 @triton.jit
+def _starts(matrix, row, ROWS: tl.constexpr):
+    """-> where ROWS rows from `row` on start, for `_columns`."""
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
+        return row
+    else:
+        return _row_starts(matrix, row, ROWS)
+
+
+@triton.jit
+def _columns(matrix, starts, first, COLUMNS: tl.constexpr):
+    """-> COLUMNS columns from `first` on, of the rows at `starts`."""
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
+        return matrix.load([starts, first])
+    else:
+        return _from_rows(starts, matrix, first, COLUMNS)
+
+
+@triton.jit
 def product(
     a, b, row, entry, size, ROWS: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """-> (ROWS, ENTRIES) float32, a[row : row + ROWS] @ b[entry : entry + ENTRIES].T, over `size` columns."""
     total = tl.zeros((ROWS, ENTRIES), tl.float32)
-    if isinstance(a, tl.core.tensor_descriptor_base):
-        for step in range(tl.cdiv(size, STEP)):
-            left = a.load([row, step * STEP])
-            total = tl.dot(left, b.load([entry, step * STEP]).T, total)
-    else:
-        a_starts, b_starts = _row_starts(a, row, ROWS), _row_starts(b, entry, ENTRIES)
-        for step in range(tl.cdiv(size, STEP)):
-            left = _from_rows(a_starts, a, step * STEP, STEP)
-            total = tl.dot(left, _from_rows(b_starts, b, step * STEP, STEP).T, total)
+    a_starts, b_starts = _starts(a, row, ROWS), _starts(b, entry, ENTRIES)
+    for step in range(tl.cdiv(size, STEP)):
+        left = _columns(a, a_starts, step * STEP, STEP)
+        total = tl.dot(left, _columns(b, b_starts, step * STEP, STEP).T, total)
     return total
+
+
+@triton.jit
+def two_products(
+    a, b, c, d, row, entry, size, other_size, EQUAL: tl.constexpr,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """-> `product` of a and b over `size` columns, and of c and d over `other_size`; EQUAL: the two sizes are one.
+
+    The steps of both alternate, so that the loads of one run under the other.
+    """
+    total = tl.zeros((ROWS, ENTRIES), tl.float32)
+    other_total = tl.zeros((ROWS, ENTRIES), tl.float32)
+    a_starts, b_starts = _starts(a, row, ROWS), _starts(b, entry, ENTRIES)
+    c_starts, d_starts = _starts(c, row, ROWS), _starts(d, entry, ENTRIES)
+    steps, other_steps = tl.cdiv(size, STEP), tl.cdiv(other_size, STEP)
+    both = steps if EQUAL else tl.minimum(steps, other_steps)
+    for step in range(both):
+        left = _columns(a, a_starts, step * STEP, STEP)
+        total = tl.dot(left, _columns(b, b_starts, step * STEP, STEP).T, total)
+        other_left = _columns(c, c_starts, step * STEP, STEP)
+        other_total = tl.dot(other_left, _columns(d, d_starts, step * STEP, STEP).T, other_total)
+    if not EQUAL:
+        for step in range(both, steps):
+            left = _columns(a, a_starts, step * STEP, STEP)
+            total = tl.dot(left, _columns(b, b_starts, step * STEP, STEP).T, total)
+        for step in range(both, other_steps):
+            other_left = _columns(c, c_starts, step * STEP, STEP)
+            other_total = tl.dot(other_left, _columns(d, d_starts, step * STEP, STEP).T, other_total)
+    return total, other_total

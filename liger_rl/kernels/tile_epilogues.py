@@ -56,27 +56,6 @@ def column_of(targets, token, live, first):
 
 
 @triton.jit
-def tile_gradient(logits, token, live, column, targets, first, tokens, steps):
-    """-> dL/dlogits of one tile in float32; rows of tokens that are not live and columns past the last id are noise.
-
-    `column` counts from 0, and `first` is the id of column 0.
-    """
-    z, square = transformed(logits, steps)
-    log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
-    p = flushed_exp(log_p)
-    target = column_of(targets, token, live, first)
-    g, e, entropy = token_terms(tokens, token, live)
-    at_target = tl.load(tokens.at_target + token, mask=live, other=0.0)
-    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
-    if ENTROPY:
-        e = e[:, None]
-        entropy = entropy[:, None]
-    hit = column[None, :] == target[:, None]
-    grad = gradient(p, log_p, hit, at_target[:, None], g[:, None], e, entropy, ENTROPY)
-    return times_derivative(grad, square, steps)
-
-
-@triton.jit
 def halves(tile):
     """-> left and right half of a tile (M, N)."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
@@ -113,18 +92,20 @@ def at_column(tile, column, HALVINGS: tl.constexpr):
 @triton.jit
 def fold_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32
-    token,  # (TILE_TOKENS,) indices of the tokens
+    token,  # (TILE_TOKENS,) indices of the tokens, from `first_token` on
     target,  # (TILE_TOKENS,) column of each token's target, see `column_of`
     first_token, vocab_tile, tokens, vocab,
     tiles,  # `Fold` of each vocabulary tile, (vocabulary tiles, tokens), but the target's logits (tokens,)
-    kept, steps,
-    LEVELLED: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+    outs,  # a `matrix` (tokens, vocab) of `reference.Kept`, or None; and None
+    steps,
+    LEVELLED: tl.constexpr,  # capped, by at most `epilogue.MOST_LEVELLED`
+    WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the fold of one tile of logits, of tokens from `first_token` on.
+    """Write the fold of one tile of logits.
 
-    Exponentials are made of one part of the tile after the other, so that they fit the registers. The arguments are
-    those of `epilogue._gemm_fold_kernel`.
+    Exponentials are made of one part of the tile after the other, so that they fit the registers.
     """
+    kept, _ = outs
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     column = tl.arange(0, TILE_VOCAB)
     live = token < tokens
@@ -205,3 +186,32 @@ def _fold_target(
 def _under_cap(left, full):
     """-> z, from the fraction of the cap that it leaves."""
     return tl.fma(-left, full, full)
+
+
+@triton.jit
+def grad_tile(
+    logits, token, target, first_token, vocab_tile, tokens, vocab,  # as in `fold_tile`
+    gradients,  # `TokenGradients`, (tokens,) each
+    outs,  # a `matrix` (tokens, vocab), and None
+    steps,
+    VARIANT: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write dL/dlogits of one tile. Rows past the last token and columns past the last id are noise."""
+    out, _ = outs
+    live = token < tokens
+    ENTROPY: tl.constexpr = gradients.grad_entropy is not None
+    for part in tl.static_range(PARTS):
+        x = part_of(logits, part, PARTS)
+        column = part * x.shape[1] + tl.arange(0, x.shape[1])
+        z, square = transformed(x, steps)
+        log_p = z - tl.load(gradients.lse + token, mask=live, other=0.0)[:, None]
+        p = flushed_exp(log_p)
+        g, e, entropy = token_terms(gradients, token, live)
+        at_target = tl.load(gradients.at_target + token, mask=live, other=0.0)
+        if ENTROPY:
+            e = e[:, None]
+            entropy = entropy[:, None]
+        hit = column[None, :] == target[:, None]
+        grad = gradient(p, log_p, hit, at_target[:, None], g[:, None], e, entropy, ENTROPY)
+        grad = times_derivative(grad, square, steps)
+        store(out, first_token, vocab_tile * logits.shape[1] + part * x.shape[1], grad)

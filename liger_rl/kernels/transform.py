@@ -74,6 +74,15 @@ def fits_float32(value: float) -> bool:
     return -LARGEST <= value <= LARGEST
 
 
+class HeadFactors(NamedTuple):
+    """The factors of a head's logits, transform(hidden @ weight.T + bias)."""
+
+    hidden: Tensor  # (n, H)
+    weight: Tensor  # (v, H), rows of the vocabulary from one id on
+    bias: Tensor | None  # (v,)
+    transform: LogitTransform
+
+
 class LogitSteps(NamedTuple):
     """A LogitTransform as a kernel argument: z = cap * tanh(gain * x) / temperature, or gain * x / temperature.
 

@@ -1,4 +1,4 @@
-"""Two heads where the student's product folds, and makes its gradient, in its own epilogue: as from tiles in memory.
+"""Two heads whose products fold, and make the gradient, in their epilogue: as from tiles in memory.
 
 `test_divergence.py` holds the latter to float64.
 """
@@ -23,18 +23,22 @@ from liger_rl.engines.pair.reference import (
     MIXTURE,
     REVERSE,
     TILE_VOCAB,
+    KeptPair,
     Measure,
     MixtureSums,
     PairFold,
     PairGradients,
     PairStatistics,
+    PairTile,
     Tile,
     TileSums,
     fold_pair,
     grad_pair,
     mix_pair,
 )
+from liger_rl.kernels import epilogue as product_epilogue
 from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.kernels.transform import HeadFactors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter makes no bfloat16 products
@@ -66,16 +70,17 @@ class Case:
             other, other_weight = torch.cat([self.hidden, other[:, :8]], 1), torch.cat([self.weight, near], 1)
         self.bias, other_bias = torch.randn(2, vocab).to(DEVICE) if more else (None, None)
         logits = self.hidden.float() @ self.weight.float().T
-        teacher = torch.full((n, -(-vocab // 8) * 8 + 8), torch.nan, device=DEVICE)[:, :vocab]  # rows are longer
-        teacher.copy_(other.float() @ other_weight.float().T)
+        teacher = other.float() @ other_weight.float().T
+        self.others = other, other_weight
         self.targets = torch.randint(vocab, (n,)).to(DEVICE)
         self.student, self.teacher = Tile(logits, self.bias, transforms[0]), Tile(teacher, other_bias, transforms[1])
         state = PairFold.start(n, DEVICE, measure, entropy=more, targets=True)
         self.sums = None if measure.kind == MIXTURE else TileSums.unwritten(n, vocab, DEVICE, measure)
-        fold_pair(self.student, self.teacher, self.targets, 0, measure, state, self.sums)
+        self.pair = PairTile(self.student, self.teacher, self.targets, 0, measure)
+        fold_pair(self.pair, state, self.sums)
         self.known, self.mixed = PairStatistics.of(state, measure), MixtureSums.start(state.peak)
         if measure.kind == MIXTURE:
-            mix_pair(self.student, self.teacher, measure, *self.known[:2], self.mixed)
+            mix_pair(self.pair, *self.known[:2], self.mixed)
 
     @property
     def value(self):
@@ -85,9 +90,9 @@ class Case:
         """What the epilogue takes of some columns."""
         at = slice(first, last)
         bias, other_bias = (None if bias is None else bias[at] for bias in (self.bias, self.teacher.bias))
-        factors = pair_epilogue.Factors(self.hidden, self.weight[at], bias, self.student.transform)
-        teacher = Tile(self.teacher.logits[:, at], other_bias, self.teacher.transform)
-        return pair_epilogue.Student(factors, self.targets, first), teacher
+        factors = HeadFactors(self.hidden, self.weight[at], bias, self.student.transform)
+        teacher = HeadFactors(self.others[0], self.others[1][at], other_bias, self.teacher.transform)
+        return factors, teacher, self.targets, first
 
     def tokens(self):
         w, g, e = torch.randn(3, self.n).to(DEVICE)
@@ -96,7 +101,7 @@ class Case:
 
     def gradient(self, tokens):
         out = torch.empty(self.n, self.vocab, device=DEVICE)
-        grad_pair(self.student, self.teacher, self.targets, 0, self.measure, tokens, out)
+        grad_pair(self.pair, tokens, out)
         return out
 
     def of_kept(self, kept, tokens):
@@ -106,10 +111,10 @@ class Case:
         return out
 
     def folded(self, *, squares, kept=True):
-        parts = pair_epilogue.Parts.unwritten(
+        parts = pair_epilogue.unwritten_tiles(
             self.n, self.vocab, DEVICE, self.measure, entropy=self.more, targets=True, squares=squares
         )
-        found = parts.kept(self.vocab) if kept else None
+        found = KeptPair.empty(self.n, self.vocab, DEVICE) if kept else None
         cut = 2 * BLOCK_VOCAB
         for first, last in ((0, cut), (cut, self.vocab)):
             pair_epilogue.fold_pair(*self.tile(first, last), self.measure, parts, found)
@@ -122,7 +127,7 @@ def test_sums_of_several_tiles(measure):
     case = Case(measure, PLAIN, more=False, n=140, size=16, vocab=2 * TILE_VOCAB + 300)
     parts, _ = case.folded(squares=True, kept=False)
     sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
-    parts.tile_sums(measure, sums)
+    pair_epilogue.write_tile_sums(parts, measure, sums)
     tokens = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
     mine, other = (sparse_pair_triton.part_bounds(part, measure, tokens, case.targets) for part in (sums, case.sums))
     torch.testing.assert_close(mine.rest, other.rest, rtol=1e-4, atol=2e-5)
@@ -144,11 +149,11 @@ def test_merged_tiles(measure, tiles):
     for first in range(0, tiles * width, width):
         state = PairFold.start(n, DEVICE, measure, entropy=True, targets=False)
         student, teacher = (Tile(x[:, first : first + width], None, LogitTransform()) for x in (z, t))
-        fold_pair(student, teacher, torch.zeros(n, device=DEVICE), 0, measure, state)
+        fold_pair(PairTile(student, teacher, torch.zeros(n, device=DEVICE), 0, measure), state)
         lowest = torch.finfo(torch.float32).min  # of NaN, too, as the epilogue leaves it
         folds.append(state._replace(peak=torch.where(state.peak.isnan(), lowest, state.peak)))
     fold = PairFold._make(None if part[0] is None else torch.stack(part) for part in zip(*folds, strict=True))
-    found = pair_epilogue.Parts(fold, pair_epilogue.NO_SQUARES).merged(measure)
+    found = pair_epilogue.merged(fold, measure)
     expected = fold.over_ranks(measure, lambda peaks: peaks.amax(1), lambda parts: parts.sum(1))
     for mine, other in zip(found, expected, strict=True):
         assert (mine is None) == (other is None)
@@ -164,14 +169,14 @@ def test_kernels(measure, transforms):
     case = Case(measure, transforms, more=transforms != PLAIN)
     squares = measure.kind != MIXTURE
     parts, kept = case.folded(squares=squares)
-    found = PairStatistics.of(parts.merged(measure), measure)
+    found = PairStatistics.of(pair_epilogue.merged(parts, measure), measure)
     for mine, other in zip(found, case.known, strict=True):
         assert (mine is None) == (other is None)
         if other is not None:
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-5)
     if squares:
         sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
-        parts.tile_sums(measure, sums)
+        pair_epilogue.write_tile_sums(parts, measure, sums)
         ones = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
         mine, other = (sparse_pair_triton.part_bounds(part, measure, ones, case.targets) for part in (sums, case.sums))
         for part, exact in zip(mine[:3], other[:3], strict=True):
@@ -207,11 +212,11 @@ def test_ids_that_a_head_bans_and_rows_past_the_last_token():
     case.bias[5] = -torch.inf
     case.bias[100:600] = case.teacher.bias[100:600] = -torch.inf  # with a whole tile
     parts, kept = case.folded(squares=False)
-    assert parts.merged(case.measure).gap.isinf().all()  # an infinite divergence, and no NaN
+    assert pair_epilogue.merged(parts, case.measure).gap.isinf().all()  # an infinite divergence, and no NaN
     student = case.student.logits + case.bias
     teacher = case.teacher.logits + case.teacher.bias
     known = PairStatistics(student.logsumexp(1), teacher.logsumexp(1), None, None, None, None)
-    tokens = PairGradients.of(known, None, torch.ones(3).to(DEVICE), None, None)
+    tokens = PairGradients.of(known, torch.ones(3).to(DEVICE), None, None)
     exact = student.double().softmax(1) - teacher.double().softmax(1)
     for mine in (case.of_kept(kept, tokens), pair_epilogue.grad_pair(*case.tile(), case.measure, tokens)):
         torch.testing.assert_close(mine.double(), exact, rtol=0.01, atol=1e-5)
@@ -224,7 +229,7 @@ def test_targets_past_the_last_id():
     case = Case(Measure(FORWARD), PLAIN, more=False, n=3)
     case.targets[1:] = torch.tensor([case.vocab, case.vocab + 3])
     parts, _ = case.folded(squares=False, kept=False)
-    for mine, tile in ((parts.fold.target, case.student), (parts.fold.teacher_target, case.teacher)):
+    for mine, tile in ((parts.target, case.student), (parts.teacher_target, case.teacher)):
         torch.testing.assert_close(mine[0], tile.logits[0, case.targets[0]], rtol=1e-5, atol=2e-5)
         assert not mine[1:].any()
 
@@ -236,7 +241,7 @@ def test_the_lowest_finite_logits_have_no_probability(measure):
     case.teacher.bias[:64] = torch.finfo(torch.float32).min
     case.bias[:64] = -torch.inf
     parts, _ = case.folded(squares=True, kept=False)
-    found = PairStatistics.of(parts.merged(measure), measure)
+    found = PairStatistics.of(pair_epilogue.merged(parts, measure), measure)
     log_p, log_q = ((tile.logits + tile.bias)[:, 64:].double().log_softmax(1) for tile in (case.student, case.teacher))
     over = log_p.exp() * (log_p - log_q) if measure.kind == REVERSE else log_q.exp() * (log_q - log_p)
     torch.testing.assert_close(found.divergence.double(), over.sum(1), rtol=1e-5, atol=2e-5)
@@ -252,7 +257,7 @@ def test_a_row_of_the_kept_gradient_adds_up_to_0(measure):
     """Whatever rounding has done to the probabilities, of which the mean is taken."""
     case = Case(measure, PLAIN, more=False, spread=6.0)
     parts, kept = case.folded(squares=False)
-    known = PairStatistics.of(parts.merged(measure), measure)
+    known = PairStatistics.of(pair_epilogue.merged(parts, measure), measure)
     value = kept_pair_triton.sum_kept(kept, measure, known.lse, known.teacher_lse).student
     tokens = PairGradients(known.lse, known.teacher_lse, torch.ones_like(known.lse), value, *[None] * 4)
     grad = case.of_kept(kept, tokens).double()
@@ -309,8 +314,8 @@ def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
     options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
     ways = {"one pass": {"token_weights": factors}, "fixed shape": {"fixed_shape": True}}
     options |= (ways | {"tolerance": {"grad_tolerance": 1e-3}}).get(way, {})
-    # The teacher's tiles, and chunks of one pass, are smaller than all there is.
-    monkeypatch.setattr(pair_products, "TEACHER_BYTES", 4 * n * 2 * BLOCK_VOCAB)
+    # The spans of copied weights are smaller than all there is.
+    monkeypatch.setattr(pair_products, "COPIED_BYTES", 2 * (32 + 16) * 2 * BLOCK_VOCAB)
     truth, found = tiles_and_epilogue(lambda: step(given, kind, factors=factors, **options))
     for place, (mine, other) in enumerate(zip(found, truth, strict=True)):
         exact = 1e-4 if kind == "jsd" and way == "one pass" else 5e-6
@@ -336,7 +341,8 @@ def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
     for mine, other in zip(found, expected, strict=True):
         assert torch.equal(mine.isfinite(), other.isfinite())
         mine, other = (part.nan_to_num(0.0, 0.0, 0.0) for part in (mine, other))
-        assert (mine - other).norm() <= 2e-3 * other.norm()
+        # Where both are rounded to bfloat16, small differences become whole units in the last place.
+        assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 
 @pytest.mark.parametrize("ban", [-1e5, -1e9])
@@ -383,7 +389,8 @@ def everything(case, tokens):
     parts, kept = case.folded(squares=case.measure.kind != MIXTURE)
     made = pair_epilogue.grad_pair(*case.tile(), case.measure, tokens).float()
     of_kept = made if case.student.transform.softcap is not None else case.of_kept(kept, tokens)
-    fold = [part for part in PairStatistics.of(parts.merged(case.measure), case.measure) if part is not None]
+    found = PairStatistics.of(pair_epilogue.merged(parts, case.measure), case.measure)
+    fold = [part for part in found if part is not None]
     return fold, [of_kept, made]
 
 
@@ -415,7 +422,7 @@ def test_families_agree(kind, transforms, monkeypatch):
     tokens, results = case.tokens(), []
     for family in (TMA, PORTABLE[0], PORTABLE[2]):
         with monkeypatch.context() as context:
-            context.setattr(pair_epilogue, "family_of", lambda device, family=family: family)
+            context.setattr(product_epilogue, "family_of", lambda device, family=family: family)
             results.append(everything(case, tokens))
     for found in results[1:]:
         assert_the_same(found, results[0])

@@ -19,6 +19,7 @@ from liger_rl.engines.pair.reference import (
     MixtureSums,
     PairFold,
     PairGradients,
+    PairTile,
     Tile,
     TileSums,
 )
@@ -63,12 +64,14 @@ def test_fold_and_gradient(measure, transforms, more):
         state = PairFold.start(N, DEVICE, measure, entropy=more, targets=more)
         parts = [slice(1060), slice(1060, V)]
         for at in parts:
-            kernels.fold_pair(split(student, at), split(teacher, at), targets, FIRST + at.indices(V)[0], measure, state)
+            tile = PairTile(split(student, at), split(teacher, at), targets, FIRST + at.indices(V)[0], measure)
+            kernels.fold_pair(tile, state)
         found = divergence.PairStatistics.of(state, measure)
         sums = MixtureSums(*torch.zeros(2, N, device=DEVICE))
         if measure.kind == MIXTURE:
             for at in parts:
-                kernels.mix_pair(split(student, at), split(teacher, at), measure, *found[:2], sums)
+                tile = PairTile(split(student, at), split(teacher, at), targets, FIRST, measure)
+                kernels.mix_pair(tile, *found[:2], sums)
         results.append((found, sums))
     (found, sums), (truth, expected) = results
     for mine, other in zip((*found, *sums), (*truth, *expected), strict=True):
@@ -83,7 +86,7 @@ def test_fold_and_gradient(measure, transforms, more):
     for dtype in (torch.float32, torch.bfloat16):
         mine, other = (torch.empty(N, V, dtype=dtype, device=DEVICE) for _ in range(2))
         for kernels, out in ((divergence_triton, mine), (divergence, other)):
-            kernels.grad_pair(student, teacher, targets, FIRST, measure, tokens, out)
+            kernels.grad_pair(PairTile(student, teacher, targets, FIRST, measure), tokens, out)
         fine = torch.isfinite(tokens.value)
         assert fine.sum() >= N - 1
         torch.testing.assert_close(mine[fine], other[fine], rtol=2e-5 if dtype == torch.float32 else 0.01, atol=1e-6)
@@ -107,7 +110,8 @@ def test_nearly_equal_distributions(kernels, measure):
     student, teacher = (Tile(x, None, LogitTransform()) for x in (logits, logits + 1e-2 * torch.randn_like(logits)))
     log_p, log_q = (tile.logits.double().log_softmax(-1) for tile in (student, teacher))
     state = PairFold.start(N, DEVICE, measure, entropy=False, targets=False)
-    kernels.fold_pair(student, teacher, torch.zeros(N, device=DEVICE), 0, measure, state)
+    tile = PairTile(student, teacher, torch.zeros(N, device=DEVICE), 0, measure)
+    kernels.fold_pair(tile, state)
     found = divergence.PairStatistics.of(state, measure)
     value = found.divergence
     if measure.kind == FORWARD:
@@ -116,7 +120,7 @@ def test_nearly_equal_distributions(kernels, measure):
         truth = (log_p.exp() * (log_p - log_q)).sum(-1)
     else:
         sums = MixtureSums(*torch.zeros(2, N, device=DEVICE))
-        kernels.mix_pair(student, teacher, measure, *found[:2], sums)
+        kernels.mix_pair(tile, *found[:2], sums)
         value, beta = measure.beta * sums.teacher + (1 - measure.beta) * sums.student, measure.beta
         log_m = torch.log((1 - beta) * log_p.exp() + beta * log_q.exp())
         truth = (beta * log_q.exp() * (log_q - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)).sum(-1)
@@ -144,12 +148,13 @@ def test_sums_and_bounds_of_tiles(kernels, measure, transforms):
     sums, targets = MixtureSums(*torch.zeros(2, N, device=DEVICE)), torch.zeros(N, device=DEVICE)
     parts = [(at.start, split(student, at), split(teacher, at)) for at in (slice(0, first), slice(first, vocab))]
     for start, own, other in parts:
-        kernels.fold_pair(own, other, targets, start, measure, state, tiles.part(slice(N), start))
+        kernels.fold_pair(PairTile(own, other, targets, start, measure), state, tiles.part(slice(N), start))
     found = divergence.PairStatistics.of(state, measure)
     over, value = log_p - log_q, found.divergence
     if measure.kind == MIXTURE:
         for start, own, other in parts:
-            kernels.mix_pair(own, other, measure, *found[:2], sums, tiles.part(slice(N), start))
+            tile = PairTile(own, other, targets, start, measure)
+            kernels.mix_pair(tile, *found[:2], sums, tiles.part(slice(N), start))
         value, beta = sums.student, measure.beta
         over = log_p - torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
     p = log_p.exp()

@@ -18,14 +18,15 @@ from liger_rl.engines.pair.reference import (
     PairFold,
     PairGradients,
     PairStatistics,
+    PairTile,
     Tile,
     TileSums,
 )
 from liger_rl.kernels.devices import PORTABLE, TMA, family_of
+from liger_rl.kernels.transform import HeadFactors
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
-from liger_rl.engines.pair.epilogue import Factors, Student
 from liger_rl.engines.sparse import listing_triton
 from liger_rl.engines.sparse.bounds_triton import ChosenParts
 from liger_rl.engines.sparse.listing_triton import Span
@@ -51,33 +52,34 @@ class Case:
 
     def __init__(self, measure: Measure, *, more: bool) -> None:
         self.measure, logits = measure, []
-        self.heads: list[Factors] = []
+        self.heads: list[HeadFactors] = []
         for size, transform in zip(SIZES, TRANSFORMS, strict=True):
             hidden, weight = torch.randn(N, size), 2.0 * torch.randn(V, size) / size**0.5
             bias = torch.randn(V).to(DEVICE, LOW) if more else None
             hidden, weight = hidden.to(DEVICE, LOW), weight.to(DEVICE, LOW)
-            self.heads.append(Factors(hidden, weight, bias, transform if more else LogitTransform()))
+            self.heads.append(HeadFactors(hidden, weight, bias, transform if more else LogitTransform()))
             logits.append(hidden.float() @ weight.float().T)
         logits[0][DEAD] = torch.nan
         self.tiles = [Tile(x, *head[2:]) for x, head in zip(logits, self.heads, strict=True)]
         self.targets = torch.randint(V, (N,), device=DEVICE)
         state = PairFold.start(N, DEVICE, measure, entropy=False, targets=True)
         self.sums = TileSums.unwritten(N, V, DEVICE, measure)
-        divergence.fold_pair(*self.tiles, self.targets, 0, measure, state, self.sums)
+        self.pair = PairTile(*self.tiles, self.targets, 0, measure)
+        divergence.fold_pair(self.pair, state, self.sums)
         known, mixed = PairStatistics.of(state, measure), MixtureSums.start(state.peak)
         if measure.kind == MIXTURE:
-            divergence.mix_pair(*self.tiles, measure, known.lse, known.teacher_lse, mixed, self.sums)
+            divergence.mix_pair(self.pair, known.lse, known.teacher_lse, mixed, self.sums)
         grad, of_logps = torch.randn(N, device=DEVICE), torch.randn(N, device=DEVICE) if more else None
         grad[[SILENT, DEAD]] = 0.0
         if of_logps is not None:
             of_logps[[SILENT, DEAD, 20]] = grad[21] = 0.0
         value = mixed.student if measure.kind == MIXTURE else known.divergence
-        self.tokens = PairGradients.of(known, value, grad, of_logps, None)
+        self.tokens = PairGradients.of(known._replace(value=value), grad, of_logps, None)
 
     def parts(self) -> torch.Tensor:
         """dL/dz (TILES, N, TILE)."""
         out = torch.empty(N, V, device=DEVICE)
-        divergence.grad_pair(*self.tiles, self.targets, 0, self.measure, self.tokens, out)
+        divergence.grad_pair(self.pair, self.tokens, out)
         out *= self.heads[0].transform.temperature
         return torch.nn.functional.pad(out, (0, -V % TILE)).unflatten(1, (TILES, TILE)).transpose(0, 1)
 
@@ -149,13 +151,13 @@ def test_parts(measure, more, family, monkeypatch):
     expected = case.parts()
     scale = expected.abs().amax((0, 2)).nan_to_num(1.0).clamp(min=1e-3)
     chosen = ChosenParts(rank, starts, scale, scale, scale)
-    cut, student = 130, Student(case.heads[0], case.targets, 0)
+    cut, targets = 130, case.targets
     out = torch.full((int(starts[-1]), TILE), torch.nan, dtype=torch.float16, device=DEVICE)
     for first, last in ((0, cut), (cut, N)):
         base, end = int(starts[first]), int(starts[last])
         span = Span(first, last, base, end - base)
         lists = listing_triton.list_tiles(chosen, span)
         made = out[base:end]
-        sparse_pair_triton.make_parts(student, case.heads[1], measure, case.tokens, chosen, lists, span, made)
+        sparse_pair_triton.make_parts(*case.heads, targets, measure, case.tokens, chosen, lists, span, made)
     kept = (expected / scale[:, None]).transpose(0, 1)[keep.T]
     torch.testing.assert_close(out.float() / listing_triton.UNIT, kept, rtol=2e-3, atol=2e-5)

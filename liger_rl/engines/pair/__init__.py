@@ -1,1 +1,18 @@
 """Two heads: divergences and the exact KL penalty."""
+
+from types import ModuleType
+
+import torch
+
+from liger_rl.kernels import devices
+
+
+def for_device(device: torch.device) -> ModuleType:
+    """The module with `fold_pair`, `mix_pair` and `grad_pair`: `tiles_triton`, or `reference` without Triton."""
+    if devices.compiles(device):
+        from liger_rl.engines.pair import tiles_triton
+
+        return tiles_triton
+    from liger_rl.engines.pair import reference
+
+    return reference

@@ -28,9 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair.epilogue import Factors, Student
 from liger_rl.engines.pair.reference import FORWARD, MIXTURE, TILE_VOCAB, Measure, PairGradients, TileSums
-from liger_rl.engines.pair.tile_epilogues import divergence_gradient, with_other_gradients
+from liger_rl.engines.pair.tile_epilogues import pair_gradient, per_token
 from liger_rl.engines.sparse.bounds_triton import (
     BOUND_TILES,
     BOUND_TOKENS,
@@ -44,7 +43,7 @@ from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.softmax import flushed_exp, transformed
 from liger_rl.kernels.statistics import PartBounds, Tail
-from liger_rl.kernels.transform import LogitSteps
+from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
 # Tokens and entries of a program's two products, which are in registers together. One H200, H = 2048, 9.6% kept, in
 # TFLOPS: 428 with four stages, 383 with three, 413 in steps of 128. A student's product of 256 entries that read the
@@ -170,7 +169,9 @@ def part_bounds(sums: TileSums, measure: Measure, tokens: PairGradients, targets
 
 
 @triton.jit
-def _tail_kernel(grads, scales, tail, vocab, TILE_VOCAB: tl.constexpr, SAMPLES: tl.constexpr, CUTS: tl.constexpr):
+def _tail_kernel(
+    grads, stride, scales, tail, vocab, TILE_VOCAB: tl.constexpr, SAMPLES: tl.constexpr, CUTS: tl.constexpr
+):
     tile = tl.program_id(0)
     entry = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
     place = grads + entry
@@ -178,7 +179,7 @@ def _tail_kernel(grads, scales, tail, vocab, TILE_VOCAB: tl.constexpr, SAMPLES: 
     for sample in range(SAMPLES):
         size = tl.abs(tl.load(place, mask=entry < vocab, other=0.0)) * tl.load(scales + sample)
         total += tl.where(size < float("inf"), size, 0.0)  # one token's NaN must not reach the gradients of others
-        place += vocab
+        place += stride
     known = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1)
     for _ in range(CUTS):
         total = tl.minimum(total, 2.0 * tl.sum(total) / known)
@@ -196,12 +197,12 @@ def tail_of(grads: Tensor, scales: Tensor) -> Tail:
     Sums are cut to about twice their mean. Tokens list the few large entries of a tile. A share of a rest on a listed
     entry would replace nothing, and such a rest would be left out (`sparse.listing_triton.write_lists`).
     """
-    assert grads.is_contiguous()
+    assert grads.stride(1) == 1
     samples, vocab = grads.shape
     tail = Tail.empty(padded_tiles(vocab, TILE_VOCAB), TILE_VOCAB, grads.device)
     with on(grads.device):
         _tail_kernel[(tail.squares.numel(),)](
-            grads, scales, tail, vocab, TILE_VOCAB=TILE_VOCAB, SAMPLES=samples, CUTS=CUTS
+            grads, grads.stride(0), scales, tail, vocab, TILE_VOCAB=TILE_VOCAB, SAMPLES=samples, CUTS=CUTS
         )
     return tail
 
@@ -263,16 +264,13 @@ def _parts_kernel(
         t = _logits(
             teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps, row, first, vocab, ENTRIES, STEP
         )
-        log_p = z - tl.load(tokens.lse + row)[:, None]
-        log_q = t - tl.load(tokens.teacher_lse + row)[:, None]
-        p = flushed_exp(log_p)
-        value = 0.0
-        if KIND != OF_FORWARD:
-            value = tl.load(tokens.value + row)[:, None]
-        grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND)
-        grad *= tl.load(tokens.grad + row)[:, None]
+        log_p = z - per_token(tokens.lse, row, True)
+        log_q = t - per_token(tokens.teacher_lse, row, True)
         column = first + tl.arange(0, ENTRIES)
-        grad = with_other_gradients(grad, p, log_p, row, inside, tl.load(targets + row), column, tokens)
+        hit = column[None, :] == per_token(targets, row, True)
+        grad = pair_gradient(
+            flushed_exp(log_p), flushed_exp(log_q), log_p, log_p, log_q, row, True, hit, tokens, beta, KIND
+        )
         grad *= STORED_UNIT / tl.load(chosen.scale + row)[:, None]
         part = tl.load(chosen.starts + row) - base
         part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
@@ -281,8 +279,9 @@ def _parts_kernel(
 
 
 def make_parts(
-    student: Student,  # of the whole vocabulary; targets are read if log-probabilities have a gradient
-    teacher: Factors,
+    student: HeadFactors,  # of the whole vocabulary
+    teacher: HeadFactors,
+    targets: Tensor,  # (n,), read if log-probabilities have a gradient
     measure: Measure,
     tokens: PairGradients,  # (n,) each; entropies have no gradient
     chosen: ChosenParts,
@@ -300,11 +299,11 @@ def make_parts(
             hidden.shape[1],
             LogitSteps.of(transform),
         )
-        for hidden, weight, bias, transform in (student.factors, teacher)
+        for hidden, weight, bias, transform in (student, teacher)
     )
     with on(out.device):
         _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
-            out, *student_arguments, *teacher_arguments, student.targets.contiguous(), tokens.contiguous(), chosen,
+            out, *student_arguments, *teacher_arguments, targets.contiguous(), tokens.contiguous(), chosen,
             lists, span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,
             TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=WARPS,

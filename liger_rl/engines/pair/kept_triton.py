@@ -15,57 +15,26 @@ A reverse KL divergence and a mixture subtract a mean of log ratios. The mean ne
 with almost all of the probability, so the mean is computed from the kept numbers, too (`sum_kept`).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_rl.engines.pair import reference
-from liger_rl.engines.pair.reference import Measure, MixtureSums, PairGradients
-from liger_rl.engines.pair.tile_epilogues import FORWARD, REVERSE, divergence_gradient, over_mixture
-from liger_rl.kernels.devices import empty_rows, on
+from liger_rl.engines.pair.reference import PART_ENTRIES, KeptPair, Measure, MixtureSums, PairGradients
+from liger_rl.engines.pair.tile_epilogues import REVERSE, over_mixture, pair_gradient
+from liger_rl.kernels.devices import on
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
     flushed_exp,
-    gradient,
     rough_log,
     times_slope,
 )
-from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 ENTRIES, WARPS = 1024, 2  # entries and warps of a program
 LARGEST_GAP = tl.constexpr(65504.0)  # the largest finite float16
-
-
-class KeptPair(NamedTuple):
-    """The kept numbers of n tokens over the whole vocabulary."""
-
-    larger: Tensor  # (n, V) float16
-    gaps: Tensor  # (n, V) float16
-    # (n, parts) float32. A part has `entries` entries. Its peak may be over more columns of the same tile, too.
-    peaks: Tensor
-    teacher_peaks: Tensor  # (n, parts) float32, over the same columns
-
-    @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device, entries: int) -> "KeptPair":
-        # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
-        larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
-        parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // entries)
-        return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
-
-    @property
-    def entries(self) -> int:
-        """The number of entries of a part."""
-        return -(-self.larger.shape[1] // BLOCK_VOCAB) * BLOCK_VOCAB // self.peaks.shape[1]
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """The strides of the rows of the kept numbers, and of the rows of the peaks."""
-        return self.larger.stride(0), self.peaks.stride(0)
 
 
 @triton.jit
@@ -140,24 +109,10 @@ def _grad_kept_pair_kernel(
     row = tl.program_id(0).to(tl.int64)
     norm, teacher_norm = tl.load(tokens.lse + row), tl.load(tokens.teacher_lse + row)
     column, inside, p, q, gap = _loaded(kept, row, columns, strides, norm, teacher_norm, PARTS, ENTRIES)
-    value = 0.0
-    if KIND != FORWARD:
-        value = tl.load(tokens.value + row)
-    grad = divergence_gradient(gap, 0.0, p, q, value, beta, KIND) * tl.load(tokens.grad + row)
     # For an exponential that underflowed any finite logarithm will do, because its factor p is 0.
     log_p = tl.maximum(rough_log(p), LOWEST_LOG_PROBABILITY)
-    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
-    if (tokens.grad_logps is not None) | ENTROPY:
-        g, e, entropy, at_target = 0.0, 0.0, 0.0, 0.0
-        hit = column < 0
-        if tokens.grad_logps is not None:
-            g = tl.load(tokens.grad_logps + row)
-            at_target = tl.load(tokens.at_target + row)
-            hit = column == tl.load(targets + row)
-        if ENTROPY:
-            e = tl.load(tokens.grad_entropy + row)
-            entropy = tl.load(tokens.entropy + row)
-        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
+    hit = column == tl.load(targets + row)
+    grad = pair_gradient(p, q, log_p, gap, 0.0, row, True, hit, tokens, beta, KIND)
     tl.store(out + row * out_stride + column, times_slope(grad, steps).to(out.dtype.element_ty), mask=inside)
 
 
@@ -176,7 +131,7 @@ def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor)
         with on(lse.device):
             _sum_kept_kernel[(n, programs)](
                 kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums, columns, measure.beta,
-                KIND=measure.kind, PARTS=ENTRIES // kept.entries, ENTRIES=ENTRIES, num_warps=WARPS,
+                KIND=measure.kind, PARTS=ENTRIES // PART_ENTRIES, ENTRIES=ENTRIES, num_warps=WARPS,
             )  # fmt: skip
     masses, totals = sums.sum(1).unflatten(0, (-1, 2)).unbind(1)
     means = totals / masses
@@ -199,5 +154,5 @@ def grad_kept_pair(
             _grad_kept_pair_kernel[(n, triton.cdiv(columns, ENTRIES))](
                 kept, kept.strides, out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
-                KIND=measure.kind, PARTS=ENTRIES // kept.entries, ENTRIES=ENTRIES, num_warps=WARPS,
+                KIND=measure.kind, PARTS=ENTRIES // PART_ENTRIES, ENTRIES=ENTRIES, num_warps=WARPS,
             )  # fmt: skip

@@ -22,10 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.reference import entropy_term, put_at_targets, times_derivative, transformed
+from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2
+PART_ENTRIES = BLOCK_VOCAB // 2  # entries of a part of a `KeptPair`, and of a tile of a product of two heads
 TILE_VOCAB = 1024  # entries of a tile of `TileSums`, and of a block of `tiles_triton`
 
 
@@ -44,10 +47,21 @@ class Tile(NamedTuple):
     transform: LogitTransform
 
 
+class PairTile(NamedTuple):
+    """The same columns of both heads' logits, for the same n tokens."""
+
+    student: Tile
+    teacher: Tile
+    targets: Tensor  # (n,) token ids of the whole vocabulary
+    first: int  # vocabulary id of the first column
+    measure: Measure
+
+
 class PairFold(NamedTuple):
     """Running sums over the vocabulary, (n,) float32 each; kernels update them in place, tile by tile.
 
-    The peaks are those of the entries so far, a = z - peak and b = t - teacher_peak.
+    The peaks are those of the entries so far, a = z - peak and b = t - teacher_peak. A product's epilogue writes a
+    separate fold of each of its tiles, (tiles, n), but the targets' logits (n,).
     """
 
     peak: Tensor  # max_v z_v
@@ -58,41 +72,47 @@ class PairFold(NamedTuple):
     moment: Tensor | None  # sum_v exp(a_v) a_v, kept for the student's entropy
     target: Tensor | None  # z at the target id, once its tile has passed; None without targets
     teacher_target: Tensor | None  # t at the target id
+    # Sums of products of the x and y of `TileSums`; None unless an epilogue writes them.
+    xx: Tensor | None = None
+    xy: Tensor | None = None
+    yy: Tensor | None = None
 
     @classmethod
     def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
         """The fold of no tile."""
-
-        def full(value: float = 0.0, *, present: bool = True) -> Tensor | None:
-            return torch.full((n,), value, dtype=torch.float32, device=device) if present else None
-
         lowest = torch.finfo(torch.float32).min  # see `Fold.start`
-        gap, moment = full(present=measure.kind != MIXTURE), full(present=entropy)
-        target, teacher_target = full(present=targets), full(present=targets)
-        return cls(full(lowest), full(), full(lowest), full(), gap, moment, target, teacher_target)  # type: ignore[arg-type]
+        optional = [0.0 if present else None for present in (measure.kind != MIXTURE, entropy, targets, targets)]
+        fields = [
+            None if value is None else torch.full((n,), value, dtype=torch.float32, device=device)
+            for value in (lowest, 0.0, lowest, 0.0, *optional)
+        ]
+        return cls(*fields)  # type: ignore[arg-type]
 
     def take(self, rows: slice) -> "PairFold":
         """Views of these tokens, so that kernels write to this fold."""
         return PairFold._make(None if values is None else values[rows] for values in self)
 
+    def around(self, measure: Measure, peak: Tensor, teacher_peak: Tensor) -> "PairFold":
+        """The same sums relative to higher peaks, in new tensors, without sums of products."""
+        lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
+        kept, teacher_kept = lower.exp(), teacher_lower.exp()
+        gap, moment = self.gap, self.moment
+        if moment is not None:
+            moment = _around(moment, kept, lower, self.sum_exp)
+        if gap is not None and measure.kind == FORWARD:
+            gap = _around(gap, teacher_kept, teacher_lower - lower, self.teacher_sum_exp)
+        elif gap is not None:
+            gap = _around(gap, kept, lower - teacher_lower, self.sum_exp)
+        sums = kept * self.sum_exp, teacher_kept * self.teacher_sum_exp
+        return PairFold(peak, sums[0], teacher_peak, sums[1], gap, moment, self.target, self.teacher_target)
+
     def over_ranks(
         self, measure: Measure, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
     ) -> "PairFold":
         """As `Fold.over_ranks`: the fold of a sharded vocabulary, by one maximum and one sum over ranks."""
-        peak, teacher_peak = maximum(torch.stack([self.peak, self.teacher_peak]))
-        lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
-        kept, teacher_kept = lower.exp(), teacher_lower.exp()
-        parts = self._asdict() | {"peak": None, "teacher_peak": None}
-        parts |= {"sum_exp": kept * self.sum_exp, "teacher_sum_exp": teacher_kept * self.teacher_sum_exp}
-        if self.moment is not None:
-            parts["moment"] = _around(self.moment, kept, lower, self.sum_exp)
-        if self.gap is not None and measure.kind == FORWARD:
-            parts["gap"] = _around(self.gap, teacher_kept, teacher_lower - lower, self.teacher_sum_exp)
-        elif self.gap is not None:
-            parts["gap"] = _around(self.gap, kept, lower - teacher_lower, self.sum_exp)
-        present = {name: part for name, part in parts.items() if part is not None}
-        sums = total(torch.stack(list(present.values())))
-        return self._replace(peak=peak, teacher_peak=teacher_peak, **dict(zip(present, sums, strict=True)))
+        fold = self.around(measure, *maximum(torch.stack([self.peak, self.teacher_peak])))
+        parts = {name: part for name, part in fold._asdict().items() if part is not None and "peak" not in name}
+        return fold._replace(**dict(zip(parts, total(torch.stack(list(parts.values()))), strict=True)))
 
 
 class PairStatistics(NamedTuple):
@@ -103,7 +123,8 @@ class PairStatistics(NamedTuple):
     entropy: Tensor | None  # of the student, in nats
     logps: Tensor | None  # of the student at the target
     teacher_logps: Tensor | None  # of the teacher at the target
-    divergence: Tensor | None  # None for a mixture, whose divergence comes from the second step
+    divergence: Tensor | None = None  # None for a mixture before its second step
+    value: Tensor | None = None  # see `PairGradients`
 
     @classmethod
     def of(cls, fold: PairFold, measure: Measure) -> "PairStatistics":
@@ -119,7 +140,14 @@ class PairStatistics(NamedTuple):
         elif fold.gap is not None:
             divergence = (fold.gap / fold.sum_exp - (log_sum - teacher_log_sum)).clamp_(min=0.0)
         lse, teacher_lse = fold.peak + log_sum, fold.teacher_peak + teacher_log_sum
-        return cls(lse, teacher_lse, entropy, logps, teacher_logps, divergence)
+        return cls(lse, teacher_lse, entropy, logps, teacher_logps, divergence, divergence)
+
+    def with_sums(self, measure: Measure, sums: "MixtureSums") -> "PairStatistics":
+        """`sums` are those of a mixture, or of the `KeptPair` of a reverse KL divergence."""
+        divergence = self.divergence
+        if divergence is None:
+            divergence = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
+        return self._replace(divergence=divergence, value=sums.student)
 
 
 class MixtureSums(NamedTuple):
@@ -177,6 +205,28 @@ class TileSums(NamedTuple):
             out[:, : x.shape[1]] = peak[:, None]
 
 
+class KeptPair(NamedTuple):
+    """The numbers that one pass keeps of n tokens over the whole vocabulary, see `kept_triton`."""
+
+    larger: Tensor  # (n, V) float16
+    gaps: Tensor  # (n, V) float16
+    # (n, parts) float32. A part has PART_ENTRIES entries.
+    peaks: Tensor
+    teacher_peaks: Tensor  # (n, parts) float32, over the same columns
+
+    @classmethod
+    def empty(cls, n: int, vocab: int, device: torch.device) -> "KeptPair":
+        # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
+        larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
+        parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // PART_ENTRIES)
+        return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """The strides of the rows of the kept numbers, and of the rows of the peaks."""
+        return self.larger.stride(0), self.peaks.stride(0)
+
+
 class PairGradients(NamedTuple):
     """The numbers of each token that the gradient of a tile of the student's logits needs, (n,) float32 each."""
 
@@ -193,7 +243,6 @@ class PairGradients(NamedTuple):
     def of(
         cls,
         known: PairStatistics,
-        value: Tensor | None,
         grad: Tensor | None,
         grad_logps: Tensor | None,
         grad_entropy: Tensor | None,
@@ -205,7 +254,7 @@ class PairGradients(NamedTuple):
             at_target = -torch.expm1(known.logps) * grad_logps
         grad = torch.zeros_like(known.lse) if grad is None else grad
         entropy = None if grad_entropy is None else known.entropy
-        return cls(known.lse, known.teacher_lse, grad, value, grad_logps, at_target, grad_entropy, entropy)
+        return cls(known.lse, known.teacher_lse, grad, known.value, grad_logps, at_target, grad_entropy, entropy)
 
     def take(self, rows: Tensor | slice) -> "PairGradients":
         return PairGradients._make(None if part is None else part[rows] for part in self)
@@ -214,38 +263,25 @@ class PairGradients(NamedTuple):
         return PairGradients._make(None if part is None else part.contiguous() for part in self)
 
 
-def fold_pair(
-    student: Tile,
-    teacher: Tile,
-    targets: Tensor,  # (n,) token ids of the whole vocabulary; not read if the state has no targets' logits
-    first: int,  # vocabulary id of the tiles' first column
-    measure: Measure,
-    state: PairFold,  # updated in place
-    sums: TileSums | None = None,  # `TileSums.part(tokens, first)`, written
-) -> None:
-    """Add a pair of tiles to the fold."""
-    z, t = (transformed(*tile) for tile in (student, teacher))
-    peak = torch.maximum(state.peak, z.amax(-1))
-    teacher_peak = torch.maximum(state.teacher_peak, t.amax(-1))
-    lower, teacher_lower = state.peak - peak, state.teacher_peak - teacher_peak
-    kept, teacher_kept = lower.exp(), teacher_lower.exp()
-    a, b = z - peak[:, None], t - teacher_peak[:, None]
+def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> None:
+    """Add a pair of tiles to the fold `state`; `sums`, from the tile's first entry on, are written."""
+    student, teacher, targets, first, measure = tile
+    z, t = transformed(*student), transformed(*teacher)
+    fold = state.around(measure, torch.maximum(state.peak, z.amax(-1)), torch.maximum(state.teacher_peak, t.amax(-1)))
+    a, b = z - fold.peak[:, None], t - fold.teacher_peak[:, None]
     exp, teacher_exp = a.exp(), b.exp()
-    if state.moment is not None:
-        state.moment.copy_(_around(state.moment, kept, lower, state.sum_exp) + _weighted(exp, a))
+    fold.sum_exp.add_(exp.sum(-1))
+    fold.teacher_sum_exp.add_(teacher_exp.sum(-1))
+    if fold.moment is not None:
+        fold.moment.add_(_weighted(exp, a))
+    if fold.gap is not None:
+        fold.gap.add_(_weighted(teacher_exp, b - a) if measure.kind == FORWARD else _weighted(exp, a - b))
     if sums is not None and measure.kind != MIXTURE:
         y = teacher_exp if measure.kind == FORWARD else torch.where(exp > 0, exp * (a - b), 0.0)
-        sums.write(exp, y, (peak, teacher_peak))
-    if state.gap is not None and measure.kind == FORWARD:
-        before = _around(state.gap, teacher_kept, teacher_lower - lower, state.teacher_sum_exp)
-        state.gap.copy_(before + _weighted(teacher_exp, b - a))
-    elif state.gap is not None:
-        before = _around(state.gap, kept, lower - teacher_lower, state.sum_exp)
-        state.gap.copy_(before + _weighted(exp, a - b))
-    state.sum_exp.mul_(kept).add_(exp.sum(-1))
-    state.teacher_sum_exp.mul_(teacher_kept).add_(teacher_exp.sum(-1))
-    state.peak.copy_(peak)
-    state.teacher_peak.copy_(teacher_peak)
+        sums.write(exp, y, (fold.peak, fold.teacher_peak))
+    for out, values in zip(state[:6], fold[:6], strict=True):
+        if out is not None and values is not None:
+            out.copy_(values)
     if state.target is not None and state.teacher_target is not None:
         column = targets - first
         hit = (column >= 0) & (column < z.shape[1])
@@ -265,17 +301,11 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
 
 
 def mix_pair(
-    student: Tile,
-    teacher: Tile,
-    measure: Measure,
-    lse: Tensor,
-    teacher_lse: Tensor,
-    sums: MixtureSums,  # updated in place
-    tiles: TileSums | None = None,  # as in `fold_pair`
+    tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums, tiles: TileSums | None = None
 ) -> None:
-    """A mixture's second step, with both normalisers known."""
-    log_p, log_q = (transformed(*tile) - n[:, None] for tile, n in ((student, lse), (teacher, teacher_lse)))
-    over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, measure.beta)
+    """A mixture's second step, with both normalisers known: update `sums`, and write `tiles` as in `fold_pair`."""
+    log_p, log_q = transformed(*tile.student) - lse[:, None], transformed(*tile.teacher) - teacher_lse[:, None]
+    over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, tile.measure.beta)
     if tiles is not None:
         p = log_p.exp()
         tiles.write(p, torch.where(p > 0, p * over_mixture, 0.0))
@@ -294,17 +324,10 @@ def _over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return torch.where(gap <= 0, larger, larger - gap), torch.where(gap <= 0, larger + gap, larger)
 
 
-def grad_pair(
-    student: Tile,
-    teacher: Tile,
-    targets: Tensor,
-    first: int,
-    measure: Measure,
-    tokens: PairGradients,
-    out: Tensor,  # (n, v) any float dtype, may be the student's logits themselves
-) -> None:
-    """Write dL/dx of the student's logits."""
-    z, t = (transformed(*tile) for tile in (student, teacher))
+def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
+    """Write dL/dx of the student's logits to `out` (n, v), of any float dtype; it may be these logits themselves."""
+    student, teacher, targets, first, measure = tile
+    z, t = transformed(*student), transformed(*teacher)
     log_p, log_q = z - tokens.lse[:, None], t - tokens.teacher_lse[:, None]
     p = log_p.exp()
     if measure.kind == FORWARD:

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from liger_rl.engines.pair import certified
 from liger_rl.engines.pair import two_heads as engine
 from liger_rl.engines.pair.products import PairProducts
 from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics, TileSums
-from liger_rl.engines.pair.two_heads import Pair, PairGradientsOf, PairOptions, PairValues
+from liger_rl.engines.pair.two_heads import Pair, PairGradientsOf
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
@@ -55,9 +55,12 @@ class Divergence(NamedTuple):
     """(): sum of token_weights * divergence; None without token_weights. With a loss, only it is differentiable."""
 
 
-class PairKeywords(TypedDict, total=False):
-    """The fields of `HeadOptions` that two heads have, as keywords of a function."""
+class DivergenceKeywords(TypedDict, total=False):
+    """The keywords of `linear_divergence` that are no tensors: three of its own, and the `HeadOptions` of two heads."""
 
+    beta: float
+    teacher_transform: LogitTransform
+    vocab: int | None
     transform: LogitTransform
     entropy: bool
     grad_tolerance: Tolerance
@@ -68,15 +71,6 @@ class PairKeywords(TypedDict, total=False):
     fixed_shape: bool
 
 
-class DivergenceKeywords(PairKeywords, total=False):
-    """All keywords of `linear_divergence` that are no tensors: these of `PairKeywords`, and the following."""
-
-    beta: float
-    teacher_transform: LogitTransform
-    vocab: int | None
-
-
-KNOWN = tuple(DivergenceKeywords.__annotations__)
 # Options of linear_logprobs that two heads do not take, with the reason.
 WITHOUT = {
     **NOT_TOGETHER["with two heads"],
@@ -85,13 +79,16 @@ WITHOUT = {
 }
 
 
-def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
-    """HeadOptions(**keywords). An option that two heads do not have raises a TypeError that names `function`."""
+def divergence_options(keywords: dict[str, Any]) -> HeadOptions:
+    """HeadOptions(**keywords). An option that `linear_divergence` does not have raises a TypeError."""
+    known = DivergenceKeywords.__annotations__
     for name in keywords:
         if name in WITHOUT:
-            raise TypeError(f"{function} takes no {name}: {WITHOUT[name]}")
-        if name not in KNOWN:
-            raise TypeError(f"{function} got an unexpected argument {name!r}; its options are {', '.join(KNOWN)}")
+            raise TypeError(f"linear_divergence takes no {name}: {WITHOUT[name]}")
+        if name not in known:
+            raise TypeError(
+                f"linear_divergence got an unexpected argument {name!r}; its options are {', '.join(known)}"
+            )
     return HeadOptions(**keywords)
 
 
@@ -158,6 +155,13 @@ class DivergenceCall:
         student = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
         return (*student, *teacher, *low_rank_tensors(self.low_rank))
 
+    @property
+    def ids(self) -> Tensor:
+        """The targets, or zeros without targets."""
+        if self.targets is not None:
+            return self.targets
+        return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
+
     def check_before_gather(self) -> None:
         """Raise for errors that show before sharded tensors are gathered."""
         check_transform(self.teacher_transform)
@@ -167,15 +171,13 @@ class DivergenceCall:
                 raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
-        parts = {"hidden": self.teacher_hidden, "weight": self.teacher_weight, "bias": self.teacher_bias}
-        teacher = {f"{self.teacher_name}{name}": part for name, part in parts.items()}
-        if torch.is_grad_enabled() and not self.teacher_may_require_grad:
-            for name, tensor in teacher.items():
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    raise ValueError(
-                        f"{name} must require no gradient, because only the student's side gets one; detach it, or run "
-                        "the teacher under torch.no_grad() with its parameters frozen"
-                    )
+        for name in ("hidden", "weight", "bias") if not self.teacher_may_require_grad else ():
+            tensor = getattr(self, f"teacher_{name}")
+            if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise ValueError(
+                    f"{self.teacher_name}{name} must require no gradient, because only the student's side gets one; "
+                    "detach it, or run the teacher under torch.no_grad() with its parameters frozen"
+                )
 
     def check(self) -> tuple[torch.dtype, torch.dtype]:
         """Raise if tensors or options do not fit together; -> dtypes of the student's and the teacher's products."""
@@ -192,10 +194,7 @@ class DivergenceCall:
         check_low_rank(self.low_rank, self.hidden, self.weight)
         if self.vocab_parallel is None:
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
-        shape = self.hidden.shape[:-1]
-        targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
-        targets = targets if self.targets is None else self.targets
-        check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
+        check_tokens(self.ids, self.mask, self.hidden.shape[:-1], self.hidden, "hidden", self.targets_name)
         if self.token_weights is not None:
             self._check_token_weights(self.token_weights)
             check_range(dtype, self.hidden, self.weight, self.bias)
@@ -222,8 +221,7 @@ class DivergenceCall:
         """Values, by name, on which ranks that share a vocabulary must agree. Waits for the device. Raises as `check`
         does."""
         dtype, teacher_dtype = self.check()
-        targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
-        live = counted_tokens(targets, self.mask)
+        live = counted_tokens(self.ids, self.mask)
         return {
             "kind and beta": self.measure,
             **self.options.facts(),
@@ -235,7 +233,7 @@ class DivergenceCall:
             "bias": None if self.bias is None else self.bias.dtype,
             "low_rank": [term.a.shape[0] for term in self.low_rank],
             "the number of tokens that count": int(live.sum()),
-            "the sum of targets": int(torch.where(live, targets, 0).sum()),
+            "the sum of targets": int(torch.where(live, self.ids, 0).sum()),
             "requires_grad of hidden": self.hidden.requires_grad,
         }
 
@@ -257,21 +255,14 @@ class DivergenceCall:
 
 
 @contextmanager
-def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
-    """A context in which both heads are whole: the checked call on this rank, and its `Pair` and `PairOptions`."""
-    tokens = (
-        global_call.hidden,
-        global_call.teacher_hidden,
-        global_call.targets,
-        global_call.mask,
-        global_call.token_weights,
-    )
-    with shared_errors(
-        global_call.vocab_parallel, global_call.weight, *tokens, *low_rank_tensors(global_call.low_rank)
-    ):
+def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
+    """A context in which both heads are whole: the checked call on this rank, and its `Pair`."""
+    names = ("hidden", "teacher_hidden", "targets", "mask", "token_weights")
+    tokens = *(getattr(global_call, name) for name in names), *low_rank_tensors(global_call.low_rank)
+    with shared_errors(global_call.vocab_parallel, global_call.weight, *tokens):
         global_call.check_before_gather()
         call = localized_pair(global_call)
-    with _whole(call.options.gather, call):
+    with _whole(call.options.gather, call.weight, call.bias, call.teacher_weight, call.teacher_bias):
         entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
         if call.vocab_parallel is not None:
             shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=global_call.weight)
@@ -280,13 +271,15 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, 
             entries, teacher_entries = shard.vocab, teacher_shard.vocab
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
-        pair, student_options = _pair(call, vocab, shard), resolved(call.options, dtype)
+        student, teacher, here = _heads(call, vocab, shard)
+        options = resolved(call.options, dtype)
         # Kernels of kept parts read weights in the products' dtype, without a copy.
         as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
-        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, student_options)):
-            student_options = replace(student_options, grad_tolerance=call.options.named_tolerance)
-        teacher_options = replace(student_options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        yield call, pair, PairOptions(student_options, teacher_options, call.measure, call.targets is not None)
+        teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
+        epilogue = PairProducts.applies_to(student, teacher, options, teacher_options)
+        if not (call.auto_tolerance and as_they_are and epilogue):
+            options = replace(options, grad_tolerance=call.options.named_tolerance)
+        yield call, Pair(student, teacher, here, options, teacher_options, call.measure, call.targets is not None)
 
 
 def divergence_of(global_call: DivergenceCall) -> Divergence:
@@ -295,38 +288,38 @@ def divergence_of(global_call: DivergenceCall) -> Divergence:
 
 
 def _divergence_of(global_call: DivergenceCall) -> Divergence:
-    with paired(global_call) as (call, pair, options):
+    with paired(global_call) as (call, pair):
         if call.token_weights is None:
-            return in_two_passes(call, pair, options)
-        factors = pair.student.live.gather(call.token_weights.float().reshape(-1))
-        results, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
+            return in_two_passes(call, pair)
         live = pair.student.live
+        factors = live.gather(call.token_weights.float().reshape(-1))
+        results, gradients = in_one_pass(call, pair, lambda part, _: (factors[part], None, None))
         loss = (factors * live.gather(results.divergence.reshape(-1))).sum()
         return results._replace(loss=with_gradients(call, loss, gradients))
 
 
-def in_two_passes(call: DivergenceCall, pair: Pair, options: PairOptions) -> Divergence:
-    if pair.student.wants_gradient:
-        values = LinearDivergence.apply(*pair.student.differentiable, pair, options)
-    else:
-        with gemm.without_autocast(call.hidden.device):
-            values = _results(engine.forward(pair, options))
-    return _spread(pair.student.live, call.hidden.shape[:-1], values)
+def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
+    student = pair.student
+    bounded = student.wants_gradient and pair.options.grad_tolerance > 0 and certified.applies(pair)
+    with torch.no_grad(), gemm.without_autocast(call.hidden.device):
+        statistics, tile_sums = engine.forward(pair, bounded=bounded)
+    values = _results(statistics)
+    if student.wants_gradient:
+        values = LinearDivergence.apply(*student.differentiable, pair, statistics, tile_sums)
+    return _spread(call, pair, values)
 
 
-def in_one_pass(
-    call: DivergenceCall, pair: Pair, options: PairOptions, gradients_of: PairGradientsOf
-) -> tuple[Divergence, Gradients | None]:
+def in_one_pass(call: DivergenceCall, pair: Pair, gradients_of: PairGradientsOf) -> tuple[Divergence, Gradients | None]:
     """Results without a gradient, and the gradients for `with_gradients`; None if no tensor requires one."""
     inputs = call.hidden, call.weight, call.bias
     needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
     gradients = None
     with torch.no_grad(), gemm.without_autocast(call.hidden.device):
         if any(needs):
-            values, gradients = engine.one_pass(pair, options, gradients_of, needs)
+            statistics, gradients = engine.one_pass(pair, gradients_of, needs)
         else:
-            values = engine.forward(pair, options)
-    return _spread(pair.student.live, call.hidden.shape[:-1], _results(values)), gradients
+            statistics, _ = engine.forward(pair)
+    return _spread(call, pair, _results(statistics)), gradients
 
 
 def in_one_pass_if_free(
@@ -343,33 +336,33 @@ def in_one_pass_if_free(
 def _in_one_pass_if_free(
     global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
 ) -> tuple[Divergence, Tensor | None]:
-    def gradients_of(_part: slice, values: Tensor, known: PairStatistics) -> tuple[Tensor, Tensor | None, None]:
-        grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(values)
-        return on_divergence.expand_as(values), grad_logps, None
+    def gradients_of(_part: slice, known: PairStatistics) -> tuple[Tensor, Tensor | None, None]:
+        grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(known.lse)
+        return on_divergence.expand_as(known.lse), grad_logps, None
 
-    with paired(global_call) as (call, pair, options):
-        if not one_pass_is_free(call, pair, options):
-            return in_two_passes(call, pair, options), None
-        results, gradients = in_one_pass(call, pair, options, gradients_of)
+    with paired(global_call) as (call, pair):
+        if not one_pass_is_free(call, pair):
+            return in_two_passes(call, pair), None
+        results, gradients = in_one_pass(call, pair, gradients_of)
         return results, with_gradients(call, on_divergence.new_zeros(()), gradients)
 
 
-def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
+def one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
     """Whether one pass is possible, loses no precision, and takes no memory beyond its chunk.
 
     A float32 sum of a 16-bit weight's gradient would be such memory.
     """
-    student_options, weight = options.student, pair.student.weight
+    options, weight = pair.options, pair.student.weight
     if call.low_rank or pair.student.shard is not None:
         return False
-    if student_options.fixed_shape or student_options.names_chunk or student_options.compute_dtype == torch.float16:
+    if options.fixed_shape or options.names_chunk or options.compute_dtype == torch.float16:
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True
     # Ranks that gather a head together must take the same number of passes, and no rank knows the others' tokens.
-    if student_options.gather is not None or weight.dtype != student_options.compute_dtype:
+    if options.gather is not None or weight.dtype != options.compute_dtype:
         return False
-    return pair.student.live.count <= engine.one_pass_tokens(pair, options)
+    return pair.student.live.count <= engine.one_pass_tokens(pair)
 
 
 def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
@@ -379,39 +372,31 @@ def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | No
     return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
 
 
-def _results(values: PairValues) -> tuple[Tensor | None, ...]:
-    statistics = values.statistics
-    return values.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
+def _results(statistics: PairStatistics) -> tuple[Tensor | None, ...]:
+    return statistics.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
 
 
-def _spread(live: TokenSelection, shape: torch.Size, values: Sequence[Tensor | None]) -> Divergence:
+def _spread(call: DivergenceCall, pair: Pair, values: Sequence[Tensor | None]) -> Divergence:
     """Results of the tokens that count -> results of all tokens, 0 at tokens that do not count."""
+    live, shape = pair.student.live, call.hidden.shape[:-1]
     divergence, *other_values = (None if value is None else live.spread(value, shape) for value in values)
     assert divergence is not None
     return Divergence(divergence, *other_values)
 
 
 @contextmanager
-def _whole(gather: Gather | None, heads: "DivergenceCall | _Weights") -> Iterator[None]:
+def _whole(
+    gather: Gather | None, weight: Tensor, bias: Tensor | None, teacher_weight: Tensor, teacher_bias: Tensor | None
+) -> Iterator[None]:
     """A context in which both heads are whole, if they are sharded outside of it."""
-    teacher = heads.teacher_weight, heads.teacher_bias
-    with whole_head(gather, heads.weight, heads.bias), whole_head(gather, *teacher):
+    with whole_head(gather, weight, bias), whole_head(gather, teacher_weight, teacher_bias):
         yield
 
 
-class _Weights(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
-    teacher_weight: Tensor
-    teacher_bias: Tensor | None
-
-
-def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
-    """The pair with flat tokens and this rank's part of the vocabulary."""
-    hidden, device = call.hidden.reshape(-1, call.hidden.shape[-1]), call.hidden.device
-    ids = torch.zeros(call.hidden.shape[:-1], dtype=torch.int64, device=device)
-    if call.targets is not None:
-        ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> tuple[Head, Head, int]:
+    """The student and the teacher with flat tokens, and the entries of this rank's part of the vocabulary."""
+    hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
+    ids = call.ids.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
     n = ids.numel()
     if call.options.fixed_shape:
         live = TokenSelection(n, mask=(counted_tokens(ids, call.mask) & (ids < vocab)).reshape(-1))
@@ -429,58 +414,39 @@ def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
     student = Head(hidden, call.weight, call.bias, inputs, low_weight, targets, live, shard=shard)
     teacher_hidden = call.teacher_hidden.reshape(-1, call.teacher_hidden.shape[-1]).detach()
     teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, None, None, targets, live)
-    return Pair(student, teacher, here)
+    return student, teacher, here
 
 
 class LinearDivergence(torch.autograd.Function):
-    """Values of the tokens that count.
+    """(hidden, weight, bias, low_inputs, low_weight) of the student -> values of the tokens that count.
 
-    The backward turns gradients of divergence, logps and entropy into gradients of the student's tensors.
     The caller gathers sharded heads before the forward, because it reads their shapes. The backward enters
-    `options.student.gather` by itself, once for each head.
+    `options.gather` by itself, once for each head.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, pair, options):
+    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, pair, statistics, tile_sums):
         ctx.set_materialize_grads(False)
-        with gemm.without_autocast(hidden.device):
-            bounded = options.student.grad_tolerance > 0 and certified.applies(pair, options)
-            divergence, statistics, value, tile_sums = engine.forward(pair, options, bounded=bounded)
-        teacher, known = pair.teacher, (statistics.lse, statistics.teacher_lse, value)
-        ctx.save_for_backward(
-            hidden, weight, bias, low_inputs, low_weight, pair.student.targets,
-            teacher.hidden, teacher.weight, teacher.bias,
-            *known, statistics.logps, statistics.entropy, *(tile_sums or ()),
-        )  # fmt: skip
-        ctx.live, ctx.vocab, ctx.options, ctx.shard = pair.student.live, pair.vocab, options, pair.student.shard
-        if statistics.teacher_logps is not None:
-            ctx.mark_non_differentiable(statistics.teacher_logps)
-        copies = [None if part is None else part.clone() for part in (divergence, statistics.logps, statistics.entropy)]
-        return *copies, statistics.teacher_logps
+        known = statistics._replace(divergence=None, teacher_logps=None)  # the backward does not read them
+        tensors = hidden, weight, bias, low_inputs, low_weight, pair.student.targets
+        ctx.save_for_backward(*tensors, *pair.teacher[:3], *known, *(tile_sums or ()))
+        ctx.rest_of_student, ctx.rest = pair.student[len(tensors) :], pair[2:]
+        *values, teacher_logps = _results(statistics)
+        if teacher_logps is not None:
+            ctx.mark_non_differentiable(teacher_logps)
+        return *(None if value is None else value.clone() for value in values), teacher_logps
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, *grads):
-        hidden, weight, bias, low_inputs, low_weight, targets, *of_teacher = saved[:9]
-        student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live, shard=ctx.shard)
-        teacher_hidden, teacher_weight, teacher_bias = of_teacher
-        teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, targets, ctx.live)
-        gradients = Gradients()
+        student, end = Head(*saved[:6], *ctx.rest_of_student), 9 + len(PairStatistics._fields)
+        teacher_hidden, teacher_weight, teacher_bias = saved[6:9]
+        teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, student.targets, student.live)
+        pair, gradients = Pair(student, teacher, *ctx.rest), Gradients()
         if any(grad is not None for grad in grads[:3]):
-            weights = _Weights(student.weight, student.bias, teacher.weight, teacher.bias)
-            with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
-                pair = Pair(student, teacher, ctx.vocab)
-                tokens, sums = _token_gradients(saved[9:14], grads), TileSums._make(saved[14:]) if saved[14:] else None
-                gradients = certified.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
-        return *gradients, None, None
-
-
-def _token_gradients(
-    saved: Sequence[Tensor | None],  # lse, teacher_lse, value, logps, entropy
-    grads: Sequence[Tensor | None],  # of divergence, logps, entropy
-) -> PairGradients:
-    lse, teacher_lse, value, logps, entropy = saved
-    assert lse is not None
-    assert teacher_lse is not None
-    statistics = PairStatistics(lse, teacher_lse, entropy, logps, None, None)
-    return PairGradients.of(statistics, value, *grads[:3])
+            gathered = _whole(pair.options.gather, student.weight, student.bias, teacher_weight, teacher_bias)
+            with gemm.without_autocast(student.hidden.device), gathered:
+                tokens = PairGradients.of(PairStatistics._make(saved[9:end]), *grads[:3])
+                tile_sums = TileSums._make(saved[end:]) if saved[end:] else None
+                gradients = certified.backward(pair, tile_sums, tokens, ctx.needs_input_grad[:5])
+        return *gradients, None, None, None

@@ -1,14 +1,14 @@
 """Epilogues of two heads, as Triton functions: the fold and the gradient of one tile.
 
-The formulas are those of `reference`. The student's tile is in registers. The teacher's tile is read from memory, a
-part of the columns at a time, so that both fit the registers. A part is read while the part before it is computed.
+The formulas are those of `reference`. The tiles of both heads are in registers. Their columns are computed a part at a
+time, so that the temporaries fit, too.
 """
 
 import triton
 import triton.language as tl
 
 from liger_rl.engines.pair import reference
-from liger_rl.kernels.matrix_triton import GROUP, store
+from liger_rl.kernels.matrix_triton import store
 from liger_rl.kernels.softmax import (
     LOWEST,
     flushed_exp,
@@ -20,6 +20,8 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.tile_epilogues import at_column, part_of
 
 FORWARD, REVERSE = tl.constexpr(reference.FORWARD), tl.constexpr(reference.REVERSE)
+# Of a tile of 128 entries, in `at_column`: before Hopper a product spreads 32 of the columns over the threads.
+HALVINGS = tl.constexpr(2)
 
 
 @triton.jit
@@ -35,68 +37,49 @@ def over_mixture(gap, beta):
 
 
 @triton.jit
-def divergence_gradient(log_p, log_q, p, q, value, beta, KIND: tl.constexpr):
-    """-> d divergence / dz of the student. FORWARD reads p and q, the other kinds p, `value` and the logarithms."""
+def around(moment, kept, shift, total):
+    """As `reference._around`."""
+    return tl.where(kept > 0.0, kept * (moment + shift * total), 0.0)
+
+
+@triton.jit
+def per_token(values, token, live):
+    """-> the number of one token (), or of several, to be broadcast over columns (n, 1)."""
+    numbers = tl.load(values + token, mask=live, other=0.0)
+    return numbers[:, None] if len(token.shape) > 0 else numbers
+
+
+@triton.jit
+def pair_gradient(p, q, log_p, above, below, token, live, hit, tokens, beta, KIND: tl.constexpr):
+    """-> dL/dz of the student, from the gradients of the divergence, of log-probabilities and of entropies.
+
+    `above` - `below` is log p - log q. FORWARD does not read it, and the other kinds do not read q. `token` is one or
+    several.
+    """
+    value = 0.0
+    if KIND != FORWARD:
+        value = per_token(tokens.value, token, live)
     if KIND == FORWARD:
         grad = p - q
     elif KIND == REVERSE:
-        grad = tl.where(p > 0.0, p * ((log_p - log_q) - value), 0.0)
+        grad = tl.where(p > 0.0, p * ((above - below) - value), 0.0)
     else:
-        over, _teacher_over = over_mixture(log_q - log_p, beta)
+        over, _teacher_over = over_mixture(below - above, beta)
         grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - value), 0.0)
+    grad *= per_token(tokens.grad, token, live)
+    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+    if (tokens.grad_logps is not None) | ENTROPY:
+        g, e, entropy, at_target = 0.0, 0.0, 0.0, 0.0
+        if tokens.grad_logps is not None:
+            g = per_token(tokens.grad_logps, token, live)
+            at_target = per_token(tokens.at_target, token, live)
+        else:
+            hit = None
+        if ENTROPY:
+            e = per_token(tokens.grad_entropy, token, live)
+            entropy = per_token(tokens.entropy, token, live)
+        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
     return grad
-
-
-@triton.jit
-def _readable(column, vocab):
-    """-> whether a column is in memory. Rows end with a whole GROUP, the numbers of one load or store instruction."""
-    return column // GROUP < tl.cdiv(vocab, GROUP)
-
-
-@triton.jit
-def read_teacher(teacher, token, live, first, vocab, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """-> (tokens, WIDTH): columns `first` to `first` + WIDTH - 1 of the teacher's product, from memory."""
-    numbers, stride, _bias, _steps = teacher
-    column = first + tl.arange(0, WIDTH)
-    inside = live[:, None]
-    if not WHOLE:
-        inside = inside & _readable(column, vocab)[None, :]
-    return tl.load(numbers + token.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def of_teacher(raw, teacher, column, vocab, WHOLE: tl.constexpr):
-    """-> the teacher's transformed logits from the product `raw`; -inf past the last entry."""
-    _numbers, _stride, bias, steps = teacher
-    known = column < vocab
-    if bias is not None:
-        raw += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    t, _ = transformed(raw, steps)
-    return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
-
-
-@triton.jit
-def _target_is_here(target, live, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
-    hit = live & (target >= 0) & (target < TILE_VOCAB)
-    return hit if WHOLE else hit & (first + target < vocab)
-
-
-@triton.jit
-def store_at_target(logits, out, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
-    """Store each token's logit at its target, if the tile that begins at `first` has the target."""
-    tl.store(out + token, logits, mask=_target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE))
-
-
-@triton.jit
-def read_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
-    """-> the teacher's logit at each token's target, from memory."""
-    numbers, stride, bias, steps = teacher
-    hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
-    raw = tl.load(numbers + token.to(tl.int64) * stride * GROUP + first + target, mask=hit, other=0.0)
-    if bias is not None:
-        raw += tl.load(bias + first + target, mask=hit, other=0.0).to(tl.float32)
-    t, _ = transformed(raw, steps)
-    return t
 
 
 @triton.jit
@@ -108,63 +91,54 @@ def _weighted(weight, values, BANS: tl.constexpr):
 
 @triton.jit
 def fold_pair_tile(
-    logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
-    token,  # (TILE_TOKENS,) their tokens
-    target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
-    vocab_tile, tokens, vocab,
-    teacher,  # its product in memory, the stride of the rows in groups of GROUP, its bias and steps
-    tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens); the targets' logits are (tokens,)
-    sums,  # `epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # `larger` and `gaps` of a `KeptPair` as `store` takes them, both heads' peaks and the stride of the peaks
-    steps, first_token,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, BANS: tl.constexpr, PARTS: tl.constexpr,
+    logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student, and of the teacher
+    token, target, first_token, vocab_tile, tokens, vocab,  # as in `fold_tile`
+    arguments,  # of `epilogue.fold_pair`
+    outs,  # `larger` and `gaps` of a `KeptPair`, as `store` takes them
+    steps,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the fold of one pair of tiles, without the teacher's logits at targets; the product has `vocab` entries.
+    """Write the fold of one pair of tiles; the product has `vocab` entries.
 
-    The student's peak is that of the whole tile. The teacher's peak rises from part to part. BANS is false if no logit
-    is -inf.
+    Exponentials are made of one part of the tiles after the other, so that they fit the registers.
     """
-    TILE_VOCAB: tl.constexpr = logits.shape[1]
+    student, teacher = logits
+    TILE_VOCAB: tl.constexpr = student.shape[1]
     WIDTH: tl.constexpr = TILE_VOCAB // PARTS
-    larger_out, gaps, own_tops, tops, tops_stride = kept
+    teacher_steps, tiles, tops, bias, teacher_bias = arguments
+    BANS: tl.constexpr = (not WHOLE) or (bias is not None) or (teacher_bias is not None)  # logits may be -inf
+    larger_out, gaps = outs
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
-    ahead = read_teacher(teacher, token, live, first, vocab, WIDTH, WHOLE)
-    z, _ = transformed(logits, steps)
+    z, _ = transformed(student, steps)
+    t, _ = transformed(teacher, teacher_steps)
     if not WHOLE:
-        z = tl.where((first + tl.arange(0, TILE_VOCAB) < vocab)[None, :], z, float("-inf"))
+        known = (first + tl.arange(0, TILE_VOCAB) < vocab)[None, :]
+        z = tl.where(known, z, float("-inf"))
+        t = tl.where(known, t, float("-inf"))
     # The lowest finite number if every id is banned, because -inf minus -inf is NaN.
     peak = tl.maximum(tl.max(z, 1), LOWEST)
+    top = tl.maximum(tl.max(t, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
+    tl.store(tiles.teacher_peak + place, top, mask=live)
     if tiles.target is not None:
-        store_at_target(at_column(z, target, 3), tiles.target, token, live, target, first, vocab, TILE_VOCAB, WHOLE)
-    own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
+        hit = live & (target >= 0) & (target < TILE_VOCAB)
+        if not WHOLE:
+            hit = hit & (first + target < vocab)
+        tl.store(tiles.target + token, at_column(z, target, HALVINGS), mask=hit)
+        tl.store(tiles.teacher_target + token, at_column(t, target, HALVINGS), mask=hit)
+    if tops.peaks is not None:
+        at = token.to(tl.int64) * tops.stride + vocab_tile
+        tl.store(tops.peaks + at, peak, mask=live)
+        tl.store(tops.teacher_peaks + at, top, mask=live)
+    total, teacher_total, gap, moment = 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
-        student_part, raw = part_of(z, part, PARTS), ahead
-        if part + 1 < PARTS:
-            ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
-        t = of_teacher(raw, teacher, first + part * WIDTH + tl.arange(0, WIDTH), vocab, WHOLE)
-        higher = tl.maximum(top, tl.max(t, 1))
-        a = student_part - peak[:, None]
-        b = t - higher[:, None]
+        a = part_of(z, part, PARTS) - peak[:, None]
+        b = part_of(t, part, PARTS) - top[:, None]
         x = flushed_exp(a)
         y = flushed_exp(b)
-        if part > 0:
-            # Move the sums to the new peak. A difference from LOWEST may be infinite, and 0 * inf is NaN.
-            lower = tl.maximum(top - higher, LOWEST)
-            scale = flushed_exp(lower)
-            if KIND == FORWARD:
-                gap = tl.where(scale > 0.0, scale * (gap + lower * teacher_total), 0.0)
-                sum_xy *= scale
-                sum_yy *= scale * scale
-            elif KIND == REVERSE:
-                gap -= lower * total
-                sum_yy += lower * (lower * sum_xx - 2.0 * sum_xy)
-                sum_xy -= lower * sum_xx
-            teacher_total *= scale
-        top = higher
         total += tl.sum(x, 1)
         teacher_total += tl.sum(y, 1)
         if tiles.moment is not None:
@@ -174,96 +148,48 @@ def fold_pair_tile(
         elif KIND == REVERSE:
             weighted = _weighted(x, a - b, BANS)
             gap += tl.sum(weighted, 1)
-        if sums.xx is not None:
+        if tiles.xx is not None:
             of_y = y if KIND == FORWARD else weighted
             sum_xx += tl.sum(x * x, 1)
             sum_xy += tl.sum(x * of_y, 1)
             sum_yy += tl.sum(of_y * of_y, 1)
-        if tops is not None:
-            # Relative to both heads' peaks over the same columns. The two peaks are as near as the heads are.
-            own_top = tl.maximum(own_top, tl.max(student_part, 1))
-            a = student_part - own_top[:, None]
-            x = flushed_exp(a)
-            at = token.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
-            tl.store(own_tops + at, own_top, mask=live)
-            tl.store(tops + at, top, mask=live)
+        if tops.peaks is not None:
             store(larger_out, first_token, first + part * WIDTH, tl.maximum(x, y))
             store(gaps, first_token, first + part * WIDTH, a - b)
-    tl.store(tiles.teacher_peak + place, top, mask=live)
     tl.store(tiles.sum_exp + place, total, mask=live)
     tl.store(tiles.teacher_sum_exp + place, teacher_total, mask=live)
     if tiles.moment is not None:
         tl.store(tiles.moment + place, moment, mask=live)
     if tiles.gap is not None:
         tl.store(tiles.gap + place, gap, mask=live)
-    if sums.xx is not None:
-        tl.store(sums.xx + place, sum_xx, mask=live)
-        tl.store(sums.xy + place, sum_xy, mask=live)
-        tl.store(sums.yy + place, sum_yy, mask=live)
+    if tiles.xx is not None:
+        tl.store(tiles.xx + place, sum_xx, mask=live)
+        tl.store(tiles.xy + place, sum_xy, mask=live)
+        tl.store(tiles.yy + place, sum_yy, mask=live)
 
 
 @triton.jit
 def grad_pair_tile(
-    logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
-    token, target, vocab_tile, n, vocab, teacher,  # as for `fold_pair_tile`, with n tokens
-    tokens,  # `PairGradients`
-    out,  # (n, vocab) as `store` takes it
-    steps, first_token, beta,
+    logits, token, target, first_token, vocab_tile, tokens, vocab,  # as in `fold_pair_tile`
+    arguments,  # of `epilogue.grad_pair`
+    outs,  # a `matrix` (tokens, vocab), and None
+    steps,
     KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write dL/dlogits of one tile of the student."""
-    WIDTH: tl.constexpr = logits.shape[1] // PARTS
-    first, live = vocab_tile * logits.shape[1], token < n
-    ahead = read_teacher(teacher, token, live, first, vocab, WIDTH, WHOLE)
+    """Write dL/dlogits of one tile of the student. Rows past the last token and columns past the last id are noise."""
+    student, teacher = logits
+    WIDTH: tl.constexpr = student.shape[1] // PARTS
+    teacher_steps, gradients, beta = arguments
+    out, _ = outs
+    live = token < tokens
     for part in tl.static_range(PARTS):
-        student_part, raw = part_of(logits, part, PARTS), ahead
-        if part + 1 < PARTS:
-            ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
+        z, square = transformed(part_of(student, part, PARTS), steps)
+        t, _square = transformed(part_of(teacher, part, PARTS), teacher_steps)
+        log_p = z - per_token(gradients.lse, token, live)
+        log_q = t - per_token(gradients.teacher_lse, token, live)
         column = part * WIDTH + tl.arange(0, WIDTH)
-        t = of_teacher(raw, teacher, first + column, vocab, WHOLE)
-        grad = _part_gradient(student_part, t, token, live, target, column, tokens, steps, beta, KIND)
-        store(out, first_token, first + part * WIDTH, grad)
-
-
-@triton.jit
-def _part_gradient(
-    student_part,  # (TILE_TOKENS, WIDTH) float32 of the student
-    t,  # (TILE_TOKENS, WIDTH) the teacher's logits at the same places
-    token, live,  # (TILE_TOKENS,)
-    target,  # (TILE_TOKENS,) column of each token's target in the tile
-    column,  # (WIDTH,) in the tile
-    tokens,  # `PairGradients`
-    steps, beta,
-    KIND: tl.constexpr,
-):  # fmt: skip
-    """-> float32 dL/dlogits of one part of a tile; undefined in rows that are not live and columns past the last id."""
-    z, square = transformed(student_part, steps)
-    log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
-    log_q = t - tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
-    p = flushed_exp(log_p)
-    value = 0.0
-    if KIND != FORWARD:
-        value = tl.load(tokens.value + token, mask=live, other=0.0)[:, None]
-    grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND)
-    grad *= tl.load(tokens.grad + token, mask=live, other=0.0)[:, None]
-    grad = with_other_gradients(grad, p, log_p, token, live, target, column, tokens)
-    return times_derivative(grad, square, steps)
-
-
-@triton.jit
-def with_other_gradients(grad, p, log_p, token, live, target, column, tokens):
-    """-> dL/dz of the divergence, plus dL/dz of log-probabilities and of entropies if these have a gradient."""
-    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
-    if (tokens.grad_logps is not None) | ENTROPY:
-        g, e, entropy = 0.0, 0.0, 0.0
-        hit = None
-        at_target = None
-        if tokens.grad_logps is not None:
-            g = tl.load(tokens.grad_logps + token, mask=live, other=0.0)[:, None]
-            at_target = tl.load(tokens.at_target + token, mask=live, other=0.0)[:, None]
-            hit = column[None, :] == target[:, None]
-        if ENTROPY:
-            e = tl.load(tokens.grad_entropy + token, mask=live, other=0.0)[:, None]
-            entropy = tl.load(tokens.entropy + token, mask=live, other=0.0)[:, None]
-        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
-    return grad
+        hit = column[None, :] == target[:, None]
+        grad = pair_gradient(
+            flushed_exp(log_p), flushed_exp(log_q), log_p, log_p, log_q, token, live, hit, gradients, beta, KIND
+        )
+        store(out, first_token, vocab_tile * student.shape[1] + part * WIDTH, times_derivative(grad, square, steps))

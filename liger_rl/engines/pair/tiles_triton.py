@@ -4,26 +4,51 @@ A program folds one row, or makes the gradient of a block of one row. The signat
 `liger_rl.engines.pair.reference`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_rl.engines.pair import reference
-from liger_rl.engines.pair.reference import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
-from liger_rl.engines.pair.tile_epilogues import FORWARD, REVERSE, divergence_gradient, over_mixture
+from liger_rl.engines.pair.reference import TILE_VOCAB, MixtureSums, PairFold, PairGradients, PairTile, Tile, TileSums
+from liger_rl.engines.pair.tile_epilogues import (
+    FORWARD,
+    REVERSE,
+    around,
+    over_mixture,
+    pair_gradient,
+)
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, gradient, moment_around, times_derivative, transformed
+from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, moment_around, times_derivative, transformed
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
 
 NO_SUMS = TileSums._make([None] * 7)
 
 
+class TileArgument(NamedTuple):
+    """A `reference.Tile` as an argument of a kernel."""
+
+    logits: Tensor
+    stride: int  # elements between two rows
+    bias: Tensor | None
+    steps: LogitSteps
+
+    @classmethod
+    def of(cls, tile: Tile) -> "TileArgument":
+        assert tile.logits.stride(1) == 1
+        bias = None if tile.bias is None else tile.bias.contiguous()
+        return cls(tile.logits, tile.logits.stride(0), bias, LogitSteps.of(tile.transform))
+
+
 @triton.jit
-def _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside):
+def _pair(student, teacher, token, column, inside):
     """-> z, t, and tanh^2 of the student. z and t are -inf outside the tiles; `inside` None means all are inside."""
-    z, square = transformed(loaded(logits, bias, column, inside), steps)
-    t, _square = transformed(loaded(teacher_logits, teacher_bias, column, inside), teacher_steps)
+    x = loaded(student.logits + token * student.stride, student.bias, column, inside)
+    z, square = transformed(x, student.steps)
+    x = loaded(teacher.logits + token * teacher.stride, teacher.bias, column, inside)
+    t, _square = transformed(x, teacher.steps)
     if inside is not None:
         # After the transform, because a softcap would make -inf finite.
         z = tl.where(inside, z, float("-inf"))
@@ -38,12 +63,6 @@ def _weighted(weight, values):
 
 
 @triton.jit
-def _gap_around(gap, kept, shift, total):
-    """As `reference._around`."""
-    return tl.where(kept > 0.0, kept * (gap + shift * total), 0.0)
-
-
-@triton.jit
 def _store_sums(tiles, place, x, y):
     """Store the sums of one block, which is a tile of `TileSums`."""
     tl.store(tiles.x + place, tl.sum(x))
@@ -55,11 +74,11 @@ def _store_sums(tiles, place, x, y):
 
 @triton.jit
 def _fold_block(
-    logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside,
+    student, teacher, token, column, inside,
     peak, total, teacher_peak, teacher_total, gap, moment, tiles, place, KIND: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `PairFold`, without targets, after one more block."""
-    z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
+    z, t, _square = _pair(student, teacher, token, column, inside)
     new_peak = tl.maximum(peak, tl.max(z))
     new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
     lower = peak - new_peak
@@ -74,9 +93,9 @@ def _fold_block(
         moment = moment_around(new_peak, peak, kept, total, moment)
         moment += tl.sum(exp * tl.maximum(a, LOWEST_LOG_PROBABILITY))
     if KIND == FORWARD:
-        gap = _gap_around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
+        gap = around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
     elif KIND == REVERSE:
-        gap = _gap_around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
+        gap = around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
     if tiles.x is not None:
         tl.store(tiles.peak + place, new_peak)
         tl.store(tiles.teacher_peak + place, new_teacher_peak)
@@ -88,14 +107,8 @@ def _fold_block(
 
 @triton.jit(do_not_specialize=["first"])
 def _fold_pair_kernel(
-    logits,
-    stride,  # elements between two rows
-    bias,
-    steps,
-    teacher_logits,
-    teacher_stride,
-    teacher_bias,
-    teacher_steps,
+    student,  # `TileArgument`
+    teacher,
     targets,
     state,  # `PairFold`, updated
     tiles,  # `TileSums` with a tile for each block of columns, or of Nones
@@ -107,8 +120,6 @@ def _fold_pair_kernel(
 ):
     MOMENT: tl.constexpr = state.moment is not None
     token = tl.program_id(0).to(tl.int64)
-    logits += token * stride
-    teacher_logits += token * teacher_stride
     peak = tl.load(state.peak + token)
     total = tl.load(state.sum_exp + token)
     teacher_peak = tl.load(state.teacher_peak + token)
@@ -122,21 +133,21 @@ def _fold_pair_kernel(
     if state.target is not None:
         target = tl.load(targets + token).to(tl.int64) - first
         hit = (target >= 0) & (target < columns)
-        z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, target, hit)
+        z, t, _square = _pair(student, teacher, token, target, hit)
         tl.store(state.target + token, z, mask=hit)
         tl.store(state.teacher_target + token, t, mask=hit)
     place = token * tiles_stride
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
-            logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, start + tl.arange(0, BLOCK), None,
+            student, teacher, token, start + tl.arange(0, BLOCK), None,
             peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
         )  # fmt: skip
     # The last, partial block is separate, so that the loop above needs no mask.
     for start in range(whole, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
-            logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, column < columns,
+            student, teacher, token, column, column < columns,
             peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
         )  # fmt: skip
     tl.store(state.peak + token, peak)
@@ -151,14 +162,8 @@ def _fold_pair_kernel(
 
 @triton.jit
 def _mix_pair_kernel(
-    logits,
-    stride,
-    bias,
-    steps,
-    teacher_logits,
-    teacher_stride,
-    teacher_bias,
-    teacher_steps,
+    student,  # `TileArgument`
+    teacher,
     lse,
     teacher_lse,
     sums,  # `MixtureSums`, updated
@@ -169,8 +174,6 @@ def _mix_pair_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    logits += token * stride
-    teacher_logits += token * teacher_stride
     norm = tl.load(lse + token)
     teacher_norm = tl.load(teacher_lse + token)
     student_sum = tl.load(sums.student + token)
@@ -178,7 +181,7 @@ def _mix_pair_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
+        z, t, _square = _pair(student, teacher, token, column, inside)
         log_p = z - norm
         log_q = t - teacher_norm
         over, teacher_over = over_mixture(log_q - log_p, beta)
@@ -193,14 +196,8 @@ def _mix_pair_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def _grad_pair_kernel(
-    logits,
-    stride,
-    bias,
-    steps,
-    teacher_logits,
-    teacher_stride,
-    teacher_bias,
-    teacher_steps,
+    student,  # `TileArgument`
+    teacher,
     out,
     out_stride,
     targets,
@@ -212,97 +209,57 @@ def _grad_pair_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    logits += token * stride
-    teacher_logits += token * teacher_stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    z, t, square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
+    z, t, square = _pair(student, teacher, token, column, inside)
     log_p = z - tl.load(tokens.lse + token)
     log_q = t - tl.load(tokens.teacher_lse + token)
-    p = tl.exp(log_p)
-    value = 0.0
-    if KIND != FORWARD:
-        value = tl.load(tokens.value + token)
-    grad = divergence_gradient(log_p, log_q, p, tl.exp(log_q), value, beta, KIND)
-    grad *= tl.load(tokens.grad + token)
-    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
-    if (tokens.grad_logps is not None) | ENTROPY:
-        g = 0.0
-        e = 0.0
-        entropy = 0.0
-        at_target = 0.0
-        hit = column < 0
-        if tokens.grad_logps is not None:
-            g = tl.load(tokens.grad_logps + token)
-            at_target = tl.load(tokens.at_target + token)
-            hit = column == tl.load(targets + token).to(tl.int64) - first
-        if ENTROPY:
-            e = tl.load(tokens.grad_entropy + token)
-            entropy = tl.load(tokens.entropy + token)
-        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
-    grad = times_derivative(grad, square, steps)
+    hit = column == tl.load(targets + token).to(tl.int64) - first
+    grad = pair_gradient(
+        tl.exp(log_p), tl.exp(log_q), log_p, log_p, log_q, token, True, hit, tokens, beta, KIND
+    )  # fmt: skip
+    grad = times_derivative(grad, square, student.steps)
     tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def fold_pair(
-    student: Tile,
-    teacher: Tile,
-    targets: Tensor,
-    first: int,
-    measure: Measure,
-    state: PairFold,
-    sums: TileSums | None = None,
-) -> None:
+def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> None:
     """As `reference.fold_pair`. The last dimension of logits must be contiguous, also in `mix_pair` and `grad_pair`."""
+    student, teacher, targets, first, measure = tile
     n, columns = student.logits.shape
     if n:
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
-                *_tile_arguments(student), *_tile_arguments(teacher), targets.contiguous(), state,
+                TileArgument.of(student), TileArgument.of(teacher), targets.contiguous(), state,
                 *_sum_arguments(sums if measure.kind != reference.MIXTURE else None), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
 
 def mix_pair(
-    student: Tile,
-    teacher: Tile,
-    measure: Measure,
-    lse: Tensor,
-    teacher_lse: Tensor,
-    sums: MixtureSums,
-    tiles: TileSums | None = None,
+    tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums, tiles: TileSums | None = None
 ) -> None:
     """As `reference.mix_pair`."""
-    n, columns = student.logits.shape
+    n, columns = tile.student.logits.shape
     if n:
-        with on(student.logits.device):
+        with on(lse.device):
             _mix_pair_kernel[(n,)](
-                *_tile_arguments(student), *_tile_arguments(teacher), lse, teacher_lse, sums, *_sum_arguments(tiles),
-                columns, measure.beta, BLOCK=_block(columns), num_warps=WARPS,
+                TileArgument.of(tile.student), TileArgument.of(tile.teacher), lse, teacher_lse, sums,
+                *_sum_arguments(tiles), columns, tile.measure.beta, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
 
-def grad_pair(
-    student: Tile, teacher: Tile, targets: Tensor, first: int, measure: Measure, tokens: PairGradients, out: Tensor
-) -> None:
+def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
     """As `reference.grad_pair`."""
     assert out.stride(-1) == 1
+    student, teacher, targets, first, measure = tile
     n, columns = student.logits.shape
     if n:
         block = _block(columns)
-        with on(student.logits.device):
+        with on(out.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
-                *_tile_arguments(student), *_tile_arguments(teacher), out, out.stride(0), targets.contiguous(),
+                TileArgument.of(student), TileArgument.of(teacher), out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
-
-
-def _tile_arguments(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
-    """The arguments of a kernel for one tile: logits, their row stride, bias, steps."""
-    assert tile.logits.stride(-1) == 1
-    bias = None if tile.bias is None else tile.bias.contiguous()
-    return tile.logits, tile.logits.stride(0), bias, LogitSteps.of(tile.transform)
 
 
 def _sum_arguments(sums: TileSums | None) -> tuple[TileSums, int]:

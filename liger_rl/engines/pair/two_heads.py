@@ -1,22 +1,15 @@
 """Two passes and one pass over two heads: each token's divergence of a student from a teacher, and its gradient.
 
-`README.md` has the steps and their operations, with S = 2 N H V for one product of the student's head and T for one of
-the teacher's. The teacher's logits are read and never differentiated.
+`README.md` has the steps. The teacher's logits are read and never differentiated.
 
-The value of a mixture needs both normalisers at every entry. They are known after all tiles, so the plain way is two
-sweeps over all tiles: a forward of 2 S + 2 T, as TRL's. Instead, a few tokens at a time are multiplied with the whole
-vocabulary, and their float32 rows are kept for the second step. That is S + T, and one read of both weights per
-`_whole_rows` tokens. On an H200 such a read takes as long as the products of 150 tokens, so 75 tokens are as good as a
-second sweep; at V = 151936 the workspace holds 276. The forward takes two sweeps if under MIN_WHOLE_ROWS tokens fit, if
-a chunk is named, if a weight is converted tile by tile, and if the vocabulary is sharded, because no collective stands
-inside a loop.
-
-One pass keeps float32 logits of both heads over the whole vocabulary for a chunk of tokens. With the epilogue it keeps
-four bytes for each entry of both, unless the student has a softcap. The weight's gradient is summed over the chunks in
-float32. Each chunk reads and writes this sum once.
+A mixture needs both normalisers at every entry, so a few tokens at a time keep float32 rows of both heads for a second
+step. Both weights are then read once per `_whole_rows` tokens. On an H200 such a read takes as long as the products of
+150 tokens, so 75 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps run if under
+MIN_WHOLE_ROWS tokens fit, if a chunk is named, if a weight is converted tile by tile, and if the vocabulary is sharded,
+because no collective stands inside a loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,15 +20,8 @@ from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import OnePassPlan, Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, picked_rows
-from liger_rl.engines.pair import kernels as kernels_of_pairs
-from liger_rl.engines.pair.products import (
-    KEPT_BYTES,
-    KEPT_MOST_BYTES,
-    PairProducts,
-    PairValues,
-    Side,
-    ValuesAndGradient,
-)
+from liger_rl.engines.pair import for_device
+from liger_rl.engines.pair.products import KEPT_BYTES, KEPT_MOST_BYTES, PairProducts, Side, ValuesAndGradient
 from liger_rl.engines.pair.reference import (
     MIXTURE,
     TILE_VOCAB,
@@ -44,11 +30,12 @@ from liger_rl.engines.pair.reference import (
     PairFold,
     PairGradients,
     PairStatistics,
-    Tile,
+    PairTile,
     TileSums,
 )
 from liger_rl.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
-from liger_rl.kernels import for_device, gemm
+from liger_rl.kernels import for_device as kernels_of_all_heads
+from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import compiles
 
 # Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
@@ -57,104 +44,115 @@ MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; la
 
 
 class Pair(NamedTuple):
-    """Two heads over the same tokens. Entries of the vocabulary from `vocab` on are padding."""
+    """Two heads over the same tokens, and the options of a call."""
 
     student: Head
     teacher: Head
-    vocab: int
-
-
-class PairOptions(NamedTuple):
-    student: EngineOptions
-    teacher: EngineOptions  # as the student's, except for transform and dtype
+    vocab: int  # entries of the vocabulary from `vocab` on are padding
+    options: EngineOptions
+    teacher_options: EngineOptions  # the student's, except for transform and dtype
     measure: Measure
     targets: bool  # whether to compute log-probabilities at the targets
 
-
-# (places of m tokens among the live tokens, their divergence (m,), their statistics) -> dL/d divergence (m,), and
-# dL/dlogp and dL/dentropy, (m,) or None
-PairGradientsOf = Callable[[slice, Tensor, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
-
-
-def sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[Side, Side]:
-    """The sides of both heads, with the rows of the tokens in `live`."""
-    student = pair.student.gathered(options.student.compute_dtype, live)
-    teacher = pair.teacher.gathered(options.teacher.compute_dtype, live)
-    return Side(student, options.student), Side(teacher, options.teacher)
+    def sides(self, live: TokenSelection) -> tuple[Side, Side]:
+        """The sides of both heads, with the rows of the tokens in `live`."""
+        student = self.student.gathered(self.options.compute_dtype, live)
+        teacher = self.teacher.gathered(self.teacher_options.compute_dtype, live)
+        return Side(student, self.options), Side(teacher, self.teacher_options)
 
 
-def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairValues:
+# (places of m tokens among the live tokens, their statistics (m,)) -> dL/d divergence (m,), and dL/dlogp and
+# dL/dentropy, (m,) or None
+PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
+
+
+def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileSums | None]:
     """Statistics of every token that counts; if `bounded`, also the sums over tiles from which bounds are made.
 
     There are no such sums if a chunk is named, under the student's softcap, with a low-rank term and with a sharded
     vocabulary.
     """
-    student, teacher = sides(pair, options, pair.student.live)
-    measure, targets = options.measure, student.rows.targets
+    student, teacher = pair.sides(pair.student.live)
+    measure, options, shard = pair.measure, pair.options, pair.student.shard
     n, device = student.factor.shape[0], student.factor.device
-    kernels, tile_sums = kernels_of_pairs.for_device(device), None
-    bounded = bounded and not options.student.names_chunk and options.student.transform.softcap is None
-    if bounded and student.low_rank is None and student.rows.shard is None:
+    kernels, tile_sums = for_device(device), None
+    bounded = bounded and not options.names_chunk and options.transform.softcap is None
+    if bounded and student.low_rank is None and shard is None:
         tile_sums = TileSums.unwritten(n, pair.vocab, device, measure)
 
     def sums_of(part: slice, first: int) -> TileSums | None:
         return None if tile_sums is None else tile_sums.part(part, first)
 
-    def finished(state: PairFold, sums: MixtureSums | None = None) -> PairValues:
-        return PairValues.of(PairStatistics.of(state, measure), measure, sums)._replace(tile_sums=tile_sums)
-
-    def fold(student_tile: Tile, teacher_tile: Tile, part: slice, first: int) -> None:
-        kernels.fold_pair(
-            student_tile, teacher_tile, targets[part], first, measure, state.take(part), sums_of(part, first)
-        )
-
-    shard = pair.student.shard
-
     def over_ranks(state: PairFold) -> PairFold:
         return state if shard is None else state.over_ranks(measure, shard.maximum, shard.total)
 
-    if measure.kind != MIXTURE:
-        products = PairProducts.of(student, teacher, pair.vocab, measure)
-        if products is not None:
-            return finished(over_ranks(products.fold(targets=options.targets, sums=tile_sums)))
-    state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
-    if measure.kind != MIXTURE:
-        _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
-        return finished(over_ranks(state))
+    products = None if measure.kind == MIXTURE else PairProducts.of(student, teacher, pair.vocab, measure)
+    if products is not None:
+        state = over_ranks(products.fold(targets=pair.targets, sums=tile_sums))
+        return PairStatistics.of(state, measure), tile_sums
+    state = PairFold.start(n, device, measure, entropy=options.entropy, targets=pair.targets)
+    sums = MixtureSums.start(state.peak) if measure.kind == MIXTURE else None
+    tokens = _whole_rows(pair, student, teacher)
+    if sums is not None and tokens is not None:
+        for part in (slice(*span) for span in spans(n, tokens)):
+            _fold_whole_rows(pair, student, teacher, part, state.take(part), sums.take(part), sums_of(part, 0))
+        return PairStatistics.of(state, measure).with_sums(measure, sums), tile_sums
 
-    sums = MixtureSums.start(state.peak)
+    tiles = _tiles(pair, n, whole=tile_sums is not None)
 
-    def mix(student_tile: Tile, teacher_tile: Tile, part: slice, first: int) -> None:
-        known = PairStatistics.of(state.take(part), measure)
-        kernels.mix_pair(
-            student_tile, teacher_tile, measure, known.lse, known.teacher_lse, sums.take(part), sums_of(part, first)
-        )
+    def sweep(step: Callable[[PairTile, slice], None]) -> None:
+        for first, last in spans(pair.vocab, tiles.vocab):
+            factors = student.factor_tile(first, last), teacher.factor_tile(first, last)
+            for part in (slice(*span) for span in spans(n, tiles.tokens)):
+                # No name for the tiles, so that they are freed before the next ones are allocated.
+                step(_pair_tile(student, teacher, part, factors, first, measure), part)
 
-    def fold_and_mix(*arguments) -> None:
-        fold(*arguments)
-        mix(*arguments)
+    sweep(lambda tile, part: kernels.fold_pair(tile, state.take(part), sums_of(part, tile.first)))
+    known = PairStatistics.of(over_ranks(state), measure)
+    if sums is not None:
+        norms = known.lse, known.teacher_lse
 
-    tokens = _whole_rows(pair, student, teacher) if shard is None else None
-    if tokens is not None:
-        _sweep(pair, student, teacher, Tiles(tokens, pair.vocab), fold_and_mix)
-    else:
-        tiles = _tiles(pair, options, n, whole=tile_sums is not None)
-        _sweep(pair, student, teacher, tiles, fold)
-        state = over_ranks(state)
-        _sweep(pair, student, teacher, tiles, mix)
-        if shard is not None:
-            sums = MixtureSums(*shard.total(torch.stack(sums)))
-    return finished(state, sums)
+        def mix(tile: PairTile, part: slice) -> None:
+            kernels.mix_pair(tile, *(norm[part] for norm in norms), sums.take(part), sums_of(part, tile.first))
+
+        sweep(mix)
+        known = known.with_sums(measure, sums if shard is None else MixtureSums(*shard.total(torch.stack(sums))))
+    return known, tile_sums
 
 
-def _sweep(pair: Pair, student: Side, teacher: Side, tiles: Tiles, step: Callable[..., None]) -> None:
-    """Call step(student's tile, teacher's tile, tokens, first column) for each pair of tiles, then free the pair."""
-    token_spans = spans(student.factor.shape[0], tiles.tokens)
-    for first, last in spans(pair.vocab, tiles.vocab):
-        factors = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
-        for start, stop in token_spans:
-            part = slice(start, stop)
-            step(student.tile(part, factors[0], first), teacher.tile(part, factors[1], first), part, first)
+def _pair_tile(
+    student: Side, teacher: Side, part: slice, factors: tuple[Tensor, Tensor], first: int, measure: Measure
+) -> PairTile:
+    tiles = student.tile(part, factors[0], first), teacher.tile(part, factors[1], first)
+    return PairTile(*tiles, student.rows.targets[part], first, measure)
+
+
+def _fold_whole_rows(
+    pair: Pair,
+    student: Side,
+    teacher: Side,
+    part: slice,
+    state: PairFold,  # of the tokens `part`, updated
+    sums: MixtureSums | None,  # updated; None unless for a mixture
+    tile_sums: TileSums | None = None,  # written
+) -> PairTile:
+    """-> the float32 rows of both heads over the whole vocabulary, which take both steps of a mixture."""
+    tiles = student.whole_tile(part, pair.vocab), teacher.whole_tile(part, pair.vocab)
+    tile = PairTile(*tiles, student.rows.targets[part], 0, pair.measure)
+    kernels = for_device(student.factor.device)
+    kernels.fold_pair(tile, state, tile_sums)
+    if sums is not None:
+        norms = state.peak + state.sum_exp.log(), state.teacher_peak + state.teacher_sum_exp.log()
+        kernels.mix_pair(tile, *norms, sums, tile_sums)
+    return tile
+
+
+def _gradient(tile: PairTile, tokens: PairGradients, dtype: torch.dtype) -> Tensor:
+    """-> dL/dx of the student's logits, in their memory if they have that dtype."""
+    logits = tile.student.logits
+    out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
+    for_device(logits.device).grad_pair(tile, tokens, out)
+    return out
 
 
 def _bytes_per_logit(device: torch.device) -> int:
@@ -162,20 +160,12 @@ def _bytes_per_logit(device: torch.device) -> int:
     return 8 if compiles(device) else 48
 
 
-def _tiles(
-    pair: Pair,
-    options: PairOptions,
-    tokens: int,
-    *,
-    bytes_per_gradient: int = 0,
-    whole: bool = False,  # make the width a multiple of TILE_VOCAB, for `TileSums`
-) -> Tiles:
+def _tiles(pair: Pair, tokens: int, *, bytes_per_gradient: int = 0, whole: bool = False) -> Tiles:
+    """Tiles of both heads; `whole`: with a width that is a multiple of TILE_VOCAB, for `TileSums`."""
     device = pair.student.hidden.device
     hidden_size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
-    tiles = plan_tiles(
-        tokens, pair.vocab, hidden_size, device, options.student,
-        bytes_per_logit=_bytes_per_logit(device) + bytes_per_gradient,
-    )  # fmt: skip
+    bytes_per_logit = _bytes_per_logit(device) + bytes_per_gradient
+    tiles = plan_tiles(tokens, pair.vocab, hidden_size, device, pair.options, bytes_per_logit=bytes_per_logit)
     if not whole or tiles.vocab == pair.vocab:
         return tiles
     return tiles._replace(vocab=max(tiles.vocab // TILE_VOCAB, 1) * TILE_VOCAB)
@@ -183,7 +173,7 @@ def _tiles(
 
 def _whole_rows(pair: Pair, student: Side, teacher: Side) -> int | None:
     """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
-    if student.options.names_chunk or student.converts or teacher.converts:
+    if student.options.names_chunk or student.converts or teacher.converts or pair.student.shard is not None:
         return None
     device = pair.student.hidden.device
     tokens = WORKSPACE_BYTES[kind_of(device)] // (_bytes_per_logit(device) * pair.vocab)
@@ -192,15 +182,14 @@ def _whole_rows(pair: Pair, student: Side, teacher: Side) -> int | None:
 
 def backward(
     pair: Pair,
-    options: PairOptions,
     tokens: PairGradients,  # of the tokens that count
     needs: Needs,
     *,
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
-    """Gradients of the student's tensors."""
+    """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
     live, tokens = _with_gradient(pair.student.live, tokens, count)
-    return gradients(pair, options, live, tokens, needs).of_all_tokens(live, pair.student)
+    return _gradients(pair, live, tokens, needs).of_all_tokens(live, pair.student)
 
 
 def _with_gradient(
@@ -222,19 +211,17 @@ def _with_gradient(
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
-def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
-    """Gradients from the tokens in `live`; `tokens` has their numbers. Padding entries of the vocabulary get 0."""
-    student, teacher = sides(pair, options, live)
-    rows, dtype = student.rows, options.student.compute_dtype
-    kernels, n = kernels_of_pairs.for_device(rows.weight.device), tokens.lse.numel()
+def _gradients(pair: Pair, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
+    student, teacher = pair.sides(live)
+    dtype, measure, n = pair.options.compute_dtype, pair.measure, tokens.lse.numel()
     products = None
-    if options.measure.kind != MIXTURE:  # a mixture's logarithms take longer in an epilogue than in a separate kernel
-        products = PairProducts.of(student, teacher, pair.vocab, options.measure)
+    if measure.kind != MIXTURE:  # a mixture's logarithms take longer in an epilogue than in a separate kernel
+        products = PairProducts.of(student, teacher, pair.vocab, measure)
     if products is not None:
         tiles = products.gradient_tiles(n)
     else:
-        tiles = _tiles(pair, options, n, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
-    factors: dict[int, list[Tensor]] = {}
+        tiles = _tiles(pair, n, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
+    factors: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tile_gradient(first: int, last: int, start: int, stop: int) -> Tensor:
         part = slice(start, stop)
@@ -242,77 +229,61 @@ def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: Pa
             return products.gradient(part, first, last, tokens.take(part))
         if first not in factors:  # `factors` has one tile, which all spans of tokens share
             factors.clear()
-            factors[first] = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
-        student_tile, teacher_tile = (
-            side.tile(part, factor, first) for side, factor in zip((student, teacher), factors[first], strict=True)
-        )
-        out = student_tile.logits if dtype == torch.float32 else torch.empty_like(student_tile.logits, dtype=dtype)
-        kernels.grad_pair(
-            student_tile, teacher_tile, rows.targets[part], first, options.measure, tokens.take(part), out
-        )
-        return out
+            factors[first] = student.factor_tile(first, last), teacher.factor_tile(first, last)
+        tile = _pair_tile(student, teacher, part, factors[first], first, measure)
+        return _gradient(tile, tokens.take(part), dtype)
 
-    return two_pass.gradients(rows, options.student, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab)
+    return two_pass.gradients(
+        student.rows, pair.options, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab
+    )
 
 
-def one_pass(
-    pair: Pair, options: PairOptions, gradients_of: PairGradientsOf, needs: Needs
-) -> tuple[PairValues, Gradients]:
+def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[PairStatistics, Gradients]:
     """As `forward`, and the gradients for hidden, weight and bias; `gradients_of` gives each chunk's token gradients.
 
     The student's head must have no low-rank term.
     """
-    student, teacher = sides(pair, options, pair.student.live)
-    measure, live, n = options.measure, pair.student.live, student.factor.shape[0]
-    weight, vocab = student.rows.weight, pair.vocab
-    chunks = even_spans(n, one_pass_tokens(pair, options))
-    same_dtype = weight.dtype == options.student.compute_dtype
+    student, teacher = pair.sides(pair.student.live)
+    live, n, weight, vocab = pair.student.live, student.factor.shape[0], student.rows.weight, pair.vocab
+    chunks = even_spans(n, one_pass_tokens(pair))
+    same_dtype = weight.dtype == pair.options.compute_dtype
     sum_dtype = weight.dtype if len(chunks) <= 1 and same_dtype else torch.float32
     totals = Totals(pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype), needs, in_place=False)
     if totals.weight is not None:
         totals.weight[vocab:] = 0
-    products = PairProducts.of(student, teacher, vocab, measure) if _keeps_pairs(pair, options) else None
-    chunk_values: list[PairValues] = []
+    products = PairProducts.of(student, teacher, vocab, pair.measure) if _keeps_pairs(pair) else None
+    statistics: list[PairStatistics] = []
     for start, stop in chunks:
         part = slice(start, stop)
         if products is None:
-            values, gradient = _values_and_gradient(student, teacher, part, vocab, options)
+            known, gradient = _values_and_gradient(pair, student, teacher, part)
         else:
-            values, gradient = products.values_and_gradient(part, targets=options.targets)
-        grads = gradients_of(part, values.divergence, values.statistics)
-        tile = gradient(PairGradients.of(values.statistics, values.value, *grads))
+            known, gradient = products.values_and_gradient(part, targets=pair.targets)
+        tile = gradient(PairGradients.of(known, *gradients_of(part, known)))
         del gradient  # frees its inputs before the products and the next pair are allocated
         _add_products(totals, student, tile, part, live, vocab)
         del tile
-        chunk_values.append(values)
-    if not chunk_values:
-        return forward(pair, options), totals.finish()
-    return _joined(chunk_values), totals.finish()
-
-
-def _values_and_gradient(
-    student: Side, teacher: Side, part: slice, vocab: int, options: PairOptions
-) -> ValuesAndGradient:
-    """Values and gradient from float32 rows of both heads. A float32 gradient overwrites the student's rows."""
-    student_tile, teacher_tile = (side.whole_tile(part, vocab) for side in (student, teacher))
-    measure, targets, dtype = options.measure, student.rows.targets[part], options.student.compute_dtype
-    kernels, device = kernels_of_pairs.for_device(student_tile.logits.device), student_tile.logits.device
-    state = PairFold.start(
-        part.stop - part.start, device, measure, entropy=options.student.entropy, targets=options.targets
+        statistics.append(known)
+    if not statistics:
+        return forward(pair)[0], totals.finish()
+    joined = PairStatistics._make(
+        None if parts[0] is None else torch.cat(parts) for parts in zip(*statistics, strict=True)
     )
-    kernels.fold_pair(student_tile, teacher_tile, targets, 0, measure, state)
+    return joined, totals.finish()
+
+
+def _values_and_gradient(pair: Pair, student: Side, teacher: Side, part: slice) -> ValuesAndGradient:
+    """Values and gradient from float32 rows of both heads. A float32 gradient overwrites the student's rows."""
+    n, device, measure = part.stop - part.start, student.factor.device, pair.measure
+    state = PairFold.start(n, device, measure, entropy=pair.options.entropy, targets=pair.targets)
+    sums = MixtureSums.start(state.peak) if measure.kind == MIXTURE else None
+    tile = _fold_whole_rows(pair, student, teacher, part, state, sums)
     known = PairStatistics.of(state, measure)
-    sums = None
-    if measure.kind == MIXTURE:
-        sums = MixtureSums.start(state.peak)
-        kernels.mix_pair(student_tile, teacher_tile, measure, known.lse, known.teacher_lse, sums)
 
     def gradient(tokens: PairGradients) -> Tensor:
-        tile = student_tile.logits if dtype == torch.float32 else torch.empty_like(student_tile.logits, dtype=dtype)
-        kernels.grad_pair(student_tile, teacher_tile, targets, 0, measure, tokens, tile)
-        return tile
+        return _gradient(tile, tokens, pair.options.compute_dtype)
 
-    return PairValues.of(known, measure, sums), gradient
+    return known if sums is None else known.with_sums(measure, sums), gradient
 
 
 def even_spans(n: int, most: int) -> list[tuple[int, int]]:
@@ -322,23 +293,12 @@ def even_spans(n: int, most: int) -> list[tuple[int, int]]:
     return spans(n, min(-(-step // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, most))
 
 
-def _joined(chunk_values: Sequence[PairValues]) -> PairValues:
-    """The values of consecutive chunks of tokens, concatenated."""
-    statistics = PairStatistics._make(
-        None if parts[0] is None else torch.cat(parts)
-        for parts in zip(*(v.statistics for v in chunk_values), strict=True)
-    )
-    divergence, value = (torch.cat([getattr(v, name) for v in chunk_values]) for name in ("divergence", "value"))
-    return PairValues(divergence, statistics, value)
-
-
 def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
-    hidden, grad_rows = student.factor[part], None
+    hidden = student.factor[part]
+    grad_rows = None if totals.hidden is None else torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for first, last in spans(vocab, student.width(vocab)):
         columns = tile[:, first:last]
-        if totals.hidden is not None:
-            if grad_rows is None:
-                grad_rows = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        if grad_rows is not None:
             gemm.accumulate(grad_rows, columns, student.weight_tile(first, last))
         totals.add_weight(first, last, columns, hidden)
         totals.add_bias(first, last, columns)
@@ -347,22 +307,24 @@ def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live
         if live.index is None:
             totals.hidden[part] = grad_rows
         else:
-            for_device(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
+            kernels_of_all_heads(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
 
 
-def _keeps_pairs(pair: Pair, options: PairOptions) -> bool:
+def _keeps_pairs(pair: Pair) -> bool:
     """Whether one pass keeps a `KeptPair`. Not under a softcap: if both numbers underflow, its derivative is lost."""
-    return options.student.transform.softcap is None and PairProducts.applies_to(pair.student, options.student)
+    return pair.options.transform.softcap is None and PairProducts.applies_to(
+        pair.student, pair.teacher, pair.options, pair.teacher_options
+    )
 
 
-def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
+def one_pass_tokens(pair: Pair) -> int:
     """Number of tokens of a chunk of one pass."""
-    if options.student.chunk_tokens is not None:
-        return options.student.chunk_tokens
-    device, dtype = pair.student.hidden.device, options.student.compute_dtype
+    if pair.options.chunk_tokens is not None:
+        return pair.options.chunk_tokens
+    device, dtype = pair.student.hidden.device, pair.options.compute_dtype
     per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
     most = ONE_PASS_BYTES[kind_of(device)]
-    if _keeps_pairs(pair, options):
+    if _keeps_pairs(pair):
         per_token, most = KEPT_BYTES * pair.vocab, KEPT_MOST_BYTES
     tokens = most // per_token
     return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)
