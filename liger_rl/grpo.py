@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,7 @@ from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.options import callable_instance
-from liger_rl.losses.penalties import EntropyBonus, KLPenalty
-from liger_rl.losses.presets import LossParts, build_preset
+from liger_rl.losses.presets import build_loss
 from liger_rl.losses.reductions import Reduction
 from liger_rl.one_pass_loss import (
     count_tokens,
@@ -87,18 +86,12 @@ class FusedLinearGRPOLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        transform = LogitTransform(**_take_fields(options, LogitTransform))
         check_passes(passes)
         self.passes = passes
-        parts = _parts(loss_type, reduction, options)
+        transform = LogitTransform(**{name: options.pop(name) for name in TRANSFORM if name in options})
+        parts = build_loss(loss_type, options, reduction=reduction, keywords=KEYWORDS)
         self.terms = PolicyTerms(
-            objective=parts.objective,
-            reduction=parts.reduction,
-            kl=parts.kl,
-            entropy_bonus=parts.entropy_bonus,
-            sampler_correction=sampler_correction,
-            corrections=corrections,
-            metrics=metrics,
+            **parts._asdict(), sampler_correction=sampler_correction, corrections=corrections, metrics=metrics
         )
         self.options = HeadOptions(
             transform=transform,
@@ -256,19 +249,9 @@ class FusedLinearGRPOLoss(nn.Module):
         return f"{self.terms}, {self.transform}"
 
 
-def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dict[str, Any]) -> LossParts:
-    if isinstance(loss_type, str):
-        return build_preset(loss_type, reduction=reduction, **options)
-    callable_instance("loss_type, which is a name or an objective,", loss_type)
-    if reduction is None:
-        raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-    kl = KLPenalty(**_take_fields(options, KLPenalty))
-    entropy_bonus = EntropyBonus(**_take_fields(options, EntropyBonus))
-    if options:
-        raise ValueError(f"{', '.join(sorted(options))}: options of an objective of your own are its own attributes")
-    return LossParts(loss_type, reduction, kl, entropy_bonus)
-
-
-def _take_fields(options: dict[str, Any], dataclass_type: type) -> dict[str, Any]:
-    """Removes from `options` the fields of `dataclass_type`, and returns them."""
-    return {f.name: options.pop(f.name) for f in fields(dataclass_type) if f.name in options}
+TRANSFORM = tuple(field.name for field in fields(LogitTransform))
+# The options of a loss that belong to none of its parts.
+KEYWORDS = (
+    *TRANSFORM,
+    *(p.name for p in signature(FusedLinearGRPOLoss).parameters.values() if p.kind is p.KEYWORD_ONLY),
+)

@@ -1,7 +1,7 @@
 """The policy loss on per-token log-probabilities: objective, corrections, penalties, reduction."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,13 +11,11 @@ from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.losses.objectives import Objective, TokenLoss
-from liger_rl.losses.options import callable_instance, check_options, instance_of
-from liger_rl.losses.penalties import EntropyBonus, KLPenalty
+from liger_rl.losses.options import callable_instance, check_options, instance_of, warn_caller
+from liger_rl.losses.penalties import NO_BONUS, NO_PENALTY, EntropyBonus, KLPenalty
 from liger_rl.losses.reductions import Reduction
 
 Locality = Literal["token", "sequence", "batch"]
-NO_PENALTY = KLPenalty()
-NO_BONUS = EntropyBonus()
 
 
 class PolicyLoss(NamedTuple):
@@ -41,55 +39,52 @@ class PolicyTerms:
     corrections: Iterable[Correction] = ()
     metrics: MetricsLevel = "loss"
 
+    # Made once, because each call reads them.
+    needs_entropy: bool = field(init=False, repr=False)  # the head has to return entropies
+    needs_sequences: bool = field(init=False, repr=False)  # the batch has to say which tokens are of one sequence
+    # The tokens that the gradient of one token depends on. The reduction, the sampler's correction and the divisors of
+    # means do not count, because they need no log-probability.
+    locality: Locality = field(init=False, repr=False)
+    penalised: bool = field(init=False, repr=False)  # a penalty or bonus may give a token without advantage a gradient
+    metrics_read_all: bool = field(init=False, repr=False)  # a metric reads tokens without advantage
+    projects_all: bool = field(init=False, repr=False)  # the loss or a metric reads tokens without advantage
+    reads_reference: bool = field(init=False, repr=False)  # a penalty, or perhaps a part of the user's
+    # A sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics.
+    idle_without_advantages: bool = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
         if self.reduction is not None:
             callable_instance("reduction", self.reduction)
         check_options(self, objective=callable, kl=KLPenalty, entropy_bonus=EntropyBonus, metrics=LEVELS)
         check_options(self, sampler_correction=SamplerCorrection, corrections=Iterable)
-        # Read once: an iterator is empty the second time.
-        object.__setattr__(self, "corrections", tuple(self.corrections))
-        for place, correction in enumerate(self.corrections):
+        corrections = tuple(self.corrections)  # read once: an iterator is empty the second time
+        for place, correction in enumerate(corrections):
             callable_instance(f"corrections[{place}]", correction)
-        if self.entropy_bonus.entropy_coef != 0.0 and self.reduction is None:
+        bonus = self.entropy_bonus.entropy_coef != 0.0
+        if bonus and self.reduction is None:
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the head has to return entropies."""
-        restricted = any(_says(correction, "restricts_entropy") for correction in self.corrections)
-        return restricted or self.entropy_bonus.entropy_coef != 0.0 or self.metrics == "with_entropy"
-
-    @property
-    def locality(self) -> Locality:
-        """The tokens that the gradient of one token depends on: that token, its sequence, or the whole batch.
-
-        The reduction, the sampler's correction and the divisors of means need no log-probability, so they do not count.
-        """
-        parts = (self.objective, *self.corrections)
-        # A bonus is a mean over tokens that are not known before all entropies are.
-        if any(_says(part, "restricts_entropy") for part in parts):
-            return "batch"
-        if all(_says(part, "token_local") and not _says(part, "needs_sequences") for part in parts):
-            return "token"
-        local = all(_says(part, "token_local") or _says(part, "sequence_local") for part in parts)
-        return "sequence" if local else "batch"
-
-    @property
-    def penalised(self) -> bool:
-        """Whether a token may have a gradient that does not depend on its advantage, through a penalty or bonus."""
-        return self.kl.beta != 0.0 or self.entropy_bonus.entropy_coef != 0.0
-
-    @property
-    def idle_without_advantages(self) -> bool:
-        """Whether a sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics."""
-        zero = ("zero_without_advantage", "sequence_zero_without_advantages")
-        silent = any(_says_of_its_formula(self.objective, name) for name in zero)
-        return silent and self.locality != "batch" and not self.penalised
-
-    @property
-    def metrics_read_all(self) -> bool:
-        """Whether a metric depends on the log-probabilities or entropies of tokens without advantage."""
-        return self.needs_entropy or self.metrics not in ("none", "loss")
+        parts = (self.objective, *corrections)
+        locality, penalised = _locality(parts), bonus or self.kl.beta != 0.0
+        restricted = any(_says(correction, "restricts_entropy") for correction in corrections)
+        needs_entropy = restricted or bonus or self.metrics == "with_entropy"
+        by_sequence = self.metrics in ("basic", "with_entropy")
+        metrics_read_all = needs_entropy or by_sequence
+        idle_tokens = _says_of_its_formula(self.objective, "zero_without_advantage")
+        idle_sequences = idle_tokens or _says_of_its_formula(self.objective, "sequence_zero_without_advantages")
+        derived = {
+            "corrections": corrections,
+            "needs_entropy": needs_entropy,
+            "needs_sequences": by_sequence or any(_says(part, "needs_sequences") for part in (*parts, self.reduction)),
+            "locality": locality,
+            "penalised": penalised,
+            "metrics_read_all": metrics_read_all,
+            "projects_all": not idle_tokens or locality != "token" or penalised or metrics_read_all,
+            "reads_reference": self.kl.beta != 0.0
+            or any(not type(part).__module__.startswith("liger_rl.") for part in parts),
+            "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
         """The batch's columns in `shape`, with their values as they are. No value is read.
@@ -99,17 +94,17 @@ class PolicyTerms:
         """
         instance_of("batch", batch, PolicyBatch)
         self.kl.check(batch)
+        if batch.ref_per_token_logps is not None and not self.reads_reference and not torch.compiler.is_compiling():
+            warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
         aligned = batch.checked(shape, device)
         if self.sampler_correction is not None:
             self.sampler_correction.check(aligned)
             aligned = replace(aligned, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
-        by_sequence = self.metrics in ("basic", "with_entropy")
         parts: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
         for part in parts:
-            by_sequence = by_sequence or _says(part, "needs_sequences")
             if hasattr(part, "check"):
                 part.check(aligned)
-        if by_sequence:
+        if self.needs_sequences:
             aligned.check_sequences()
         return aligned
 
@@ -130,13 +125,7 @@ class PolicyTerms:
 
         In GRPO, a group with equal rewards has advantages of 0. Its tokens need not be projected.
         """
-        idle = (
-            _says_of_its_formula(self.objective, "zero_without_advantage")
-            and self.locality == "token"
-            and self.kl.beta == 0.0
-            and not self.metrics_read_all
-        )
-        return _unexpanded(aligned.advantages) if idle else None
+        return None if self.projects_all else _unexpanded(aligned.advantages)
 
     def may_have_gradient(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where a token may have a gradient, shaped like the tokens or (B, 1); None for all."""
@@ -151,6 +140,16 @@ def _unexpanded(column: Tensor) -> Tensor:
 def _says(part: Any, name: str) -> bool:
     """An objective's or a correction's attribute, such as `token_local`; False if it is not there."""
     return getattr(part, name, False)
+
+
+def _locality(parts: Iterable[Any]) -> Locality:
+    # A bonus is a mean over tokens that are not known before all entropies are.
+    if any(_says(part, "restricts_entropy") for part in parts):
+        return "batch"
+    if all(_says(part, "token_local") and not _says(part, "needs_sequences") for part in parts):
+        return "token"
+    local = all(_says(part, "token_local") or _says(part, "sequence_local") for part in parts)
+    return "sequence" if local else "batch"
 
 
 def _says_of_its_formula(part: Any, name: str) -> bool:
@@ -209,6 +208,10 @@ class PreparedLoss(NamedTuple):
         token_loss = terms.objective(logps, batch)
         instance_of("the result of objective", token_loss, TokenLoss)
         loss = token_loss.loss
+        if loss.shape != logps.shape:
+            raise ValueError(
+                f"the loss of objective must be {tuple(logps.shape)}, one for each token, got {tuple(loss.shape)}"
+            )
         keeps_entropy = batch.mask
         for place, correction in enumerate(terms.corrections):
             factor = correction(logps, batch)

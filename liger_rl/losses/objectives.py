@@ -29,9 +29,10 @@ from liger_rl.losses.options import check_options
 
 
 class TokenLoss(NamedTuple):
-    """An objective's result for each token, shaped like the log-probabilities or broadcastable to them."""
+    """An objective's result for each token. All but the loss may be broadcastable to the log-probabilities."""
 
     loss: Tensor
+    """One for each token, shaped like the log-probabilities."""
     ratio: Tensor | None = None
     """The probability ratio before its clip, per token or per sequence as the objective has it, differentiable."""
     clip_low: Tensor | None = None
@@ -95,7 +96,7 @@ class PPOClip:
         loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
-        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
+        return _clipped(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
 
     def _ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if self.importance_sampling_level == "token":
@@ -247,7 +248,7 @@ class GMPO:
             log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
             loss = loss * bounded_exp(batch.sequence_mean(torch.where(batch.mask, log_correction, 0.0)))
         ratio, low, high = bounded_exp(log_ratio), math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
-        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
+        return _clipped(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
 
 
 @dataclass(frozen=True, kw_only=True)

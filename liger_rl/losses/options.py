@@ -1,5 +1,7 @@
 """Checks of options. Each error names the option."""
 
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -75,3 +77,11 @@ def instance_of(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be an instance of {kind.__name__}, got the class {value.__name__}")
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
+
+def warn_caller(message: str) -> None:
+    """A warning at the line that called into this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("liger_rl", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -102,3 +102,7 @@ class EntropyBonus:
         """
         count = kept.sum() if count is None else count
         return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / count.clamp(min=1)
+
+
+NO_PENALTY = KLPenalty()
+NO_BONUS = EntropyBonus()

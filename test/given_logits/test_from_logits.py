@@ -15,7 +15,7 @@ from liger_rl import (
     ppo_loss_fn,
 )
 from liger_rl.losses import fused
-from liger_rl.losses.presets import build_preset
+from liger_rl.losses.presets import build_loss
 
 B, T, V = 4, 9, 131
 
@@ -62,7 +62,7 @@ def test_equals_log_probs_and_policy_loss(loss_type, dtype, device):
     logits, ids, columns = problem(dtype, device)
     found, grad = solve_by_formulas(logits, ids, columns, loss_type=loss_type)
     leaf = logits.detach().requires_grad_()
-    parts = build_preset(loss_type, beta=0.1)
+    parts = build_loss(loss_type, {"beta": 0.1})
     batch = PolicyBatch(completion_mask=columns["mask"], **{k: v for k, v in columns.items() if k != "mask"})
     logps = logits_logprobs(leaf[:, :-1], ids, mask=columns["mask"]).logps
     loss = ppo_loss_fn(logps, batch, parts.objective, None, kl=parts.kl).loss
