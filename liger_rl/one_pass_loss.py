@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import EngineOptions
-from liger_rl.call.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
+from liger_rl.call.tokens import LiveTokens, counted_tokens, live_tokens
 from liger_rl.engines.dense.one_pass import WithGradients, one_pass
 from liger_rl.engines.dense.totals import OnePassPlan
 from liger_rl.engines.interface import Head
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.fused import evaluate, evaluate_with_slopes, slopes
+from liger_rl.losses.fused import chunk_gradients, evaluate, with_gradients
 from liger_rl.losses.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
@@ -120,15 +120,28 @@ def loss_in_one_pass(
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
-    whole_loss = WholeLoss(prepare, live, shape)
-    chunk_losses = _ChunkLosses(prepare, live)
+    results: list[PolicyLoss] = []
+
+    def spread(*columns: Tensor | None) -> list[Any]:
+        return [None if column is None else live.spread(column, shape) for column in columns]
+
+    def gradients_of_all(_chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        result, grad_logps, grad_entropy = with_gradients(prepare(), *spread(logps, entropy))
+        results.append(result)
+        grad_entropy = None if grad_entropy is None else live.gather(grad_entropy.flatten())
+        return live.gather(grad_logps.flatten()), grad_entropy
+
+    def gradients_of_chunk(chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        positions = chunk if live.index is None else live.index[chunk]
+        return chunk_gradients(prepare(), positions, logps, entropy)
+
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)
-    gradients_of = whole_loss if len(chunks) == 1 else chunk_losses
-    result = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
-    loss, metrics = whole_loss.result or whole_loss.evaluate(result.logps, result.entropy)
+    gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
+    made = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
+    loss, metrics = results[0] if results else evaluate(prepare(), *spread(made.logps, made.entropy))
     inputs = call.hidden, call.weight, call.bias
-    loss, _ = WithGradients.apply(loss.detach(), *inputs, result.gradients, result.deferred, call.weight_grad)
+    loss, _ = WithGradients.apply(loss.detach(), *inputs, made.gradients, made.deferred, call.weight_grad)
     return PolicyLoss(loss, metrics)
 
 
@@ -144,55 +157,3 @@ def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
             first = last
         last += count
     return [*chunks, slice(first, last)]
-
-
-class WholeLoss:
-    """The loss of all tokens: `evaluate` returns it. If one chunk holds all tokens, this is its `GradientsOf`."""
-
-    def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection, shape: torch.Size) -> None:
-        self.prepare, self.live, self.shape = prepare, live, shape
-        self.result: PolicyLoss | None = None
-
-    def evaluate(self, logps: Tensor, entropy: Tensor | None) -> PolicyLoss:
-        entropy = None if entropy is None else self.live.spread(entropy, self.shape)
-        return evaluate(self.prepare(), self.live.spread(logps, self.shape), entropy)
-
-    def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        kernel_result = evaluate_with_slopes(self.prepare(), self.live.spread(logps, self.shape))
-        if kernel_result is not None:
-            self.result, all_slopes = kernel_result
-            return self.live.gather(all_slopes.flatten()), None
-
-        def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
-            self.result = self.evaluate(logps, entropy)
-            return self.result.loss
-
-        return gradients_by_autograd(loss, logps, entropy)
-
-
-class _ChunkLosses:
-    """A `GradientsOf` for several chunks: the loss is the sum of the losses of the chunks."""
-
-    def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection) -> None:
-        self.prepare, self.live = prepare, live
-
-    def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        positions = chunk if self.live.index is None else self.live.index[chunk]
-        grad_logps = slopes(self.prepare(), positions, logps)
-        if grad_logps is not None:
-            return grad_logps, None
-        chunk_loss = self.prepare().take(positions)
-        return gradients_by_autograd(lambda *values: chunk_loss.evaluate(*values).loss, logps, entropy)
-
-
-@torch.enable_grad()
-def gradients_by_autograd(
-    loss: Callable[[Tensor, Tensor | None], Tensor], logps: Tensor, entropy: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """d loss / d logps and d loss / d entropy; None for the entropy if the loss does not depend on it."""
-    leaves = [values.detach().requires_grad_() for values in (logps, entropy) if values is not None]
-    value = loss(leaves[0], leaves[1] if len(leaves) > 1 else None)
-    if not value.requires_grad:
-        return torch.zeros_like(logps), None
-    grad_logps, *grad_entropies = torch.autograd.grad(value, leaves, allow_unused=True)
-    return torch.zeros_like(logps) if grad_logps is None else grad_logps, grad_entropies[0] if grad_entropies else None

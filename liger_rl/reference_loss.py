@@ -27,9 +27,9 @@ from liger_rl.engines.pair.run import (
 from liger_rl.engines.pair.two_heads import Pair
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
-from liger_rl.losses.fused import evaluate
+from liger_rl.losses.fused import evaluate, gradients_by_autograd
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.one_pass_loss import gradients_by_autograd, parts_obstacle
+from liger_rl.one_pass_loss import parts_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class _Chunks:
         tokens = tokens._replace(batch=replace(tokens.batch, ref_per_token_logps=statistics.teacher_logps))
         assert statistics.logps is not None
         assert tokens.weights is not None
-        slopes = gradients_by_autograd(
-            lambda logps, entropy: tokens.evaluate(logps, entropy, exact_kl).loss, statistics.logps, statistics.entropy
+        _, grad_logps, grad_entropy = gradients_by_autograd(
+            lambda logps, entropy: tokens.evaluate(logps, entropy, exact_kl), statistics.logps, statistics.entropy
         )
-        return tokens.terms.kl.beta * tokens.weights, *slopes
+        return tokens.terms.kl.beta * tokens.weights, grad_logps, grad_entropy

@@ -118,7 +118,7 @@ class PolicyTerms:
             weights = clean.advantages.new_full((), weights)
         if self.reduction is not None:
             instance_of("the result of reduction", weights, Tensor)
-        return PreparedLoss(self, clean, weights)
+        return PreparedLoss(self, clean, weights, self.metrics)
 
     def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
@@ -181,18 +181,18 @@ class PreparedLoss(NamedTuple):
     terms: PolicyTerms
     batch: AlignedBatch
     weights: Tensor | None  # one per token; None leaves tokens unreduced
+    metrics: MetricsLevel = "none"
     entropy_count: Tensor | None = None  # () tokens in the mean of an entropy bonus; None counts the batch's
 
-    def take(self, positions: Tensor | slice) -> "PreparedLoss":
-        """The loss of the tokens at (n,) flat positions, without metrics.
+    def take(self, positions: Tensor | slice, *, metrics: MetricsLevel = "none") -> "PreparedLoss":
+        """The loss of the tokens at flat positions: (n,), or (b, w) for rows of (B, T).
 
-        Such parts add up to the whole loss if they respect the terms' locality.
+        Such losses add up to the whole loss if the positions respect the terms' locality.
         """
         weights = None if self.weights is None else self.weights.expand(self.batch.mask.shape).reshape(-1)[positions]
-        terms = replace(self.terms, metrics="none")
-        batch = self.batch.take(positions, sequences=terms.locality != "token")
-        entropy_count = self.batch.mask.sum() if terms.entropy_bonus.entropy_coef != 0.0 else None
-        return PreparedLoss(terms, batch, weights, entropy_count)
+        batch = self.batch.take(positions, sequences=self.terms.locality != "token")
+        entropy_count = self.batch.mask.sum() if self.terms.entropy_bonus.entropy_coef != 0.0 else None
+        return PreparedLoss(self.terms, batch, weights, metrics, entropy_count)
 
     def per_token(
         self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
@@ -237,7 +237,7 @@ class PreparedLoss(NamedTuple):
             if tokens.entropy is None:
                 raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
             loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, self.entropy_count)
-        metrics = policy_metrics(self.terms.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
+        metrics = policy_metrics(self.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
         return PolicyLoss(loss, metrics)
 
 

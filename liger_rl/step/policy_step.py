@@ -377,7 +377,9 @@ class _Job:
         if len(rows) < shape[0]:
             assert source is not None
             index = torch.tensor(rows).to(device, non_blocking=True)
-            source, mask, prepared = source[index], mask[index], _of_rows(prepared, index)
+            positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
+            source, mask = source[index], mask[index]
+            prepared = prepared.take(positions, metrics=prepared.metrics)
 
         def column(name: str) -> Any:
             values = [getattr(output, name) for output in outputs]
@@ -448,16 +450,6 @@ def _gathered(values: list[Tensor], source: Tensor | None, shape: torch.Size) ->
     if source is None:
         return values[0].view(shape)
     return torch.cat([*values, values[0].new_zeros(1)])[source]
-
-
-def _of_rows(prepared: PreparedLoss, rows: Tensor) -> PreparedLoss:
-    """The loss of the sequences in (b,) rows of a (B, T) batch, with its metrics. Such parts add up to the whole."""
-    batch, weights = prepared.batch, prepared.weights
-    width = batch.mask.shape[1]
-    positions = rows[:, None] * width + torch.arange(width, device=rows.device)
-    if weights is not None:
-        weights = weights.expand(batch.mask.shape).reshape(-1)[positions]
-    return PreparedLoss(prepared.terms, batch.take(positions, sequences=False), weights, batch.mask.sum())
 
 
 def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
