@@ -159,9 +159,9 @@ class VocabShard:
 
     def gathered(self, values: Tensor) -> Tensor:
         """A collective: (n, K) on each rank -> (n, ranks K)."""
-        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.place.group))]
-        dist.all_gather(parts, values, self.place.group)
-        return torch.cat(parts, dim=1)
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(self.place.group))]
+        dist.all_gather(gathered, values, self.place.group)
+        return torch.cat(gathered, dim=1)
 
     def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
         """Sums the gradients of inputs that every rank has whole. Without sum_hidden_grad it sums nothing."""

@@ -93,13 +93,13 @@ def grpo_loss_from_logits(
     check_flag("fixed_shape", fixed_shape)
     columns: Any = {name: options.pop(name) for name in COLUMNS if name in options}
     batch = batch_of("grpo_loss_from_logits", advantages, mask, columns)
-    parts = build_per_token(loss_type, options, keywords=KEYWORDS)
-    if parts.kl.exact:
+    unreduced = build_per_token(loss_type, options, keywords=KEYWORDS)
+    if unreduced.kl.exact:
         raise ValueError(
             "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "
             "give ppo_loss_fn an exact_kl of your own, or FusedLinearGRPOLoss a reference"
         )
-    terms = PolicyTerms(**parts._asdict(), metrics="none")
+    terms = PolicyTerms(**unreduced._asdict(), metrics="none")
     transform = LogitTransform(temperature=temperature)
     ids, mask = selected_token_ids, batch.completion_mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)

@@ -18,6 +18,7 @@ from liger_rl.call.support import Support
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.dense.one_pass import chunks_of
+from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.plan import path_for
 from liger_rl.engines.run import log_probs
 from liger_rl.engines.shape import HeadShape
@@ -89,9 +90,9 @@ class FusedLinearGRPOLoss(nn.Module):
         check_passes(passes)
         self.passes = passes
         transform = LogitTransform(**{name: options.pop(name) for name in TRANSFORM if name in options})
-        parts = build_loss(loss_type, options, reduction=reduction, keywords=KEYWORDS)
+        loss_terms = build_loss(loss_type, options, reduction=reduction, keywords=KEYWORDS)
         self.terms = PolicyTerms(
-            **parts._asdict(), sampler_correction=sampler_correction, corrections=corrections, metrics=metrics
+            **loss_terms._asdict(), sampler_correction=sampler_correction, corrections=corrections, metrics=metrics
         )
         self.options = HeadOptions(
             transform=transform,
@@ -160,7 +161,9 @@ class FusedLinearGRPOLoss(nn.Module):
             policy: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
             policy |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
             refused = {"support": support, "weight_grad": weight_grad}
-            return loss_with_reference(reference, policy, refused, batch, self.terms, self.options, self.passes)
+            arguments = reference, policy, refused, batch, self.terms, self.options, self.passes
+            break_graph('A loss with kl_estimator="exact"')
+            return outside_of_graphs(loss_with_reference)(*arguments)
         tensors = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
         with shared_errors(vocab_parallel, weight, *tensors):
             if self.options.fixed_shape and vocab_parallel is not None:
@@ -250,7 +253,7 @@ class FusedLinearGRPOLoss(nn.Module):
 
 
 TRANSFORM = tuple(field.name for field in fields(LogitTransform))
-# The options of a loss that belong to none of its parts.
+# The options of a loss that belong to none of its terms.
 KEYWORDS = (
     *TRANSFORM,
     *(p.name for p in signature(FusedLinearGRPOLoss).parameters.values() if p.kind is p.KEYWORD_ONLY),

@@ -43,24 +43,24 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
     if any(map(is_dtensor, (call.hidden, call.weight, call.bias, call.targets))):
         return "tensors that are whole on this rank, got a DTensor"
-    lacking = parts_obstacle(terms)
+    lacking = terms_obstacle(terms)
     if lacking is None and terms.locality != "token" and segments is not None and segments.all_reduce is not None:
         return "whole sequences on each rank; segments.all_reduce says that they are split"
     return lacking
 
 
-def parts_obstacle(terms: PolicyTerms) -> str | None:
+def terms_obstacle(terms: PolicyTerms) -> str | None:
     """A need of one pass that the objective or a correction does not meet; None if all do."""
-    for part in (terms.objective, *terms.corrections):
-        if not (hasattr(part, "token_local") or hasattr(part, "sequence_local")):
-            return f"a token_local or sequence_local attribute that says what the gradient of {_name(part)} depends on"
-        if isinstance(part, nn.Module) and any(parameter.requires_grad for parameter in part.parameters()):
-            return f"no parameters that want a gradient of their own in {_name(part)}"
+    for term in (terms.objective, *terms.corrections):
+        if not (hasattr(term, "token_local") or hasattr(term, "sequence_local")):
+            return f"a token_local or sequence_local attribute that says what the gradient of {_name(term)} depends on"
+        if isinstance(term, nn.Module) and any(parameter.requires_grad for parameter in term.parameters()):
+            return f"no parameters that want a gradient of their own in {_name(term)}"
     return None
 
 
-def _name(part: Any) -> str:
-    return getattr(part, "__name__", type(part).__name__)
+def _name(term: Any) -> str:
+    return getattr(term, "__name__", type(term).__name__)
 
 
 class CountedTokens(NamedTuple):

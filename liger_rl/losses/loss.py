@@ -48,7 +48,7 @@ class PolicyTerms:
     penalised: bool = field(init=False, repr=False)  # a penalty or bonus may give a token without advantage a gradient
     metrics_read_all: bool = field(init=False, repr=False)  # a metric reads tokens without advantage
     projects_all: bool = field(init=False, repr=False)  # the loss or a metric reads tokens without advantage
-    reads_reference: bool = field(init=False, repr=False)  # a penalty, or perhaps a part of the user's
+    reads_reference: bool = field(init=False, repr=False)  # a penalty, or perhaps a user's objective or correction
     # A sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics.
     idle_without_advantages: bool = field(init=False, repr=False)
 
@@ -63,8 +63,8 @@ class PolicyTerms:
         bonus = self.entropy_bonus.entropy_coef != 0.0
         if bonus and self.reduction is None:
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
-        parts = (self.objective, *corrections)
-        locality, penalised = _locality(parts), bonus or self.kl.beta != 0.0
+        factors = (self.objective, *corrections)
+        locality, penalised = _locality(factors), bonus or self.kl.beta != 0.0
         restricted = any(_says(correction, "restricts_entropy") for correction in corrections)
         needs_entropy = restricted or bonus or self.metrics == "with_entropy"
         by_sequence = self.metrics in ("basic", "with_entropy")
@@ -74,13 +74,14 @@ class PolicyTerms:
         derived = {
             "corrections": corrections,
             "needs_entropy": needs_entropy,
-            "needs_sequences": by_sequence or any(_says(part, "needs_sequences") for part in (*parts, self.reduction)),
+            "needs_sequences": by_sequence
+            or any(_says(term, "needs_sequences") for term in (*factors, self.reduction)),
             "locality": locality,
             "penalised": penalised,
             "metrics_read_all": metrics_read_all,
             "projects_all": not idle_tokens or locality != "token" or penalised or metrics_read_all,
             "reads_reference": self.kl.beta != 0.0
-            or any(not type(part).__module__.startswith("liger_rl.") for part in parts),
+            or any(not type(term).__module__.startswith("liger_rl.") for term in factors),
             "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
         }
         for name, value in derived.items():
@@ -100,10 +101,10 @@ class PolicyTerms:
         if self.sampler_correction is not None:
             self.sampler_correction.check(aligned)
             aligned = replace(aligned, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
-        parts: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
-        for part in parts:
-            if hasattr(part, "check"):
-                part.check(aligned)
+        terms: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
+        for term in terms:
+            if hasattr(term, "check"):
+                term.check(aligned)
         if self.needs_sequences:
             aligned.check_sequences()
         return aligned
@@ -137,30 +138,30 @@ def _unexpanded(column: Tensor) -> Tensor:
     return column[:, :1] if column.dim() == 2 and column.stride(1) == 0 else column
 
 
-def _says(part: Any, name: str) -> bool:
+def _says(term: Any, name: str) -> bool:
     """An objective's or a correction's attribute, such as `token_local`; False if it is not there."""
-    return getattr(part, name, False)
+    return getattr(term, name, False)
 
 
-def _locality(parts: Iterable[Any]) -> Locality:
+def _locality(factors: Iterable[Any]) -> Locality:
     # A bonus is a mean over tokens that are not known before all entropies are.
-    if any(_says(part, "restricts_entropy") for part in parts):
+    if any(_says(factor, "restricts_entropy") for factor in factors):
         return "batch"
-    if all(_says(part, "token_local") and not _says(part, "needs_sequences") for part in parts):
+    if all(_says(factor, "token_local") and not _says(factor, "needs_sequences") for factor in factors):
         return "token"
-    local = all(_says(part, "token_local") or _says(part, "sequence_local") for part in parts)
+    local = all(_says(factor, "token_local") or _says(factor, "sequence_local") for factor in factors)
     return "sequence" if local else "batch"
 
 
-def _says_of_its_formula(part: Any, name: str) -> bool:
+def _says_of_its_formula(objective: Any, name: str) -> bool:
     """`_says`, except that a subclass with its own formula does not inherit the attribute of another formula."""
-    if name not in getattr(part, "__dict__", {}):
-        for cls in type(part).__mro__:
+    if name not in getattr(objective, "__dict__", {}):
+        for cls in type(objective).__mro__:
             if name in cls.__dict__:
                 break
             if "__call__" in cls.__dict__ or "forward" in cls.__dict__:
                 return False
-    return _says(part, name)
+    return _says(objective, name)
 
 
 class TokenTerms(NamedTuple):

@@ -136,12 +136,12 @@ AllReduceKind = Callable[[Tensor, ReductionKind], Tensor]
 
 @torch.no_grad()
 def reduce_metrics(
-    parts: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
+    micro_batches: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
 ) -> dict[str, Metric]:
     """A step's metrics, merged over its micro-batches and, with `all_reduce`, over all ranks.
 
     Args:
-        parts: metrics of each micro-batch. A micro-batch may lack a name.
+        micro_batches: metrics of each micro-batch. A micro-batch may lack a name.
         all_reduce: (values, kind) -> values merged over ranks. It is called once per kind, with all values of the kind.
             Every rank must have the same names.
 
@@ -149,8 +149,8 @@ def reduce_metrics(
         ValueError: two micro-batches merge a name in different ways.
     """
     merged: dict[str, Metric] = {}
-    for part in parts:
-        for name, metric in part.items():
+    for metrics in micro_batches:
+        for name, metric in metrics.items():
             merged[name] = metric if name not in merged else _merge(name, merged[name], metric)
     if all_reduce is None:
         return merged

@@ -41,7 +41,7 @@ PRESETS: Mapping[str, Preset] = {
 """The names that a loss_type may have."""
 
 
-class LossParts(NamedTuple):
+class LossTerms(NamedTuple):
     objective: Objective
     reduction: Reduction | None
     kl: KLPenalty
@@ -54,7 +54,7 @@ def build_loss(
     *,
     reduction: Reduction | None = None,
     keywords: Sequence[str] = (),
-) -> LossParts:
+) -> LossTerms:
     """The objective, reduction and penalties of a loss, each made with the options that are its fields.
 
     Args:
@@ -73,20 +73,20 @@ def build_loss(
         penalties = _built(
             "an objective of your own, whose options are its attributes,", (KLPenalty, EntropyBonus), options, keywords
         )
-        return LossParts(loss_type, reduction, *penalties)
+        return LossTerms(loss_type, reduction, *penalties)
     preset = _preset(loss_type)
     classes = [preset.objective, KLPenalty, EntropyBonus, *([preset.reduction] if reduction is None else [])]
     objective, kl, bonus, *made = _built(f"loss_type {loss_type!r}", classes, preset.defaults | options, keywords)
-    return LossParts(objective, made[0] if made else reduction, kl, bonus)
+    return LossTerms(objective, made[0] if made else reduction, kl, bonus)
 
 
-def build_per_token(loss_type: str, options: dict[str, Any], *, keywords: Sequence[str]) -> LossParts:
+def build_per_token(loss_type: str, options: dict[str, Any], *, keywords: Sequence[str]) -> LossTerms:
     """`build_loss` of a preset, without reduction and without entropy bonus, which is a mean."""
     preset = _preset(loss_type)
     objective, kl = _built(
         f"loss_type {loss_type!r}", (preset.objective, KLPenalty), preset.defaults | options, keywords
     )
-    return LossParts(objective, None, kl, NO_BONUS)
+    return LossTerms(objective, None, kl, NO_BONUS)
 
 
 def _preset(loss_type: str) -> Preset:

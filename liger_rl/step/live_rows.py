@@ -51,26 +51,21 @@ class MicroBatch(NamedTuple):
         lengths: number of tokens of each sequence, in order.
         packed: one row holds all sequences.
         keeps_mask: the attention mask says more than the positions.
+        rows: the rows of the batch whose loss it computes.
     """
 
     cells: Tensor | None
     lengths: tuple[int, ...]
     packed: bool = False
     keeps_mask: bool = True
-
-
-class Part(NamedTuple):
-    """A micro-batch with a backward, and the rows of the batch whose loss it computes."""
-
-    micro: MicroBatch
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] = ()
 
 
 class Plan(NamedTuple):
-    """The micro-batches of a batch. The losses of the parts add up to the loss of the batch."""
+    """The micro-batches of a batch."""
 
-    parts: list[Part]
-    idle: list[MicroBatch]  # without a backward; their rows are among those of the first part
+    live: list[MicroBatch]  # with a backward; their losses add up to the loss of the batch
+    idle: list[MicroBatch]  # without a backward; the loss of the first live one includes their rows
     left_out: tuple[int, ...]  # rows with completion tokens that do not run
     carrier: MicroBatch  # the cheapest to run once more, on a rank with fewer micro-batches than another
 
@@ -97,8 +92,8 @@ def planned(
                 f"max_tokens must be None or at least B T = {ids.numel()} for a batch that stays as it is, got "
                 f"{budget}: {body.obstacle}"
             )
-        whole = MicroBatch(None, ())
-        return Plan([Part(whole, tuple(range(batch)))], [], (), whole)
+        whole = MicroBatch(None, (), rows=tuple(range(batch)))
+        return Plan([whole], [], (), whole)
     rows = _read_rows(ids, mask, inputs, demand.may_have_gradient, body, options.trim)
     packed = _packs(rows, body, options)
     every_row = body.router or options.idle == "backward"
@@ -124,11 +119,11 @@ def planned(
     def micro_batch(group: list[int]) -> MicroBatch:
         return _micro_batch([(r, rows[r]) for r in group], ids.shape, body, packed)
 
-    parts = [Part(micro_batch(group), tuple(group)) for group in groups]
+    steps = [micro_batch(group)._replace(rows=tuple(group)) for group in groups]
     without_backward = set(range(batch)) - set(live)
-    parts[0] = parts[0]._replace(rows=tuple(sorted([*parts[0].rows, *without_backward])))
+    steps[0] = steps[0]._replace(rows=tuple(sorted(without_backward.union(groups[0]))))
     carrier = micro_batch([min(live, key=lambda r: rows[r].length)])
-    return Plan(parts, [micro_batch(g) for g in _groups(idle, rows, budget, packed)], tuple(left_out), carrier)
+    return Plan(steps, [micro_batch(g) for g in _groups(idle, rows, budget, packed)], tuple(left_out), carrier)
 
 
 # --- live rows --------------------------------------------------------------------------------------------------------
@@ -185,8 +180,8 @@ def _read_rows(
 
 
 def wants_packing(body: Body, options: RowOptions) -> bool:
-    wanted = body.packs if options.packing is None else options.packing
-    return wanted and options.trim and body.obstacle is None and body.no_packing is None
+    packing = body.packs if options.packing is None else options.packing
+    return packing and options.trim and body.obstacle is None and body.no_packing is None
 
 
 def _packs(rows: list[Row], body: Body, options: RowOptions) -> bool:

@@ -307,9 +307,9 @@ class _Job:
         steps, forwards = agreed(plan, groups, ids.device)
         if aligned is not None and plan.left_out:
             # An earlier step may have given NaN for rows that do not run.
-            gone = _rows_mask(plan.left_out, ids)
+            silent = _rows_mask(plan.left_out, ids)
             logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
-            filled = {name: column.masked_fill(gone, 0.0) for name, column in logps.items() if column is not None}
+            filled = {name: column.masked_fill(silent, 0.0) for name, column in logps.items() if column is not None}
             aligned = replace(aligned, **filled)
         return cls(
             model=model, swapped=swapped, loss=loss, ids=ids, mask=mask, inputs=inputs, aligned=aligned, body=body,
@@ -330,18 +330,15 @@ class _Job:
             outputs = self._run_all(idle, self.forwards if number == 0 else 0)
         wrapper = data_parallel(self.model) if number < self.steps - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():
-            if number >= len(self.plan.parts):
+            if number >= len(self.plan.live):
                 return self._step_of_nothing(self._run(self.plan.carrier))
-            micro, rows = self.plan.parts[number]
-            return self._step_of(rows, [micro, *idle], [self._run(micro), *outputs], left_out)
+            micro = self.plan.live[number]
+            return self._step_of([micro, *idle], [self._run(micro), *outputs], left_out)
 
     def logps(self) -> Tensor:
         """(B, T)"""
-        micros = [part.micro for part in self.plan.parts]
-        outputs = self._run_all(micros, self.steps)
-        return _gathered(
-            [output.logps for output in outputs], placed(micros, self.ids.shape, self.ids.device), self.ids.shape
-        )
+        logps = [output.logps for output in self._run_all(self.plan.live, self.steps)]
+        return _gathered(logps, placed(self.plan.live, self.ids.shape, self.ids.device), self.ids.shape)
 
     def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
         """Runs `number` micro-batches, because other ranks do, and returns the outputs of `micros`."""
@@ -369,10 +366,9 @@ class _Job:
 
         return _Output(flat(output.per_token_logps), flat(output.entropy), flat(output.missing_target), output.aux_loss)
 
-    def _step_of(
-        self, rows: tuple[int, ...], micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]
-    ) -> PolicyStep:
-        shape, device = self.ids.shape, self.ids.device
+    def _step_of(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
+        """The loss of the rows of the first micro-batch."""
+        shape, device, rows = self.ids.shape, self.ids.device, micros[0].rows
         source, prepared, mask, index = placed(micros, shape, device), self.prepared, self.mask, None
         if len(rows) < shape[0]:
             assert source is not None
