@@ -1,33 +1,44 @@
 """A policy loss whose gradients are made in the forward: when that is possible, and how it is done."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_rl.call.checks import Passes
 from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.head_call import HeadCall
-from liger_rl.call.options import EngineOptions
-from liger_rl.call.tokens import LiveTokens, counted_tokens, live_tokens
-from liger_rl.engines.dense.one_pass import WithGradients, one_pass
-from liger_rl.engines.dense.totals import OnePassPlan
+from liger_rl.call.options import resolved
+from liger_rl.call.tokens import counted_tokens, live_tokens
+from liger_rl.engines.dense.one_pass import WithGradients, chunks_of, one_pass
 from liger_rl.engines.interface import Head
+from liger_rl.engines.plan import path_for
+from liger_rl.engines.shape import HeadShape
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.fused import chunk_gradients, evaluate, with_gradients
-from liger_rl.losses.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.fused import evaluate, gradients_at, with_gradients
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
 # If more than this share of the tokens cannot have a gradient, each chunk picks its rows with one. That is a host sync.
 SELECTED_SHARE = 0.05
 
 
-def tokens_together(call: HeadCall, locality: Locality) -> int:
-    """The most tokens that the gradient of one of them depends on."""
-    if locality == "token":
-        return 1
-    return call.targets.shape[1] if locality == "sequence" and call.targets.dim() == 2 else call.targets.numel()
+def one_pass_shape(
+    call: HeadCall, terms: PolicyTerms, segments: Segments | None, passes: Passes, compute_dtype: torch.dtype
+) -> HeadShape | None:
+    """The shape of the call if one pass makes its gradients in the forward; None if another engine runs."""
+    lacking = None if passes == "two" else loss_obstacle(call, terms, segments)
+    if passes == "two" or (passes == "auto" and (lacking is not None or not any(call.needs))):
+        return None
+    options = resolved(call.options, compute_dtype, grad_tolerance=0.0 if call.exact else None)
+    tokens = call.targets.shape
+    # The most tokens that the gradient of one of them depends on.
+    together = {"token": 1, "sequence": tokens[-1], "batch": tokens.numel()}[terms.locality]
+    shape = HeadShape.of(call, options, passes=passes, together=together, loss_lacks=lacking)
+    return shape if path_for(shape)[0] == "one pass" else None
 
 
 def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None) -> str | None:
@@ -63,67 +74,44 @@ def _name(term: Any) -> str:
     return getattr(term, "__name__", type(term).__name__)
 
 
-class CountedTokens(NamedTuple):
-    """The tokens that count, and the numbers that decide how chunks are made."""
+def loss_in_one_pass(
+    call: HeadCall,
+    shape: HeadShape,  # from `one_pass_shape`
+    terms: PolicyTerms,
+    aligned: AlignedBatch,  # from `terms.check`
+    prepare: Callable[[], PreparedLoss],  # called only after the first product is launched
+) -> PolicyLoss:
+    """The loss of the tokens' log-probabilities, with its gradients already values.
 
-    live: LiveTokens
-    rows: list[int]  # live tokens of each padded sequence, if no chunk may split one; else empty
-    together: int  # most live tokens that must be in one chunk
-    selected: bool  # whether it pays to leave out rows without a gradient
+    The forward's one host sync counts the tokens. If many of them cannot have a gradient, another sync for each chunk
+    picks the rest.
 
-    @property
-    def number(self) -> int:
-        return self.live.positions.numel()
-
-
-def count_tokens(call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch) -> CountedTokens:
-    """Counts the tokens in the forward's one host sync. Raises ValueError for an id outside the vocabulary.
-
-    Args:
-        aligned: the result of `terms.check`.
+    Raises:
+        ValueError: an id outside the vocabulary.
     """
-    shape = call.targets.shape
-    in_rows = terms.locality == "sequence" and len(shape) == 2
+    token_shape = call.targets.shape
+    by_row = terms.locality == "sequence" and len(token_shape) == 2
     # With a needed_mask every needed token may have a gradient.
     may_have_gradient = terms.may_have_gradient(aligned) if call.needed_mask is None else None
-    counts = []
-    if in_rows:
-        counts.append(counted_tokens(call.targets, call.mask).sum(1))
+    counts = [counted_tokens(call.targets, call.mask).sum(1)] if by_row else []
     if may_have_gradient is not None:
         counts.append(counted_tokens(call.targets, call.mask, may_have_gradient).sum()[None])
-    live = live_tokens(
+    counted = live_tokens(
         call.targets, call.mask, call.weight.shape[0], "weight", wanted=call.needed_mask, counts=counts,
         targets_name=call.targets_name,
     )()  # fmt: skip
-    n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
-    selected = may_have_gradient is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
-    together = max([1, *rows]) if in_rows else min(n, tokens_together(call, terms.locality))
-    return CountedTokens(live, rows, together, selected)
+    n, live = counted.positions.numel(), counted.selection
+    rows = counted.counts[: token_shape[0]] if by_row else []
+    selected = may_have_gradient is not None and counted.counts[-1] < (1 - SELECTED_SHARE) * n
+    together = max([1, *rows]) if by_row else min(n, shape.together)
+    plan = chunks_of(replace(shape, tokens=n, together=together))
+    chunks = _chunks(n, rows, plan.chunk_tokens)
 
-
-def loss_in_one_pass(
-    call: HeadCall,
-    counted: CountedTokens,
-    prepare: Callable[[], PreparedLoss],  # called only after the first product is launched
-    options: EngineOptions,
-    plan: OnePassPlan,  # for the number of tokens that were counted
-) -> PolicyLoss:
-    """The loss of the tokens' log-probabilities, with its gradients already made.
-
-    If many tokens cannot have a gradient, one host sync for each chunk picks the rest.
-    """
-    shape, n, live = call.targets.shape, counted.number, counted.live.selection
-    if n <= plan.chunk_tokens:
-        chunks = [slice(0, n)] if n else []
-    elif counted.rows:
-        chunks = _whole_rows(counted.rows, plan.chunk_tokens)
-    else:
-        chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
     results: list[PolicyLoss] = []
 
     def spread(*columns: Tensor | None) -> list[Any]:
-        return [None if column is None else live.spread(column, shape) for column in columns]
+        return [None if column is None else live.spread(column, token_shape) for column in columns]
 
     def gradients_of_all(_chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         result, grad_logps, grad_entropy = with_gradients(prepare(), *spread(logps, entropy))
@@ -133,25 +121,26 @@ def loss_in_one_pass(
 
     def gradients_of_chunk(chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         positions = chunk if live.index is None else live.index[chunk]
-        return chunk_gradients(prepare(), positions, logps, entropy)
+        return gradients_at(prepare(), positions, logps, entropy)
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)
     gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
-    made = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
-    loss, metrics = results[0] if results else evaluate(prepare(), *spread(made.logps, made.entropy))
+    values = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
+    loss, metrics = results[0] if results else evaluate(prepare(), *spread(values.logps, values.entropy))
     inputs = call.hidden, call.weight, call.bias
-    loss, _ = WithGradients.apply(loss.detach(), *inputs, made.gradients, made.deferred, call.weight_grad)
+    loss, _ = WithGradients.apply(loss.detach(), *inputs, values.gradients, values.deferred, call.weight_grad)
     return PolicyLoss(loss, metrics)
 
 
-def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
-    """Spans of live tokens, each of at most `chunk_tokens`, that do not split a row. counts[r] are the tokens of row r.
-
-    Each row must fit a chunk.
-    """
+def _chunks(tokens: int, rows: Sequence[int], chunk_tokens: int) -> list[slice]:
+    """Spans of live tokens, each of at most `chunk_tokens`. If row r has rows[r] live tokens, no span splits a row."""
+    if tokens <= chunk_tokens:
+        return [slice(0, tokens)] if tokens else []
+    if not rows:
+        return [slice(first, min(first + chunk_tokens, tokens)) for first in range(0, tokens, chunk_tokens)]
     chunks, first, last = [], 0, 0
-    for count in counts:
+    for count in rows:
         if last + count - first > chunk_tokens:
             chunks.append(slice(first, last))
             first = last

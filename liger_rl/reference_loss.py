@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_rl.call.checks import Passes
 from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
-from liger_rl.call.head_call import shared_errors
-from liger_rl.call.options import HeadOptions
+from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.rules import lacks
 from liger_rl.call.tokens import TokenSelection, counted_tokens
 from liger_rl.engines.pair.reference import PairStatistics
@@ -80,21 +79,21 @@ def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype)
 
 
 def loss_with_reference(
-    reference: ReferenceHead | None,
-    policy: dict[str, Any],  # the policy's head and its tokens, by fields of a `DivergenceCall`
-    refused: dict[str, Any],  # arguments that must be None
-    batch: PolicyBatch,
-    terms: PolicyTerms,
-    options: HeadOptions,
-    passes: str,
+    head_call: HeadCall, reference: ReferenceHead | None, batch: PolicyBatch, terms: PolicyTerms, passes: Passes
 ) -> PolicyLoss:
-    """The loss of a batch. No graph of torch.compile holds the call."""
-    tensors = policy["hidden"], policy["targets"], policy["mask"], *low_rank_tensors(policy["low_rank"])
-    with shared_errors(policy["vocab_parallel"], policy["weight"], *tensors):
-        for name, value in (refused | {"ref_per_token_logps": batch.ref_per_token_logps}).items():
+    """The loss of a batch. `head_call` is the policy's, unchecked. No graph of torch.compile holds the call."""
+    options, weight, ids = head_call.options, head_call.weight, head_call.targets
+    tensors = head_call.hidden, ids, head_call.mask, *low_rank_tensors(head_call.low_rank)
+    with shared_errors(head_call.vocab_parallel, weight, *tensors):
+        refused = {
+            "support": head_call.support,
+            "weight_grad": head_call.weight_grad,
+            "ref_per_token_logps": batch.ref_per_token_logps,
+        }
+        for name, value in refused.items():
             if value is not None:
                 raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
-        if options.fixed_shape and policy["vocab_parallel"] is not None:
+        if options.fixed_shape and head_call.vocab_parallel is not None:
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
         if not isinstance(reference, ReferenceHead):
             raise ValueError(
@@ -102,7 +101,13 @@ def loss_with_reference(
                 f"got {type(reference).__name__}"
             )
         local_call = DivergenceCall(
-            **policy,
+            hidden=head_call.hidden,
+            weight=weight,
+            bias=head_call.bias,
+            low_rank=head_call.low_rank,
+            targets=ids,
+            mask=head_call.mask,
+            vocab_parallel=head_call.vocab_parallel,
             teacher_hidden=reference.hidden,
             teacher_weight=reference.weight,
             teacher_bias=reference.bias,
@@ -113,19 +118,19 @@ def loss_with_reference(
             # With an entropy bonus the gradient is exact, so the forward need not keep sums of tiles.
             auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0,
             teacher_name="reference.",
-            targets_name="selected_token_ids",
+            targets_name=head_call.targets_name,
         )
         local_call.check_before_gather()
         lacking = one_pass_lacks(local_call, terms, local_call.check()[0])
         if passes == "one" and lacking is not None:
             raise ValueError(f'passes="one" needs {lacking}')
-        columns = terms.check(batch, policy["targets"].shape, policy["targets"].device)
+        columns = terms.check(batch, ids.shape, ids.device)
 
     def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-        ids = policy["targets"].long()  # int64, because in int8 the vocabulary's size would wrap around
-        counted = counted_tokens(ids, local_call.mask)
+        counted = counted_tokens(ids, head_call.mask)
         if options.fixed_shape:
-            counted = counted & (ids < (local_call.vocab or local_call.weight.shape[0]))
+            # In int64, because in int8 the vocabulary's size would wrap around.
+            counted = counted & (ids.long() < (reference.vocab or weight.shape[0]))
         return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
 
     prepared, gradients = None, None

@@ -41,7 +41,7 @@ def with_gradients(
     return PolicyLoss(out.sums[0], _metrics(prepared, out.sums, kernel)), out.slopes, None
 
 
-def chunk_gradients(
+def gradients_at(
     prepared: PreparedLoss, positions: Tensor | slice, logps: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(n,) d loss / d logp and d loss / d entropy of the tokens at flat positions of the batch."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.losses.objectives import Objective, TokenLoss
-from liger_rl.losses.options import callable_instance, check_options, instance_of, warn_caller
+from liger_rl.losses.options import Options, callable_instance, instance_of, warn_caller
 from liger_rl.losses.penalties import NO_BONUS, NO_PENALTY, EntropyBonus, KLPenalty
 from liger_rl.losses.reductions import Reduction
 
@@ -28,16 +28,16 @@ class PolicyLoss(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyTerms:
+class PolicyTerms(Options):
     """The terms of a loss, without the batch: the arguments of `ppo_loss_fn`, checked; corrections as a tuple."""
 
-    objective: Objective
-    reduction: Reduction | None
-    kl: KLPenalty = NO_PENALTY
-    entropy_bonus: EntropyBonus = NO_BONUS
-    sampler_correction: SamplerCorrection | None = None
-    corrections: Iterable[Correction] = ()
-    metrics: MetricsLevel = "loss"
+    objective: Annotated[Objective, callable]
+    reduction: Annotated[Reduction | None, callable]
+    kl: Annotated[KLPenalty, KLPenalty] = NO_PENALTY
+    entropy_bonus: Annotated[EntropyBonus, EntropyBonus] = NO_BONUS
+    sampler_correction: Annotated[SamplerCorrection | None, SamplerCorrection] = None
+    corrections: Annotated[Iterable[Correction], Iterable] = ()
+    metrics: Annotated[MetricsLevel, LEVELS] = "loss"
 
     # Made once, because each call reads them.
     needs_entropy: bool = field(init=False, repr=False)  # the head has to return entropies
@@ -53,10 +53,7 @@ class PolicyTerms:
     idle_without_advantages: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.reduction is not None:
-            callable_instance("reduction", self.reduction)
-        check_options(self, objective=callable, kl=KLPenalty, entropy_bonus=EntropyBonus, metrics=LEVELS)
-        check_options(self, sampler_correction=SamplerCorrection, corrections=Iterable)
+        super().__post_init__()
         corrections = tuple(self.corrections)  # read once: an iterator is empty the second time
         for place, correction in enumerate(corrections):
             callable_instance(f"corrections[{place}]", correction)
@@ -93,7 +90,6 @@ class PolicyTerms:
         Raises:
             TypeError, ValueError: columns that do not fit together, or that these terms lack.
         """
-        instance_of("batch", batch, PolicyBatch)
         self.kl.check(batch)
         if batch.ref_per_token_logps is not None and not self.reads_reference and not torch.compiler.is_compiling():
             warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
@@ -287,6 +283,7 @@ def ppo_loss_fn(
         corrections=corrections,
         metrics=metrics,
     )
+    instance_of("batch", batch, PolicyBatch)
     if terms.kl.exact != (exact_kl is not None):
         expected = "given with" if terms.kl.exact else "None without"
         raise ValueError(f'exact_kl must be {expected} a KLPenalty(beta, kl_estimator="exact")')

@@ -76,8 +76,8 @@ def build_loss(
         return LossTerms(loss_type, reduction, *penalties)
     preset = _preset(loss_type)
     classes = [preset.objective, KLPenalty, EntropyBonus, *([preset.reduction] if reduction is None else [])]
-    objective, kl, bonus, *made = _built(f"loss_type {loss_type!r}", classes, preset.defaults | options, keywords)
-    return LossTerms(objective, made[0] if made else reduction, kl, bonus)
+    objective, kl, bonus, *reductions = _built(f"loss_type {loss_type!r}", classes, preset.defaults | options, keywords)
+    return LossTerms(objective, reductions[0] if reductions else reduction, kl, bonus)
 
 
 def build_per_token(loss_type: str, options: dict[str, Any], *, keywords: Sequence[str]) -> LossTerms:

@@ -208,7 +208,7 @@ def test_some_tokens_of_a_batch(packed):
     terms = replace(BASE, reduction=TokenMean() if packed else SequenceMean(), kl=PENALTIES[-1])
     prepared, (_, whole) = prepare(terms, columns, logps.shape), by_kernel(terms, columns, logps)
     for positions in (slice(3, 1500), slice(1500, tokens), torch.randperm(tokens, device=DEVICE)[5:1400]):
-        part, _ = fused.chunk_gradients(prepared, positions, logps.flatten()[positions], None)
+        part, _ = fused.gradients_at(prepared, positions, logps.flatten()[positions], None)
         assert torch.equal(part, whole.flatten()[positions])
         assert part.any()
 
@@ -235,7 +235,7 @@ def test_the_samplers_ratio(level):
     torch.testing.assert_close(slopes, grad, rtol=1e-5, atol=1e-7)
     positions = torch.randperm(150, device=DEVICE)[:70]
     prepared = prepare(terms, columns, logps.shape)
-    some, _ = fused.chunk_gradients(prepared, positions, logps.flatten()[positions], None)
+    some, _ = fused.gradients_at(prepared, positions, logps.flatten()[positions], None)
     assert torch.equal(some, slopes.flatten()[positions])
 
 
