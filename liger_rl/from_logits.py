@@ -15,7 +15,7 @@ from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses import fused
 from liger_rl.losses.batch import PolicyBatch, batch_of
-from liger_rl.losses.loss import PolicyTerms, PreparedLoss
+from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.options import one_of
 from liger_rl.losses.presets import build_per_token
@@ -93,13 +93,12 @@ def grpo_loss_from_logits(
     check_flag("fixed_shape", fixed_shape)
     columns: Any = {name: options.pop(name) for name in COLUMNS if name in options}
     batch = batch_of("grpo_loss_from_logits", advantages, mask, columns)
-    unreduced = build_per_token(loss_type, options, keywords=KEYWORDS)
-    if unreduced.kl.exact:
+    terms = build_per_token(loss_type, options, keywords=KEYWORDS)
+    if terms.kl.exact:
         raise ValueError(
             "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "
             "give ppo_loss_fn an exact_kl of your own, or FusedLinearGRPOLoss a reference"
         )
-    terms = PolicyTerms(**unreduced._asdict(), metrics="none")
     transform = LogitTransform(temperature=temperature)
     ids, mask = selected_token_ids, batch.completion_mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)

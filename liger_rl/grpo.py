@@ -23,7 +23,7 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import BatchColumns, PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.fused import evaluate
-from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.loss import PolicyLoss, PreparedLoss
 from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.presets import build_loss
@@ -82,10 +82,10 @@ class FusedLinearGRPOLoss(nn.Module):
         check_passes(passes)
         self.passes = passes
         transform = LogitTransform(**{name: options.pop(name) for name in TRANSFORM if name in options})
-        loss_terms = build_loss(loss_type, options, reduction=reduction, keywords=KEYWORDS)
-        self.terms = PolicyTerms(
-            **loss_terms._asdict(), sampler_correction=sampler_correction, corrections=corrections, metrics=metrics
-        )
+        self.terms = build_loss(
+            loss_type, options, reduction=reduction, keywords=KEYWORDS,
+            sampler_correction=sampler_correction, corrections=corrections, metrics=metrics,
+        )  # fmt: skip
         self.options = HeadOptions(
             transform=transform,
             entropy=self.terms.needs_entropy,

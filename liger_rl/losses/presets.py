@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 from liger_rl.losses import objectives
+from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip
 from liger_rl.losses.options import callable_instance, one_of
-from liger_rl.losses.penalties import NO_BONUS, EntropyBonus, KLPenalty
+from liger_rl.losses.penalties import EntropyBonus, KLPenalty
 from liger_rl.losses.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, SequenceSum, TokenMean
 
 
@@ -41,52 +42,48 @@ PRESETS: Mapping[str, Preset] = {
 """The names that a loss_type may have."""
 
 
-class LossTerms(NamedTuple):
-    objective: Objective
-    reduction: Reduction | None
-    kl: KLPenalty
-    entropy_bonus: EntropyBonus
-
-
 def build_loss(
     loss_type: str | Objective,
     options: dict[str, Any],
     *,
     reduction: Reduction | None = None,
     keywords: Sequence[str] = (),
-) -> LossTerms:
-    """The objective, reduction and penalties of a loss, each made with the options that are its fields.
+    **terms: Any,
+) -> PolicyTerms:
+    """A loss whose objective, reduction and penalties are made with the options that are their fields.
 
     Args:
         loss_type: the name of a preset, or an objective of the caller's, which needs a reduction.
         reduction: replaces the preset's reduction, whose options are then unknown.
         keywords: names of the caller's other options, for the message about an unknown one.
+        terms: the other fields of `PolicyTerms`.
 
     Raises:
         TypeError: loss_type is neither a name nor callable.
         ValueError: an unknown preset or option (the known ones are listed), or a required option left out.
     """
-    if not isinstance(loss_type, str):
+    if isinstance(loss_type, str):
+        preset = _preset(loss_type)
+        classes = [preset.objective, KLPenalty, EntropyBonus, *([preset.reduction] if reduction is None else [])]
+        objective, kl, bonus, *reductions = _built(
+            f"loss_type {loss_type!r}", classes, preset.defaults | options, keywords
+        )
+        reduction = reductions[0] if reductions else reduction
+    else:
         callable_instance("loss_type, which is a name or an objective,", loss_type)
         if reduction is None:
             raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-        penalties = _built(
-            "an objective of your own, whose options are its attributes,", (KLPenalty, EntropyBonus), options, keywords
-        )
-        return LossTerms(loss_type, reduction, *penalties)
-    preset = _preset(loss_type)
-    classes = [preset.objective, KLPenalty, EntropyBonus, *([preset.reduction] if reduction is None else [])]
-    objective, kl, bonus, *reductions = _built(f"loss_type {loss_type!r}", classes, preset.defaults | options, keywords)
-    return LossTerms(objective, reductions[0] if reductions else reduction, kl, bonus)
+        objective, name = loss_type, "an objective of your own, whose options are its attributes,"
+        kl, bonus = _built(name, (KLPenalty, EntropyBonus), options, keywords)
+    return PolicyTerms(objective=objective, reduction=reduction, kl=kl, entropy_bonus=bonus, **terms)
 
 
-def build_per_token(loss_type: str, options: dict[str, Any], *, keywords: Sequence[str]) -> LossTerms:
-    """`build_loss` of a preset, without reduction and without entropy bonus, which is a mean."""
+def build_per_token(loss_type: str, options: dict[str, Any], *, keywords: Sequence[str]) -> PolicyTerms:
+    """`build_loss` of a preset, without reduction, entropy bonus (which is a mean) and metrics."""
     preset = _preset(loss_type)
-    objective, kl = _built(
-        f"loss_type {loss_type!r}", (preset.objective, KLPenalty), preset.defaults | options, keywords
-    )
-    return LossTerms(objective, None, kl, NO_BONUS)
+    name = f"loss_type {loss_type!r}"
+    objective, kl = _built(name, (preset.objective, KLPenalty), preset.defaults | options, keywords)
+    return PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
 
 
 def _preset(loss_type: str) -> Preset:

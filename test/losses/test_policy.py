@@ -98,8 +98,8 @@ PRESET_CASES = [
 @pytest.mark.parametrize(("name", "options", "count", "told"), PRESET_CASES)
 def test_presets(name, options, count, told):
     logps, parts = columns(20, 6, noise=0.4, seed=1)
-    objective, reduction, kl, _ = build_loss(name, options)
-    found = solve(logps, {**parts, "num_items_in_batch": count}, objective, reduction, kl=kl)
+    terms = build_loss(name, options)
+    found = solve(logps, {**parts, "num_items_in_batch": count}, terms.objective, terms.reduction, kl=terms.kl)
     assert_equal(found.loss, oracle(logps, parts, name, **told), logps)
     expected = oracles.policy_metrics(
         logps, parts["advantages"], parts["completion_mask"], old=parts["old_per_token_logps"],
