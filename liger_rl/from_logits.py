@@ -64,9 +64,8 @@ def grpo_loss_from_logits(
     """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
 
     On CUDA one kernel computes the loss, its derivative, the KL and the clip indicator for these objectives: `PPOClip`
-    with one ratio per token, `CISPO` without a `ratio_min`, `SAPO`, `Reinforce` and `DPPO`. Other objectives and other
-    devices run the formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True`
-    raises.
+    with one ratio per token, `CISPO`, `SAPO`, `Reinforce` and `DPPO`. Other objectives and other devices run the
+    formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True` raises.
 
     Args:
         logits: (B, T, V), packed (N, V), or (B, T + 1, V), whose last position is left out; float32, bfloat16 or

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_rl.kernels.devices import compiles
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.losses.metrics import Metric
+from liger_rl.losses.metrics import Metric, loss_metrics
 from liger_rl.once import differentiable_once
 
 DEVICES = ("cuda",)  # on other devices launches cost little
@@ -131,11 +131,7 @@ def kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleTy
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
     """The metrics that `policy_metrics` makes at the level "loss"."""
-    totals: dict[str, Tensor] = {}
-    if prepared.metrics != "none":
-        kl_ref, *clipped = sums[1:].unbind()
-        totals |= {"kl_ref": kl_ref} if kernel.penalises(prepared) else {}
-        if kernel.clips(prepared.terms):
-            totals |= dict(zip(("clip_low", "clip_high", "clip_ratio"), clipped, strict=True))
-    count = prepared.batch.mask.sum() if totals else None
-    return {name: Metric(total, count=count) for name, total in totals.items()}
+    penalised, clips = kernel.penalises(prepared), kernel.clips(prepared.terms)
+    if prepared.metrics == "none" or not (penalised or clips):
+        return {}
+    return loss_metrics(prepared.batch.mask.sum(), sums[1] if penalised else None, sums[2:] if clips else None)

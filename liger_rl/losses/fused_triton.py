@@ -86,9 +86,9 @@ def _ppo_clip(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
 
 @triton.jit
 def _cispo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
-    factor = -_at_most(ratio, p) * advantage
-    nothing = tl.zeros_like(logp)
-    return factor * logp, grad * factor, nothing, nothing > 0.0, ratio > p
+    low, high = p, q
+    factor = -tl.where(ratio < low, low, _at_most(ratio, high)) * advantage
+    return factor * logp, grad * factor, tl.zeros_like(logp), ratio < low, ratio > high
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def _ppo_clip_options(objective: PPOClip) -> tuple[float, ...]:
 
 FORMULAS: dict[type, Formula] = {
     PPOClip: Formula(_ppo_clip, _ppo_clip_options, clips=True),
-    CISPO: Formula(_cispo, lambda cispo: (cispo.epsilon_high,), clips=True),
+    CISPO: Formula(_cispo, lambda cispo: (cispo.ratio_min, cispo.epsilon_high), clips=True),
     Reinforce: Formula(_reinforce, lambda reinforce: (), clips=False),
     SAPO: Formula(_sapo, lambda sapo: (sapo.sapo_temperature_pos, sapo.sapo_temperature_neg), clips=False),
     DPPO: Formula(_dppo, lambda dppo: (-dppo.divergence_low, dppo.divergence_high, dppo.ratio_cap), clips=True),
@@ -268,8 +268,6 @@ ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 def knows(terms: PolicyTerms) -> bool:
     """Whether the kernel has the formulas of the objective and the penalty; a subclass may have its own."""
-    if isinstance(terms.objective, CISPO) and terms.objective.ratio_min != 0.0:
-        return False
     return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty and terms.kl.kl_estimator in ESTIMATORS
 
 

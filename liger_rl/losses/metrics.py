@@ -70,19 +70,16 @@ def policy_metrics(
     """
     if level == "none":
         return {}
-    mask, dtype = batch.mask, logps.dtype
-    metrics: dict[str, Metric] = {}
+    mask, dtype, kl_total, clipped = batch.mask, logps.dtype, None, None
     count = mask.sum()
-
     if kl is not None:
-        metrics["kl_ref"] = Metric(torch.where(mask, kl.to(dtype), 0.0).sum(), count=count)
+        kl_total = torch.where(mask, kl.to(dtype), 0.0).sum()
     low, high = token_loss.clip_low, token_loss.clip_high
     if low is not None and high is not None:
         # One sum for the three, because each small launch costs a GPU time.
         sides = [side.expand_as(mask) for side in (low, high, low | high)]
         clipped = (torch.stack(sides) & mask).flatten(1).sum(1).to(dtype)
-        names = ("clip_low", "clip_high", "clip_ratio")
-        metrics |= {name: Metric(total, count=count) for name, total in zip(names, clipped.unbind(), strict=True)}
+    metrics = loss_metrics(count, kl_total, clipped)
     if level == "loss":
         return metrics
 
@@ -124,6 +121,14 @@ def policy_metrics(
             raise ValueError('entropy must be given for metrics "with_entropy", got None')
         metrics["entropy"] = weighted(batch.entropy)
     return metrics
+
+
+def loss_metrics(count: Tensor, kl: Tensor | None, clipped: Tensor | None) -> dict[str, Metric]:
+    """The level "loss", from () sums over `count` tokens: the KL, and the three clip indicators (3,)."""
+    totals = {} if kl is None else {"kl_ref": kl}
+    if clipped is not None:
+        totals |= dict(zip(("clip_low", "clip_high", "clip_ratio"), clipped.unbind(), strict=True))
+    return {name: Metric(total, count=count) for name, total in totals.items()}
 
 
 def _extreme(reduce: Callable[[Tensor], Tensor], batch: AlignedBatch, neutral: float) -> Tensor:
