@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # A row index after the last row of any shard. No kernel's last tile reaches it.
 BEYOND = torch.iinfo(torch.int32).max
 
-Facts = Mapping[str, object]
+Signature = Mapping[str, object]  # values that must be the same on every rank, by name
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,24 @@ class VocabParallel:
         if not isinstance(self.sum_hidden_grad, bool):
             raise TypeError(f"vocab_parallel.sum_hidden_grad must be a bool, got {type(self.sum_hidden_grad).__name__}")
 
-    def shard_of(self, weight: Tensor, facts: Callable[[], Facts], *, known_by: Tensor) -> "VocabShard":
+    def shard_of(self, weight: Tensor, signature: Callable[[], Signature], *, known_by: Tensor) -> "VocabShard":
         """`weight` as a checked shard. The first call with a weight is a collective, which compares the ranks.
 
         Args:
             weight: (rows, H).
             known_by: a tensor that is the same object in each call: the weight, or the tensor that it was cut from.
-            facts: returns the values that must be the same on every rank, by name. Only the first call runs it. If it
-                raises, every rank raises the error.
+            signature: runs in the first call alone. If it raises, every rank raises the error.
 
         Raises:
-            ValueError, TypeError: on every rank of the group alike: shards overlap, token ids are in no shard, or facts
-                differ.
+            ValueError, TypeError: on every rank of the group alike: shards overlap, token ids are in no shard, or
+                signatures differ.
         """
         shards = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
         if self not in shards:
-            described: Facts = {}
+            described: Signature = {}
             rows, problem = 0, None
             try:
-                described = {**facts(), "vocab_parallel.sum_hidden_grad": self.sum_hidden_grad}
+                described = {**signature(), "vocab_parallel.sum_hidden_grad": self.sum_hidden_grad}
                 rows = weight.shape[0]
             except (TypeError, ValueError) as error:
                 problem = error
@@ -97,10 +96,10 @@ class VocabParallel:
         except (TypeError, ValueError) as error:
             problem = error
 
-            def facts() -> Facts:
+            def signature() -> Signature:
                 raise problem
 
-            self.shard_of(weight, facts, known_by=weight)
+            self.shard_of(weight, signature, known_by=weight)
             raise
 
 
@@ -113,13 +112,13 @@ def _current(tensor: object):
     return torch.cuda.device(tensor.device) if isinstance(tensor, Tensor) and tensor.is_cuda else nullcontext()
 
 
-def _checked_vocab(ranks: list[tuple[Exception | None, Facts, int, int]]) -> int:
-    """V of all shards together. Raises if a rank reports a problem, facts differ, or shards do not fit."""
+def _checked_vocab(ranks: list[tuple[Exception | None, Signature, int, int]]) -> int:
+    """V of all shards together. Raises if a rank reports a problem, signatures differ, or shards do not fit."""
     for rank, (problem, *_) in enumerate(ranks):
         if problem is not None:
             raise type(problem)(f"{problem} (rank {rank} of vocab_parallel.group)")
     for name in ranks[0][1]:
-        values = [facts[name] for _, facts, *_ in ranks]
+        values = [signature[name] for _, signature, *_ in ranks]
         if any(value != values[0] for value in values):
             description = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ValueError(f"{name} must be the same on every rank of vocab_parallel.group, got {description}")
@@ -159,9 +158,9 @@ class VocabShard:
 
     def gathered(self, values: Tensor) -> Tensor:
         """A collective: (n, K) on each rank -> (n, ranks K)."""
-        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.place.group))]
-        dist.all_gather(parts, values, self.place.group)
-        return torch.cat(parts, dim=1)
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(self.place.group))]
+        dist.all_gather(gathered, values, self.place.group)
+        return torch.cat(gathered, dim=1)
 
     def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
         """Sums the gradients of inputs that every rank has whole. Without sum_hidden_grad it sums nothing."""

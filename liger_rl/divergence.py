@@ -52,31 +52,27 @@ def linear_divergence(
         jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q;  KL(q || p) at beta = 0,
                      KL(p || q) at beta = 1
 
-    "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649, with the teacher as its P. TRL 1.16 and
-    liger-kernel 0.8.5 compute the same per token, also at the ends, where the formula itself is 0. docs/distillation.md
-    names their functions, and says which memory, host syncs and rounding a call has.
+    "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649, as in TRL 1.16 and liger-kernel 0.8.5.
+    docs/distillation.md says which memory, host syncs and rounding a call has.
 
-    Logits are float32, one tile of both heads at a time. In two passes a "jsd" keeps rows of a few hundred tokens, if
-    they fit the workspace. The backward recomputes logits for tokens with a nonzero gradient. Only hidden, weight, bias
-    and low_rank are differentiable. Autocast sets the products' dtype.
+    Logits are float32, one tile of both heads at a time. The backward recomputes them for tokens with a nonzero
+    gradient. Only hidden, weight, bias and low_rank are differentiable. Autocast sets the products' dtype.
 
     Args:
         hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
         teacher_hidden: (B, T, H') or (N, H'), for the same tokens, float32, bfloat16 or float16.
-        teacher_weight, teacher_bias: (V', H') and (V',), that fit teacher_hidden as weight and bias fit hidden. V' = V,
-            unless `vocab` is given.
+        teacher_weight, teacher_bias: (V', H') and (V',). V' = V, unless `vocab` is given.
         kind: as above.
         targets: (B, T) or (N,) integer ids in [0, V), whose log-probabilities are also returned. A negative id masks
             its token in every result. With fixed_shape so does an id outside the vocabulary.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
-            makes the gradients in the forward, from a chunk of tokens that is kept over the whole vocabulary. Tokens at
-            0 are masked. docs/distillation.md lists the options that exclude it.
+            makes the gradients in the forward. Tokens at 0 are masked.
         vocab_parallel: this rank's place in two heads whose weights and biases are sharded, from the same id on. A
             DTensor weight needs none; the teacher's is then over the same ranks, or this rank's rows.
         options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
             student's, `teacher_transform` the teacher's; both have one temperature. `vocab` is the number of rows of
             both weights that count: padding after them gets no probability and a gradient of 0. A grad_tolerance of
-            "auto" is exact here. `gather` is called for each head. A named chunk bounds both tiles.
+            "auto" is exact here. `gather` is called for each head.
 
     Returns:
         Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable. A
@@ -84,8 +80,7 @@ def linear_divergence(
 
     Raises: as `linear_logprobs`, and
         TypeError: an option that two heads do not have.
-        ValueError: a teacher's tensor that requires a gradient, while gradients are enabled. With a sharded head, at
-            the first call, on every rank.
+        ValueError: a teacher's tensor that requires a gradient, while gradients are enabled.
         torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
     """
     measure = measure_of(kind, options.pop("beta", BETA))

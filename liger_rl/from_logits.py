@@ -1,8 +1,8 @@
 """GRPO and similar losses from logits that a caller already holds: per-token loss, KL and clip indicator, unreduced."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from liger_rl.engines.given_logits import LogitRows, check_logits
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses import fused
-from liger_rl.losses.batch import AlignedBatch, PolicyBatch, batch_of
-from liger_rl.losses.loss import PolicyTerms, PreparedLoss
+from liger_rl.losses.batch import PolicyBatch, batch_of
+from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.options import one_of
 from liger_rl.losses.presets import build_per_token
@@ -32,29 +32,20 @@ class PerTokenLoss(NamedTuple):
     """bool, by `clip_indicator`; None if the objective does not clip."""
 
 
-def _active(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
-    if token_loss.clip_low is None or token_loss.clip_high is None:
-        return None
-    return token_loss.clip_low | token_loss.clip_high
-
-
-def _range(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
-    return token_loss.outside
-
-
-def _helion(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
-    # r A < clip(r) A: the ratio is out of bounds, on the side where the sign of A cuts no gradient.
-    active = _active(token_loss, batch)
-    if active is None or token_loss.outside is None:
-        return None
-    return token_loss.outside & ~active & (batch.advantages != 0)
-
-
-CLIP_INDICATORS: dict[str, Callable[[TokenLoss, AlignedBatch], Tensor | None]] = {
-    "active": _active, "range": _range, "helion": _helion,
-}  # fmt: skip
+CLIP_INDICATORS = ("active", "range", "helion")
 COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "importance_ratio", "segments")
 IDS = "selected_token_ids"
+
+
+def clip_indicator_of(name: str, token_loss: TokenLoss, advantages: Tensor) -> Tensor | None:
+    """bool for each token, or None if the objective does not clip."""
+    low, high, outside = token_loss.clip_low, token_loss.clip_high, token_loss.outside
+    if low is None or high is None or outside is None:
+        return None
+    if name == "range":
+        return outside
+    # "helion" is r A < clip(r) A: out of bounds, on the side where the sign of A cuts no gradient.
+    return low | high if name == "active" else outside & ~(low | high) & (advantages != 0)
 
 
 @never_in_a_graph
@@ -73,9 +64,8 @@ def grpo_loss_from_logits(
     """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
 
     On CUDA one kernel computes the loss, its derivative, the KL and the clip indicator for these objectives: `PPOClip`
-    with one ratio per token, `CISPO` without a `ratio_min`, `SAPO`, `Reinforce` and `DPPO`. Other objectives and other
-    devices run the formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True`
-    raises.
+    with one ratio per token, `CISPO`, `SAPO`, `Reinforce` and `DPPO`. Other objectives and other devices run the
+    formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True` raises.
 
     Args:
         logits: (B, T, V), packed (N, V), or (B, T + 1, V), whose last position is left out; float32, bfloat16 or
@@ -102,13 +92,12 @@ def grpo_loss_from_logits(
     check_flag("fixed_shape", fixed_shape)
     columns: Any = {name: options.pop(name) for name in COLUMNS if name in options}
     batch = batch_of("grpo_loss_from_logits", advantages, mask, columns)
-    objective, kl = build_per_token(loss_type, **options)
-    if kl.exact:
+    terms = build_per_token(loss_type, options, keywords=KEYWORDS)
+    if terms.kl.exact:
         raise ValueError(
             "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "
             "give ppo_loss_fn an exact_kl of your own, or FusedLinearGRPOLoss a reference"
         )
-    terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
     transform = LogitTransform(temperature=temperature)
     ids, mask = selected_token_ids, batch.completion_mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
@@ -124,9 +113,14 @@ def grpo_loss_from_logits(
         prepared = terms.prepared(aligned, torch.float32)
         values = prepared.per_token(logps)
         with torch.no_grad():
-            is_clipped = CLIP_INDICATORS[clip_indicator](values.token_loss, prepared.batch)
+            is_clipped = clip_indicator_of(clip_indicator, values.token_loss, prepared.batch.advantages)
             is_clipped = None if is_clipped is None else is_clipped & aligned.mask
             kl_values = None if values.kl is None else torch.where(aligned.mask, values.kl.detach(), 0.0)
             columns = values.loss, kl_values, is_clipped
     raise_if_outside()
     return PerTokenLoss(*columns)
+
+
+KEYWORDS = (
+    *(p.name for p in signature(grpo_loss_from_logits).parameters.values() if p.kind is p.KEYWORD_ONLY), *COLUMNS,
+)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,32 +12,23 @@ from liger_rl.call.checks import Passes, check_passes
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import HeadOptions, Tolerance, resolved
+from liger_rl.call.options import HeadOptions, Tolerance
 from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.engines.dense.one_pass import chunks_of
-from liger_rl.engines.plan import path_for
+from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.run import log_probs
-from liger_rl.engines.shape import HeadShape
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.losses.batch import AlignedBatch, BatchColumns, PolicyBatch, batch_of
+from liger_rl.losses.batch import BatchColumns, PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.fused import evaluate
-from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.loss import PolicyLoss, PreparedLoss
 from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.options import callable_instance
-from liger_rl.losses.penalties import EntropyBonus, KLPenalty
-from liger_rl.losses.presets import LossParts, build_preset
+from liger_rl.losses.presets import build_loss
 from liger_rl.losses.reductions import Reduction
-from liger_rl.one_pass_loss import (
-    count_tokens,
-    loss_in_one_pass,
-    loss_obstacle,
-    tokens_together,
-)
+from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape
 from liger_rl.reference_loss import ReferenceHead, loss_with_reference
 
 if TYPE_CHECKING:
@@ -87,19 +79,13 @@ class FusedLinearGRPOLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        transform = LogitTransform(**_take_fields(options, LogitTransform))
         check_passes(passes)
         self.passes = passes
-        parts = _parts(loss_type, reduction, options)
-        self.terms = PolicyTerms(
-            objective=parts.objective,
-            reduction=parts.reduction,
-            kl=parts.kl,
-            entropy_bonus=parts.entropy_bonus,
-            sampler_correction=sampler_correction,
-            corrections=corrections,
-            metrics=metrics,
-        )
+        transform = LogitTransform(**{name: options.pop(name) for name in TRANSFORM if name in options})
+        self.terms = build_loss(
+            loss_type, options, reduction=reduction, keywords=KEYWORDS,
+            sampler_correction=sampler_correction, corrections=corrections, metrics=metrics,
+        )  # fmt: skip
         self.options = HeadOptions(
             transform=transform,
             entropy=self.terms.needs_entropy,
@@ -149,8 +135,7 @@ class FusedLinearGRPOLoss(nn.Module):
                 give its log-probabilities. Objectives and corrections read them as `ref_per_token_logps`, which must
                 then not be given. Not with support or weight_grad. Under torch.compile the graph breaks around the
                 call.
-            columns: the other fields of `PolicyBatch`: old_per_token_logps, ref_per_token_logps,
-                sampling_per_token_logps, importance_ratio, segments, num_sequences and num_items_in_batch.
+            columns: the other fields of `PolicyBatch`.
 
         Returns:
             PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
@@ -163,13 +148,15 @@ class FusedLinearGRPOLoss(nn.Module):
         """
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask
+        call = HeadCall(
+            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
+            support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
+            targets_name="selected_token_ids",
+        )  # fmt: skip
         if self.terms.kl.exact:
-            policy: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
-            policy |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
-            refused = {"support": support, "weight_grad": weight_grad}
-            return loss_with_reference(reference, policy, refused, batch, self.terms, self.options, self.passes)
-        tensors = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
-        with shared_errors(vocab_parallel, weight, *tensors):
+            break_graph('A loss with kl_estimator="exact"')
+            return outside_of_graphs(loss_with_reference)(call, reference, batch, self.terms, self.passes)
+        with shared_errors(vocab_parallel, weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)):
             if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
@@ -180,18 +167,13 @@ class FusedLinearGRPOLoss(nn.Module):
                     'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
                     "ref_per_token_logps, such as `reference_logps` returns"
                 )
-            call = HeadCall(
-                hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
-                support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
-                targets_name="selected_token_ids",
-            )  # fmt: skip
             compute_dtype = call.check_tensors()
             call.check_weight_grad(weight)
             # int64, because in int8 the vocabulary's size would wrap around in comparisons.
             ids = selected_token_ids.long().contiguous()
             aligned = self.terms.check(batch, ids.shape, ids.device)
             call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
-            shape = self._in_forward(call, aligned, compute_dtype)
+            shape = one_pass_shape(call, self.terms, aligned.segments, self.passes, compute_dtype)
 
         def prepare() -> PreparedLoss:
             counted = counted_tokens(ids, mask)
@@ -200,9 +182,7 @@ class FusedLinearGRPOLoss(nn.Module):
             return self.terms.prepared(replace(aligned, mask=counted), torch.float32)
 
         if shape is not None:
-            counted = count_tokens(call, self.terms, aligned)
-            chunks = chunks_of(replace(shape, tokens=counted.number, together=counted.together))
-            return loss_in_one_pass(call, counted, prepare, shape.options, chunks)
+            return loss_in_one_pass(call, shape, self.terms, aligned, prepare)
         if vocab_parallel is not None and call.needed_mask is not None:
             call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
         head_values = log_probs(call, dtype=compute_dtype)
@@ -213,16 +193,6 @@ class FusedLinearGRPOLoss(nn.Module):
             count = counted_tokens(ids, call.mask, call.needed_mask).sum()
             result.metrics["missing_target"] = Metric(head_values.missing_target.sum().float(), count=count)
         return result
-
-    def _in_forward(self, call: HeadCall, aligned: AlignedBatch, compute_dtype: torch.dtype) -> HeadShape | None:
-        """The shape of the call if one pass makes its gradients in the forward; None if another engine runs."""
-        loss_lacks = None if self.passes == "two" else loss_obstacle(call, self.terms, aligned.segments)
-        if self.passes == "two" or (self.passes == "auto" and (loss_lacks is not None or not any(call.needs))):
-            return None
-        together = tokens_together(call, self.terms.locality)
-        options = resolved(self.options, compute_dtype, grad_tolerance=0.0 if call.exact else None)
-        shape = HeadShape.of(call, options, passes=self.passes, together=together, loss_lacks=loss_lacks)
-        return shape if path_for(shape)[0] == "one pass" else None
 
     @torch.no_grad()
     def reference_logps(
@@ -256,19 +226,9 @@ class FusedLinearGRPOLoss(nn.Module):
         return f"{self.terms}, {self.transform}"
 
 
-def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dict[str, Any]) -> LossParts:
-    if isinstance(loss_type, str):
-        return build_preset(loss_type, reduction=reduction, **options)
-    callable_instance("loss_type, which is a name or an objective,", loss_type)
-    if reduction is None:
-        raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-    kl = KLPenalty(**_take_fields(options, KLPenalty))
-    entropy_bonus = EntropyBonus(**_take_fields(options, EntropyBonus))
-    if options:
-        raise ValueError(f"{', '.join(sorted(options))}: options of an objective of your own are its own attributes")
-    return LossParts(loss_type, reduction, kl, entropy_bonus)
-
-
-def _take_fields(options: dict[str, Any], dataclass_type: type) -> dict[str, Any]:
-    """Removes from `options` the fields of `dataclass_type`, and returns them."""
-    return {f.name: options.pop(f.name) for f in fields(dataclass_type) if f.name in options}
+TRANSFORM = tuple(field.name for field in fields(LogitTransform))
+# The options of a loss that belong to none of its terms.
+KEYWORDS = (
+    *TRANSFORM,
+    *(p.name for p in signature(FusedLinearGRPOLoss).parameters.values() if p.kind is p.KEYWORD_ONLY),
+)

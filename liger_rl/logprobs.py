@@ -44,9 +44,9 @@ def linear_logprobs(
         z = transform(hidden @ weight.T + bias)
         logps = torch.log_softmax(z.float(), -1).gather(-1, targets[..., None]).squeeze(-1)
 
-    Logits stay float32 from the product's accumulators on, one tile at a time. Masked tokens are dropped before the
-    first product. The backward recomputes logits for tokens with a nonzero gradient. Autocast sets the products' dtype.
-    On CUDA the host waits for two counts: live tokens here, tokens with a gradient in the backward.
+    Logits are float32, one tile at a time. Masked tokens enter no product. The backward recomputes logits for tokens
+    with a nonzero gradient. Autocast sets the products' dtype. On CUDA the host waits for two counts: live tokens here,
+    tokens with a gradient in the backward.
 
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].

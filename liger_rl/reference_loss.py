@@ -1,18 +1,16 @@
 """A policy loss with the exact KL to a reference policy, from tiles of both heads' logits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from liger_rl.call.checks import Passes
 from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
-from liger_rl.call.head_call import shared_errors
-from liger_rl.call.options import HeadOptions
+from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.rules import lacks
-from liger_rl.call.tokens import counted_tokens
-from liger_rl.engines.graphs import break_graph, outside_of_graphs
+from liger_rl.call.tokens import TokenSelection, counted_tokens
 from liger_rl.engines.pair.reference import PairStatistics
 from liger_rl.engines.pair.run import (
     BETA,
@@ -24,12 +22,11 @@ from liger_rl.engines.pair.run import (
     paired,
     with_gradients,
 )
-from liger_rl.engines.pair.two_heads import Pair
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
-from liger_rl.losses.fused import evaluate
+from liger_rl.losses.fused import evaluate, gradients_by_autograd
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.one_pass_loss import gradients_by_autograd, parts_obstacle
+from liger_rl.one_pass_loss import terms_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,116 +75,102 @@ def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype)
         return "a head without low_rank terms"
     if call.vocab_parallel is not None or any(map(is_dtensor, call.tensors)):
         return "tensors that are whole on this rank, got a shard or a DTensor"
-    return parts_obstacle(terms)
+    return terms_obstacle(terms)
 
 
 def loss_with_reference(
-    reference: ReferenceHead | None,
-    policy: dict[str, Any],  # the policy's head and its tokens, by fields of a `DivergenceCall`
-    refused: dict[str, Any],  # arguments that must be None
-    batch: PolicyBatch,
-    terms: PolicyTerms,
-    options: HeadOptions,
-    passes: str,
+    head_call: HeadCall, reference: ReferenceHead | None, batch: PolicyBatch, terms: PolicyTerms, passes: Passes
 ) -> PolicyLoss:
-    """The loss of a batch; a graph of torch.compile breaks around it."""
-    break_graph('A loss with kl_estimator="exact"')
-    return outside_of_graphs(_loss_with_reference)(reference, policy, refused, batch, terms, options, passes)
-
-
-def _loss_with_reference(
-    reference: ReferenceHead | None,
-    policy: dict[str, Any],
-    refused: dict[str, Any],
-    batch: PolicyBatch,
-    terms: PolicyTerms,
-    options: HeadOptions,
-    passes: str,
-) -> PolicyLoss:
-    tensors = policy["hidden"], policy["targets"], policy["mask"], *low_rank_tensors(policy["low_rank"])
-    with shared_errors(policy["vocab_parallel"], policy["weight"], *tensors):
-        for name, value in (refused | {"ref_per_token_logps": batch.ref_per_token_logps}).items():
+    """The loss of a batch. `head_call` is the policy's, unchecked. No graph of torch.compile holds the call."""
+    options, weight, ids = head_call.options, head_call.weight, head_call.targets
+    tensors = head_call.hidden, ids, head_call.mask, *low_rank_tensors(head_call.low_rank)
+    with shared_errors(head_call.vocab_parallel, weight, *tensors):
+        refused = {
+            "support": head_call.support,
+            "weight_grad": head_call.weight_grad,
+            "ref_per_token_logps": batch.ref_per_token_logps,
+        }
+        for name, value in refused.items():
             if value is not None:
                 raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
-        if options.fixed_shape and policy["vocab_parallel"] is not None:
+        if options.fixed_shape and head_call.vocab_parallel is not None:
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
-        # With an entropy bonus the gradient is exact, so the forward need not keep sums of tiles.
-        local_call = _call(reference, policy, options, auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0)
+        if not isinstance(reference, ReferenceHead):
+            raise ValueError(
+                'reference must be a ReferenceHead with kl_estimator="exact", whose KL is over the whole vocabulary; '
+                f"got {type(reference).__name__}"
+            )
+        local_call = DivergenceCall(
+            hidden=head_call.hidden,
+            weight=weight,
+            bias=head_call.bias,
+            low_rank=head_call.low_rank,
+            targets=ids,
+            mask=head_call.mask,
+            vocab_parallel=head_call.vocab_parallel,
+            teacher_hidden=reference.hidden,
+            teacher_weight=reference.weight,
+            teacher_bias=reference.bias,
+            teacher_transform=options.transform if reference.transform is None else reference.transform,
+            measure=measure_of("reverse_kl", BETA),
+            vocab=reference.vocab,
+            options=options,
+            # With an entropy bonus the gradient is exact, so the forward need not keep sums of tiles.
+            auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0,
+            teacher_name="reference.",
+            targets_name=head_call.targets_name,
+        )
         local_call.check_before_gather()
         lacking = one_pass_lacks(local_call, terms, local_call.check()[0])
         if passes == "one" and lacking is not None:
             raise ValueError(f'passes="one" needs {lacking}')
-        columns = terms.check(batch, policy["targets"].shape, policy["targets"].device)
+        columns = terms.check(batch, ids.shape, ids.device)
 
     def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-        ids = policy["targets"].long()  # int64, because in int8 the vocabulary's size would wrap around
-        counted = counted_tokens(ids, local_call.mask)
+        counted = counted_tokens(ids, head_call.mask)
         if options.fixed_shape:
-            counted = counted & (ids < (local_call.vocab or local_call.weight.shape[0]))
+            # In int64, because in int8 the vocabulary's size would wrap around.
+            counted = counted & (ids.long() < (reference.vocab or weight.shape[0]))
         return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
 
-    chunks, gradients = None, None
+    prepared, gradients = None, None
     with paired(local_call) as (call, pair):
         one_pass = lacking is None and passes != "two"
         if one_pass and (passes == "one" or one_pass_is_free(call, pair)):
-            chunks = _Chunks(prepare, pair, call)
-            divergence, gradients = in_one_pass(call, pair, chunks)
+            # The zeros are a placeholder. Each chunk brings the reference's log-probabilities of its tokens.
+            prepared = prepare(torch.zeros(call.hidden.shape[:-1], device=call.hidden.device))
+            gradients_of = partial(_chunk_gradients, prepared, pair.student.live)
+            divergence, gradients = in_one_pass(call, pair, gradients_of)
         else:
             divergence = in_two_passes(call, pair)
     assert divergence.logps is not None
     assert divergence.teacher_logps is not None
     # Every rank runs `prepare` once, whichever passes it takes, because `prepare` adds up sequence lengths over ranks.
-    ref_logps = divergence.teacher_logps
-    prepared = prepare(ref_logps) if chunks is None else chunks.with_reference(ref_logps)
+    if prepared is None:
+        prepared = prepare(divergence.teacher_logps)
+    else:
+        prepared = _with_reference(prepared, divergence.teacher_logps)
     loss, metrics = evaluate(prepared, divergence.logps, divergence.entropy, divergence.divergence)
     return PolicyLoss(with_gradients(call, loss, gradients), metrics)
 
 
-def _call(
-    reference: ReferenceHead | None, policy: dict[str, Any], options: HeadOptions, *, auto_tolerance: bool
-) -> DivergenceCall:
-    if not isinstance(reference, ReferenceHead):
-        raise ValueError(
-            'reference must be a ReferenceHead with kl_estimator="exact", whose KL is over the whole vocabulary; '
-            f"got {type(reference).__name__}"
-        )
-    return DivergenceCall(
-        **policy,
-        teacher_hidden=reference.hidden,
-        teacher_weight=reference.weight,
-        teacher_bias=reference.bias,
-        teacher_transform=options.transform if reference.transform is None else reference.transform,
-        measure=measure_of("reverse_kl", BETA),
-        vocab=reference.vocab,
-        options=options,
-        auto_tolerance=auto_tolerance,
-        teacher_name="reference.",
-        targets_name="selected_token_ids",
+def _with_reference(prepared: PreparedLoss, ref_per_token_logps: Tensor) -> PreparedLoss:
+    """The log-probabilities are 0 at tokens that do not count."""
+    return prepared._replace(batch=replace(prepared.batch, ref_per_token_logps=ref_per_token_logps))
+
+
+def _chunk_gradients(
+    prepared: PreparedLoss, live: TokenSelection, chunk: slice, statistics: PairStatistics
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """d loss / d KL, d logp and d entropy, (m,) each, of m live tokens. The loss must be a sum over tokens."""
+    assert statistics.logps is not None
+    assert statistics.teacher_logps is not None
+    tokens = prepared.take(chunk if live.index is None else live.index[chunk])
+    tokens = _with_reference(tokens, statistics.teacher_logps)
+    assert tokens.weights is not None
+    _, grad_logps, grad_entropy = gradients_by_autograd(
+        lambda logps, entropy: tokens.evaluate(logps, entropy, statistics.divergence),
+        statistics.logps,
+        statistics.entropy,
     )
-
-
-class _Chunks:
-    """d loss / d KL, d logp and d entropy, (m,) each, of a chunk of m tokens. The loss must be a sum over tokens."""
-
-    def __init__(self, prepare: Callable[[Tensor], PreparedLoss], pair: Pair, call: DivergenceCall) -> None:
-        self.live = pair.student.live
-        self.shape = call.hidden.shape[:-1]
-        # The zeros are a placeholder. Each chunk brings the reference's log-probabilities of its tokens.
-        self.prepared = prepare(torch.zeros(self.shape, device=call.hidden.device))
-
-    def with_reference(self, ref_per_token_logps: Tensor) -> PreparedLoss:
-        """The loss of all tokens. `ref_per_token_logps` (B, T) or (N,) is 0 at tokens that do not count."""
-        return self.prepared._replace(batch=replace(self.prepared.batch, ref_per_token_logps=ref_per_token_logps))
-
-    def __call__(self, chunk: slice, statistics: PairStatistics) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        positions = chunk if self.live.index is None else self.live.index[chunk]
-        tokens = self.prepared.take(positions)
-        tokens = tokens._replace(batch=replace(tokens.batch, ref_per_token_logps=statistics.teacher_logps))
-        assert statistics.logps is not None
-        assert tokens.weights is not None
-        slopes = gradients_by_autograd(
-            lambda logps, entropy: tokens.evaluate(logps, entropy, statistics.divergence).loss,
-            statistics.logps,
-            statistics.entropy,
-        )
-        return tokens.terms.kl.beta * tokens.weights, *slopes
+    return tokens.terms.kl.beta * tokens.weights, grad_logps, grad_entropy

@@ -303,9 +303,14 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         kl = replace(kl, importance_weighted=entropy)
         terms = PolicyTerms(objective=objective(), reduction=TokenSum(), kl=kl)
         prepared = terms.prepared(terms.check(batch, torch.Size([N]), CPU), torch.float32)
-        policy_terms_triton.launch(prepared, ones(N), slopes=entropy, sums=True)
-        policy_terms_triton.launch(prepared, ones(N - 3), index, slopes=True, sums=False)
-        policy_terms_triton.launch_per_token(prepared._replace(weights=None), ones(N), indicator)
+        policy_terms_triton.launch(prepared, ones(N), outputs=("slopes", "sums") if entropy else ("sums",))
+        policy_terms_triton.launch(prepared, ones(N - 3), index, outputs=("slopes",))
+        policy_terms_triton.launch(
+            prepared._replace(weights=None),
+            ones(N),
+            outputs=("losses", "slopes", "kls", "clipped"),
+            indicator=indicator,
+        )
 
 
 def several_ids(transform: LogitTransform, entropy: bool) -> None:

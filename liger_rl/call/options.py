@@ -137,9 +137,12 @@ HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_in
 
 def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
     """HeadOptions(**keywords). An unknown keyword raises a TypeError that names `function` and lists the options."""
-    for name in keywords:
+    for name, value in keywords.items():
         if name not in KNOWN:
-            raise TypeError(f"{function} got an unexpected argument {name!r}; its options are {', '.join(KNOWN)}")
+            known = f"its options are {', '.join(KNOWN)}"
+            if name in LogitTransform.__dataclass_fields__:
+                known = f"write transform=LogitTransform({name}={value if isinstance(value, (int, float)) else '...'})"
+            raise TypeError(f"{function} got an unexpected argument {name!r}; {known}")
     # torch.compile cannot trace a default value that is an object, so the default transform is passed.
     return HeadOptions(**{"transform": IDENTITY, **keywords})  # type: ignore[arg-type]
 

@@ -56,8 +56,8 @@ class AlignedBatch:
     def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
         """The tokens at flat positions of (B, T) or (N,). The divisors stay those of the whole batch.
 
-        (n,) positions give packed tokens; with `sequences` each keeps its row of a padded batch as its segment.
-        (b, w) positions of (B, T) give rows.
+        (b, w) positions of (B, T) give rows. (n,) positions give packed tokens; with `sequences` each keeps its row of
+        a padded batch as its segment.
         """
         shape = self.mask.shape
         columns: dict[str, Any] = {}
@@ -65,7 +65,7 @@ class AlignedBatch:
             column = getattr(self, name)
             columns[name] = None if column is None else column.expand(shape).reshape(-1)[positions]
         segments = self.segments
-        if len(shape) == 2 and sequences:
+        if len(shape) == 2 and sequences and columns["mask"].dim() == 1:
             if isinstance(positions, slice):
                 positions = torch.arange(positions.start, positions.stop, device=self.mask.device)
             segments = Segments(index=positions // max(shape[1], 1), count=shape[0])

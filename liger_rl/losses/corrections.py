@@ -9,13 +9,13 @@ other than 0.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch, bounded_exp
-from liger_rl.losses.options import check_options
+from liger_rl.losses.options import Options
 
 Correction = Callable[[Tensor, AlignedBatch], Tensor]
 LEVELS = ("token", "sequence")
@@ -23,7 +23,7 @@ MODES = ("truncate", "mask")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerCorrection:
+class SamplerCorrection(Options):
     """The importance ratio exp(old - sampling) of trainer over sampler, bounded; TRL's vLLM correction.
 
     A token without a sampling log-probability (NaN) has ratio 1.
@@ -34,15 +34,13 @@ class SamplerCorrection:
         ratio_min, ratio_max: bounds of the ratio, 0 <= ratio_min < ratio_max; None is no bound.
     """
 
-    level: str = "sequence"
-    mode: str = "mask"
-    ratio_min: float | None = None
-    ratio_max: float | None = 3.0
+    level: Annotated[str, LEVELS] = "sequence"
+    mode: Annotated[str, MODES] = "mask"
+    ratio_min: Annotated[float | None, "[0, inf)"] = None
+    ratio_max: Annotated[float | None, "(0, inf]"] = 3.0
 
     def __post_init__(self) -> None:
-        check_options(self, level=LEVELS, mode=MODES, ratio_min="[0, inf)")
-        if self.ratio_max is not None:
-            check_options(self, ratio_max="(0, inf]")
+        super().__post_init__()
         low, high = self._bounds
         if not low < high:
             raise ValueError(f"ratio_min must be under ratio_max = {high}, got {low}")
@@ -74,7 +72,7 @@ class SamplerCorrection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffPolicySequenceMask:
+class OffPolicySequenceMask(Options):
     """0 on tokens with A < 0 whose sequence's mean of sampling - logp is above the threshold. arXiv:2512.02556.
 
     Without sampling log-probabilities, the batch's old ones take their place; without these, the current ones.
@@ -83,13 +81,10 @@ class OffPolicySequenceMask:
         threshold: in nats per token.
     """
 
-    threshold: float
+    threshold: Annotated[float, "[-inf, inf]"]
     token_local: ClassVar[bool] = False
     needs_sequences: ClassVar[bool] = True
     sequence_local: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_options(self, threshold="[-inf, inf]")
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
@@ -101,7 +96,7 @@ class OffPolicySequenceMask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopEntropyMask:
+class TopEntropyMask(Options):
     """1 on the tokens of highest entropy, 0 elsewhere. arXiv:2506.01939.
 
     Attributes:
@@ -110,13 +105,10 @@ class TopEntropyMask:
             are ignored, so ranks may pad with NaN. None is one rank.
     """
 
-    top_entropy_quantile: float
-    gather: Callable[[Tensor], Tensor] | None = None
+    top_entropy_quantile: Annotated[float, "(0, 1]"]
+    gather: Annotated[Callable[[Tensor], Tensor] | None, callable] = None
     token_local: ClassVar[bool] = False
     restricts_entropy: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_options(self, top_entropy_quantile="(0, 1]", gather=callable)
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:

@@ -4,6 +4,7 @@ On a GPU the formulas of `liger_rl.losses` are dozens of small launches each way
 published losses in which each token's gradient depends on that token alone. This module decides which of the two runs.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from liger_rl.kernels.devices import compiles
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.losses.metrics import Metric
+from liger_rl.losses.metrics import Metric, loss_metrics
 from liger_rl.once import differentiable_once
 
 DEVICES = ("cuda",)  # on other devices launches cost little
@@ -22,30 +23,32 @@ def evaluate(
     prepared: PreparedLoss, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
 ) -> PolicyLoss:
     """`prepared.evaluate`, differentiable once, for (B, T) or (N,) log-probabilities of the whole batch."""
-    kernel = _kernel_for(prepared, per_token_logps, sums=True)
+    kernel = kernel_for(prepared, per_token_logps, sums=True)
     if kernel is None:
         return prepared.evaluate(per_token_logps, entropy, exact_kl)
-    if torch.is_grad_enabled() and per_token_logps.requires_grad:
-        loss, sums = _WithSlopes.apply(per_token_logps, prepared, kernel)
-    else:
-        _, sums = kernel.launch(prepared, per_token_logps, slopes=False, sums=True)
-        loss = sums[0]
+    loss, *_, sums = _Launch.apply(per_token_logps, prepared, kernel, ("sums",), "active")
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
 
-def evaluate_with_slopes(prepared: PreparedLoss, logps: Tensor) -> tuple[PolicyLoss, Tensor] | None:
-    """The loss, without gradient, and d loss / d logp, shaped like the log-probabilities; None without a kernel."""
-    kernel = _kernel_for(prepared, logps, sums=True)
+def with_gradients(
+    prepared: PreparedLoss, logps: Tensor, entropy: Tensor | None
+) -> tuple[PolicyLoss, Tensor, Tensor | None]:
+    """The loss, without gradient, d loss / d logp and d loss / d entropy, shaped like the log-probabilities."""
+    kernel = kernel_for(prepared, logps, sums=True)
     if kernel is None:
-        return None
-    slopes, sums = kernel.launch(prepared, logps, slopes=True, sums=True)
-    return PolicyLoss(sums[0], _metrics(prepared, sums, kernel)), slopes
+        return gradients_by_autograd(prepared.evaluate, logps, entropy)
+    out = kernel.launch(prepared, logps, outputs=("slopes", "sums"))
+    return PolicyLoss(out.sums[0], _metrics(prepared, out.sums, kernel)), out.slopes, None
 
 
-def slopes(prepared: PreparedLoss, positions: Tensor | slice, logps: Tensor) -> Tensor | None:
-    """(n,) d loss / d logp of the tokens at flat positions of the batch; None without a kernel."""
-    kernel = _kernel_for(prepared, logps, sums=False)
-    return None if kernel is None else kernel.launch(prepared, logps, positions, slopes=True, sums=False)[0]
+def gradients_at(
+    prepared: PreparedLoss, positions: Tensor | slice, logps: Tensor, entropy: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(n,) d loss / d logp and d loss / d entropy of the tokens at flat positions of the batch."""
+    kernel = kernel_for(prepared, logps, sums=False)
+    if kernel is None:
+        return gradients_by_autograd(prepared.take(positions).evaluate, logps, entropy)[1:]
+    return kernel.launch(prepared, logps, positions, outputs=("slopes",)).slopes, None
 
 
 def per_token(
@@ -56,42 +59,44 @@ def per_token(
     The batch's columns need not be clean.
     """
     kernel = kernel_of(prepared.terms, prepared.batch)
-    return None if kernel is None else _PerToken.apply(logps, prepared, kernel, clip_indicator)
+    if kernel is None:
+        return None
+    return _Launch.apply(logps, prepared, kernel, ("losses", "kls", "clipped"), clip_indicator)[:3]
 
 
-class _PerToken(torch.autograd.Function):
-    """log-probabilities -> the three columns of `per_token`."""
+@torch.enable_grad()
+def gradients_by_autograd(
+    evaluate: Callable[[Tensor, Tensor | None], PolicyLoss], logps: Tensor, entropy: Tensor | None
+) -> tuple[PolicyLoss, Tensor, Tensor | None]:
+    """The loss, d loss / d logps and d loss / d entropy; None for the entropy if the loss does not depend on it."""
+    leaves = [values.detach().requires_grad_() for values in (logps, entropy) if values is not None]
+    result = evaluate(leaves[0], leaves[1] if len(leaves) > 1 else None)
+    if not result.loss.requires_grad:
+        return result, torch.zeros_like(logps), None
+    grad_logps, *grad_entropies = torch.autograd.grad(result.loss, leaves, allow_unused=True)
+    grad_logps = torch.zeros_like(logps) if grad_logps is None else grad_logps
+    return result, grad_logps, grad_entropies[0] if grad_entropies else None
+
+
+class _Launch(torch.autograd.Function):
+    """log-probabilities -> loss, KL, clip indicator and sums of the kernel. Only the loss is differentiable."""
 
     @staticmethod
-    def forward(ctx, logps, prepared, kernel, clip_indicator):
+    def forward(ctx, logps, prepared, kernel, outputs, clip_indicator):
+        slopes = ("slopes",) if ctx.needs_input_grad[0] else ()
+        out = kernel.launch(prepared, logps, outputs=(*outputs, *slopes), indicator=clip_indicator)
         ctx.set_materialize_grads(False)
-        columns = kernel.launch_per_token(prepared, logps, clip_indicator)
-        ctx.save_for_backward(logps, columns.slopes)
-        ctx.mark_non_differentiable(*(column for column in (columns.kls, columns.clipped) if column is not None))
-        return columns.losses, columns.kls, columns.clipped
+        ctx.save_for_backward(logps, out.slopes)
+        constants = out.kls, out.clipped, out.sums
+        ctx.mark_non_differentiable(*(column for column in constants if column is not None))
+        # A copy of the sum: callers divide the loss in place, which a view does not allow.
+        return out.sums[0].clone() if out.losses is None else out.losses, *constants
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, saved, grad_loss, *_):
+    def backward(ctx, saved, grad, *_):
         _, slopes = saved
-        return None if grad_loss is None else grad_loss * slopes, None, None, None
-
-
-class _WithSlopes(torch.autograd.Function):
-    """log-probabilities -> loss (), and the kernel's sums without gradient."""
-
-    @staticmethod
-    def forward(ctx, logps, prepared, kernel):
-        slopes, sums = kernel.launch(prepared, logps, slopes=True, sums=True)
-        ctx.save_for_backward(logps, slopes)
-        ctx.mark_non_differentiable(sums)
-        return sums[0].clone(), sums  # callers divide the loss in place, which a view does not allow
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, saved, grad, _):
-        _, slopes = saved
-        return grad * slopes, None, None
+        return None if grad is None else grad * slopes, None, None, None, None
 
 
 def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
@@ -112,7 +117,7 @@ def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
     return fused_triton if fused_triton.knows(terms) else None
 
 
-def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
+def kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
     """`kernel_of` the terms and batch, if it can also read these log-probabilities and the weights."""
     kernel, weights = kernel_of(prepared.terms, prepared.batch), prepared.weights
     if kernel is None or not isinstance(weights, Tensor) or weights.requires_grad:
@@ -121,16 +126,12 @@ def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleT
         return None
     if any(tensor.dtype != torch.float32 or type(tensor) is not Tensor for tensor in (logps, weights)):
         return None
-    return None if sums and prepared.terms.metrics not in ("none", "loss") else kernel
+    return None if sums and prepared.metrics not in ("none", "loss") else kernel
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
     """The metrics that `policy_metrics` makes at the level "loss"."""
-    totals: dict[str, Tensor] = {}
-    if prepared.terms.metrics != "none":
-        kl_ref, *clipped = sums[1:].unbind()
-        totals |= {"kl_ref": kl_ref} if kernel.penalises(prepared) else {}
-        if kernel.clips(prepared.terms):
-            totals |= dict(zip(("clip_low", "clip_high", "clip_ratio"), clipped, strict=True))
-    count = prepared.batch.mask.sum() if totals else None
-    return {name: Metric(total, count=count) for name, total in totals.items()}
+    penalised, clips = kernel.penalises(prepared), kernel.clips(prepared.terms)
+    if prepared.metrics == "none" or not (penalised or clips):
+        return {}
+    return loss_metrics(prepared.batch.mask.sum(), sums[1] if penalised else None, sums[2:] if clips else None)

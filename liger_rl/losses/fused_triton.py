@@ -6,7 +6,7 @@ passes half to each, and NaN stays NaN.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -86,9 +86,9 @@ def _ppo_clip(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
 
 @triton.jit
 def _cispo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
-    factor = -_at_most(ratio, p) * advantage
-    nothing = tl.zeros_like(logp)
-    return factor * logp, grad * factor, nothing, nothing > 0.0, ratio > p
+    low, high = p, q
+    factor = -tl.where(ratio < low, low, _at_most(ratio, high)) * advantage
+    return factor * logp, grad * factor, tl.zeros_like(logp), ratio < low, ratio > high
 
 
 @triton.jit
@@ -239,7 +239,8 @@ class Outputs(NamedTuple):
     losses: Tensor | None = None  # before the weights
     kls: Tensor | None = None
     clipped: Tensor | None = None  # bool, by the clip indicator
-    sums: Tensor | None = None  # (1 or 5, programs)
+    # (5, programs): weighted loss, KL, clip_low, clip_high and either of these. (1, programs) without metrics: the loss
+    sums: Tensor | None = None
 
 
 class Formula(NamedTuple):
@@ -257,7 +258,7 @@ def _ppo_clip_options(objective: PPOClip) -> tuple[float, ...]:
 
 FORMULAS: dict[type, Formula] = {
     PPOClip: Formula(_ppo_clip, _ppo_clip_options, clips=True),
-    CISPO: Formula(_cispo, lambda cispo: (cispo.epsilon_high,), clips=True),
+    CISPO: Formula(_cispo, lambda cispo: (cispo.ratio_min, cispo.epsilon_high), clips=True),
     Reinforce: Formula(_reinforce, lambda reinforce: (), clips=False),
     SAPO: Formula(_sapo, lambda sapo: (sapo.sapo_temperature_pos, sapo.sapo_temperature_neg), clips=False),
     DPPO: Formula(_dppo, lambda dppo: (-dppo.divergence_low, dppo.divergence_high, dppo.ratio_cap), clips=True),
@@ -267,8 +268,6 @@ ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 def knows(terms: PolicyTerms) -> bool:
     """Whether the kernel has the formulas of the objective and the penalty; a subclass may have its own."""
-    if isinstance(terms.objective, CISPO) and terms.objective.ratio_min != 0.0:
-        return False
     return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty and terms.kl.kl_estimator in ESTIMATORS
 
 
@@ -287,71 +286,51 @@ def launch(
     logps: Tensor,  # (B, T) or (N,) of the whole batch, or (n,) of some tokens
     positions: Tensor | slice | None = None,  # (n,) flat positions of these tokens; None for all
     *,
-    slopes: bool,
-    sums: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """d loss / d logp, shaped like the log-probabilities, and the sums over tokens.
+    outputs: Collection[str],  # names of `Outputs`
+    indicator: str = "active",
+) -> Outputs:
+    """The outputs, without KL and clip indicator if the loss has none, and with the sums over programs, (5,) or (1,).
 
-    The sums are (5,): weighted loss, KL, clip_low, clip_high and either of these; with the metrics "none" (1,), the
-    loss.
+    The batch's columns need not be clean nor float32.
     """
-    kinds = 1 if prepared.terms.metrics == "none" else 5
-    out = Outputs(
-        slopes=torch.empty_like(logps, memory_format=torch.contiguous_format) if slopes else None,
-        sums=logps.new_empty(kinds, triton.cdiv(logps.numel(), BLOCK)) if sums else None,
-    )
-    _run(prepared, logps, positions, out, "active")
-    return out.slopes, None if out.sums is None else out.sums.sum(1)
-
-
-def launch_per_token(prepared: PreparedLoss, logps: Tensor, indicator: str) -> Outputs:
-    """Unreduced loss, its derivative, KL and clip indicator, shaped like the batch's mask.
-
-    The KL or the indicator is None if the loss has none. The batch's columns need not be clean nor float32.
-    """
-    shape = prepared.batch.mask.shape
-    out = Outputs(
-        slopes=logps.new_empty(shape),
-        losses=logps.new_empty(shape),
-        kls=logps.new_empty(shape) if penalises(prepared) else None,
-        clipped=logps.new_empty(shape, dtype=torch.bool) if clips(prepared.terms) else None,
-    )
-    _run(prepared, logps, None, out, indicator)
-    return out
-
-
-def _run(prepared: PreparedLoss, logps: Tensor, positions: Tensor | slice | None, out: Outputs, indicator: str) -> None:
     terms, batch, tokens = prepared.terms, prepared.batch, logps.numel()
-    if not tokens:
-        return
-    formula, penalised = FORMULAS[type(terms.objective)], penalises(prepared)
+    formula, penalised, with_metrics = FORMULAS[type(terms.objective)], penalises(prepared), prepared.metrics != "none"
+    programs = triton.cdiv(tokens, BLOCK)
+    shapes = dict.fromkeys(outputs, logps.shape) | {"sums": (5 if with_metrics else 1, programs)}
+    missing = {"kls": not penalised, "clipped": not formula.clips}
+    out = Outputs(**{
+        name: logps.new_empty(shapes[name], dtype=torch.bool if name == "clipped" else None)
+        for name in outputs if not missing.get(name)
+    })  # fmt: skip
     options = [float(option) for option in formula.options(terms.objective)]
 
     def whole(column: Tensor | None) -> Tensor | None:
         # An advantage or a sampler's ratio may be one number for a sequence.
         return None if column is None else column.expand(batch.mask.shape).float().contiguous()
 
-    with on(logps.device):
-        _policy_terms_kernel[(triton.cdiv(tokens, BLOCK),)](
-            logps.contiguous(),
-            positions.contiguous() if isinstance(positions, Tensor) else None,
-            positions.start if isinstance(positions, slice) else 0,
-            tokens,
-            batch.mask.contiguous(),
-            whole(batch.advantages),
-            whole(batch.old_per_token_logps),
-            whole(batch.ref_per_token_logps) if penalised else None,
-            whole(batch.importance_ratio),
-            whole(prepared.weights),
-            out,
-            float(terms.kl.beta),
-            *options,
-            *[0.0] * (NUMBERS - len(options)),
-            OBJECTIVE=formula.function,
-            ESTIMATOR=ESTIMATORS[terms.kl.kl_estimator] if penalised else None,
-            IMPORTANCE_WEIGHTED=terms.kl.importance_weighted,
-            INDICATOR=indicator,
-            METRICS=terms.metrics != "none",
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+    if tokens:
+        with on(logps.device):
+            _policy_terms_kernel[(programs,)](
+                logps.contiguous(),
+                positions.contiguous() if isinstance(positions, Tensor) else None,
+                positions.start if isinstance(positions, slice) else 0,
+                tokens,
+                batch.mask.contiguous(),
+                whole(batch.advantages),
+                whole(batch.old_per_token_logps),
+                whole(batch.ref_per_token_logps) if penalised else None,
+                whole(batch.importance_ratio),
+                whole(prepared.weights),
+                out,
+                float(terms.kl.beta),
+                *options,
+                *[0.0] * (NUMBERS - len(options)),
+                OBJECTIVE=formula.function,
+                ESTIMATOR=ESTIMATORS[terms.kl.kl_estimator] if penalised else None,
+                IMPORTANCE_WEIGHTED=terms.kl.importance_weighted,
+                INDICATOR=indicator,
+                METRICS=with_metrics,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+    return out if out.sums is None else out._replace(sums=out.sums.sum(1))

@@ -1,8 +1,8 @@
 """The policy loss on per-token log-probabilities: objective, corrections, penalties, reduction."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +11,11 @@ from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.losses.objectives import Objective, TokenLoss
-from liger_rl.losses.options import callable_instance, check_options, instance_of
-from liger_rl.losses.penalties import EntropyBonus, KLPenalty
+from liger_rl.losses.options import Options, callable_instance, instance_of, warn_caller
+from liger_rl.losses.penalties import NO_BONUS, NO_PENALTY, EntropyBonus, KLPenalty
 from liger_rl.losses.reductions import Reduction
 
 Locality = Literal["token", "sequence", "batch"]
-NO_PENALTY = KLPenalty()
-NO_BONUS = EntropyBonus()
 
 
 class PolicyLoss(NamedTuple):
@@ -30,66 +28,61 @@ class PolicyLoss(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyTerms:
+class PolicyTerms(Options):
     """The terms of a loss, without the batch: the arguments of `ppo_loss_fn`, checked; corrections as a tuple."""
 
-    objective: Objective
-    reduction: Reduction | None
-    kl: KLPenalty = NO_PENALTY
-    entropy_bonus: EntropyBonus = NO_BONUS
-    sampler_correction: SamplerCorrection | None = None
-    corrections: Iterable[Correction] = ()
-    metrics: MetricsLevel = "loss"
+    objective: Annotated[Objective, callable]
+    reduction: Annotated[Reduction | None, callable]
+    kl: Annotated[KLPenalty, KLPenalty] = NO_PENALTY
+    entropy_bonus: Annotated[EntropyBonus, EntropyBonus] = NO_BONUS
+    sampler_correction: Annotated[SamplerCorrection | None, SamplerCorrection] = None
+    corrections: Annotated[Iterable[Correction], Iterable] = ()
+    metrics: Annotated[MetricsLevel, LEVELS] = "loss"
+
+    # Made once, because each call reads them.
+    needs_entropy: bool = field(init=False, repr=False)  # the head has to return entropies
+    needs_sequences: bool = field(init=False, repr=False)  # the batch has to say which tokens are of one sequence
+    # The tokens that the gradient of one token depends on. The reduction, the sampler's correction and the divisors of
+    # means do not count, because they need no log-probability.
+    locality: Locality = field(init=False, repr=False)
+    penalised: bool = field(init=False, repr=False)  # a penalty or bonus may give a token without advantage a gradient
+    metrics_read_all: bool = field(init=False, repr=False)  # a metric reads tokens without advantage
+    projects_all: bool = field(init=False, repr=False)  # the loss or a metric reads tokens without advantage
+    reads_reference: bool = field(init=False, repr=False)  # a penalty, or perhaps a user's objective or correction
+    # A sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics.
+    idle_without_advantages: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.reduction is not None:
-            callable_instance("reduction", self.reduction)
-        check_options(self, objective=callable, kl=KLPenalty, entropy_bonus=EntropyBonus, metrics=LEVELS)
-        check_options(self, sampler_correction=SamplerCorrection, corrections=Iterable)
-        # Read once: an iterator is empty the second time.
-        object.__setattr__(self, "corrections", tuple(self.corrections))
-        for place, correction in enumerate(self.corrections):
+        super().__post_init__()
+        corrections = tuple(self.corrections)  # read once: an iterator is empty the second time
+        for place, correction in enumerate(corrections):
             callable_instance(f"corrections[{place}]", correction)
-        if self.entropy_bonus.entropy_coef != 0.0 and self.reduction is None:
+        bonus = self.entropy_bonus.entropy_coef != 0.0
+        if bonus and self.reduction is None:
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the head has to return entropies."""
-        restricted = any(_says(correction, "restricts_entropy") for correction in self.corrections)
-        return restricted or self.entropy_bonus.entropy_coef != 0.0 or self.metrics == "with_entropy"
-
-    @property
-    def locality(self) -> Locality:
-        """The tokens that the gradient of one token depends on: that token, its sequence, or the whole batch.
-
-        The reduction, the sampler's correction and the divisors of means need no log-probability, so they do not count.
-        """
-        parts = (self.objective, *self.corrections)
-        # A bonus is a mean over tokens that are not known before all entropies are.
-        if any(_says(part, "restricts_entropy") for part in parts):
-            return "batch"
-        if all(_says(part, "token_local") and not _says(part, "needs_sequences") for part in parts):
-            return "token"
-        local = all(_says(part, "token_local") or _says(part, "sequence_local") for part in parts)
-        return "sequence" if local else "batch"
-
-    @property
-    def penalised(self) -> bool:
-        """Whether a token may have a gradient that does not depend on its advantage, through a penalty or bonus."""
-        return self.kl.beta != 0.0 or self.entropy_bonus.entropy_coef != 0.0
-
-    @property
-    def idle_without_advantages(self) -> bool:
-        """Whether a sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics."""
-        zero = ("zero_without_advantage", "sequence_zero_without_advantages")
-        silent = any(_says_of_its_formula(self.objective, name) for name in zero)
-        return silent and self.locality != "batch" and not self.penalised
-
-    @property
-    def metrics_read_all(self) -> bool:
-        """Whether a metric depends on the log-probabilities or entropies of tokens without advantage."""
-        return self.needs_entropy or self.metrics not in ("none", "loss")
+        factors = (self.objective, *corrections)
+        locality, penalised = _locality(factors), bonus or self.kl.beta != 0.0
+        restricted = any(_says(correction, "restricts_entropy") for correction in corrections)
+        needs_entropy = restricted or bonus or self.metrics == "with_entropy"
+        by_sequence = self.metrics in ("basic", "with_entropy")
+        metrics_read_all = needs_entropy or by_sequence
+        idle_tokens = _says_of_its_formula(self.objective, "zero_without_advantage")
+        idle_sequences = idle_tokens or _says_of_its_formula(self.objective, "sequence_zero_without_advantages")
+        derived = {
+            "corrections": corrections,
+            "needs_entropy": needs_entropy,
+            "needs_sequences": by_sequence
+            or any(_says(term, "needs_sequences") for term in (*factors, self.reduction)),
+            "locality": locality,
+            "penalised": penalised,
+            "metrics_read_all": metrics_read_all,
+            "projects_all": not idle_tokens or locality != "token" or penalised or metrics_read_all,
+            "reads_reference": self.kl.beta != 0.0
+            or any(not type(term).__module__.startswith("liger_rl.") for term in factors),
+            "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
         """The batch's columns in `shape`, with their values as they are. No value is read.
@@ -97,19 +90,18 @@ class PolicyTerms:
         Raises:
             TypeError, ValueError: columns that do not fit together, or that these terms lack.
         """
-        instance_of("batch", batch, PolicyBatch)
         self.kl.check(batch)
+        if batch.ref_per_token_logps is not None and not self.reads_reference and not torch.compiler.is_compiling():
+            warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
         aligned = batch.checked(shape, device)
         if self.sampler_correction is not None:
             self.sampler_correction.check(aligned)
             aligned = replace(aligned, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
-        by_sequence = self.metrics in ("basic", "with_entropy")
-        parts: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
-        for part in parts:
-            by_sequence = by_sequence or _says(part, "needs_sequences")
-            if hasattr(part, "check"):
-                part.check(aligned)
-        if by_sequence:
+        terms: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
+        for term in terms:
+            if hasattr(term, "check"):
+                term.check(aligned)
+        if self.needs_sequences:
             aligned.check_sequences()
         return aligned
 
@@ -123,20 +115,14 @@ class PolicyTerms:
             weights = clean.advantages.new_full((), weights)
         if self.reduction is not None:
             instance_of("the result of reduction", weights, Tensor)
-        return PreparedLoss(self, clean, weights)
+        return PreparedLoss(self, clean, weights, self.metrics)
 
     def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
 
         In GRPO, a group with equal rewards has advantages of 0. Its tokens need not be projected.
         """
-        idle = (
-            _says_of_its_formula(self.objective, "zero_without_advantage")
-            and self.locality == "token"
-            and self.kl.beta == 0.0
-            and not self.metrics_read_all
-        )
-        return _unexpanded(aligned.advantages) if idle else None
+        return None if self.projects_all else _unexpanded(aligned.advantages)
 
     def may_have_gradient(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where a token may have a gradient, shaped like the tokens or (B, 1); None for all."""
@@ -148,20 +134,30 @@ def _unexpanded(column: Tensor) -> Tensor:
     return column[:, :1] if column.dim() == 2 and column.stride(1) == 0 else column
 
 
-def _says(part: Any, name: str) -> bool:
+def _says(term: Any, name: str) -> bool:
     """An objective's or a correction's attribute, such as `token_local`; False if it is not there."""
-    return getattr(part, name, False)
+    return getattr(term, name, False)
 
 
-def _says_of_its_formula(part: Any, name: str) -> bool:
+def _locality(factors: Iterable[Any]) -> Locality:
+    # A bonus is a mean over tokens that are not known before all entropies are.
+    if any(_says(factor, "restricts_entropy") for factor in factors):
+        return "batch"
+    if all(_says(factor, "token_local") and not _says(factor, "needs_sequences") for factor in factors):
+        return "token"
+    local = all(_says(factor, "token_local") or _says(factor, "sequence_local") for factor in factors)
+    return "sequence" if local else "batch"
+
+
+def _says_of_its_formula(objective: Any, name: str) -> bool:
     """`_says`, except that a subclass with its own formula does not inherit the attribute of another formula."""
-    if name not in getattr(part, "__dict__", {}):
-        for cls in type(part).__mro__:
+    if name not in getattr(objective, "__dict__", {}):
+        for cls in type(objective).__mro__:
             if name in cls.__dict__:
                 break
             if "__call__" in cls.__dict__ or "forward" in cls.__dict__:
                 return False
-    return _says(part, name)
+    return _says(objective, name)
 
 
 class TokenTerms(NamedTuple):
@@ -182,18 +178,18 @@ class PreparedLoss(NamedTuple):
     terms: PolicyTerms
     batch: AlignedBatch
     weights: Tensor | None  # one per token; None leaves tokens unreduced
+    metrics: MetricsLevel = "none"
     entropy_count: Tensor | None = None  # () tokens in the mean of an entropy bonus; None counts the batch's
 
-    def take(self, positions: Tensor | slice) -> "PreparedLoss":
-        """The loss of the tokens at (n,) flat positions, without metrics.
+    def take(self, positions: Tensor | slice, *, metrics: MetricsLevel = "none") -> "PreparedLoss":
+        """The loss of the tokens at flat positions: (n,), or (b, w) for rows of (B, T).
 
-        Such parts add up to the whole loss if they respect the terms' locality.
+        Such losses add up to the whole loss if the positions respect the terms' locality.
         """
         weights = None if self.weights is None else self.weights.expand(self.batch.mask.shape).reshape(-1)[positions]
-        terms = replace(self.terms, metrics="none")
-        batch = self.batch.take(positions, sequences=terms.locality != "token")
-        entropy_count = self.batch.mask.sum() if terms.entropy_bonus.entropy_coef != 0.0 else None
-        return PreparedLoss(terms, batch, weights, entropy_count)
+        batch = self.batch.take(positions, sequences=self.terms.locality != "token")
+        entropy_count = self.batch.mask.sum() if self.terms.entropy_bonus.entropy_coef != 0.0 else None
+        return PreparedLoss(self.terms, batch, weights, metrics, entropy_count)
 
     def per_token(
         self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
@@ -209,6 +205,10 @@ class PreparedLoss(NamedTuple):
         token_loss = terms.objective(logps, batch)
         instance_of("the result of objective", token_loss, TokenLoss)
         loss = token_loss.loss
+        if loss.shape != logps.shape:
+            raise ValueError(
+                f"the loss of objective must be {tuple(logps.shape)}, one for each token, got {tuple(loss.shape)}"
+            )
         keeps_entropy = batch.mask
         for place, correction in enumerate(terms.corrections):
             factor = correction(logps, batch)
@@ -234,7 +234,7 @@ class PreparedLoss(NamedTuple):
             if tokens.entropy is None:
                 raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
             loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, self.entropy_count)
-        metrics = policy_metrics(self.terms.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
+        metrics = policy_metrics(self.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
         return PolicyLoss(loss, metrics)
 
 
@@ -283,6 +283,7 @@ def ppo_loss_fn(
         corrections=corrections,
         metrics=metrics,
     )
+    instance_of("batch", batch, PolicyBatch)
     if terms.kl.exact != (exact_kl is not None):
         expected = "given with" if terms.kl.exact else "None without"
         raise ValueError(f'exact_kl must be {expected} a KLPenalty(beta, kl_estimator="exact")')

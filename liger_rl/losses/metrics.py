@@ -70,19 +70,16 @@ def policy_metrics(
     """
     if level == "none":
         return {}
-    mask, dtype = batch.mask, logps.dtype
-    metrics: dict[str, Metric] = {}
+    mask, dtype, kl_total, clipped = batch.mask, logps.dtype, None, None
     count = mask.sum()
-
     if kl is not None:
-        metrics["kl_ref"] = Metric(torch.where(mask, kl.to(dtype), 0.0).sum(), count=count)
+        kl_total = torch.where(mask, kl.to(dtype), 0.0).sum()
     low, high = token_loss.clip_low, token_loss.clip_high
     if low is not None and high is not None:
         # One sum for the three, because each small launch costs a GPU time.
         sides = [side.expand_as(mask) for side in (low, high, low | high)]
         clipped = (torch.stack(sides) & mask).flatten(1).sum(1).to(dtype)
-        names = ("clip_low", "clip_high", "clip_ratio")
-        metrics |= {name: Metric(total, count=count) for name, total in zip(names, clipped.unbind(), strict=True)}
+    metrics = loss_metrics(count, kl_total, clipped)
     if level == "loss":
         return metrics
 
@@ -126,6 +123,14 @@ def policy_metrics(
     return metrics
 
 
+def loss_metrics(count: Tensor, kl: Tensor | None, clipped: Tensor | None) -> dict[str, Metric]:
+    """The level "loss", from () sums over `count` tokens: the KL, and the three clip indicators (3,)."""
+    totals = {} if kl is None else {"kl_ref": kl}
+    if clipped is not None:
+        totals |= dict(zip(("clip_low", "clip_high", "clip_ratio"), clipped.unbind(), strict=True))
+    return {name: Metric(total, count=count) for name, total in totals.items()}
+
+
 def _extreme(reduce: Callable[[Tensor], Tensor], batch: AlignedBatch, neutral: float) -> Tensor:
     values = torch.where(batch.mask, batch.advantages, neutral).flatten()
     return reduce(torch.cat([values, values.new_full((1,), neutral)]))
@@ -136,12 +141,12 @@ AllReduceKind = Callable[[Tensor, ReductionKind], Tensor]
 
 @torch.no_grad()
 def reduce_metrics(
-    parts: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
+    micro_batches: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
 ) -> dict[str, Metric]:
     """A step's metrics, merged over its micro-batches and, with `all_reduce`, over all ranks.
 
     Args:
-        parts: metrics of each micro-batch. A micro-batch may lack a name.
+        micro_batches: metrics of each micro-batch. A micro-batch may lack a name.
         all_reduce: (values, kind) -> values merged over ranks. It is called once per kind, with all values of the kind.
             Every rank must have the same names.
 
@@ -149,8 +154,8 @@ def reduce_metrics(
         ValueError: two micro-batches merge a name in different ways.
     """
     merged: dict[str, Metric] = {}
-    for part in parts:
-        for name, metric in part.items():
+    for metrics in micro_batches:
+        for name, metric in metrics.items():
             merged[name] = metric if name not in merged else _merge(name, merged[name], metric)
     if all_reduce is None:
         return merged

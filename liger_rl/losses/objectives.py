@@ -19,19 +19,20 @@ objective may have these attributes. Those that are not there are False.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch, bounded_exp
-from liger_rl.losses.options import check_options
+from liger_rl.losses.options import Options
 
 
 class TokenLoss(NamedTuple):
-    """An objective's result for each token, shaped like the log-probabilities or broadcastable to them."""
+    """An objective's result for each token. All but the loss may be broadcastable to the log-probabilities."""
 
     loss: Tensor
+    """One for each token, shaped like the log-probabilities."""
     ratio: Tensor | None = None
     """The probability ratio before its clip, per token or per sequence as the objective has it, differentiable."""
     clip_low: Tensor | None = None
@@ -47,7 +48,7 @@ RATIO_LEVELS = ("token", "sequence", "sequence_token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOClip:
+class PPOClip(Options):
     """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
 
     Attributes:
@@ -62,18 +63,14 @@ class PPOClip:
         mean_advantages: replace A by its mean over the sequence, as Fast-LLM's GSPO does.
     """
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None
-    dual_clip: float | None = None
-    importance_sampling_level: str = "token"
-    mean_advantages: bool = False
+    epsilon_low: Annotated[float, "[0, inf)"] = 0.2
+    epsilon_high: Annotated[float, "[0, inf)"] = 0.2
+    delta: Annotated[float | None, "(0, inf)"] = None
+    dual_clip: Annotated[float | None, "(1, inf]"] = None
+    importance_sampling_level: Annotated[str, RATIO_LEVELS] = "token"
+    mean_advantages: Annotated[bool, bool] = False
     sequence_local: ClassVar[bool] = True
     sequence_zero_without_advantages: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", delta="(0, inf)", dual_clip="(1, inf]")
-        check_options(self, importance_sampling_level=RATIO_LEVELS, mean_advantages=bool)
 
     @property
     def token_local(self) -> bool:
@@ -95,7 +92,7 @@ class PPOClip:
         loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
-        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
+        return _clipped(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
 
     def _ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if self.importance_sampling_level == "token":
@@ -107,7 +104,7 @@ class PPOClip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO:
+class CISPO(Options):
     """-clip(r, ratio_min, epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
 
     Attributes:
@@ -117,13 +114,13 @@ class CISPO:
             1 - clip_ratio_low and 1 + clip_ratio_high.
     """
 
-    epsilon_high: float = 0.2
-    ratio_min: float = 0.0
+    epsilon_high: Annotated[float, "(0, inf)"] = 0.2
+    ratio_min: Annotated[float, "[0, inf)"] = 0.0
     token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_options(self, epsilon_high="(0, inf)", ratio_min="[0, inf)")
+        super().__post_init__()
         if self.ratio_min > self.epsilon_high:
             raise ValueError(f"ratio_min must be at most epsilon_high = {self.epsilon_high}, got {self.ratio_min}")
 
@@ -134,20 +131,17 @@ class CISPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPO:
+class SAPO(Options):
     """-sigmoid(t (r - 1)) 4 / t A. arXiv:2511.20347.
 
     Attributes:
         sapo_temperature_pos, sapo_temperature_neg: t, the steepness of the gate, for A > 0 and for A <= 0; > 0.
     """
 
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: Annotated[float, "(0, inf)"] = 1.0
+    sapo_temperature_neg: Annotated[float, "(0, inf)"] = 1.05
     token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_options(self, sapo_temperature_pos="(0, inf)", sapo_temperature_neg="(0, inf)")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps)
@@ -156,7 +150,7 @@ class SAPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VESPO:
+class VESPO(Options):
     """-phi A logp, phi = exp(lambda + k log w - lambda w) without gradient, per sequence.
 
     log w = clamp(sum_t clamp(logp - old, +-20) + sum_t log importance_ratio, log 1e-8, 20). The importance ratio is a
@@ -167,10 +161,10 @@ class VESPO:
         vespo_k_neg, vespo_lambda_neg: k and lambda for A < 0; >= 0.
     """
 
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
+    vespo_k_pos: Annotated[float, "[0, inf)"] = 2.0
+    vespo_lambda_pos: Annotated[float, "[0, inf)"] = 3.0
+    vespo_k_neg: Annotated[float, "[0, inf)"] = 3.0
+    vespo_lambda_neg: Annotated[float, "[0, inf)"] = 2.0
     token_local: ClassVar[bool] = False
     sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
@@ -179,10 +173,6 @@ class VESPO:
 
     LOWEST: ClassVar[float] = math.log(1e-8)
     HIGHEST: ClassVar[float] = 20.0
-
-    def __post_init__(self) -> None:
-        check_options(self, vespo_k_pos="[0, inf)", vespo_lambda_pos="[0, inf)")
-        check_options(self, vespo_k_neg="[0, inf)", vespo_lambda_neg="[0, inf)")
 
     def check(self, batch: AlignedBatch) -> None:
         if batch.importance_ratio_per_sequence:
@@ -209,7 +199,7 @@ class VESPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GMPO:
+class GMPO(Options):
     """-exp(mean over the sequence of c_t) mean(A), the geometric mean of clipped ratios. arXiv:2507.20673.
 
     c_t is min(log r_t, epsilon_high) if A_t > 0, else max(log r_t, -epsilon_low).
@@ -220,18 +210,15 @@ class GMPO:
             least 1e-10, as verl's `geo_mean` does. False multiplies each token's loss by its ratio.
     """
 
-    epsilon_low: float = 0.4
-    epsilon_high: float = 0.4
-    mean_importance_ratio: bool = False
+    epsilon_low: Annotated[float, "[0, inf)"] = 0.4
+    epsilon_high: Annotated[float, "[0, inf)"] = 0.4
+    mean_importance_ratio: Annotated[bool, bool] = False
     token_local: ClassVar[bool] = False
     sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
     sequence_zero_without_advantages: ClassVar[bool] = True
 
     LEAST_IMPORTANCE_RATIO: ClassVar[float] = 1e-10
-
-    def __post_init__(self) -> None:
-        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", mean_importance_ratio=bool)
 
     @property
     def takes_importance_ratio(self) -> bool:
@@ -247,7 +234,7 @@ class GMPO:
             log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
             loss = loss * bounded_exp(batch.sequence_mean(torch.where(batch.mask, log_correction, 0.0)))
         ratio, low, high = bounded_exp(log_ratio), math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
-        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
+        return _clipped(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +249,7 @@ class Reinforce:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPPO:
+class DPPO(Options):
     """-min(r, ratio_cap) A logp, r without gradient; 0 for a token whose probability moved too far. arXiv:2602.04879.
 
     A > 0 drops tokens with p - p_old > divergence_high. A <= 0 drops tokens with p - p_old < -divergence_low. This is
@@ -273,14 +260,11 @@ class DPPO:
         ratio_cap: upper bound of r, > 0.
     """
 
-    divergence_low: float = 0.2
-    divergence_high: float = 0.2
-    ratio_cap: float = 20.0
+    divergence_low: Annotated[float, "[0, 1]"] = 0.2
+    divergence_high: Annotated[float, "[0, 1]"] = 0.2
+    ratio_cap: Annotated[float, "(0, inf)"] = 20.0
     token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_options(self, divergence_low="[0, 1]", divergence_high="[0, 1]", ratio_cap="(0, inf)")
 
     def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         """bool: the probability moved too far down, and too far up. Log-probabilities without gradient."""
@@ -308,10 +292,9 @@ class DPPOKL(DPPO):
         ratio_cap: upper bound of r, > 0.
     """
 
+    divergence_low: Annotated[float, "[0, inf)"] = 0.2
+    divergence_high: Annotated[float, "[0, inf)"] = 0.2
     LEAST_PROBABILITY: ClassVar[float] = 1e-8
-
-    def __post_init__(self) -> None:
-        check_options(self, divergence_low="[0, inf)", divergence_high="[0, inf)", ratio_cap="(0, inf)")
 
     def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         # expm1 keeps the digits of 1 - p that a p near 1 loses.
@@ -323,7 +306,7 @@ class DPPOKL(DPPO):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DRO:
+class DRO(Options):
     """-(A logp - dro_beta / 2 (logp - old)^2), direct reward optimisation. arXiv:2405.19107, verl's `dro`.
 
     The paper's A is the reward minus a learned value.
@@ -332,11 +315,8 @@ class DRO:
         dro_beta: strength of the penalty for leaving the old policy, > 0. It has no default.
     """
 
-    dro_beta: float
+    dro_beta: Annotated[float, "(0, inf)"]
     token_local: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_options(self, dro_beta="(0, inf)")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         penalty = self.dro_beta / 2 * batch.log_ratio(logps).square()
@@ -344,7 +324,7 @@ class DRO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipCov:
+class ClipCov(Options):
     """`PPOClip`, with loss 0 for a few tokens of high covariance. arXiv:2505.22617, verl's `clip_cov`.
 
     A token is eligible if clip_cov_lb < (A - mean A)(logp - mean logp) < clip_cov_ub and PPO does not clip it.
@@ -357,17 +337,16 @@ class ClipCov:
         generator: draws the tokens, on the log-probabilities' device; None is torch's default.
     """
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    clip_cov_ratio: float = 0.0002
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-    generator: torch.Generator | None = None
+    epsilon_low: Annotated[float, "[0, inf)"] = 0.2
+    epsilon_high: Annotated[float, "[0, inf)"] = 0.2
+    clip_cov_ratio: Annotated[float, "(0, 1]"] = 0.0002
+    clip_cov_lb: Annotated[float, "[-inf, inf]"] = 1.0
+    clip_cov_ub: Annotated[float, "[-inf, inf]"] = 5.0
+    generator: Annotated[torch.Generator | None, torch.Generator] = None
     token_local: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", clip_cov_ratio="(0, 1]")
-        check_options(self, clip_cov_lb="[-inf, inf]", clip_cov_ub="[-inf, inf]", generator=torch.Generator)
+        super().__post_init__()
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(f"clip_cov_lb must be under clip_cov_ub = {self.clip_cov_ub}, got {self.clip_cov_lb}")
 
@@ -385,7 +364,7 @@ class ClipCov:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLCov:
+class KLCov(Options):
     """-r A, plus ppo_kl_coef |logp - old| on the tokens of highest covariance. arXiv:2505.22617, verl's `kl_cov`.
 
     The covariance is (A - mean A)(logp - mean logp). max(1, floor(kl_cov_ratio * tokens)) tokens get the penalty.
@@ -395,18 +374,15 @@ class KLCov:
         ppo_kl_coef: coefficient of the penalty, >= 0.
     """
 
-    kl_cov_ratio: float = 0.0002
-    ppo_kl_coef: float = 1.0
+    kl_cov_ratio: Annotated[float, "(0, 1]"] = 0.0002
+    ppo_kl_coef: Annotated[float, "[0, inf)"] = 1.0
     token_local: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_options(self, kl_cov_ratio="(0, 1]", ppo_kl_coef="[0, inf)")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps)
         covariance = torch.where(batch.mask, _covariance(logps, batch), -math.inf)
-        held = (_rank(-covariance) < _share_of_tokens(self.kl_cov_ratio, batch)) & batch.mask
-        penalty = torch.where(held, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)
+        penalised = (_rank(-covariance) < _share_of_tokens(self.kl_cov_ratio, batch)) & batch.mask
+        penalty = torch.where(penalised, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)
         return TokenLoss(-ratio * batch.advantages + penalty, ratio)
 
 

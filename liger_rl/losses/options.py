@@ -1,29 +1,46 @@
 """Checks of options. Each error names the option."""
 
+import sys
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from inspect import get_annotations
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 
-def check_options(options: Any, **rules: Any) -> None:
-    """Raises TypeError or ValueError for the first field of a dataclass that breaks its rule.
+class Options:
+    """Base of dataclasses whose fields are checked by the rule in their annotation.
 
-        check_options(self, epsilon_low="[0, inf)", level=("token", "sequence"), mean_advantages=bool)
+        epsilon_low: Annotated[float, "[0, inf)"] = 0.2
+        level: Annotated[str, ("token", "sequence")] = "token"
+        gather: Annotated[Callable[[Tensor], Tensor] | None, callable] = None
 
-    A rule is an interval of numbers, a tuple of known names, a type, or `callable`. A field whose default is None may
-    be None.
+    A rule is an interval of numbers, a tuple of known names, a type, or `callable`. The first field that breaks its
+    rule raises TypeError or ValueError.
     """
-    for name, rule in rules.items():
-        value = getattr(options, name)
-        if value is None and type(options).__dataclass_fields__[name].default is None:
-            continue
-        if isinstance(rule, str):
-            in_interval(name, value, rule)
-        elif isinstance(rule, tuple):
-            one_of(name, value, rule)
-        elif rule is callable:
-            callable_instance(name, value)
-        else:
-            instance_of(name, value, rule)
+
+    RULES: ClassVar[dict[str, tuple[Any, bool]]] = {}  # field -> its rule, and whether it may be None
+
+    def __init_subclass__(cls) -> None:
+        cls.RULES = cls.RULES | {
+            name: (hint.__metadata__[0], NoneType in get_args(hint.__origin__))
+            for name, hint in get_annotations(cls).items()
+            if get_origin(hint) is Annotated
+        }
+
+    def __post_init__(self) -> None:
+        for name, (rule, optional) in self.RULES.items():
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if isinstance(rule, str):
+                in_interval(name, value, rule)
+            elif isinstance(rule, tuple):
+                one_of(name, value, rule)
+            elif rule is callable:
+                callable_instance(name, value)
+            else:
+                instance_of(name, value, rule)
 
 
 def in_interval(name: str, value: Any, interval: str) -> None:
@@ -75,3 +92,11 @@ def instance_of(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be an instance of {kind.__name__}, got the class {value.__name__}")
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
+
+def warn_caller(message: str) -> None:
+    """A warning at the line that called into this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("liger_rl", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

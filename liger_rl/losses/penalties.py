@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from liger_rl.losses.batch import MAX_LOG_RATIO, AlignedBatch, PolicyBatch
-from liger_rl.losses.options import check_options
+from liger_rl.losses.options import Options
 
 
 def k1(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
@@ -29,10 +30,11 @@ def k3(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 EXACT = "exact"
+KL_ESTIMATORS = (*ESTIMATORS, EXACT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLPenalty:
+class KLPenalty(Options):
     """+ beta kl(logp, ref). At beta == 0 nothing is computed.
 
     Attributes:
@@ -45,12 +47,12 @@ class KLPenalty:
             `use_bias_correction_kl`, arXiv:2512.02556. Not with "exact", which has no sampled token.
     """
 
-    beta: float = 0.0
-    kl_estimator: str = "k3"
-    importance_weighted: bool = False
+    beta: Annotated[float, "[0, inf)"] = 0.0
+    kl_estimator: Annotated[str, KL_ESTIMATORS] = "k3"
+    importance_weighted: Annotated[bool, bool] = False
 
     def __post_init__(self) -> None:
-        check_options(self, beta="[0, inf)", kl_estimator=(*ESTIMATORS, EXACT), importance_weighted=bool)
+        super().__post_init__()
         if self.importance_weighted and self.kl_estimator == EXACT:
             raise ValueError(
                 'importance_weighted must be False with kl_estimator="exact": a ratio corrects for the sampled token, '
@@ -80,7 +82,7 @@ class KLPenalty:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyBonus:
+class EntropyBonus(Options):
     """- entropy_coef * mean entropy of the tokens that count, whatever the reduction is; TRL's.
 
     With a `TopEntropyMask` among the corrections, the mean is over the tokens that it keeps. The mean is over one
@@ -90,10 +92,7 @@ class EntropyBonus:
         entropy_coef: coefficient, finite; 0 computes nothing.
     """
 
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_options(self, entropy_coef="(-inf, inf)")
+    entropy_coef: Annotated[float, "(-inf, inf)"] = 0.0
 
     def __call__(self, entropy: Tensor, kept: Tensor, count: Tensor | None = None) -> Tensor:
         """() the term, of entropies in nats and the bool mask of the tokens kept, (B, T) or (N,).
@@ -102,3 +101,7 @@ class EntropyBonus:
         """
         count = kept.sum() if count is None else count
         return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / count.clamp(min=1)
+
+
+NO_PENALTY = KLPenalty()
+NO_BONUS = EntropyBonus()

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NamedTuple
+from difflib import get_close_matches
+from typing import Any
 
 from liger_rl.losses import objectives
+from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip
-from liger_rl.losses.options import one_of
+from liger_rl.losses.options import callable_instance, one_of
 from liger_rl.losses.penalties import EntropyBonus, KLPenalty
 from liger_rl.losses.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, SequenceSum, TokenMean
 
@@ -15,7 +17,7 @@ from liger_rl.losses.reductions import FixedLengthMean, GlobalTokenMean, Reducti
 class Preset:
     objective: type
     reduction: type
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -40,32 +42,48 @@ PRESETS: Mapping[str, Preset] = {
 """The names that a loss_type may have."""
 
 
-class LossParts(NamedTuple):
-    objective: Objective
-    reduction: Reduction | None
-    kl: KLPenalty
-    entropy_bonus: EntropyBonus
+def build_loss(
+    loss_type: str | Objective,
+    options: dict[str, Any],
+    *,
+    reduction: Reduction | None = None,
+    keywords: Sequence[str] = (),
+    **terms: Any,
+) -> PolicyTerms:
+    """A loss whose objective, reduction and penalties are made with the options that are their fields.
 
-
-def build_preset(loss_type: str, *, reduction: Reduction | None = None, **options: Any) -> LossParts:
-    """The preset's objective, reduction and penalties, each made with the options that are its fields.
-
-    If `reduction` is given, it replaces the preset's reduction, whose options are then unknown.
+    Args:
+        loss_type: the name of a preset, or an objective of the caller's, which needs a reduction.
+        reduction: replaces the preset's reduction, whose options are then unknown.
+        keywords: names of the caller's other options, for the message about an unknown one.
+        terms: the other fields of `PolicyTerms`.
 
     Raises:
+        TypeError: loss_type is neither a name nor callable.
         ValueError: an unknown preset or option (the known ones are listed), or a required option left out.
     """
+    if isinstance(loss_type, str):
+        preset = _preset(loss_type)
+        classes = [preset.objective, KLPenalty, EntropyBonus, *([preset.reduction] if reduction is None else [])]
+        objective, kl, bonus, *reductions = _built(
+            f"loss_type {loss_type!r}", classes, preset.defaults | options, keywords
+        )
+        reduction = reductions[0] if reductions else reduction
+    else:
+        callable_instance("loss_type, which is a name or an objective,", loss_type)
+        if reduction is None:
+            raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
+        objective, name = loss_type, "an objective of your own, whose options are its attributes,"
+        kl, bonus = _built(name, (KLPenalty, EntropyBonus), options, keywords)
+    return PolicyTerms(objective=objective, reduction=reduction, kl=kl, entropy_bonus=bonus, **terms)
+
+
+def build_per_token(loss_type: str, options: dict[str, Any], *, keywords: Sequence[str]) -> PolicyTerms:
+    """`build_loss` of a preset, without reduction, entropy bonus (which is a mean) and metrics."""
     preset = _preset(loss_type)
-    if reduction is not None:
-        objective, kl, entropy_bonus = _built(loss_type, (preset.objective, KLPenalty, EntropyBonus), options)
-        return LossParts(objective, reduction, kl, entropy_bonus)
-    return LossParts(*_built(loss_type, (preset.objective, preset.reduction, KLPenalty, EntropyBonus), options))
-
-
-def build_per_token(loss_type: str, **options: Any) -> tuple[Objective, KLPenalty]:
-    """`build_preset` of a loss per token, without the reduction and the entropy bonus, which is a mean."""
-    objective, kl = _built(loss_type, (_preset(loss_type).objective, KLPenalty), options)
-    return objective, kl
+    name = f"loss_type {loss_type!r}"
+    objective, kl = _built(name, (preset.objective, KLPenalty), preset.defaults | options, keywords)
+    return PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
 
 
 def _preset(loss_type: str) -> Preset:
@@ -73,26 +91,25 @@ def _preset(loss_type: str) -> Preset:
     return PRESETS[loss_type]
 
 
-def _built(loss_type: str, classes: Sequence[type], options: Mapping[str, Any]) -> list[Any]:
+def _built(name: str, classes: Sequence[type], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:
     """An instance of each class, with the options that are its fields."""
     known = [f.name for cls in classes for f in fields(cls)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(
-            f"loss_type {loss_type!r} has no option {', '.join(unknown)}; it has {', '.join(known)}{_hint(unknown)}"
-        )
-    chosen = {**PRESETS[loss_type].defaults, **options}
+    for option in options:
+        if option not in known:
+            choices = [*known, *keywords]
+            raise ValueError(f"{name} has no option {option}{_hint(option, choices)}. It has {', '.join(choices)}")
     for cls in classes:
         for f in fields(cls):
-            if f.default is MISSING and chosen.get(f.name) is None:
-                raise ValueError(f"loss_type {loss_type!r} needs {f.name}, which has no default")
-    return [cls(**{f.name: chosen[f.name] for f in fields(cls) if f.name in chosen}) for cls in classes]
+            if f.default is MISSING and options.get(f.name) is None:
+                raise ValueError(f"{name} needs {f.name}, which has no default")
+    return [cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options}) for cls in classes]
 
 
-def _hint(unknown: list[str]) -> str:
-    if "reduction" in unknown:
-        return ". This loss is per token: reduce its result"
-    if "importance_sampling_level" not in unknown:
-        return ""
-    clipping = [name for name, preset in PRESETS.items() if preset.objective is PPOClip]
-    return f". A ratio per sequence has a meaning where the ratio carries the gradient: {', '.join(clipping)}"
+def _hint(option: str, choices: Sequence[str]) -> str:
+    if option == "reduction":
+        return ", because it is per token: reduce its result"
+    if option == "importance_sampling_level":
+        clipping = [name for name, preset in PRESETS.items() if preset.objective is PPOClip]
+        return f": a ratio per sequence has a meaning where the ratio carries the gradient, in {', '.join(clipping)}"
+    nearest = get_close_matches(option, choices, n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""

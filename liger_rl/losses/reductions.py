@@ -8,11 +8,12 @@ A reduction may have a method check(batch). It raises ValueError for a batch tha
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.options import check_options, whole_number
+from liger_rl.losses.options import Options, whole_number
 
 Reduction = Callable[[AlignedBatch], Tensor]
 
@@ -84,17 +85,14 @@ class GlobalTokenMean:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedLengthMean(_OverSequences):
+class FixedLengthMean(_OverSequences, Options):
     """m / (num_sequences * max_completion_length): tokens of short and of long sequences weigh alike. arXiv:2503.20783.
 
     Attributes:
         max_completion_length: the most tokens of a completion, > 0. It has no default.
     """
 
-    max_completion_length: float
-
-    def __post_init__(self) -> None:
-        check_options(self, max_completion_length="(0, inf)")
+    max_completion_length: Annotated[float, "(0, inf)"]
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / self.max_completion_length / self.sequences(batch)

@@ -10,13 +10,14 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from liger_rl.call.checks import check_count, check_flag
+from liger_rl.call.checks import check_count
+from liger_rl.losses.options import Options
 from liger_rl.step.model_body import Body
 
 Idle = Literal["skip", "forward", "backward"]
@@ -24,22 +25,18 @@ TRIAL_TOKENS = 16  # of each sequence in a trial of packing
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions:
+class RowOptions(Options):
     """The keywords of `policy_steps` about rows."""
 
     max_tokens: int | None = None
-    trim: bool = True
-    packing: bool | None = None
-    idle: Idle = "skip"
+    trim: Annotated[bool, bool] = True
+    packing: Annotated[bool | None, bool] = None
+    idle: Annotated[Idle, get_args(Idle)] = "skip"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_tokens is not None:
             check_count("max_tokens", self.max_tokens, least=1)
-        check_flag("trim", self.trim)
-        if self.packing is not None:
-            check_flag("packing", self.packing)
-        if self.idle not in get_args(Idle):
-            raise ValueError(f"idle must be one of {list(get_args(Idle))}, got {self.idle!r}")
 
 
 class MicroBatch(NamedTuple):
@@ -51,26 +48,21 @@ class MicroBatch(NamedTuple):
         lengths: number of tokens of each sequence, in order.
         packed: one row holds all sequences.
         keeps_mask: the attention mask says more than the positions.
+        rows: the rows of the batch whose loss it computes.
     """
 
     cells: Tensor | None
     lengths: tuple[int, ...]
     packed: bool = False
     keeps_mask: bool = True
-
-
-class Part(NamedTuple):
-    """A micro-batch with a backward, and the rows of the batch whose loss it computes."""
-
-    micro: MicroBatch
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] = ()
 
 
 class Plan(NamedTuple):
-    """The micro-batches of a batch. The losses of the parts add up to the loss of the batch."""
+    """The micro-batches of a batch."""
 
-    parts: list[Part]
-    idle: list[MicroBatch]  # without a backward; their rows are among those of the first part
+    live: list[MicroBatch]  # with a backward; their losses add up to the loss of the batch
+    idle: list[MicroBatch]  # without a backward; the loss of the first live one includes their rows
     left_out: tuple[int, ...]  # rows with completion tokens that do not run
     carrier: MicroBatch  # the cheapest to run once more, on a rank with fewer micro-batches than another
 
@@ -97,8 +89,8 @@ def planned(
                 f"max_tokens must be None or at least B T = {ids.numel()} for a batch that stays as it is, got "
                 f"{budget}: {body.obstacle}"
             )
-        whole = MicroBatch(None, ())
-        return Plan([Part(whole, tuple(range(batch)))], [], (), whole)
+        whole = MicroBatch(None, (), rows=tuple(range(batch)))
+        return Plan([whole], [], (), whole)
     rows = _read_rows(ids, mask, inputs, demand.may_have_gradient, body, options.trim)
     packed = _packs(rows, body, options)
     every_row = body.router or options.idle == "backward"
@@ -124,11 +116,11 @@ def planned(
     def micro_batch(group: list[int]) -> MicroBatch:
         return _micro_batch([(r, rows[r]) for r in group], ids.shape, body, packed)
 
-    parts = [Part(micro_batch(group), tuple(group)) for group in groups]
+    steps = [micro_batch(group)._replace(rows=tuple(group)) for group in groups]
     without_backward = set(range(batch)) - set(live)
-    parts[0] = parts[0]._replace(rows=tuple(sorted([*parts[0].rows, *without_backward])))
+    steps[0] = steps[0]._replace(rows=tuple(sorted(without_backward.union(groups[0]))))
     carrier = micro_batch([min(live, key=lambda r: rows[r].length)])
-    return Plan(parts, [micro_batch(g) for g in _groups(idle, rows, budget, packed)], tuple(left_out), carrier)
+    return Plan(steps, [micro_batch(g) for g in _groups(idle, rows, budget, packed)], tuple(left_out), carrier)
 
 
 # --- live rows --------------------------------------------------------------------------------------------------------
@@ -185,8 +177,8 @@ def _read_rows(
 
 
 def wants_packing(body: Body, options: RowOptions) -> bool:
-    wanted = body.packs if options.packing is None else options.packing
-    return wanted and options.trim and body.obstacle is None and body.no_packing is None
+    packing = body.packs if options.packing is None else options.packing
+    return packing and options.trim and body.obstacle is None and body.no_packing is None
 
 
 def _packs(rows: list[Row], body: Body, options: RowOptions) -> bool:
@@ -269,10 +261,10 @@ def _tokens(lengths: list[int], packed: bool) -> int:
     return sum(lengths) if packed else max(lengths) * len(lengths)
 
 
-def _groups(chosen: list[int], rows: list[Row], budget: int | None, packed: bool) -> list[list[int]]:
+def _groups(sequences: list[int], rows: list[Row], budget: int | None, packed: bool) -> list[list[int]]:
     """Rows of each micro-batch. The longest come first; a micro-batch has them in the batch's order."""
     groups: list[list[int]] = []
-    for row in sorted(chosen, key=lambda r: -rows[r].length):
+    for row in sorted(sequences, key=lambda r: -rows[r].length):
         # Without packing, a short row would be padded to the length of a long one.
         for group in groups if packed else groups[-1:]:
             if budget is None or _tokens([rows[r].length for r in (*group, row)], packed) <= budget:
@@ -283,16 +275,16 @@ def _groups(chosen: list[int], rows: list[Row], budget: int | None, packed: bool
     return [sorted(group) for group in groups]
 
 
-def _micro_batch(chosen: list[tuple[int, Row]], shape: torch.Size, body: Body, packed: bool) -> MicroBatch:
-    lengths = tuple(row.length for _, row in chosen)
-    if not packed and len(chosen) == shape[0] and min(lengths) == shape[1]:
+def _micro_batch(sequences: list[tuple[int, Row]], shape: torch.Size, body: Body, packed: bool) -> MicroBatch:
+    lengths = tuple(row.length for _, row in sequences)
+    if not packed and len(sequences) == shape[0] and min(lengths) == shape[1]:
         return MicroBatch(None, lengths)
-    starts, sizes = torch.tensor([r * shape[1] + row.start for r, row in chosen]), torch.tensor(lengths)
+    starts, sizes = torch.tensor([r * shape[1] + row.start for r, row in sequences]), torch.tensor(lengths)
     if packed:
         offsets = torch.arange(sum(lengths)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         return MicroBatch((torch.repeat_interleave(starts, sizes) + offsets)[None], lengths, packed=True)
     column = torch.arange(max(lengths))
-    plain = body.rolls and body.causal and not body.router and all(row.attended and row.steps for _, row in chosen)
+    plain = body.rolls and body.causal and not body.router and all(row.attended and row.steps for _, row in sequences)
     return MicroBatch(torch.where(column < sizes[:, None], starts[:, None] + column, -1), lengths, keeps_mask=not plain)
 
 
@@ -302,24 +294,24 @@ def inputs_of(micro: MicroBatch, ids: Tensor, mask: Tensor, inputs: Mapping[str,
         return {"input_ids": ids, "counted": mask, **inputs}
     cells = micro.cells.to(ids.device, non_blocking=True)
     inside, places = cells >= 0, cells.clamp(min=0)
-    made = dict(inputs)
-    made["input_ids"] = ids.reshape(-1)[places]
-    made["counted"] = mask.reshape(-1)[places] & inside
-    attention, positions = made.pop("attention_mask", None), made.pop("position_ids", None)
+    tensors = dict(inputs)
+    tensors["input_ids"] = ids.reshape(-1)[places]
+    tensors["counted"] = mask.reshape(-1)[places] & inside
+    attention, positions = tensors.pop("attention_mask", None), tensors.pop("position_ids", None)
     if attention is not None and not micro.packed and micro.keeps_mask:
         device = attention.device
-        made["attention_mask"] = attention.reshape(-1)[places.to(device)].masked_fill(~inside.to(device), 0)
+        tensors["attention_mask"] = attention.reshape(-1)[places.to(device)].masked_fill(~inside.to(device), 0)
     if body.rolls or positions is not None or micro.packed:
-        made["position_ids"] = _positions(micro, positions, places, inside, ids, body)
+        tensors["position_ids"] = _positions(micro, positions, places, inside, ids, body)
     if micro.packed and body.varlen:
         # Flash attention would look for the sequences' ends in each layer's positions.
         ends = nn.functional.pad(torch.tensor(micro.lengths).cumsum(0), (1, 0))
         ends, longest = ends.to(ids.device, torch.int32, non_blocking=True), max(micro.lengths)
-        made |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    support = made.pop("support", None)
+        tensors |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    support = tensors.pop("support", None)
     if support is not None:
-        made["support"] = support.take(places.reshape(-1), batch=support.tokens)
-    return made
+        tensors["support"] = support.take(places.reshape(-1), batch=support.tokens)
+    return tensors
 
 
 def _positions(

@@ -161,10 +161,10 @@ def model_inputs(
             f"and the other arguments of the forward of {type(swapped).__name__}, without labels and what follows "
             "the head"
         )
-    made = {name: value for name, value in batch.items() if name not in known} | dict(extra)
+    arguments = {name: value for name, value in batch.items() if name not in known} | dict(extra)
     if "use_cache" in swapped._fused_arguments:  # some models pass it on without naming it
-        made.setdefault("use_cache", False)
-    return made
+        arguments.setdefault("use_cache", False)
+    return arguments
 
 
 def fused_forward(model: nn.Module, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], *, entropy: bool) -> Any:

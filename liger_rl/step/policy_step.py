@@ -76,14 +76,11 @@ def policy_step(
     group: Any = None,
     **extra_inputs: Any,
 ) -> PolicyStep:
-    """The policy loss of one (micro-)batch, from token ids, for one backward.
+    """The policy loss of one batch, from token ids, for one backward: `policy_steps` with one micro-batch.
 
-    Only positions that predict a completion token are projected on the vocabulary. The model does not run padding,
-    tokens after the last completion token of a causal model, sequences without a completion token, and sequences
-    without a gradient. `policy_steps` makes micro-batches, too, and explains the keywords.
-
-    With a support, log-probabilities and entropies are over the listed ids alone. The metric `missing_target` is the
-    share of completion tokens whose id was not listed. `Support.take` gives a micro-batch its rows.
+    Only positions that predict a completion token are projected on the vocabulary. With a support, log-probabilities
+    and entropies are over the listed ids alone, and the metric `missing_target` is the share of completion tokens whose
+    id was not listed.
 
     Args:
         model: a HuggingFace causal LM or a `peft.PeftModel` of one, whose head is swapped at the first call
@@ -96,7 +93,7 @@ def policy_step(
             Optional, as in `PolicyBatch`: old_per_token_logps, ref_per_token_logps, sampling_per_token_logps (B, T),
                 importance_ratio (B,) or (B, T), num_items_in_batch, num_sequences; segments for a packed row, B = 1.
             support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
-                which it was drawn.
+                which it was drawn. `Support.take` gives a micro-batch its rows.
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
         loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
         trim, packing, idle, group: as in `policy_steps`.
@@ -132,37 +129,26 @@ def policy_steps(
 
     Sequences are sorted by length into micro-batches, the longest first. Every divisor is the whole batch's, so losses,
     gradients and merged metrics add up to those of the padded batch, to rounding. Call backward on each step before you
-    take the next one. The model does not run:
+    take the next one.
 
-    - Padding and tokens after the last completion token. Padding on the left stays if the tokens' positions would
-      change: the batch has no position_ids, and the model is not known to use columns, or only their differences, as
-      positions. The model gets no attention mask if positions say as much, so that causal kernels run. A dropout draws
-      other numbers.
-    - Sequences without a completion token.
-    - Sequences without a gradient: all advantages are 0, and neither a KL penalty, an entropy bonus nor the objective
-      gives them one. If a metric reads their log-probabilities, they run without a graph, before the first step.
+    The model does not run padding, tokens after the last completion token, sequences without a completion token, and
+    sequences without a gradient: all advantages are 0, and neither a penalty, an entropy bonus nor the objective gives
+    them one. docs/transformers.md lists the models and batches that need more of a batch.
 
-    A batch stays as it is, in one micro-batch, with inputs whose tokens are unknown (images, token_type_ids, a 4-D
-    mask, a cache), with `segments`, with a loss of `fixed_shape`, with tokens that an adapter puts before each row, and
-    with a rotary embedding that depends on the longest row. With a mixture of experts' router loss, which is a mean
-    over all tokens, padding leaves, but every sequence runs in one micro-batch.
-
-    With several ranks (DDP, FSDP2, DTensors) each rank makes as many forwards and backwards as the others. A rank with
-    fewer micro-batches runs its shortest sequence with a loss of 0. DDP reduces gradients in the last backward alone.
-    FSDP2's `model.set_requires_gradient_sync` works as always. The host waits for the device once for the sequences'
-    ends, once more for the ranks' numbers of micro-batches, and in each micro-batch's head.
+    All ranks (DDP, FSDP2, DTensors) make the same number of forwards and backwards: a rank with fewer micro-batches
+    runs its shortest sequence with a loss of 0. DDP reduces gradients in the last backward alone. The host waits for
+    the device once for the sequences' ends, once for the ranks' numbers of micro-batches, and in each head.
 
     Args:
         model, batch, loss, extra_inputs: as in `policy_step`.
         max_tokens: the most tokens that the model runs at once, padding included; None is one micro-batch.
         trim: whether padding leaves.
-        packing: whether sequences are put into one row, told apart by position_ids that begin at 0 in each sequence.
-            None does so if the model's attention is "flash_attention_2", "_3", "_4" or one of the hub's "flash-attn"
-            kernels. True does so with "flex_attention", "sdpa" and "eager", too; the time and memory of the last two
-            then grow with the square of the row. A model's first call tries out, on 32 tokens, that its attention keeps
-            sequences apart.
-        idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph. "skip": as
-            "forward" if a metric needs them, else not at all, and their log-probabilities are NaN.
+        packing: whether sequences are put into one row, told apart by position_ids. None does so with flash attention;
+            True also with "flex_attention", "sdpa" and "eager". A model's first call tries out, on 32 tokens, that its
+            attention keeps sequences apart.
+        idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, before the
+            first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
+            NaN.
         group: process group whose ranks run the model together. None finds the group of DDP, FSDP2 and tensor
             parallelism. Other wrappers (DeepSpeed) need it.
 
@@ -170,9 +156,8 @@ def policy_steps(
         An iterator over the micro-batches' `PolicyStep`, of known length, with `total` after the last.
 
     Raises:
-        TypeError, ValueError: before the model runs: as `policy_step`; max_tokens below the longest sequence;
-            max_tokens below the batch if the loss's sequences depend on each other (Clip-Cov, KL-Cov, a
-            `TopEntropyMask`), with a router loss, or if the batch must stay as it is.
+        TypeError, ValueError: before the model runs: as `policy_step`; max_tokens below the longest sequence, or below
+            the batch if it cannot be split.
     """
     options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing, idle=idle)
     return PolicySteps(_Job.of(model, batch, loss, extra_inputs, options, group))
@@ -199,8 +184,8 @@ class PolicySteps(Iterator[PolicyStep]):
         step = self._job.step(self._taken)
         self._taken += 1
         # Detached: the graph would keep memory that a backward does not free.
-        seen = step._replace(loss=step.loss.detach())
-        self._total = seen if self._total is None else _merged(self._total, seen)
+        detached = step._replace(loss=step.loss.detach())
+        self._total = detached if self._total is None else _merged(self._total, detached)
         return step
 
     @property
@@ -307,9 +292,9 @@ class _Job:
         steps, forwards = agreed(plan, groups, ids.device)
         if aligned is not None and plan.left_out:
             # An earlier step may have given NaN for rows that do not run.
-            gone = _rows_mask(plan.left_out, ids)
+            left_out = _rows_mask(plan.left_out, ids)
             logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
-            filled = {name: column.masked_fill(gone, 0.0) for name, column in logps.items() if column is not None}
+            filled = {name: column.masked_fill(left_out, 0.0) for name, column in logps.items() if column is not None}
             aligned = replace(aligned, **filled)
         return cls(
             model=model, swapped=swapped, loss=loss, ids=ids, mask=mask, inputs=inputs, aligned=aligned, body=body,
@@ -330,18 +315,15 @@ class _Job:
             outputs = self._run_all(idle, self.forwards if number == 0 else 0)
         wrapper = data_parallel(self.model) if number < self.steps - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():
-            if number >= len(self.plan.parts):
+            if number >= len(self.plan.live):
                 return self._step_of_nothing(self._run(self.plan.carrier))
-            micro, rows = self.plan.parts[number]
-            return self._step_of(rows, [micro, *idle], [self._run(micro), *outputs], left_out)
+            micro = self.plan.live[number]
+            return self._step_of([micro, *idle], [self._run(micro), *outputs], left_out)
 
     def logps(self) -> Tensor:
         """(B, T)"""
-        micros = [part.micro for part in self.plan.parts]
-        outputs = self._run_all(micros, self.steps)
-        return _gathered(
-            [output.logps for output in outputs], placed(micros, self.ids.shape, self.ids.device), self.ids.shape
-        )
+        logps = [output.logps for output in self._run_all(self.plan.live, self.steps)]
+        return _gathered(logps, placed(self.plan.live, self.ids.shape, self.ids.device), self.ids.shape)
 
     def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
         """Runs `number` micro-batches, because other ranks do, and returns the outputs of `micros`."""
@@ -369,15 +351,16 @@ class _Job:
 
         return _Output(flat(output.per_token_logps), flat(output.entropy), flat(output.missing_target), output.aux_loss)
 
-    def _step_of(
-        self, rows: tuple[int, ...], micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]
-    ) -> PolicyStep:
-        shape, device = self.ids.shape, self.ids.device
+    def _step_of(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
+        """The loss of the rows of the first micro-batch."""
+        shape, device, rows = self.ids.shape, self.ids.device, micros[0].rows
         source, prepared, mask, index = placed(micros, shape, device), self.prepared, self.mask, None
         if len(rows) < shape[0]:
             assert source is not None
             index = torch.tensor(rows).to(device, non_blocking=True)
-            source, mask, prepared = source[index], mask[index], _of_rows(prepared, index)
+            positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
+            source, mask = source[index], mask[index]
+            prepared = prepared.take(positions, metrics=prepared.metrics)
 
         def column(name: str) -> Any:
             values = [getattr(output, name) for output in outputs]
@@ -397,10 +380,10 @@ class _Job:
             metrics["missing_target"] = Metric(missing.sum().float(), count=mask.sum())
         if outputs[0].aux_loss is not None:
             total = total + router_loss(self.swapped, outputs[0].aux_loss).to(total.device)
-        seen = whole(logps)
+        values = whole(logps)
         if left_out:
-            seen = seen.masked_fill(_rows_mask(left_out, self.ids) & self.mask, math.nan)
-        return PolicyStep(total, metrics, seen, None if entropy is None else whole(entropy))
+            values = values.masked_fill(_rows_mask(left_out, self.ids) & self.mask, math.nan)
+        return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy))
 
     def _step_of_nothing(self, output: _Output) -> PolicyStep:
         """A loss of 0 whose graph goes through the whole model."""
@@ -448,16 +431,6 @@ def _gathered(values: list[Tensor], source: Tensor | None, shape: torch.Size) ->
     if source is None:
         return values[0].view(shape)
     return torch.cat([*values, values[0].new_zeros(1)])[source]
-
-
-def _of_rows(prepared: PreparedLoss, rows: Tensor) -> PreparedLoss:
-    """The loss of the sequences in (b,) rows of a (B, T) batch, with its metrics. Such parts add up to the whole."""
-    batch, weights = prepared.batch, prepared.weights
-    width = batch.mask.shape[1]
-    positions = rows[:, None] * width + torch.arange(width, device=rows.device)
-    if weights is not None:
-        weights = weights.expand(batch.mask.shape).reshape(-1)[positions]
-    return PreparedLoss(prepared.terms, batch.take(positions, sequences=False), weights, batch.mask.sum())
 
 
 def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:

@@ -15,7 +15,7 @@ def agreed(plan: Plan | None, groups: list[Any], device: torch.device) -> tuple[
 
     None is the plan of a rank that has refused its batch. Every other rank then raises ValueError.
     """
-    counts = [0, 0, 1] if plan is None else [len(plan.parts), len(plan.idle), 0]
+    counts = [0, 0, 1] if plan is None else [len(plan.live), len(plan.idle), 0]
     if groups:
         most = torch.tensor(counts, device=device)
         for group in groups:

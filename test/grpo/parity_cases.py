@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from liger_rl import OffPolicySequenceMask, PolicyBatch, TopEntropyMask, ppo_loss_fn
-from liger_rl.losses.presets import build_preset
+from liger_rl.losses.presets import build_loss
 
 LENGTHS = torch.tensor([9, 4, 7, 1, 9, 5, 0, 8, 6, 2, 9, 3])  # one token, and none
 BATCH, LENGTH = len(LENGTHS), 9
@@ -123,10 +123,9 @@ def gradients(loss, *inputs):
 
 def ours(case, data, *, items=ITEMS, sampler_correction=None, scale=1.0):
     """-> loss, gradients with respect to log-probabilities and entropies, metrics."""
-    parts = build_preset(
-        case.loss_type, **case.options, beta=case.beta, importance_weighted=case.kl == "importance_weighted",
-        entropy_coef=ENTROPY_COEF if case.entropy_bonus else 0.0,
-    )  # fmt: skip
+    penalties = {"beta": case.beta, "importance_weighted": case.kl == "importance_weighted"}
+    penalties["entropy_coef"] = ENTROPY_COEF if case.entropy_bonus else 0.0
+    parts = build_loss(case.loss_type, case.options | penalties)
     corrections = [OffPolicySequenceMask(threshold=THRESHOLD)] if case.off_policy != "none" else []
     corrections += [TopEntropyMask(top_entropy_quantile=QUANTILE)] if case.top_entropy else []
     batch = PolicyBatch(

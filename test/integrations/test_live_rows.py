@@ -592,8 +592,8 @@ def test_other_bad_options():
     model, batch, loss = build("Llama", num_hidden_layers=1), make_batch(), FusedLinearGRPOLoss("grpo")
     for options, message in (
         ({"idle": "run"}, r"idle must be one of \['skip', 'forward', 'backward'\], got 'run'"),
-        ({"trim": 1}, "trim must be a bool"),
-        ({"packing": "yes"}, "packing must be a bool"),
+        ({"trim": 1}, "trim must be of type bool"),
+        ({"packing": "yes"}, "packing must be of type bool"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             policy_step(model, batch, loss, **options)

@@ -37,7 +37,7 @@ OBJECTIVES = [
     PPOClip(dual_clip=1.7),
     PPOClip(epsilon_high=0.28, delta=2.0, dual_clip=3.0),
     CISPO(),
-    CISPO(epsilon_high=2.0),
+    CISPO(ratio_min=0.8, epsilon_high=1.2),
     Reinforce(),
     SAPO(sapo_temperature_pos=0.9),
     DPPO(),
@@ -75,9 +75,9 @@ def by_formula(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor, dt
 
 def by_kernel(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor):
     """-> PolicyLoss and the gradient."""
-    found = fused.evaluate_with_slopes(prepare(terms, columns, logps.shape), logps)
-    assert found is not None
-    return found
+    prepared = prepare(terms, columns, logps.shape)
+    assert fused.kernel_for(prepared, logps, sums=True) is fused_triton
+    return fused.with_gradients(prepared, logps, None)[:2]
 
 
 def some_tokens(shape: tuple[int, ...], *, importance: bool = True, old: bool = True):
@@ -155,7 +155,7 @@ def test_what_is_not_finite(objective, kl):
         prepared = prepare(terms, given, logps.shape)
         losses = prepared.per_token(logps).loss
         assert losses.isnan().any()
-        found = fused_triton.launch_per_token(prepared._replace(weights=None), logps, "active").losses
+        found = fused_triton.launch(prepared._replace(weights=None), logps, outputs=("losses",)).losses
         torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6, equal_nan=True)
         # A sum is of the same numbers: one that is not finite hides the others, so these are of one token.
         for token in range(0, len(rows), 31):
@@ -172,6 +172,7 @@ def test_what_is_not_finite(objective, kl):
         PPOClip(epsilon_low=0.0, epsilon_high=0.0, delta=1.0),
         PPOClip(epsilon_low=0.0, epsilon_high=0.0, delta=0.9),
         CISPO(epsilon_high=1.0),
+        CISPO(ratio_min=1.0, epsilon_high=1.0),
         DPPO(divergence_low=0.0, divergence_high=0.0, ratio_cap=1.0),
     ],
     ids=str,
@@ -208,7 +209,7 @@ def test_some_tokens_of_a_batch(packed):
     terms = replace(BASE, reduction=TokenMean() if packed else SequenceMean(), kl=PENALTIES[-1])
     prepared, (_, whole) = prepare(terms, columns, logps.shape), by_kernel(terms, columns, logps)
     for positions in (slice(3, 1500), slice(1500, tokens), torch.randperm(tokens, device=DEVICE)[5:1400]):
-        part = fused.slopes(prepared, positions, logps.flatten()[positions])
+        part, _ = fused.gradients_at(prepared, positions, logps.flatten()[positions], None)
         assert torch.equal(part, whole.flatten()[positions])
         assert part.any()
 
@@ -234,7 +235,8 @@ def test_the_samplers_ratio(level):
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(slopes, grad, rtol=1e-5, atol=1e-7)
     positions = torch.randperm(150, device=DEVICE)[:70]
-    some = fused.slopes(prepare(terms, columns, logps.shape), positions, logps.flatten()[positions])
+    prepared = prepare(terms, columns, logps.shape)
+    some, _ = fused.gradients_at(prepared, positions, logps.flatten()[positions], None)
     assert torch.equal(some, slopes.flatten()[positions])
 
 
@@ -275,9 +277,9 @@ def whole_step(loss: FusedLinearGRPOLoss):
 def test_the_head_uses_it(options, launches, beta, monkeypatch):
     loss, launch, seen = FusedLinearGRPOLoss("dapo", beta=beta, **options), fused_triton.launch, []
 
-    def counted(*args, **wanted):
-        seen.append(" and ".join(name for name, value in wanted.items() if value))
-        return launch(*args, **wanted)
+    def counted(*args, outputs, **options):
+        seen.append(" and ".join(sorted(outputs)))
+        return launch(*args, outputs=outputs, **options)
 
     monkeypatch.setattr(fused_triton, "launch", counted)
     found = whole_step(loss)
@@ -310,7 +312,6 @@ OTHERS = {
     "vespo": {"objective": VESPO()},
     "dppo kl": {"objective": DPPOKL()},
     "dro": {"objective": DRO(dro_beta=0.1)},
-    "cispo with two bounds": {"objective": CISPO(ratio_min=0.8, epsilon_high=1.2)},
     "penalty": {"kl": OwnPenalty(beta=0.1)},
     "correction": {"corrections": (OffPolicySequenceMask(threshold=0.5),)},
     "bonus": {"entropy_bonus": EntropyBonus(entropy_coef=0.1)},
@@ -334,9 +335,9 @@ def test_others_run_their_formulas(name, monkeypatch):
     dtype = torch.float64 if name == "float64" else torch.float32
     logps, entropy = logps.to(dtype), torch.rand_like(logps) if terms.needs_entropy else None
     prepared = prepare(terms, columns, logps.shape, dtype)
-    assert fused.evaluate_with_slopes(prepared, logps) is None
+    assert fused.kernel_for(prepared, logps, sums=True) is None
     if name != "metrics":  # which the slopes of some tokens do not need
-        assert fused.slopes(prepared, slice(0, 3), logps.flatten()[:3]) is None
+        assert fused.kernel_for(prepared, logps.flatten()[:3], sums=False) is None
     leaves = [logps.clone().requires_grad_() for _ in range(2)]
     found, expected = fused.evaluate(prepared, leaves[0], entropy), prepared.evaluate(leaves[1], entropy)
     assert torch.equal(found.loss, expected.loss)

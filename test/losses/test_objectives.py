@@ -39,7 +39,7 @@ from liger_rl import (
     ppo_loss_fn,
 )
 from liger_rl.losses.loss import PolicyTerms
-from liger_rl.losses.presets import build_preset
+from liger_rl.losses.presets import build_loss
 
 
 class Columns(NamedTuple):
@@ -509,7 +509,7 @@ def test_combinations_without_a_meaning(reason, given, options):
 @pytest.mark.parametrize("loss_type", [name for name, preset in PRESETS.items() if preset.objective is not PPOClip])
 def test_a_ratio_per_sequence_where_there_is_none(loss_type):
     with pytest.raises(ValueError, match=r"importance_sampling_level.*ratio per sequence has a meaning"):
-        build_preset(loss_type, importance_sampling_level="sequence")
+        build_loss(loss_type, {"importance_sampling_level": "sequence"})
 
 
 # --- properties of all presets ----------------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=N
 
 
 def preset_of(name, **options):
-    return build_preset(name, **OPTIONS.get(name, {}), **options)
+    return build_loss(name, OPTIONS.get(name, {}) | options)
 
 
 @pytest.mark.parametrize("name", PRESETS)

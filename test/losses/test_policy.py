@@ -1,6 +1,8 @@
 """ppo_loss_fn against plain loops in float64: presets, columns, layouts, parts of one's own, bad input."""
 
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from liger_rl import (
     PRESETS,
     EntropyBonus,
     FixedLengthMean,
+    FusedLinearGRPOLoss,
     GlobalTokenMean,
     KLPenalty,
     OffPolicySequenceMask,
@@ -20,9 +23,11 @@ from liger_rl import (
     TokenLoss,
     TokenMean,
     TopEntropyMask,
+    grpo_loss_from_logits,
+    linear_logprobs,
     ppo_loss_fn,
 )
-from liger_rl.losses.presets import build_preset
+from liger_rl.losses.presets import build_loss
 
 LENGTHS = [6, 1, 4, 0, 5]  # one full sequence, one fully masked
 OTHERS = ("old_per_token_logps", "ref_per_token_logps", "importance_ratio")
@@ -93,8 +98,8 @@ PRESET_CASES = [
 @pytest.mark.parametrize(("name", "options", "count", "told"), PRESET_CASES)
 def test_presets(name, options, count, told):
     logps, parts = columns(20, 6, noise=0.4, seed=1)
-    objective, reduction, kl, _ = build_preset(name, **options)
-    found = solve(logps, {**parts, "num_items_in_batch": count}, objective, reduction, kl=kl)
+    terms = build_loss(name, options)
+    found = solve(logps, {**parts, "num_items_in_batch": count}, terms.objective, terms.reduction, kl=terms.kl)
     assert_equal(found.loss, oracle(logps, parts, name, **told), logps)
     expected = oracles.policy_metrics(
         logps, parts["advantages"], parts["completion_mask"], old=parts["old_per_token_logps"],
@@ -347,6 +352,53 @@ def test_what_is_of_another_kind_is_named(name, error, value):
         ppo_loss_fn(**arguments | {name.split("\\")[0]: value})
 
 
+@pytest.mark.parametrize("shape", [(), (5, 1), (1, 6)])
+def test_an_objective_has_one_loss_for_each_token(shape):
+    """A mean or a sum over a sequence would be broadcast, and weighed once for each token."""
+    logps, parts = columns()
+
+    def objective(logps, batch):
+        return TokenLoss(-(logps * batch.advantages).sum_to_size(shape) if shape else -logps.mean())
+
+    message = re.escape(f"the loss of objective must be (5, 6), one for each token, got {shape}")
+    with pytest.raises(ValueError, match=message):
+        solve(logps, parts, objective)
+    hidden, weight = torch.randn(5, 6, 8, requires_grad=True), torch.randn(33, 8)
+    loss_fn = FusedLinearGRPOLoss(objective, reduction=TokenMean())
+    with pytest.raises(ValueError, match=message):
+        loss_fn(hidden, weight, torch.randint(33, (5, 6)), torch.ones(5))
+
+
+def test_a_reference_that_nothing_reads_warns():
+    logps, parts = columns()
+    hidden, weight = torch.randn(5, 6, 8), torch.randn(33, 8)
+    ids, ref = torch.randint(33, (5, 6)), parts["ref_per_token_logps"].float()
+    with pytest.warns(UserWarning, match="beta is 0"):
+        solve(logps, parts)
+    with pytest.warns(UserWarning, match="beta is 0") as warned:
+        FusedLinearGRPOLoss("dapo")(hidden, weight, ids, torch.ones(5), ref_per_token_logps=ref)
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solve(logps, parts, kl=KLPenalty(beta=0.1))
+        solve(logps, parts, lambda logps, batch: TokenLoss(batch.ref_per_token_logps - logps))
+        FusedLinearGRPOLoss("dapo")(hidden, weight, ids, torch.ones(5))
+
+
+def test_an_option_of_no_part_is_named_with_all_that_there_are():
+    for loss_type, reduction in (("dapo", None), (lambda logps, batch: TokenLoss(-logps), TokenMean())):
+        with pytest.raises(ValueError, match=r"no option temprature \(did you mean temperature\?\)") as error:
+            FusedLinearGRPOLoss(loss_type, reduction=reduction, temprature=0.7)
+        own = ("temperature", "softcap", "scale", "grad_tolerance", "passes", "metrics", "chunk_tokens", "corrections")
+        for known in (*own, "beta", "entropy_coef", *(("epsilon_low", "world_size") if reduction is None else ())):
+            assert re.search(rf"\b{known}\b", str(error.value).partition(". It has")[2]), known
+    with pytest.raises(ValueError, match=r"temprature \(did you mean temperature\?\).*clip_indicator"):
+        grpo_loss_from_logits(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), torch.ones(1), temprature=0.7)
+    for name in ("temperature", "softcap", "scale"):
+        with pytest.raises(TypeError, match=rf"'{name}'; write transform=LogitTransform\({name}=0.7\)"):
+            linear_logprobs(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2).long(), **{name: 0.7})
+
+
 def test_a_sampler_correction_per_sequence_needs_sequences_before_anything_is_computed():
     parts = {name: torch.zeros(7) for name in ("advantages", "old_per_token_logps", "sampling_per_token_logps")}
     logps = torch.zeros(7, requires_grad=True)
@@ -360,16 +412,18 @@ def test_a_sampler_correction_per_sequence_needs_sequences_before_anything_is_co
 
 
 def test_unknown_and_missing_names_are_named():
-    for unknown in ("ppo2", ["grpo"], PPOClip):
-        with pytest.raises(ValueError, match="loss_type") as error:
-            build_preset(unknown)
+    for unknown in (["grpo"], PPOClip):
+        with pytest.raises(TypeError, match="loss_type"):
+            build_loss(unknown, {})
+    with pytest.raises(ValueError, match="loss_type") as error:
+        build_loss("ppo2", {})
     assert all(name in str(error.value) for name in PRESETS)
     with pytest.raises(ValueError, match="epsilon_hihg") as error:
-        build_preset("dapo", epsilon_hihg=0.3)
+        build_loss("dapo", {"epsilon_hihg": 0.3})
     for known in ("epsilon_low", "epsilon_high", "delta", "importance_sampling_level", "world_size", "beta"):
         assert known in str(error.value)
     with pytest.raises(ValueError, match="max_completion_length"):
-        build_preset("grpo", max_completion_length=8)  # an option of another preset's reduction
+        build_loss("grpo", {"max_completion_length": 8})  # an option of another preset's reduction
     for name, option in (("dr_grpo", "max_completion_length"), ("dro", "dro_beta")):
         with pytest.raises(ValueError, match=option):  # no default
-            build_preset(name)
+            build_loss(name, {})
