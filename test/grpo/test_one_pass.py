@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import oracles
 from devices import skip_without_interpreter
 from head_calls import Products, run_triton
 from host_reads import host_reads
@@ -54,7 +53,6 @@ LOSSES = [  # what a token's gradient depends on, preset, options
     ("token", "dr_grpo", {"max_completion_length": 11, "beta": 0.1, "entropy_coef": -0.1, "scale": 0.5}),
     ("token", "luspo", {"softcap": 3.0, "temperature": 0.7}),
     ("sequence", "gspo", {"epsilon_low": 0.03, "epsilon_high": 0.04, "metrics": "basic"}),
-    ("sequence", "vespo", {}),
     ("sequence", "gmpo", {"entropy_coef": 0.02}),
     ("sequence", "grpo", {"mean_advantages": True}),
     ("sequence", "grpo", {"corrections": (OffPolicySequenceMask(threshold=0.05),)}),
@@ -83,17 +81,7 @@ def test_losses_in_chunks(depends_on, preset, options, chunk_tokens, device):
         assert went == (n, 1 if chunk_tokens is None else math.ceil(n / min(chunk_tokens, n)))
     else:
         assert went.chunks > 1 if chunk_tokens is not None else went.chunks == 1
-    if preset != "vespo":
-        assert_same(found, expected)
-        return
-    # It takes the exponential of a sequence's sum of log-ratios: the errors of as many log-probabilities add up, and
-    # each may be twice that of eager PyTorch.
-    head = data.head
-    given = head.hidden, head.weight, head.targets, head.bias
-    one_logp = 2 * oracles.max_error(oracles.eager_logprobs(*given)[0], oracles.logprobs(*given)[0])
-    assert 1e-7 < one_logp < 2e-6
-    tolerance = head.targets.shape[1] * one_logp
-    assert_same(found, expected, tolerance, loss_tolerance=tolerance)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -193,14 +181,6 @@ def test_bfloat16_error(options, chunk_tokens, chunks, device):
         assert error(found.grads[name], expected.grads[name]) < 3e-3
 
 
-def test_autocast(device):
-    data = batch(device=device)
-    with torch.autocast(device.type, BF16):
-        found, expected = both("grpo", {"beta": 0.1}, data, chunk_tokens=20)
-    assert_same(found, expected, 3e-3)
-    assert found.grads["weight"].dtype == F32
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("preset", "options"), [KL, ENTROPY])
 @pytest.mark.parametrize("chunk_tokens", [None, 6])  # 6 of 10: two chunks, one of them ends within a sequence
@@ -249,7 +229,10 @@ def test_the_gradient_of_one_improbable_target():
 
 @pytest.mark.parametrize("factor", [65536.0, 0.25, 1 / 3, 0.0])
 def test_the_loss_may_be_scaled(factor, device):
-    """By GradScaler, by the number of micro-batches, by hand, by a gradient: the gradients of two passes."""
+    """By GradScaler, by the number of micro-batches, by hand, by a gradient: the gradients of two passes.
+
+    In bfloat16 a power of two changes no digit, any other factor costs one more rounding.
+    """
     data = batch(device=device)
     found, expected = both("dapo", {"beta": 0.1}, data, factor=factor)
     assert_same(found, expected)
@@ -257,17 +240,12 @@ def test_the_loss_may_be_scaled(factor, device):
     loss_of(one("dapo", beta=0.1), leaves, data).loss.backward(gradient=torch.tensor(factor, device=device))
     for name, grad in leaves.grads().items():
         assert error(grad, expected.grads[name]) < 1e-6
-
-
-@pytest.mark.parametrize("factor", [65536.0, 1 / 3])
-def test_a_scaled_loss_in_bfloat16(factor, device):
-    """A power of two changes no digit, any other factor costs one more rounding."""
     data, module = wide_batch(device=device), one("dapo", beta=0.1)
-    found, plain = step(module, data, factor=factor).grads, step(module, data).grads
-    exact = truth(data, "dapo", beta=0.1).grads
+    found, plain, exact = step(module, data, factor=factor), step(module, data), truth(data, "dapo", beta=0.1)
     for name in ("hidden", "weight"):
-        assert error(found[name], factor * exact[name]) < 3e-3
-        assert torch.equal(found[name].double(), factor * plain[name].double()) == (factor == 65536.0)
+        assert error(found.grads[name], factor * exact.grads[name]) < 3e-3
+        same = torch.equal(found.grads[name].double(), factor * plain.grads[name].double())
+        assert same == (factor != 1 / 3)
 
 
 def test_second_backward_gives_the_same_gradients(device):
@@ -318,38 +296,19 @@ def test_a_backward_gives_its_gradients_away():
     assert (VOCAB, HIDDEN) not in {shape for shape, _ in backward.made}
 
 
-def test_gradients_accumulate(device):
-    data = batch(device=device)
-    leaves, once = data.head.leaves(), step(one(), data).grads
-    for _ in range(2):
-        loss_of(one(), leaves, data).loss.backward()
-    for name, grad in leaves.grads().items():
-        torch.testing.assert_close(grad, 2 * once[name])
-
-
-def test_inputs_are_left_alone(device):
-    data = batch(device=device)
-    given = [*data.head[:4], *data.columns.values()]
-    before = [t.clone() for t in given]
-    step(one(), data)
-    assert all(torch.equal(mine, other) for mine, other in zip(given, before, strict=True))
-
-
 # --- what costs nothing -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "weight"), ("weight", "bias")])
-def test_frozen_inputs_get_none_and_cost_no_product(frozen):
+@pytest.mark.parametrize("frozen", [(), ("hidden",), ("hidden", "weight")])
+def test_tokens_that_are_cut_cost_no_second_product(frozen):
     data = batch()
-    assert_same(*both("grpo", EVERY_TOKEN, data, chunk_tokens=20, frozen=frozen))
     head, mask, advantages = data.head, data.columns["mask"], data.columns["advantages"][:, None]
     with Products() as products:
         step(one(chunk_tokens=20, **EVERY_TOKEN), data, frozen=frozen)
     logps = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, mask=mask).logps
     ratio = (logps - data.columns["old_per_token_logps"]).exp()
     cut = ((ratio < 0.8) & (advantages < 0)) | ((ratio > 1.2) & (advantages > 0)) | (advantages == 0)
-    wanted = ("hidden" not in frozen) + ("weight" not in frozen)
-    assert products.flops == 2 * HIDDEN * VOCAB * int(mask.sum() + wanted * (mask & ~cut).sum())
+    assert products.flops == 2 * HIDDEN * VOCAB * int(mask.sum() + (2 - len(frozen)) * (mask & ~cut).sum())
 
 
 @pytest.mark.parametrize(("advantages", "picks"), [("all", 0), ("some", 3)])
@@ -362,16 +321,6 @@ def test_rows_are_picked_once_a_chunk_and_only_where_that_pays(advantages, picks
     with host_reads(torch.device("cpu")) as reads:
         step(one(chunk_tokens=18, **EVERY_TOKEN), data)
     assert len(reads.names) == 1 + picks, reads.names
-
-
-@pytest.mark.parametrize("gradients", ["none wanted", "switched off"])
-def test_no_gradient_asked_for_runs_the_forward_alone(gradients):
-    data = batch()
-    frozen = ("hidden", "weight", "bias") if gradients == "none wanted" else ()
-    with Products() as products, torch.set_grad_enabled(gradients == "none wanted"):
-        loss = loss_of(one(**EVERY_TOKEN), data.head.leaves(frozen), data).loss
-    assert products.flops == 2 * int(data.columns["mask"].sum()) * HIDDEN * VOCAB
-    assert not loss.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

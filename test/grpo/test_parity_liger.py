@@ -1,6 +1,7 @@
-"""Losses, gradients and metrics against liger-kernel's chunked GRPO loss, and the places where it is wrong."""
+"""Losses, gradients and metrics against liger-kernel's two GRPO losses, and the places where they are wrong."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from parity_cases import (
     pairwise,
 )
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMMON = {
     "kl": ["none", "plain", "importance_weighted"],
     "old": [True, False],
@@ -107,30 +109,50 @@ def their_head(leaves, ids, columns, loss_type, *, chunk_size=1, importance_weig
     return loss.detach(), torch.autograd.grad(loss, leaves), metrics
 
 
+def their_triton_head(leaves, ids, columns, loss_type, *, temperature=1.0, **options):
+    """Full logits and a hand-written backward. It reads one position more than there are ids."""
+    liger = pytest.importorskip("liger_kernel.transformers.grpo_loss", reason="its Triton loss needs Triton")
+    leaves = [leaf.detach().to(DEVICE).requires_grad_() for leaf in leaves]
+    given = {name: column.to(DEVICE) for name, column in columns.items()}
+    logits = torch.nn.functional.pad(leaves[0] @ leaves[1].mT + leaves[2], (0, 0, 0, 1))
+    loss, metrics = liger.triton_grpo_loss(
+        logits.contiguous(), given.get("old_per_token_logps"), given["ref_per_token_logps"], ids.to(DEVICE),
+        given["advantages"], given["attention_mask"].float(), temperature, options.pop("beta", 0.0),
+        options.pop("epsilon_low", 0.2), options.pop("epsilon_high", 0.2), False, loss_type, reduce=True, **options,
+    )  # fmt: skip
+    return loss.detach().cpu(), [grad.cpu() for grad in torch.autograd.grad(loss, leaves)], metrics
+
+
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}
+CHUNKED, TRITON = ("chunks of 1", "chunks of 3"), "Triton"
+HEADS = [  # preset, options, columns of the importance ratio, which of Liger's losses
+    ("dapo", {"epsilon_high": 0.28}, 0, (*CHUNKED, TRITON)),
+    ("dapo", {"beta": 0.1, "importance_weighted": True, "temperature": 0.7}, 6, CHUNKED),
+    ("dapo", {"delta": 1.3}, 0, (TRITON,)),
+    ("grpo", {"beta": 0.1, **SEQUENCE}, 0, (TRITON,)),
+    ("grpo", {"beta": 0.1, **SEQUENCE}, 1, CHUNKED),
+    ("grpo", {"beta": 0.1, "temperature": 0.7}, 0, (TRITON,)),
+    ("bnpo", {"delta": 1.5, "temperature": 1.3}, 0, (*CHUNKED, TRITON)),
+    ("bnpo", {"delta": 1.02, **SEQUENCE}, 0, (TRITON,)),
+    ("dr_grpo", {"max_completion_length": 9, "beta": 0.04}, 0, (*CHUNKED, TRITON)),
+    ("cispo", {"epsilon_high": 1.2}, 6, CHUNKED),
+    ("sapo", {"beta": 0.1}, 1, CHUNKED),
+    ("vespo", {"temperature": 0.9}, 6, CHUNKED),
+]
+
+
 @pytest.mark.parametrize(
-    ("loss_type", "options", "ratio_columns"),
-    [
-        ("dapo", {"epsilon_high": 0.28}, 0),
-        ("dapo", {"beta": 0.1, "importance_weighted": True, "temperature": 0.7}, 6),
-        ("grpo", {"beta": 0.1, "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}, 1),
-        ("bnpo", {"delta": 1.5, "temperature": 1.3}, 0),
-        ("dr_grpo", {"max_completion_length": 9, "beta": 0.04}, 0),
-        ("cispo", {"epsilon_high": 1.2}, 6),
-        ("sapo", {"beta": 0.1}, 1),
-        ("vespo", {"temperature": 0.9}, 6),
-    ],
+    ("loss_type", "options", "ratio_columns", "peer"), [(*case[:3], peer) for case in HEADS for peer in case[3]]
 )
-@pytest.mark.parametrize("chunk_size", [1, 3])
-def test_whole_head(loss_type, options, ratio_columns, chunk_size):
+def test_whole_head(loss_type, options, ratio_columns, peer):
     leaves, ids, given = head()
     if ratio_columns:
         ratio = 0.3 + 1.7 * torch.rand(5, ratio_columns)
         keep = given["attention_mask"] if ratio_columns > 1 else torch.tensor(True)
         given["importance_ratio"] = torch.where(keep, ratio, 1.0)
-    loss, grads, metrics = our_head(leaves, ids, given, loss_type, **options)
-    expected, expected_grads, expected_metrics = their_head(
-        leaves, ids, given, loss_type, chunk_size=chunk_size, **options
-    )
+    loss, grads, metrics = our_head(leaves, ids, given, loss_type, chunk_tokens=5, chunk_vocab=48, **options)
+    theirs = their_triton_head if peer == TRITON else partial(their_head, chunk_size=int(peer[-1]))
+    expected, expected_grads, expected_metrics = theirs(leaves, ids, given, loss_type, **options)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)  # advantages of either sign and size 1 cancel
     for mine, truth in zip(grads, expected_grads, strict=True):
         assert truth.any()
