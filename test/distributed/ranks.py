@@ -55,6 +55,27 @@ def message_of(call: Callable[[], Any]) -> str | None:
     return None
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+
+
+SHARDED = ("grad_weight", "grad_bias", "grad_b")
+
+
+def assert_whole(results: list[dict], expected: dict, tolerance: float = 1e-6, grad_tolerance: float = 1e-6) -> None:
+    """Results and gradients of ranks, by name, are those of whole heads: rows of a rank, or the same bits on each."""
+    assert results[0].keys() == expected.keys()
+    for name, truth in expected.items():
+        found = torch.cat([result[name] for result in results]) if name in SHARDED else results[0][name]
+        assert (found.shape, found.dtype) == (truth.shape, truth.dtype), name
+        if truth.is_floating_point():
+            assert relative_error(found, truth) <= (grad_tolerance if "grad" in name else tolerance), name
+        else:
+            assert torch.equal(found, truth), name
+        if name not in SHARDED:
+            assert all(torch.equal(result[name], found) for result in results), f"{name} differs between ranks"
+
+
 @contextmanager
 def sent() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """Name and shape of every collective that is entered meanwhile; notes that ranks compare have no shape."""

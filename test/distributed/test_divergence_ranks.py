@@ -9,8 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, ReferenceHead, VocabParallel, linear_divergence
-from ranks import message_of, sent
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    LowRank,
+    ReferenceHead,
+    VocabParallel,
+    linear_divergence,
+    topk_divergence,
+)
+from ranks import assert_whole, message_of, sent
 
 N, H, TEACHER_H, VOCAB = 29, 10, 14, 301
 # Rows of each rank's shard; the teacher's last shard may have padding.
@@ -102,24 +110,30 @@ def solve_sharded(rank, case: Case) -> dict[str, Tensor]:
     return solve(case, *shard_of(rank, case))
 
 
-SHARDED = ("grad_weight", "grad_bias", "grad_b")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_whole_heads(ranks, world, case):
-    results = ranks.run(solve_sharded, case, **world)
-    expected = solve(case, parts_of(case, world["device"]))
-    tolerance = 1e-5 if case.dtype == torch.float32 else 4e-3
-    for name, truth in expected.items():
-        found = torch.cat([r[name] for r in results]) if name in SHARDED else results[0][name]
-        assert found.shape == truth.shape
-        assert found.dtype == truth.dtype
-        error = (found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30)
-        assert error <= (tolerance if "grad" in name else 1e-5), (name, error)
-        assert truth.any() or case.masked == "all", name
-        if name not in SHARDED:
-            assert all(torch.equal(result[name], found) for result in results), f"{name} differs between ranks"
+    results, expected = ranks.run(solve_sharded, case, **world), solve(case, parts_of(case, world["device"]))
+    assert_whole(results, expected, 1e-5, 1e-5 if case.dtype == torch.float32 else 4e-3)
+    assert all(truth.any() or case.masked == "all" for truth in expected.values())
     assert ("grad_weight" in expected) == (case.frozen != "weight")
+
+
+def distilled(rank):
+    """From a teacher's lists."""
+    parts, place = parts_of(Case()), None
+    ids, teacher = torch.randint(VOCAB, (N, 7)), torch.randn(N, 7).log_softmax(-1)
+    if rank is not None:
+        parts, place = shard_of(rank, Case())
+    hidden = parts["hidden"].requires_grad_()
+    found = topk_divergence(
+        hidden, parts["weight"], ids, teacher, tail="none", bias=parts["bias"], vocab_parallel=place
+    ).divergence
+    return {"divergence": found.detach(), "grad_hidden": torch.autograd.grad(found.sum(), hidden)[0]}
+
+
+def test_distillation_from_lists(ranks):
+    torch.manual_seed(0)
+    assert_whole(ranks.run(distilled), distilled(None), 1e-5, 1e-5)
 
 
 def collectives(rank, case):

@@ -24,34 +24,36 @@ def solve(hidden, weight, bias, targets, upstream, **options):
     """Results, and gradients as whole tensors."""
     leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
     found = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, **options)
-    grads = torch.autograd.grad((found.logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
+    logps = found.logps if found.logps.dim() == 2 else found.logps.sum(-1) + found.lse
+    grads = torch.autograd.grad((logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
     whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
     placements = [grad.placements if isinstance(grad, DTensor) else None for grad in grads]
-    return [values.detach().cpu() for values in (found.logps, found.entropy, *whole)], placements
+    results = [part for part in (*found[:2], found.topk_ids) if part is not None]
+    return [values.detach().cpu() for values in (*results, *whole)], placements
 
 
-def supported(device="cpu"):
-    """A few ids for most tokens, and none for some."""
-    ids = torch.arange(BATCH * TIME * 3).view(BATCH, TIME, 3) * 5 % VOCAB
-    ids[:, ::3] = -1
-    return Support.from_padded(ids.to(device))
-
-
-def tensor_parallel(rank, hidden_placement, low_rank=False, support=False):
-    mesh = rank.mesh("tp")
-    hidden, weight, bias, targets, upstream = problem(rank.device)
-    if hidden_placement is not None:
-        hidden = distribute_tensor(hidden, mesh, [hidden_placement])
-    weight, bias = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias))
-    options = {"support": supported(rank.device)} if support else {}
-    if low_rank:
-        b = distribute_tensor(torch.ones(VOCAB, 2, device=rank.device), mesh, [Shard(0)])
-        a = distribute_tensor(torch.ones(2, HIDDEN, device=rank.device), mesh, [Replicate()])
+def tensor_parallel(rank, hidden_placement, feature=None):
+    """A `feature` of the call: low-rank terms, a support with a few ids for most tokens, or several targets."""
+    hidden, weight, bias, targets, upstream = problem("cpu" if rank is None else rank.device)
+    options, a, b = {}, torch.ones(2, HIDDEN).to(hidden), torch.ones(VOCAB, 2).to(hidden)
+    ids = torch.arange(BATCH * TIME * 3, device=hidden.device).view(BATCH, TIME, 3) * 5 % VOCAB
+    if rank is not None:
+        mesh = rank.mesh("tp")
+        weight, bias, b = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias, b))
+        a = distribute_tensor(a, mesh, [Replicate()])
+        if hidden_placement is not None:
+            hidden = distribute_tensor(hidden, mesh, [hidden_placement])
+    if feature == "low rank":
         options["low_rank"] = [LowRank(a=a, b=b)]
+    elif feature == "support":
+        ids[:, ::3] = -1
+        options["support"] = Support.from_padded(ids)
+    elif feature == "several targets":
+        targets, options = torch.where(targets[..., None] >= 0, ids, -100), {"lse": True, "topk": 6}
     results, placements = solve(hidden, weight, bias, targets, upstream, **options)
-    assert placements[1] == placements[2] == (Shard(0),)
-    if hidden_placement is not None:
-        assert placements[0] == (hidden_placement,)
+    if rank is not None:
+        assert placements[1] == placements[2] == (Shard(0),)
+        assert placements[0] == (None if hidden_placement is None else (hidden_placement,))
     return results
 
 
@@ -64,17 +66,15 @@ def assert_same(results, expected):
 
 @pytest.mark.parametrize("placement", [None, Replicate(), Shard(1), Shard(0)], ids=str)
 def test_a_sharded_weight_is_a_vocabulary_over_ranks(ranks, world, placement):
-    assert_same(ranks.run(tensor_parallel, placement, **world), solve(*problem())[0])
+    assert_same(ranks.run(tensor_parallel, placement, **world), tensor_parallel(None, None))
 
 
-@pytest.mark.parametrize("placement", [None, Shard(1)], ids=str)
-def test_a_support_over_a_sharded_weight(ranks, two, placement):
-    assert_same(ranks.run(tensor_parallel, placement, False, True, **two), solve(*problem(), support=supported())[0])
-
-
-def test_low_rank_terms_are_sharded_with_the_weight(ranks, two):
-    expected = solve(*problem(), low_rank=[LowRank(a=torch.ones(2, HIDDEN), b=torch.ones(VOCAB, 2))])[0]
-    assert_same(ranks.run(tensor_parallel, Shard(1), True, **two), expected)
+@pytest.mark.parametrize(
+    ("placement", "feature"),
+    [(None, "support"), (Shard(1), "support"), (Shard(1), "low rank"), (Replicate(), "several targets")],
+)
+def test_features_of_a_sharded_weight(ranks, two, placement, feature):
+    assert_same(ranks.run(tensor_parallel, placement, feature, **two), tensor_parallel(None, None, feature))
 
 
 def replicated(rank):
