@@ -62,8 +62,8 @@ def room(module: str) -> str:
     return module.split(".")[0]
 
 
-def imports(tree: ast.AST) -> set[str]:
-    """Full names of every module a tree imports, wherever in it."""
+def imports(tree: ast.AST, at_import: bool = False) -> set[str]:
+    """Full names of every module that a tree imports, wherever in it, or outside of functions."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import oracles
-from head_calls import Products
+from devices import skip_without_interpreter
+from head_calls import Products, run_triton
 from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, Support, VocabParallel, linear_logprobs
 from liger_rl.kernels.statistics import EXTRAS
@@ -200,6 +201,22 @@ def test_equals_the_whole_head(ranks, world, case):
     for name, truth in expected.items():
         if case.tokens and case.masked != "all":
             assert truth.any() or (name == "is_top1" and case.ids_below < 601) or name == "missing_target", name
+
+
+def solve_in_triton(rank, case):
+    with pytest.MonkeyPatch.context() as patch:
+        run_triton(patch, epilogue=case.dtype == torch.float16)
+        return solve_sharded(rank, case)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
+    """In the interpreter: targets of other ranks are before the part and after it, also within a kernel's last tile."""
+    skip_without_interpreter()
+    case = Case(tokens=33, dtype=dtype, softcap=softcap, shards=1, temperature=0.7)
+    expected = Problem.of(case).solve(case)
+    assert_whole(ranks.run(solve_in_triton, case), expected, 1e-5, 1e-5 if dtype == torch.float32 else 4e-3)
 
 
 def equal_logits(rank):
