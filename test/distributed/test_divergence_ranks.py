@@ -38,6 +38,8 @@ class Case:
     chunk_vocab: int | None = None
     frozen: str = ""
     dtype: torch.dtype = torch.float32
+    dtensors: str = ""  # which of student and teacher are DTensors; the rows of the other are a plain shard
+    placement: Shard | Replicate | None = None  # of hidden states that are DTensors
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -55,6 +57,11 @@ CASES = [
     Case(frozen="weight", rank=2),
     Case(kind="forward_kl", frozen="hidden"),
     Case(dtype=torch.bfloat16, kind="jsd"),
+    *(
+        Case(kind=kind, dtensors=dtensors, placement=placement)
+        for kind in ("reverse_kl", "jsd")
+        for dtensors, placement in (("both", None), ("both", Shard(0)), ("student", Replicate()))
+    ),
 ]
 
 
@@ -92,11 +99,24 @@ def solve(case: Case, parts: dict[str, Tensor], place=None) -> dict[str, Tensor]
     loss = sum((part * factor).sum() for part, factor in zip(found[:3], upstream, strict=True))
     grads = torch.autograd.grad(loss, list(leaves.values()))
     results = {name: part for name, part in found._asdict().items() if part is not None}
-    results |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    results |= {f"grad_{name}": whole(grad) for name, grad in zip(leaves, grads, strict=True)}
     return {name: part.detach().cpu() for name, part in results.items()}
 
 
-def shard_of(rank, case: Case) -> tuple[dict[str, Tensor], VocabParallel]:
+def whole(part: Tensor) -> Tensor:
+    return part.full_tensor() if isinstance(part, DTensor) else part
+
+
+def shard_of(rank, case: Case) -> tuple[dict[str, Tensor], VocabParallel | None]:
+    if case.dtensors:
+        mesh, parts = rank.mesh("tp"), parts_of(case, rank.device)
+        for name in ("weight", "bias", "teacher_weight", "teacher_bias"):
+            rows = distribute_tensor(parts[name], mesh, [Shard(0)])
+            parts[name] = rows.to_local() if "teacher" in name and case.dtensors == "student" else rows
+        if case.placement is not None:
+            hidden = ("hidden", "teacher_hidden")
+            parts |= {name: distribute_tensor(parts[name], mesh, [case.placement]) for name in hidden}
+        return parts, None
     sizes = SHARDS[rank.world][case.shards]
     start, rows = sum(sizes[: rank.index]), sizes[rank.index]
     padding = case.padding if rank.index == rank.world - 1 else 0
@@ -157,7 +177,7 @@ def test_what_a_call_sends(ranks, kind, sums):
         assert shapes[-1][0] < shapes[0][1] < N  # tokens without a gradient are not sent
 
 
-# --- DTensors ---------------------------------------------------------------------------------------------------------
+# --- shards of data parallelism ---------------------------------------------------------------------------------------
 
 
 def problem(device="cpu"):
@@ -165,37 +185,6 @@ def problem(device="cpu"):
     shapes = {"hidden": (4, 8, H), "weight": (37, H), "teacher_hidden": (4, 8, TEACHER_H)}
     shapes |= {"teacher_weight": (37, TEACHER_H)}
     return {name: torch.randn(*shape).to(device) for name, shape in shapes.items()}
-
-
-def solve_whole(parts, kind):
-    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    ids = torch.arange(32).view(4, 8).to(parts["hidden"].device) % 37
-    found = linear_divergence(*parts.values(), kind=kind, targets=ids)
-    loss = found.divergence.square().sum() + found.logps.square().sum()
-    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(loss, leaves)]
-    return [part.detach().cpu() for part in (found.divergence, found.logps, found.teacher_logps, *grads)]
-
-
-def tensor_parallel(rank, placement, teacher_rows, kind):
-    mesh, parts = rank.mesh("tp"), problem(rank.device)
-    parts["weight"] = distribute_tensor(parts["weight"], mesh, [Shard(0)])
-    whole = distribute_tensor(parts["teacher_weight"], mesh, [Shard(0)])
-    parts["teacher_weight"] = whole if teacher_rows == "DTensor" else whole.to_local()
-    if placement is not None:
-        for name in ("hidden", "teacher_hidden"):
-            parts[name] = distribute_tensor(parts[name], mesh, [placement])
-    return solve_whole(parts, kind)
-
-
-@pytest.mark.parametrize(
-    ("placement", "teacher_rows"), [(None, "DTensor"), (Shard(1), "DTensor"), (Replicate(), "tensor")], ids=str
-)
-@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
-def test_dtensors(ranks, two, placement, teacher_rows, kind):
-    expected = solve_whole(problem(), kind)
-    for result in ranks.run(tensor_parallel, placement, teacher_rows, kind, **two):
-        for found, truth in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())
 
 
 def fully_sharded(rank):
@@ -266,28 +255,18 @@ def solve_loss(rank, sharded="rows", passes="auto"):
     loss_fn = FusedLinearGRPOLoss("grpo", beta=0.2, kl_estimator="exact", entropy_coef=0.01, passes=passes)
     reference = ReferenceHead(hidden=parts["teacher_hidden"], weight=parts["teacher_weight"])
     loss, metrics = loss_fn(*leaves, ids, advantages, reference=reference, vocab_parallel=place)
-    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(loss, leaves)]
-    return loss.detach(), metrics["kl_ref"].value, *grads
+    grads = zip(("grad_hidden", "grad_weight"), torch.autograd.grad(loss, leaves), strict=True)
+    return {"loss": loss.detach(), "kl": metrics["kl_ref"].value} | {name: whole(grad) for name, grad in grads}
 
 
-@pytest.mark.parametrize("sharded", ["rows", "DTensor"])
-def test_the_policy_loss(ranks, sharded):
-    loss, kl, grad_hidden, grad_weight = solve_loss(None)
-    results = ranks.run(solve_loss, sharded)
-    for result in results:
-        for found, truth in zip(result, (loss, kl, grad_hidden), strict=False):
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
-    found = torch.cat([result[3] for result in results]) if sharded == "rows" else results[0][3]
-    torch.testing.assert_close(found, grad_weight, rtol=1e-5, atol=1e-6)
-
-
-def one_pass(rank, sharded):
+def refused_in_one_pass(rank, sharded):
     return message_of(lambda: solve_loss(rank, sharded, "one"))
 
 
 @pytest.mark.parametrize("sharded", ["rows", "DTensor"])
-def test_one_pass_of_a_sharded_policy_is_refused(ranks, sharded):
-    for message in ranks.run(one_pass, sharded):
+def test_the_policy_loss(ranks, sharded):
+    assert_whole(ranks.run(solve_loss, sharded), solve_loss(None), 1e-5, 1e-5)
+    for message in ranks.run(refused_in_one_pass, sharded):
         assert message.startswith('ValueError: passes="one" needs tensors that are whole on this rank')
 
 
