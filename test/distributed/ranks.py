@@ -59,14 +59,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
 
 
-SHARDED = ("grad_weight", "grad_bias", "grad_b")
-
-
 def assert_whole(results: list[dict], expected: dict, tolerance: float = 1e-6, grad_tolerance: float = 1e-6) -> None:
     """Results and gradients of ranks, by name, are those of whole heads: rows of a rank, or the same bits on each."""
     assert results[0].keys() == expected.keys()
     for name, truth in expected.items():
-        sharded = name in SHARDED and results[0][name].shape != truth.shape
+        sharded = results[0][name].shape != truth.shape
         found = torch.cat([result[name] for result in results]) if sharded else results[0][name]
         assert (found.shape, found.dtype) == (truth.shape, truth.dtype), name
         if truth.is_floating_point():

@@ -14,7 +14,15 @@ import oracles
 from devices import skip_without_interpreter
 from head_calls import Products, run_triton
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, Support, VocabParallel, linear_logprobs
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    LowRank,
+    Support,
+    VocabParallel,
+    linear_divergence,
+    linear_logprobs,
+)
 from liger_rl.kernels.statistics import EXTRAS
 from ranks import assert_whole, message_of, relative_error, sent
 
@@ -262,7 +270,7 @@ def provoked(rank, on_all, on_last):
     """The error of a call that does not fit, and whether the ranks still work together after it."""
     given = {
         "start": 0, "tokens": 6, "size": HIDDEN, "columns": HIDDEN, "dtype": torch.float32, "target": 0,
-        "sum_hidden_grad": True, "options": {},
+        "sum_hidden_grad": True, "options": {}, "teacher_rows": None,
     }  # fmt: skip
     given |= on_all | (on_last if rank.index == rank.world - 1 else {})
     hidden = torch.randn(given["tokens"], given["size"], dtype=given["dtype"])
@@ -272,12 +280,16 @@ def provoked(rank, on_all, on_last):
     if "ids" in given:
         targets = targets[:, None].expand(-1, given["ids"])
     place = VocabParallel(rank.group, 5 * rank.index + given["start"], given["sum_hidden_grad"])
-    message = message_of(lambda: linear_logprobs(hidden, weight, targets, vocab_parallel=place, **given["options"]))
+    call = partial(linear_logprobs, hidden, weight, targets)
+    if given["teacher_rows"]:
+        call = partial(linear_divergence, hidden, weight, hidden.clone(), torch.randn(given["teacher_rows"], HIDDEN))
+    message = message_of(partial(call, vocab_parallel=place, **given["options"]))
     again = torch.ones(1)
     dist.all_reduce(again, group=rank.group)
     return message, again.item()
 
 
+TEACHER = {"teacher_rows": 5}
 COVER, SAME = "ValueError: the shards of weight must cover", "must be the same on every rank"
 # What every rank does otherwise, what the last one alone does, and the error on all of them.
 MISTAKES = {
@@ -320,6 +332,19 @@ MISTAKES = {
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
     "batch_invariant": ({"options": {"batch_invariant": True}}, {}, "ValueError: batch_invariant must"),
+    # Two heads.
+    "a gap of two heads": (TEACHER, {"start": 1}, COVER),
+    "tokens of two heads": (TEACHER, {"tokens": 7}, f"ValueError: hidden {SAME}"),
+    "kind": (TEACHER, {"options": {"kind": "jsd"}}, f"ValueError: kind and beta {SAME}"),
+    "teacher_transform": (
+        TEACHER, {"options": {"teacher_transform": LogitTransform(temperature=0.5)}},
+        f"ValueError: teacher_transform {SAME}",
+    ),
+    "one rank's targets": (TEACHER, {"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
+    "token_weights": (
+        TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"
+    ),
+    "the teacher's padding": (TEACHER, {"teacher_rows": 7}, "ValueError: teacher_weight must have the 10 .*, got 12"),
 }  # fmt: skip
 
 

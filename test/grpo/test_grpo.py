@@ -136,14 +136,6 @@ def test_packed_tokens_without_segments_are_refused_before_any_product(options):
 # --- what counts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("passes", ["two", "one"])
-def test_other_policies_get_no_gradient(passes):
-    data = problem()
-    columns = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in data.columns.items()}
-    step(FusedLinearGRPOLoss("grpo", beta=0.1, passes=passes), data._replace(columns=columns))
-    assert all(column.grad is None for column in columns.values())
-
-
 @pytest.mark.parametrize(("passes", "fixed_shape"), [("two", False), ("two", True), ("one", False)])
 def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(passes, fixed_shape):
     hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(300, 4)

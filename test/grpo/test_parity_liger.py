@@ -15,7 +15,6 @@ from parity_cases import (
     ITEMS,
     LENGTH,
     LENGTHS,
-    Case,
     assert_each_option_has_a_part,
     assert_same,
     columns,
@@ -55,7 +54,7 @@ def theirs(case, data):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ppo_loss_fn(case):
     full = torch.full((BATCH,), LENGTH)
-    data = columns(lengths=full if case.loss_type == "luspo" else LENGTHS)  # see test_padding_has_no_part_in_luspo
+    data = columns(lengths=full if case.loss_type == "luspo" else LENGTHS)  # Liger weighs padding: test_liger.py
     found, expected = ours(case, data), theirs(case, data)
     assert expected[1].any()
     assert_same(found, expected)
@@ -165,32 +164,6 @@ def test_whole_head(loss_type, options, ratio_columns, peer):
 
 
 # --- where it is wrong ------------------------------------------------------------------------------------------------
-
-
-def test_padding_has_no_part_in_luspo():
-    """Liger weighs every column of a row by the row's length and then takes the mean, padding included."""
-    case, data = Case("luspo"), columns()
-    mine, wrong = ours(case, data), theirs(case, data)
-    assert wrong[1][~data.mask].any()
-    assert not mine[1][~data.mask].any()
-    # A value under the mask is part of their loss and not of ours.
-    data.logps = data.logps + torch.where(data.mask, 0.0, 1.0)
-    assert ours(case, data)[0] == mine[0]
-    assert abs(theirs(case, data)[0] - wrong[0]) > 1e-2 * abs(wrong[0])
-
-
-def test_advantages_per_token_in_chunks():
-    """Liger broadcasts (C, 1, T) with (C, T) where a chunk has C > 1 sequences: every advantage meets every row."""
-    leaves, ids, given = head()
-    given["advantages"] = torch.randn(5, 6)
-    options = {"epsilon_high": 0.28, "delta": 1.5}
-    right, wrong = (their_head(leaves, ids, given, "bnpo", chunk_size=n, **options) for n in (1, 5))
-    assert abs(wrong[0] - right[0]) > 0.1 * abs(right[0])
-    for chunk_tokens in (None, 7):
-        mine = our_head(leaves, ids, given, "bnpo", chunk_tokens=chunk_tokens, **options)
-        torch.testing.assert_close(mine[0], right[0], rtol=1e-5, atol=0)
-        for found, truth in zip(mine[1], right[1], strict=True):
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())
 
 
 def test_the_weights_gradient_does_not_lose_digits_per_sequence():

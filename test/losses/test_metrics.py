@@ -131,52 +131,18 @@ def test_each_metric_knows_how_it_is_merged(dtype):
 # --- merging ----------------------------------------------------------------------------------------------------------
 
 
-MERGE = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
-
-
-def reduced(parts_of_ranks):
-    """-> what every rank gets of `reduce_metrics`, and the kinds of which each was sent once."""
-    sent = [{} for _ in parts_of_ranks]
-
-    def record(rank):
-        def all_reduce(values, kind):
-            assert kind not in sent[rank]  # one collective per kind
-            assert values.dim() == 1
-            sent[rank][kind] = values
-            return values
-
-        return all_reduce
-
-    for rank, parts in enumerate(parts_of_ranks):
-        reduce_metrics(parts, all_reduce=record(rank))
-
-    def answer(values, kind):
-        return MERGE[kind](torch.stack([of_rank[kind] for of_rank in sent]))
-
-    return [reduce_metrics(parts, all_reduce=answer) for parts in parts_of_ranks], [set(of_rank) for of_rank in sent]
-
-
-SPLITS = {
-    "one rank, uneven micro-batches": [[slice(0, 1), slice(1, 7), slice(7, 11)]],
-    "uneven ranks and micro-batches": [[slice(0, 1)], [slice(1, 3), slice(3, 4), slice(4, 9)], [slice(9, 11)]],
-    "a rank with masked rows only": [[slice(0, 6)], [slice(6, 7)], [slice(7, 11)]],
-    "a rank without rows": [[slice(0, 11)], [slice(11, 11)]],
-}
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("level", ["loss", "basic", "with_entropy"])
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_parts_merge_to_the_whole(split, level, packed):
-    c = columns((11, 6))
+def test_micro_batches_merge_to_the_whole(level, packed):
+    """One with masked rows alone, and one without rows. Over ranks: test/distributed/test_sequences.py."""
+    c, kinds = columns((11, 6)), []
     c.mask[6] = False
-    expected = ours(c, level)
-    merged, kinds = reduced(
-        [[ours(c.rows(rows), level, packed=packed, num_sequences=11) for rows in parts] for parts in split]
-    )
-    for found in merged:
-        assert numbers(found) == near(expected)
-    assert kinds == [{"sum"} if level == "loss" else {"sum", "max", "min"}] * len(split)
+    slices = slice(0, 1), slice(1, 6), slice(6, 7), slice(7, 11), slice(11, 11)
+    parts = [ours(c.rows(rows), level, packed=packed, num_sequences=11) for rows in slices]
+    merged = reduce_metrics(parts, all_reduce=lambda values, kind: kinds.append((kind, values.dim())) or values)
+    assert numbers(merged) == near(ours(c, level, packed=packed))
+    # A collective for each kind.
+    assert sorted(kinds) == ([("sum", 1)] if level == "loss" else [("max", 1), ("min", 1), ("sum", 1)])
 
 
 def test_parts_may_be_an_iterator_and_names_may_be_missing():
