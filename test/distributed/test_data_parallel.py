@@ -47,6 +47,23 @@ def test_the_weights_own_gradient_is_reduced(ranks, two):
     assert all(map(torch.equal, *found))
 
 
+def with_an_empty_rank(rank, live):
+    """-> gradients, the mean of the ranks', and this rank's own."""
+    parallel, (hidden, targets), _ = wrapped(rank)
+    targets[live[rank.index] :] = -100
+    own = torch.autograd.grad(parallel.module(hidden, targets).sum(), list(parallel.parameters()))
+    parallel(hidden, targets).sum().backward()
+    return [parameter.grad.cpu() for parameter in parallel.parameters()], [grad.cpu() for grad in own]
+
+
+@pytest.mark.parametrize("live", [(6, 2, 1, 4), (0, 6, 0, 1), (0, 0, 0, 0)])
+def test_ranks_with_other_numbers_of_tokens(ranks, live):
+    results = ranks.run(with_an_empty_rank, live, world=4)
+    means = [sum(grads) / 4 for grads in zip(*(own for _, own in results), strict=True)]
+    for found, _ in results:
+        torch.testing.assert_close(found, means)
+
+
 def another_tensor(rank):
     """-> its sum within `no_sync`, where it is the caller's, and the gradient that it should be."""
     parallel, batch, weight = wrapped(rank)

@@ -1,7 +1,7 @@
 """A head sharded over its vocabulary is the whole head: the same numbers, the same gradients, the same errors."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
@@ -26,8 +26,8 @@ from liger_rl import (
 from liger_rl.kernels.statistics import EXTRAS
 from ranks import assert_whole, message_of, relative_error, sent
 
-HIDDEN = 12
-# Rows of each rank, by the number of ranks: 601 vocabulary entries, cut evenly or not.
+HIDDEN, VOCAB = 12, 601
+# Rows of each rank, by the number of ranks, cut evenly or not.
 SHARDS = {2: [(301, 300), (513, 88)], 4: [(151, 150, 150, 150), (7, 380, 1, 213)]}
 
 
@@ -44,7 +44,7 @@ class Case:
     frozen: str = ""  # "hidden" or "weight"
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
-    ids_below: int = 601  # targets are under it, so that some ranks may hold none of them
+    ids_below: int = VOCAB  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
     fixed_shape: bool = False
     support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
@@ -89,126 +89,98 @@ CASES = [
 ]
 
 
-@dataclass
-class Problem:
+def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
     """A whole head with its tokens, the same on every rank."""
+    torch.manual_seed(1)
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    targets: Tensor
-    mask: Tensor | None
-    upstream: tuple[Tensor, Tensor]
-    support: Support | None = None
+    def made(*shape):
+        return torch.randn(*shape).to(case.dtype)
 
-    @classmethod
-    def of(cls, case: Case, device="cpu", vocab=601) -> "Problem":
-        torch.manual_seed(1)
-
-        def made(*shape):
-            return torch.randn(*shape).to(case.dtype).to(device)
-
-        mask = {"none": None, "some": torch.rand(case.tokens) < 0.6, "all": torch.zeros(case.tokens)}[case.masked]
-        upstream = torch.randn(2, case.tokens)
-        upstream[:, ::3] = 0.0  # tokens without a gradient are left out of the backward
-        problem = cls(
-            made(case.tokens, HIDDEN) * 2,
-            made(vocab, HIDDEN),
-            made(vocab) if case.bias else None,
-            made(case.rank, HIDDEN) if case.rank else None,
-            made(vocab, case.rank) if case.rank else None,
-            torch.randint(case.ids_below, (case.tokens,)).to(device),
-            None if mask is None else mask.to(device),
-            tuple(upstream.to(device)),
-        )
-        if case.topk:  # ties between shards, to the last bit
-            problem.weight[[3, 40, 400, 590]], problem.bias[[3, 40, 400, 590]] = 0.0, 20.0
-        if case.ids_below == vocab:
-            problem.targets[::5] = problem.likeliest()[::5]
-        if case.tokens:
-            problem.targets[1] = -100
-        if case.fixed_shape:
-            problem.targets[2] = vocab  # masked, and does not raise
-        problem.support = problem.listed(case, vocab)
-        if case.several:
-            ids = torch.randint(vocab, (case.tokens, case.several)).to(device)
-            ids[:, 3], ids[3, 5], ids[4] = ids[:, 1], -100, -1
-            problem.targets = ids
-        return problem
-
-    def listed(self, case: Case, vocab: int) -> Support | None:
-        """Rows with each token's target, but for every seventh token."""
-        if not case.support:
-            return None
-        rows = [torch.randperm(vocab)[: case.support[t % len(case.support)]].tolist() for t in range(case.tokens)]
-        for token, target in enumerate(self.targets.tolist()):
-            if rows[token] and 0 <= target < vocab and token % 7:
-                rows[token][-1] = target
-        return Support.from_vllm(rows, device=self.targets.device, may_be_empty=0 in case.support)
-
-    def likeliest(self) -> Tensor:
-        logits = oracles.linear_logits(self.hidden, self.weight, self.bias)
-        if self.a is not None:
-            logits += 0.5 * oracles.linear_logits(self.hidden, self.a) @ self.b.double().T
-        return logits.argmax(-1)
-
-    def shard(self, start: int, rows: int) -> "Problem":
-        def cut(values):
-            return None if values is None else values[start : start + rows].clone()
-
-        return replace(self, weight=cut(self.weight), bias=cut(self.bias), b=cut(self.b))
-
-    def solve(self, case: Case, vocab_parallel=None) -> dict:
-        """Results and gradients by name; a sharded gradient is this rank's."""
-        leaves = {name: getattr(self, name) for name in ("hidden", "weight", "bias", "a", "b")}
-        wanted = {n: t.requires_grad_() for n, t in leaves.items() if t is not None and n != case.frozen}
-        total = torch.ones_like(self.weight) if case.in_place else None
-        found = linear_logprobs(
-            self.hidden, self.weight, self.targets, mask=self.mask, bias=self.bias, support=self.support,
-            low_rank=[LowRank(a=self.a, b=self.b, scaling=0.5)] if case.rank else [],
-            transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
-            extras=() if case.several else EXTRAS, lse=case.several > 0, topk=case.topk, chunk_tokens=case.chunk_tokens,
-            chunk_vocab=case.chunk_vocab, fixed_shape=case.fixed_shape, vocab_parallel=vocab_parallel,
-            weight_grad=total,
-        )  # fmt: skip
-        loss = (found.logps.mT * self.upstream[0]).sum() if case.several else (found.logps * self.upstream[0]).sum()
-        for part in (found.entropy, found.lse if case.several else None):
-            loss = loss if part is None else loss + (part * self.upstream[1]).sum()
-        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=case.in_place)
-        results = {n: v for n, v in found._asdict().items() if v is not None}
-        results |= {f"grad_{name}": grad for name, grad in zip(wanted, grads, strict=True)}
-        if total is not None:
-            assert results["grad_weight"] is None
-            results["grad_weight"] = total - 1
-        return {name: value.detach().cpu() for name, value in results.items()}
+    parts = {"hidden": made(case.tokens, HIDDEN) * 2, "weight": made(VOCAB, HIDDEN)}
+    parts |= {"bias": made(VOCAB)} if case.bias else {}
+    parts |= {"a": made(case.rank, HIDDEN), "b": made(VOCAB, case.rank)} if case.rank else {}
+    if case.masked != "none":
+        parts["mask"] = (torch.rand(case.tokens) < 0.6) & (case.masked == "some")
+    parts["upstream"] = torch.randn(2, case.tokens)
+    parts["upstream"][:, ::3] = 0.0  # tokens without a gradient are left out of the backward
+    if case.topk:  # ties between shards, to the last bit
+        parts["weight"][[3, 40, 400, 590]], parts["bias"][[3, 40, 400, 590]] = 0.0, 20.0
+    targets = torch.randint(case.ids_below, (case.tokens,))
+    if case.ids_below == VOCAB:
+        merged = parts["weight"] + (0.5 * parts["b"] @ parts["a"] if case.rank else 0.0)
+        targets[::5] = oracles.linear_logits(parts["hidden"], merged, parts.get("bias")).argmax(-1)[::5]
+    if case.tokens:
+        targets[1] = -100
+    if case.fixed_shape:
+        targets[2] = VOCAB  # masked, and does not raise
+    if case.several:
+        targets = torch.randint(VOCAB, (case.tokens, case.several))
+        targets[:, 3], targets[3, 5], targets[4] = targets[:, 1], -100, -1
+    return {name: part.to(device) for name, part in (parts | {"targets": targets}).items()}
 
 
-def starts_of(sizes):
-    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+def support_of(case: Case, targets: Tensor) -> Support:
+    """Rows with each token's target, but for every seventh token."""
+    torch.manual_seed(2)
+    rows = [torch.randperm(VOCAB)[: case.support[t % len(case.support)]].tolist() for t in range(case.tokens)]
+    for token, target in enumerate(targets.tolist()):
+        if rows[token] and 0 <= target < VOCAB and token % 7:
+            rows[token][-1] = target
+    return Support.from_vllm(rows, device=targets.device, may_be_empty=0 in case.support)
 
 
-def shard_of(rank, case) -> tuple[Problem, VocabParallel]:
+def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=None) -> dict[str, Tensor]:
+    """Results and gradients by name; a sharded gradient is this rank's."""
+    own = {name: parts[name] for name in ("hidden", "weight", "bias", "a", "b") if name in parts}
+    leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
+    total = torch.ones_like(parts["weight"]) if case.in_place else None
+    found = linear_logprobs(
+        parts["hidden"], parts["weight"], parts["targets"], mask=parts.get("mask"), bias=parts.get("bias"),
+        low_rank=[LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [], support=support,
+        transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
+        extras=() if case.several else EXTRAS, lse=case.several > 0, topk=case.topk, chunk_tokens=case.chunk_tokens,
+        chunk_vocab=case.chunk_vocab, fixed_shape=case.fixed_shape, vocab_parallel=place, weight_grad=total,
+    )  # fmt: skip
+    of_logps, of_others = parts["upstream"]
+    loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
+    for part in (found.entropy, found.lse if case.several else None):
+        loss = loss if part is None else loss + (part * of_others).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
+    results = {name: part for name, part in found._asdict().items() if part is not None}
+    results |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    if total is not None:
+        assert results["grad_weight"] is None
+        results["grad_weight"] = total - 1
+    return {name: part.detach().cpu() for name, part in results.items()}
+
+
+def whole(case: Case, device="cpu"):
+    parts = parts_of(case, device)
+    return parts, support_of(case, parts["targets"]) if case.support else None
+
+
+def shard_of(rank, case: Case):
+    """Arguments of `solve`."""
     sizes = SHARDS[rank.world][case.shards]
-    start = starts_of(sizes)[rank.index]
-    return Problem.of(case, rank.device).shard(start, sizes[rank.index]), VocabParallel(rank.group, start)
+    rows = slice(sum(sizes[: rank.index]), sum(sizes[: rank.index + 1]))
+    parts, support = whole(case, rank.device)
+    parts |= {name: parts[name][rows].clone() for name in ("weight", "bias", "b") if name in parts}
+    return case, parts, support, VocabParallel(rank.group, rows.start)
 
 
 def solve_sharded(rank, case):
-    shard, place = shard_of(rank, case)
-    return shard.solve(case, place)
+    return solve(*shard_of(rank, case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_whole_head(ranks, world, case):
-    results, expected = ranks.run(solve_sharded, case, **world), Problem.of(case, world["device"]).solve(case)
+    results, expected = ranks.run(solve_sharded, case, **world), solve(case, *whole(case, world["device"]))
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
     grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or case.topk else 1e-6
     assert_whole(results, expected, 1e-5 if case.topk else 1e-6, grad_tolerance)
     for name, truth in expected.items():
         if case.tokens and case.masked != "all":
-            assert truth.any() or (name == "is_top1" and case.ids_below < 601) or name == "missing_target", name
+            assert truth.any() or (name == "is_top1" and case.ids_below < VOCAB) or name == "missing_target", name
 
 
 def solve_in_triton(rank, case):
@@ -223,8 +195,9 @@ def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
     """In the interpreter: targets of other ranks are before the part and after it, also within a kernel's last tile."""
     skip_without_interpreter()
     case = Case(tokens=33, dtype=dtype, softcap=softcap, shards=1, temperature=0.7)
-    expected = Problem.of(case).solve(case)
-    assert_whole(ranks.run(solve_in_triton, case), expected, 1e-5, 1e-5 if dtype == torch.float32 else 4e-3)
+    assert_whole(
+        ranks.run(solve_in_triton, case), solve(case, *whole(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
+    )
 
 
 def equal_logits(rank):
@@ -232,7 +205,7 @@ def equal_logits(rank):
     weight = torch.zeros(8, 2)
     weight[3] = weight[5] = weight[6] = 1.0
     sizes = {2: (5, 3), 4: (2, 2, 2, 2)}[rank.world]
-    start = starts_of(sizes)[rank.index]
+    start = sum(sizes[: rank.index])
     shard, place = weight[start : start + sizes[rank.index]].clone(), VocabParallel(rank.group, start)
     return linear_logprobs(torch.ones(8, 2), shard, torch.arange(8), extras=["is_top1"], vocab_parallel=place).is_top1
 
@@ -463,8 +436,8 @@ def calls_seen(rank, case):
             place = VocabParallel(rank.group, 5 * rank.index)
             linear_logprobs(torch.randn(tokens, HIDDEN), used, torch.zeros(tokens).long(), vocab_parallel=place)
             counts.append(sum(name == "all_gather_object" for name, _ in calls))
-    shard, place = shard_of(rank, case)
-    shard.solve(case, place)
+    given = shard_of(rank, case)
+    solve(*given)
     marks: list[int] = []
     with sent() as calls, host_reads(rank.device) as reads, Products() as products:
         reduce = dist.all_reduce
@@ -474,7 +447,7 @@ def calls_seen(rank, case):
             return reduce(*args, **options)
 
         with mock.patch.object(dist, "all_reduce", marked):
-            shard.solve(case, place)
+            solve(*given)
     return counts, reads.names, [shape for _, shape in calls], len(products.factors) - marks[-1]
 
 
