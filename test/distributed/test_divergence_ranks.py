@@ -185,29 +185,6 @@ def problem(device="cpu"):
     return {name: torch.randn(*shape).to(device) for name, shape in shapes.items()}
 
 
-def fully_sharded(rank):
-    """Data parallelism: both heads are gathered, other tokens on each rank, the weight's gradient is the mean."""
-    mesh, parts = rank.mesh("dp"), problem()
-    tokens = slice(rank.index * 2, rank.index * 2 + 2)
-    parts = {n: p[tokens] if "hidden" in n else distribute_tensor(p, mesh, [Shard(0)]) for n, p in parts.items()}
-    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    found = linear_divergence(*parts.values(), kind="reverse_kl", token_weights=torch.ones(2, 8))
-    grads = torch.autograd.grad(found.loss, leaves)
-    return [found.divergence.detach(), grads[0], grads[1].full_tensor()]
-
-
-def test_shards_of_data_parallelism_are_gathered(ranks):
-    parts = problem()
-    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    found = linear_divergence(*parts.values(), kind="reverse_kl")
-    grads = torch.autograd.grad(found.divergence.sum(), leaves)
-    results = ranks.run(fully_sharded)
-    for place, truth in ((0, found.divergence.detach()), (1, grads[0])):
-        torch.testing.assert_close(torch.cat([r[place] for r in results]), truth, rtol=1e-5, atol=1e-5)
-    for result in results:
-        torch.testing.assert_close(result[2], grads[1] / 2, rtol=1e-5, atol=1e-5)
-
-
 def loss_of_trl(rank, patched, chunk_vocab):
     from trl.trainer import distillation_trainer
 

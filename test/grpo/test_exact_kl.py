@@ -8,7 +8,6 @@ import torch
 import oracles
 from devices import skip_without_interpreter
 from head_calls import Products, run_triton
-from host_reads import host_reads
 from liger_rl import (
     PRESETS,
     EntropyBonus,
@@ -269,21 +268,6 @@ def test_one_pass_in_chunks(monkeypatch):
     monkeypatch.setattr(engine, "one_pass_tokens", lambda *_: 4)
     assert_close(step(module(), data, reference), exact(data, reference))
     assert whole[1].keys() == {"kl_ref", "clip_low", "clip_high", "clip_ratio"}
-
-
-@pytest.mark.parametrize(
-    ("options", "forward", "backward"), [({}, 1, 0), ({"passes": "two"}, 1, 1), ({"fixed_shape": True}, 0, 0)]
-)
-def test_host_reads(options, forward, backward, device):
-    """The forward's counts the tokens; a second pass picks those with a gradient."""
-    data, reference = heads(device=device)
-    loss, leaves = module(**options), data.head.leaves()
-    given = (leaves.hidden, leaves.weight, leaves.targets)
-    with host_reads(device) as first:
-        value = loss(*given, bias=leaves.bias, reference=reference, **data.columns).loss
-    with host_reads(device) as second:
-        value.backward()
-    assert [len([name for name in first.names if name != "nonzero"]), len(second.names)] == [forward, backward]
 
 
 def test_given_log_probabilities():

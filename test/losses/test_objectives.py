@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_rl import (
@@ -406,11 +404,6 @@ OPTIONS = {
     "clip_cov": {"clip_cov_ratio": 0.2, **COV_BOUNDS},
     "kl_cov": {"kl_cov_ratio": 0.2},
 }
-BATCHES = st.builds(
-    columns, st.integers(2, 8), st.integers(1, 6), seed=st.integers(0, 10**6), noise=st.sampled_from([0.1, 0.5, 1.5]),
-    masked=st.booleans(),
-)  # fmt: skip
-SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 
 def preset_of(name, **options):
@@ -418,12 +411,12 @@ def preset_of(name, **options):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@given(c=BATCHES, seed=st.integers(0, 99))
-@SETTINGS
-def test_without_an_advantage_gradients_are_exactly_zero(name, c, seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_without_an_advantage_gradients_are_exactly_zero(name, seed):
     """0.0 without a penalty, so that such rows can be skipped. KLCov and DRO hold tokens back for their drift. A loss
     that is 0 too says so, and then such tokens are not projected at all."""
     objective = preset_of(name).objective
+    c = columns(2 + seed, 6 - seed % 5, seed=seed, noise=(0.1, 0.5, 1.5)[seed % 3], masked=seed % 2 == 0)
     idle = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     if name in ("gspo", "gmpo"):  # what they say of one token is part of its whole sequence
         idle = idle[:, :1].expand_as(idle)
