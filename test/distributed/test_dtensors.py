@@ -1,4 +1,4 @@
-"""DTensor weights and hidden states: what the whole tensors give, whatever the meshes."""
+"""DTensor weights and hidden states on meshes of several dimensions. On one: cases of test_vocab_parallel.py."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from liger_rl import FusedLinearGRPOLoss, LowRank, Support, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs
 from ranks import message_of, sent
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
@@ -20,41 +20,13 @@ def problem(device="cpu"):
     return [values.to(device) for values in (hidden, weight, bias, targets, torch.randn(BATCH, TIME))]
 
 
-def solve(hidden, weight, bias, targets, upstream, **options):
+def solve(hidden, weight, bias, targets, upstream):
     """Results, and gradients as whole tensors."""
     leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
-    found = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, **options)
-    logps = found.logps if found.logps.dim() == 2 else found.logps.sum(-1) + found.lse
-    grads = torch.autograd.grad((logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
+    found = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True)
+    grads = torch.autograd.grad((found.logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
     whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-    placements = [grad.placements if isinstance(grad, DTensor) else None for grad in grads]
-    results = [part for part in (*found[:2], found.topk_ids) if part is not None]
-    return [values.detach().cpu() for values in (*results, *whole)], placements
-
-
-def tensor_parallel(rank, hidden_placement, feature=None):
-    """A `feature` of the call: low-rank terms, a support with a few ids for most tokens, or several targets."""
-    hidden, weight, bias, targets, upstream = problem("cpu" if rank is None else rank.device)
-    options, a, b = {}, torch.ones(2, HIDDEN).to(hidden), torch.ones(VOCAB, 2).to(hidden)
-    ids = torch.arange(BATCH * TIME * 3, device=hidden.device).view(BATCH, TIME, 3) * 5 % VOCAB
-    if rank is not None:
-        mesh = rank.mesh("tp")
-        weight, bias, b = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias, b))
-        a = distribute_tensor(a, mesh, [Replicate()])
-        if hidden_placement is not None:
-            hidden = distribute_tensor(hidden, mesh, [hidden_placement])
-    if feature == "low rank":
-        options["low_rank"] = [LowRank(a=a, b=b)]
-    elif feature == "support":
-        ids[:, ::3] = -1
-        options["support"] = Support.from_padded(ids)
-    elif feature == "several targets":
-        targets, options = torch.where(targets[..., None] >= 0, ids, -100), {"lse": True, "topk": 6}
-    results, placements = solve(hidden, weight, bias, targets, upstream, **options)
-    if rank is not None:
-        assert placements[1] == placements[2] == (Shard(0),)
-        assert placements[0] == (None if hidden_placement is None else (hidden_placement,))
-    return results
+    return [values.detach().cpu() for values in (*found[:2], *whole)]
 
 
 def assert_same(results, expected):
@@ -64,31 +36,18 @@ def assert_same(results, expected):
             assert truth.any()
 
 
-@pytest.mark.parametrize("placement", [None, Replicate(), Shard(1), Shard(0)], ids=str)
-def test_a_sharded_weight_is_a_vocabulary_over_ranks(ranks, world, placement):
-    assert_same(ranks.run(tensor_parallel, placement, **world), tensor_parallel(None, None))
-
-
-@pytest.mark.parametrize(
-    ("placement", "feature"),
-    [(None, "support"), (Shard(1), "support"), (Shard(1), "low rank"), (Replicate(), "several targets")],
-)
-def test_features_of_a_sharded_weight(ranks, two, placement, feature):
-    assert_same(ranks.run(tensor_parallel, placement, feature, **two), tensor_parallel(None, None, feature))
-
-
 def replicated(rank):
     mesh = rank.mesh("tp")
     hidden, weight, bias, targets, upstream = problem(rank.device)
     with sent() as calls:
         values = (distribute_tensor(value, mesh, [Replicate()]) for value in (weight, bias))
-        results, _ = solve(hidden, *values, targets, upstream)
+        results = solve(hidden, *values, targets, upstream)
     assert not calls
     return results
 
 
 def test_a_replicated_weight_needs_no_collective(ranks):
-    assert_same(ranks.run(replicated), solve(*problem())[0])
+    assert_same(ranks.run(replicated), solve(*problem()))
 
 
 def fully_sharded(rank, shape, names):
@@ -115,7 +74,7 @@ def fully_sharded(rank, shape, names):
         )
     else:
         weight, bias = (distribute_tensor(value, mesh, placements) for value in (weight, bias))
-    results, _ = solve(hidden[tokens].clone(), weight, bias, targets[tokens], upstream[tokens])
+    results = solve(hidden[tokens].clone(), weight, bias, targets[tokens], upstream[tokens])
     return ours, results
 
 
@@ -131,7 +90,7 @@ def fully_sharded(rank, shape, names):
 )
 def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
     results = ranks.run(fully_sharded, shape, names, world=math.prod(shape))
-    expected = solve(*problem())[0]
+    expected = solve(*problem())
     replicas = {}
     for ours, result in results:
         replicas.setdefault(ours, result)

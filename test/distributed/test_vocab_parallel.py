@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import oracles
 from devices import skip_without_interpreter
@@ -51,6 +52,8 @@ class Case:
     several: int = 0  # ids of each token, 0 for its target alone
     topk: int | None = None
     in_place: bool = False  # the weight's gradient is added to a tensor that holds something already
+    dtensors: bool = False
+    placement: Shard | Replicate | None = None  # of hidden states that are a DTensor
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -86,6 +89,10 @@ CASES = [
     Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
     Case(several=7, topk=6, bias=True, fixed_shape=True),
     Case(topk=6, bias=True, shards=1),
+    *(Case(dtensors=True, placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
+    *(Case(dtensors=True, placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
+    Case(dtensors=True, placement=Shard(0), bias=True, rank=2),
+    Case(dtensors=True, placement=Replicate(), bias=True, several=7, topk=6),
 ]
 
 
@@ -147,7 +154,9 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
         loss = loss if part is None else loss + (part * of_others).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
     results = {name: part for name, part in found._asdict().items() if part is not None}
-    results |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        assert getattr(grad, "placements", None) == getattr(leaf, "placements", None)
+        results[f"grad_{name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     if total is not None:
         assert results["grad_weight"] is None
         results["grad_weight"] = total - 1
@@ -164,6 +173,11 @@ def shard_of(rank, case: Case):
     sizes = SHARDS[rank.world][case.shards]
     rows = slice(sum(sizes[: rank.index]), sum(sizes[: rank.index + 1]))
     parts, support = whole(case, rank.device)
+    if case.dtensors:
+        sharded = {"weight": Shard(0), "bias": Shard(0), "b": Shard(0), "a": Replicate(), "hidden": case.placement}
+        for name in parts.keys() & {name for name, placement in sharded.items() if placement is not None}:
+            parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [sharded[name]])
+        return case, parts, support, None
     parts |= {name: parts[name][rows].clone() for name in ("weight", "bias", "b") if name in parts}
     return case, parts, support, VocabParallel(rank.group, rows.start)
 
