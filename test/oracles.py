@@ -1,7 +1,5 @@
 """What the results should be: full logits and plain loops, float64. Imports nothing of the package under test."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -83,11 +81,6 @@ def max_error(found: Tensor, truth: Tensor) -> float:
     return (found.double() - truth.double()).abs().max().item()
 
 
-def clip_bounds(ratio: float, advantage: float, eps_low: float, eps_high: float) -> tuple[bool, bool]:
-    """-> whether the gradient is cut at the lower bound, at the upper bound."""
-    return ratio < 1 - eps_low and advantage < 0, ratio > 1 + eps_high and advantage > 0
-
-
 def ratios(logps: Tensor, old: Tensor | None, mask: Tensor, level: str) -> list[list[Tensor | None]]:
     """Importance ratio of every token of (B, T), None at masked tokens."""
     rows, columns = logps.shape
@@ -141,49 +134,3 @@ def token_losses(
                 loss = loss + beta * (torch.exp(difference) - difference - 1)
             result[b][t] = loss
     return result
-
-
-def reduce(
-    losses: list[list[Tensor | None]],
-    reduction: str,
-    *,
-    num_items_in_batch: float | None = None,
-    world_size: int = 1,
-    max_completion_length: int | None = None,
-) -> Tensor:
-    rows = [[loss for loss in row if loss is not None] for row in losses]
-    batch, count = len(rows), sum(len(row) for row in rows)
-    total = torch.zeros((), dtype=torch.float64)
-    for row in rows:
-        for loss in row:
-            if reduction in ("grpo", "gspo"):
-                total = total + loss / (len(row) * batch)
-            elif reduction == "bnpo" or (reduction == "dapo" and num_items_in_batch is None):
-                total = total + loss / count
-            elif reduction == "dapo":
-                total = total + loss / (float(num_items_in_batch) / world_size)
-            elif reduction == "dr_grpo":
-                total = total + loss / (batch * max_completion_length)
-            else:
-                raise KeyError(reduction)
-    return total
-
-
-def policy_metrics(logps, advantages, mask, *, old=None, ref=None, eps_low=0.2, eps_high=0.2, level="token"):
-    """Means over the tokens that count: kl_ref, clip_low, clip_high, clip_ratio."""
-    sums = {"kl_ref": 0.0, "clip_low": 0.0, "clip_high": 0.0, "clip_ratio": 0.0}
-    count = 0
-    for b, row in enumerate(ratios(logps, old, mask, level)):
-        for t, r in enumerate(row):
-            if r is None:
-                continue
-            count += 1
-            a = advantages[b].item() if advantages.dim() == 1 else advantages[b, t].item()
-            low, high = clip_bounds(r.item(), a, eps_low, eps_high)
-            sums["clip_low"] += low
-            sums["clip_high"] += high
-            sums["clip_ratio"] += low or high
-            if ref is not None:
-                difference = (ref[b, t] - logps[b, t]).item()
-                sums["kl_ref"] += math.exp(difference) - difference - 1
-    return {name: value / max(count, 1) for name, value in sums.items()}

@@ -23,15 +23,10 @@ def test_settings_of_torch(time):
 
 
 @twice
-def test_environment(time):
+def test_environment_and_process_groups(time):
     assert "ACCELERATE_OF_A_TEST" not in os.environ
     assert os.environ["HOME"] != "/nowhere"
-    os.environ["ACCELERATE_OF_A_TEST"] = "1"
-    os.environ["HOME"] = "/nowhere"
-
-
-@twice
-def test_process_groups(time):
+    os.environ |= {"ACCELERATE_OF_A_TEST": "1", "HOME": "/nowhere"}
     assert not torch.distributed.is_initialized()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 

@@ -16,10 +16,9 @@ from benchmark import certificate, entropies, list_lengths, pretrained, real_pol
 from benchmark.cases import preset
 from benchmark.inputs import make_inputs
 from devices import skip_without_interpreter
-from head_calls import run_triton
 from liger_rl import linear_logprobs
-from liger_rl.engines.sparse import lists
 from liger_rl.integrations.transformers import swap_lm_head
+from tolerances import interpret, recorded_plans
 
 ENVIRONMENT = {
     "device": "cpu", "device_name": "Some CPU", "threads": 1, "torch": "2", "commit": "0123456789", "dirty": False,
@@ -28,7 +27,7 @@ ENVIRONMENT = {
 RECIPE = replace(real_policy.TOY, tokenizer_bytes=20 << 10, hidden_size=32)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pieces():
     """-> (model, tokenizer) as a GGUF file's would be loaded."""
     torch.manual_seed(0)
@@ -115,60 +114,27 @@ def test_a_larger_shape_has_the_probabilities_of_the_model():
     )
 
 
-def test_added_ids_continue_the_power_law():
-    torch.manual_seed(0)
-    vocab, s = 4096, 1.3
-    position = torch.arange(1, vocab + 1).float()
-    mass = position**-s
-    assert pretrained.exponent(mass / mass.sum()) == pytest.approx(s, abs=0.01)
-    # The last coordinate, a constant of the hidden states, lays the law on random logits.
-    weight = torch.cat([torch.randn(vocab, 8), -s * position.log()[:, None]], dim=1)
-    hidden = torch.cat([torch.randn(512, 8), torch.ones(512, 1)], dim=1)
-    large, rows, about = pretrained.enlarge(hidden, weight, 16, 4 * vocab, in_order=True)
-    assert about["exponent"] == pytest.approx(s, abs=0.1)
-    octaves = pretrained.mean_probabilities(large, rows)
-    ratio = 2 ** (1 - s)
-    upper, first, second = (octaves[vocab * k // 2 : vocab * k].sum() for k in (1, 2, 4))
-    assert (first / upper).item() == pytest.approx(ratio, rel=0.25)
-    assert (second / first).item() == pytest.approx(ratio, rel=0.25)
-
-
 @pytest.mark.parametrize("tolerance", [3e-3, 3e-2])
 def test_lists_are_those_of_the_engine(monkeypatch, tolerance):
     """The engine in Triton's interpreter, in float16, keeps these parts and lists these ids."""
-    pytest.importorskip("triton", reason="Triton is not installed")
     skip_without_interpreter()
+    interpret(monkeypatch)
+    plans, lengths = recorded_plans(monkeypatch), []
     from liger_rl.engines.sparse import listing_triton
-    from liger_rl.kernels import segments, segments_triton
 
-    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
-    run_triton(monkeypatch, epilogue=True)
-    monkeypatch.setattr(segments_triton, "segment_sums", segments.segment_sums)
-    shares, lengths = [], []
-    plan_parts, order_by_id = lists.plan_parts, listing_triton.order_by_id
-
-    def planned(choice):
-        kept = plan_parts(choice)
-        shares.append(kept.share)
-        return kept
-
-    def ordered(entries, rows):
-        lengths.append(entries.ids.numel())
-        return order_by_id(entries, rows)
-
-    monkeypatch.setattr(lists, "plan_parts", planned)
+    order_by_id = listing_triton.order_by_id
+    ordered = lambda entries, rows: lengths.append(entries.ids.numel()) or order_by_id(entries, rows)  # noqa: E731
     monkeypatch.setattr(listing_triton, "order_by_id", ordered)
-    torch.manual_seed(0)
     n, vocab = 32, 1000
     hidden, weight, factors = torch.randn(n, 32).half(), 0.6 * torch.randn(vocab, 32).half(), torch.randn(n)
     weight[:256] *= 2.0
     ids = torch.multinomial((hidden.float() @ weight.float().T).softmax(-1), 1).squeeze(1)
-    expected = certificate.measure_lists(hidden, weight, ids, factors, tolerances=(tolerance,))["lists"]
+    (expected,) = certificate.measure_lists(hidden, weight, ids, factors, tolerances=(tolerance,))["lists"].values()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     (linear_logprobs(*leaves, ids, grad_tolerance=tolerance).logps * factors).sum().backward()
-    assert 0.1 < shares[0] < 1.0
-    assert shares == [pytest.approx(expected[f"{tolerance:g}"]["kept_parts"], abs=0.02)]
-    assert lengths == [pytest.approx(n * expected[f"{tolerance:g}"]["ids"], rel=0.02)]
+    assert 0.1 < plans[0].share < 1.0
+    assert [plan.share for plan in plans] == [pytest.approx(expected["kept_parts"], abs=0.02)]
+    assert lengths == [pytest.approx(n * expected["ids"], rel=0.02)]
 
 
 def test_errors_of_lists_are_those_of_the_gradient():

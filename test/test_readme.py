@@ -38,122 +38,105 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+TABLES = {
+    "README.md": {"nvidia-h200-policy"},
+    "results.md": {
+        "row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "pretrained-cpu", "cpu",
+        "tolerance-runs-nvidia-h200", "train-real-runs-nvidia-h200", "step-nvidia-h200",
+    },
+    "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
+    "distillation.md": {"divergence-nvidia-h200", "divergence-policy-nvidia-h200", "distillation_loss-nvidia-h200"},
+    "targets.md": {"targets-nvidia-h200"},
+}  # fmt: skip
+
+
 def test_tables_of_numbers_are_those_of_the_results():
     readme = pytest.importorskip("benchmark.readme", reason="the benchmark is not part of an installed package")
-    tables = {
-        "README.md": {"nvidia-h200-policy"},
-        "results.md": {
-            "row-losses-nvidia-h200",
-            "nvidia-h200",
-            "nvidia-h200-policy",
-            "pretrained-cpu",
-            "cpu",
-            "tolerance-runs-nvidia-h200",
-            "train-real-runs-nvidia-h200",
-            "step-nvidia-h200",
-        },
-        "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
-        "distillation.md": {"divergence-nvidia-h200", "divergence-policy-nvidia-h200", "distillation_loss-nvidia-h200"},
-        "targets.md": {"targets-nvidia-h200"},
-    }
     found = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    assert {page.name for page in readme.PAGES} == tables.keys()
+    assert {page.name for page in readme.PAGES} == TABLES.keys()
     for name, text in found.items():
-        assert set(re.findall(r"begin (?:table|summary) (\S+)", text)) == tables.get(name, set()), name
+        assert set(re.findall(r"begin (?:table|summary) (\S+)", text)) == TABLES.get(name, set()), name
         assert readme.filled(text) == text, "run python -m benchmark.readme"
 
 
-def test_the_whole_step_is_that_of_the_results():
-    """The sentence below README's table."""
+@pytest.fixture
+def results():
+    """name -> what is in that file of results"""
     environment = pytest.importorskip("benchmark.environment", reason="the benchmark is not part of a package")
-    results = environment.read_results(environment.RESULTS / "step-nvidia-h200.json")
-    rows = {row["variant"]: row for row in results["rows"] if row["shape"] == "qwen3-1.7b"}
+    return lambda name: environment.read_results(environment.RESULTS / f"{name}.json")
+
+
+def whole_step(results):
+    """The sentence below README's table."""
+    rows = {row["variant"]: row for row in results("step-nvidia-h200")["rows"] if row["shape"] == "qwen3-1.7b"}
     ours, trl = rows["policy_steps, max_tokens=16384"], rows["TRL"]
-    faster, smaller = ours["tokens_per_s"] / trl["tokens_per_s"], ours["peak_mib"] / trl["peak_mib"]
-    assert f"{faster:.2f} x the tokens per second" in README
-    assert f"{smaller:.0%} of its memory" in README
+    yield f"{ours['tokens_per_s'] / trl['tokens_per_s']:.2f} x the tokens per second"
+    yield f"{ours['peak_mib'] / trl['peak_mib']:.0%} of its memory"
 
 
-def test_sentences_have_the_numbers_of_the_rl_batch():
-    """Those below the picture and below the table, and the versions, which are the pictures', too."""
-    table = pytest.importorskip("benchmark.table", reason="the benchmark is not part of a package")
-    from benchmark.environment import RESULTS, read_results
+def rl_batch(results):
+    """Below the picture and below the table, and the versions, which are the pictures', too."""
+    from benchmark.table import gradient_error
     from benchmark.variants import DEFAULT
 
-    results = read_results(RESULTS / "nvidia-h200-policy.json")
-    rows = {row["variant"]: row for row in results["rows"] if row["case"] == "rl-policy-0.6"}
+    found = results("nvidia-h200-policy")
+    rows = {row["variant"]: row for row in found["rows"] if row["case"] == "rl-policy-0.6" and row["status"] == "ok"}
     default, cce = rows[DEFAULT], rows["cce"]
-    error = {
-        name: f"{table.gradient_error(row):.1e}".replace("e-0", "e-")
-        for name, row in rows.items()
-        if row["status"] == "ok"
-    }
-    sentences = (
-        f"with torch {'.'.join(results['environment']['torch'].split('.')[:2])} and Triton "
-        f"{'.'.join(results['environment']['triton'].split('.')[:2])}",
-        f"gradient error is {error['cce']} against our {error[DEFAULT]}",
-        f"its step takes {cce['step_ms'] / default['step_ms']:.1f} times as long as our default",
-        f"most of its {rows['liger_chunked']['step_ms']:.0f} ms",
-        f"it took {_of_another_batch('liger_sm90')['step_x_trl']:.2f} x TRL's time",
+    assert cce["peak_extra_mib"] == min(row["peak_extra_mib"] for row in rows.values())
+    torch_version, triton_version = (
+        ".".join(found["environment"][name].split(".")[:2]) for name in ("torch", "triton")
     )
-    text = " ".join(README.split())
-    for sentence in sentences:
-        assert sentence in text
-    assert cce["peak_extra_mib"] == min(row["peak_extra_mib"] for row in rows.values() if row["status"] == "ok")
+    yield f"with torch {torch_version} and Triton {triton_version}"
+    errors = [f"{gradient_error(row):.1e}".replace("e-0", "e-") for row in (cce, default)]
+    yield f"gradient error is {errors[0]} against our {errors[1]}"
+    yield f"its step takes {cce['step_ms'] / default['step_ms']:.1f} times as long as our default"
+    yield f"most of its {rows['liger_chunked']['step_ms']:.0f} ms"
+    rows = {(row["case"], row["variant"]): row for row in results("nvidia-h200")["rows"]}
+    yield f"it took {rows['rl-llama-3-8b', 'liger_sm90']['step_x_trl']:.2f} x TRL's time"
 
 
-def _of_another_batch(variant: str) -> dict:
-    from benchmark.environment import RESULTS, read_results
+def rewards(results):
+    from benchmark import train_real_runs as runs
 
-    rows = read_results(RESULTS / "nvidia-h200.json")["rows"]
-    return next(row for row in rows if (row["case"], row["variant"]) == ("rl-llama-3-8b", variant))
-
-
-def test_rewards_are_those_of_the_runs():
-    runs = pytest.importorskip("benchmark.train_real_runs", reason="the benchmark is not part of a package")
-    from benchmark.environment import RESULTS, read_results
-
-    found = runs.ends(read_results(RESULTS / "train-real-runs-nvidia-h200.json"))
+    found = runs.ends(results("train-real-runs-nvidia-h200"))
     trl, default, _ = (
         [ends["reward"] for (variant, _), ends in found.items() if variant == name] for name in runs.VARIANTS
     )
     assert len(trl) == 5
     assert {f"{stdev(values) / len(values) ** 0.5:.2f}" for values in (trl, default)} == {"0.02"}
-    sentence = f"Five seeds end with a mean reward of {mean(trl):.2f} and {mean(default):.2f}, each ± 0.02"
-    assert sentence in " ".join(README.split())
+    yield f"Five seeds end with a mean reward of {mean(trl):.2f} and {mean(default):.2f}, each ± 0.02"
 
 
-def test_sampling_sets_take_the_time_of_the_results():
-    environment = pytest.importorskip("benchmark.environment", reason="the benchmark is not part of a package")
-    rows = environment.read_results(environment.RESULTS / "support-nvidia-h200.json")["rows"]
-    ours, masked = (
-        next(row["step_ms"] for row in rows if (row["variant"], row["mean"]) == (variant, "field"))
-        for variant in ("liger_rl", "masked logits")
-    )
-    assert f"take {ours:.1f} ms on one H200. Masked logits take {masked:.0f} ms" in " ".join(README.split())
+def sampling_sets(results):
+    rows = {row["variant"]: row for row in results("support-nvidia-h200")["rows"] if row["mean"] == "field"}
+    ours, masked = (rows[name]["step_ms"] for name in ("liger_rl", "masked logits"))
+    yield f"take {ours:.1f} ms on one H200. Masked logits take {masked:.0f} ms"
+
+
+@pytest.mark.parametrize("sentences", [whole_step, rl_batch, rewards, sampling_sets])
+def test_sentences_have_the_numbers_of_the_results(sentences, results):
+    text = " ".join(README.split())
+    for sentence in sentences(results):
+        assert sentence in text
 
 
 def test_losses_are_counted():
     assert f"**{len(PRESETS)} published losses.**" in README
 
 
-def test_exactness_is_that_of_the_results():
+def test_exactness_is_that_of_the_results(results):
     """How many times bfloat16 logits are further from float64, in every case that has them."""
-    environment = pytest.importorskip("benchmark.environment", reason="the benchmark is not part of a package")
     logps, gradients = [], []
     for name in ("nvidia-h200", "nvidia-h200-policy"):
-        results = environment.read_results(environment.RESULTS / f"{name}.json")
-        found = {(row["case"], row["variant"]): row for row in results["rows"] if row.get("logp_max_error")}
-        for case, ours in ((case, row) for (case, variant), row in found.items() if variant == "ours"):
-            other = found.get((case, "eager")) or found.get((case, "trl_chunked"))
-            if other is None:
-                continue
-            logps.append(other["logp_max_error"] / ours["logp_max_error"])
-            names = [name for name in ("grad_hidden_error", "grad_weight_error") if ours.get(name)]
-            gradients += [other[name] / ours[name] for name in names]
-    least, lowest, highest = map(int, re.search(
-        r"at least (\d+) times closer to float64, and exact gradients (\d+) to (\d+) times", " ".join(README.split())
-    ).groups())  # fmt: skip
+        rows = {(row["case"], row["variant"]): row for row in results(name)["rows"] if row.get("logp_max_error")}
+        for case, ours in ((case, row) for (case, variant), row in rows.items() if variant == "ours"):
+            other = rows.get((case, "eager")) or rows.get((case, "trl_chunked"))
+            if other is not None:
+                logps.append(other["logp_max_error"] / ours["logp_max_error"])
+                names = [name for name in ("grad_hidden_error", "grad_weight_error") if ours.get(name)]
+                gradients += [other[name] / ours[name] for name in names]
+    sentence = r"at least (\d+) times closer to float64, and exact gradients (\d+) to (\d+) times"
+    least, lowest, highest = map(int, re.search(sentence, " ".join(README.split())).groups())
     assert least <= min(logps) < 1.1 * least
     assert (lowest, highest) == (round(min(gradients)), round(max(gradients)))
 

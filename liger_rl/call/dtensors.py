@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.distributed import VocabParallel
+from liger_rl.distributed import VocabParallel, sum_over
 
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
@@ -98,7 +98,10 @@ def _head_fields(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
         "bias": _rows("bias", inputs.bias),
         "low_rank": [
             replace(
-                term, a=_rows("a", term.a), b=_rows("b", term.b), hidden=_tokens(term.hidden, group, summed=scattered)
+                term,
+                a=_with_summed_grad(_rows("a", term.a), group if scattered else None),
+                b=_rows("b", term.b),
+                hidden=_tokens(term.hidden, group, summed=scattered),
             )
             for term in low_rank
         ],
@@ -164,6 +167,15 @@ def _rows(name: str, value: Any) -> Any:
     if ranks > 1 and local.requires_grad:
         local.register_hook(lambda grad: grad / ranks)  # the mean of data parallelism: not every backend can average
     return local
+
+
+def _with_summed_grad(a: Any, group: Any) -> Any:
+    """Scattered hidden states leave this rank's part of the gradient of `a`: the sum over the group is the whole."""
+    if group is None or not (isinstance(a, Tensor) and a.requires_grad):
+        return a
+    view = a.view_as(a)
+    view.register_hook(sum_over(group))
+    return view
 
 
 def _unstrided(value: Any, strided: int) -> Tensor:

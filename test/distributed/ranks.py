@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 4
+PRELOADED = ["torch.distributed.tensor", "liger_rl", "transformers.models.llama"]
 START_SECONDS, RUN_SECONDS, COLLECTIVE_SECONDS = 150, 120, 100
 
 
@@ -55,6 +56,30 @@ def message_of(call: Callable[[], Any]) -> str | None:
     return None
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+
+
+def assert_whole(results: list[dict], expected: dict, tolerance: float = 1e-6, grad_tolerance: float = 1e-6) -> None:
+    """Results and gradients of ranks, by name, are those of whole heads: rows of a rank, or the same bits on each.
+
+    Errors are relative to the norm, those of results to 1 at least: they are differences of logits.
+    """
+    assert results[0].keys() == expected.keys()
+    for name, truth in expected.items():
+        sharded = results[0][name].shape != truth.shape
+        found = torch.cat([result[name] for result in results]) if sharded else results[0][name]
+        assert (found.shape, found.dtype) == (truth.shape, truth.dtype), name
+        if truth.is_floating_point():
+            error, norm = (found.double() - truth.double()).norm(), truth.double().norm()
+            allowed = grad_tolerance * norm if "grad" in name else tolerance * max(norm, truth.numel() ** 0.5)
+            assert error <= allowed, (name, error, norm)
+        else:
+            assert torch.equal(found, truth), name
+        if not sharded:
+            assert all(torch.equal(result[name], found) for result in results), f"{name} differs between ranks"
+
+
 @contextmanager
 def sent() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """Name and shape of every collective that is entered meanwhile; notes that ranks compare have no shape."""
@@ -77,7 +102,9 @@ class Ranks:
     """WORLD processes; a run takes the first so many of them."""
 
     def __init__(self) -> None:
-        context = get_context("spawn")
+        # A fork shares its imports with all ranks, but CUDA, once a module has asked for it, does not survive one.
+        context = get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.store = Path(tempfile.mkdtemp()) / "store"
         self.pipes, self.processes = [], []
         for index in range(WORLD):

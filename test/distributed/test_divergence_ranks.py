@@ -1,16 +1,22 @@
 """Two heads that are sharded over their vocabulary are the whole heads: values, gradients, collectives and errors."""
 
-import re
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, ReferenceHead, VocabParallel, linear_divergence
-from ranks import message_of, sent
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    LowRank,
+    ReferenceHead,
+    VocabParallel,
+    linear_divergence,
+    topk_divergence,
+)
+from ranks import assert_whole, message_of, sent
 
 N, H, TEACHER_H, VOCAB = 29, 10, 14, 301
 # Rows of each rank's shard; the teacher's last shard may have padding.
@@ -30,6 +36,8 @@ class Case:
     chunk_vocab: int | None = None
     frozen: str = ""
     dtype: torch.dtype = torch.float32
+    dtensors: str = ""  # which of student and teacher are DTensors; the rows of the other are a plain shard
+    placement: Shard | Replicate | None = None  # of hidden states that are DTensors
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -47,6 +55,11 @@ CASES = [
     Case(frozen="weight", rank=2),
     Case(kind="forward_kl", frozen="hidden"),
     Case(dtype=torch.bfloat16, kind="jsd"),
+    *(
+        Case(kind=kind, dtensors=dtensors, placement=placement)
+        for kind in ("reverse_kl", "jsd")
+        for dtensors, placement in (("both", None), ("both", Shard(0)), ("student", Replicate()))
+    ),
 ]
 
 
@@ -84,11 +97,24 @@ def solve(case: Case, parts: dict[str, Tensor], place=None) -> dict[str, Tensor]
     loss = sum((part * factor).sum() for part, factor in zip(found[:3], upstream, strict=True))
     grads = torch.autograd.grad(loss, list(leaves.values()))
     results = {name: part for name, part in found._asdict().items() if part is not None}
-    results |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    results |= {f"grad_{name}": whole(grad) for name, grad in zip(leaves, grads, strict=True)}
     return {name: part.detach().cpu() for name, part in results.items()}
 
 
-def shard_of(rank, case: Case) -> tuple[dict[str, Tensor], VocabParallel]:
+def whole(part: Tensor) -> Tensor:
+    return part.full_tensor() if isinstance(part, DTensor) else part
+
+
+def shard_of(rank, case: Case) -> tuple[dict[str, Tensor], VocabParallel | None]:
+    if case.dtensors:
+        mesh, parts = rank.mesh("tp"), parts_of(case, rank.device)
+        for name in ("weight", "bias", "teacher_weight", "teacher_bias"):
+            rows = distribute_tensor(parts[name], mesh, [Shard(0)])
+            parts[name] = rows.to_local() if "teacher" in name and case.dtensors == "student" else rows
+        if case.placement is not None:
+            hidden = ("hidden", "teacher_hidden")
+            parts |= {name: distribute_tensor(parts[name], mesh, [case.placement]) for name in hidden}
+        return parts, None
     sizes = SHARDS[rank.world][case.shards]
     start, rows = sum(sizes[: rank.index]), sizes[rank.index]
     padding = case.padding if rank.index == rank.world - 1 else 0
@@ -102,24 +128,30 @@ def solve_sharded(rank, case: Case) -> dict[str, Tensor]:
     return solve(case, *shard_of(rank, case))
 
 
-SHARDED = ("grad_weight", "grad_bias", "grad_b")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_whole_heads(ranks, world, case):
-    results = ranks.run(solve_sharded, case, **world)
-    expected = solve(case, parts_of(case, world["device"]))
-    tolerance = 1e-5 if case.dtype == torch.float32 else 4e-3
-    for name, truth in expected.items():
-        found = torch.cat([r[name] for r in results]) if name in SHARDED else results[0][name]
-        assert found.shape == truth.shape
-        assert found.dtype == truth.dtype
-        error = (found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30)
-        assert error <= (tolerance if "grad" in name else 1e-5), (name, error)
-        assert truth.any() or case.masked == "all", name
-        if name not in SHARDED:
-            assert all(torch.equal(result[name], found) for result in results), f"{name} differs between ranks"
+    results, expected = ranks.run(solve_sharded, case, **world), solve(case, parts_of(case, world["device"]))
+    assert_whole(results, expected, 1e-5, 1e-5 if case.dtype == torch.float32 else 4e-3)
+    assert all(truth.any() or case.masked == "all" for truth in expected.values())
     assert ("grad_weight" in expected) == (case.frozen != "weight")
+
+
+def distilled(rank):
+    """From a teacher's lists."""
+    parts, place = parts_of(Case()), None
+    ids, teacher = torch.randint(VOCAB, (N, 7)), torch.randn(N, 7).log_softmax(-1)
+    if rank is not None:
+        parts, place = shard_of(rank, Case())
+    hidden = parts["hidden"].requires_grad_()
+    found = topk_divergence(
+        hidden, parts["weight"], ids, teacher, tail="none", bias=parts["bias"], vocab_parallel=place
+    ).divergence
+    return {"divergence": found.detach(), "grad_hidden": torch.autograd.grad(found.sum(), hidden)[0]}
+
+
+def test_distillation_from_lists(ranks):
+    torch.manual_seed(0)
+    assert_whole(ranks.run(distilled), distilled(None), 1e-5, 1e-5)
 
 
 def collectives(rank, case):
@@ -143,7 +175,7 @@ def test_what_a_call_sends(ranks, kind, sums):
         assert shapes[-1][0] < shapes[0][1] < N  # tokens without a gradient are not sent
 
 
-# --- DTensors ---------------------------------------------------------------------------------------------------------
+# --- shards of data parallelism ---------------------------------------------------------------------------------------
 
 
 def problem(device="cpu"):
@@ -151,60 +183,6 @@ def problem(device="cpu"):
     shapes = {"hidden": (4, 8, H), "weight": (37, H), "teacher_hidden": (4, 8, TEACHER_H)}
     shapes |= {"teacher_weight": (37, TEACHER_H)}
     return {name: torch.randn(*shape).to(device) for name, shape in shapes.items()}
-
-
-def solve_whole(parts, kind):
-    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    ids = torch.arange(32).view(4, 8).to(parts["hidden"].device) % 37
-    found = linear_divergence(*parts.values(), kind=kind, targets=ids)
-    loss = found.divergence.square().sum() + found.logps.square().sum()
-    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(loss, leaves)]
-    return [part.detach().cpu() for part in (found.divergence, found.logps, found.teacher_logps, *grads)]
-
-
-def tensor_parallel(rank, placement, teacher_rows, kind):
-    mesh, parts = rank.mesh("tp"), problem(rank.device)
-    parts["weight"] = distribute_tensor(parts["weight"], mesh, [Shard(0)])
-    whole = distribute_tensor(parts["teacher_weight"], mesh, [Shard(0)])
-    parts["teacher_weight"] = whole if teacher_rows == "DTensor" else whole.to_local()
-    if placement is not None:
-        for name in ("hidden", "teacher_hidden"):
-            parts[name] = distribute_tensor(parts[name], mesh, [placement])
-    return solve_whole(parts, kind)
-
-
-@pytest.mark.parametrize(
-    ("placement", "teacher_rows"), [(None, "DTensor"), (Shard(1), "DTensor"), (Replicate(), "tensor")], ids=str
-)
-@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
-def test_dtensors(ranks, two, placement, teacher_rows, kind):
-    expected = solve_whole(problem(), kind)
-    for result in ranks.run(tensor_parallel, placement, teacher_rows, kind, **two):
-        for found, truth in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())
-
-
-def fully_sharded(rank):
-    """Data parallelism: both heads are gathered, other tokens on each rank, the weight's gradient is the mean."""
-    mesh, parts = rank.mesh("dp"), problem()
-    tokens = slice(rank.index * 2, rank.index * 2 + 2)
-    parts = {n: p[tokens] if "hidden" in n else distribute_tensor(p, mesh, [Shard(0)]) for n, p in parts.items()}
-    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    found = linear_divergence(*parts.values(), kind="reverse_kl", token_weights=torch.ones(2, 8))
-    grads = torch.autograd.grad(found.loss, leaves)
-    return [found.divergence.detach(), grads[0], grads[1].full_tensor()]
-
-
-def test_shards_of_data_parallelism_are_gathered(ranks):
-    parts = problem()
-    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    found = linear_divergence(*parts.values(), kind="reverse_kl")
-    grads = torch.autograd.grad(found.divergence.sum(), leaves)
-    results = ranks.run(fully_sharded)
-    for place, truth in ((0, found.divergence.detach()), (1, grads[0])):
-        torch.testing.assert_close(torch.cat([r[place] for r in results]), truth, rtol=1e-5, atol=1e-5)
-    for result in results:
-        torch.testing.assert_close(result[2], grads[1] / 2, rtol=1e-5, atol=1e-5)
 
 
 def loss_of_trl(rank, patched, chunk_vocab):
@@ -252,69 +230,22 @@ def solve_loss(rank, sharded="rows", passes="auto"):
     loss_fn = FusedLinearGRPOLoss("grpo", beta=0.2, kl_estimator="exact", entropy_coef=0.01, passes=passes)
     reference = ReferenceHead(hidden=parts["teacher_hidden"], weight=parts["teacher_weight"])
     loss, metrics = loss_fn(*leaves, ids, advantages, reference=reference, vocab_parallel=place)
-    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(loss, leaves)]
-    return loss.detach(), metrics["kl_ref"].value, *grads
+    grads = zip(("grad_hidden", "grad_weight"), torch.autograd.grad(loss, leaves), strict=True)
+    return {"loss": loss.detach(), "kl": metrics["kl_ref"].value} | {name: whole(grad) for name, grad in grads}
 
 
-@pytest.mark.parametrize("sharded", ["rows", "DTensor"])
-def test_the_policy_loss(ranks, sharded):
-    loss, kl, grad_hidden, grad_weight = solve_loss(None)
-    results = ranks.run(solve_loss, sharded)
-    for result in results:
-        for found, truth in zip(result, (loss, kl, grad_hidden), strict=False):
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
-    found = torch.cat([result[3] for result in results]) if sharded == "rows" else results[0][3]
-    torch.testing.assert_close(found, grad_weight, rtol=1e-5, atol=1e-6)
-
-
-def one_pass(rank, sharded):
+def refused_in_one_pass(rank, sharded):
     return message_of(lambda: solve_loss(rank, sharded, "one"))
 
 
 @pytest.mark.parametrize("sharded", ["rows", "DTensor"])
-def test_one_pass_of_a_sharded_policy_is_refused(ranks, sharded):
-    for message in ranks.run(one_pass, sharded):
+def test_the_policy_loss(ranks, sharded):
+    assert_whole(ranks.run(solve_loss, sharded), solve_loss(None), 1e-5, 1e-5)
+    for message in ranks.run(refused_in_one_pass, sharded):
         assert message.startswith('ValueError: passes="one" needs tensors that are whole on this rank')
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def provoked(rank, on_last):
-    """The error of a call that does not fit, and whether the ranks still work together after it."""
-    given = {"rows": 5, "teacher_rows": 5, "tokens": 6, "start": 5 * rank.index, "options": {}}
-    given |= on_last if rank.index == rank.world - 1 else {}
-    tokens, options = given["tokens"], dict(given["options"])
-    place = VocabParallel(rank.group, given["start"])
-    parts = torch.randn(tokens, H), torch.randn(given["rows"], H)
-    parts += torch.randn(tokens, TEACHER_H), torch.randn(given["teacher_rows"], TEACHER_H)
-    message = message_of(lambda: linear_divergence(*parts, vocab_parallel=place, **options))
-    again = torch.ones(1)
-    dist.all_reduce(again, group=rank.group)
-    return message, again.item()
-
-
-SAME = "must be the same on every rank"
-MISTAKES = {
-    "a gap": ({"start": 6}, "ValueError: the shards of weight must cover"),
-    "tokens": ({"tokens": 7}, f"ValueError: hidden {SAME}"),
-    "kind": ({"options": {"kind": "jsd"}}, f"ValueError: kind and beta {SAME}"),
-    "teacher_transform": (
-        {"options": {"teacher_transform": LogitTransform(temperature=0.5)}},
-        f"ValueError: teacher_transform {SAME}",
-    ),
-    "one rank's targets": ({"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
-    "token_weights": ({"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"),
-    "the teacher's padding": ({"teacher_rows": 7}, r"ValueError: teacher_weight must have the 10 .*, got 12"),
-}
-
-
-@pytest.mark.parametrize(("on_last", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_last, expected):
-    results = ranks.run(provoked, on_last)
-    (message,) = {message for message, _ in results}
-    assert re.match(expected, message or "")
-    assert [count for _, count in results] == [2, 2]
 
 
 def misaligned(rank):

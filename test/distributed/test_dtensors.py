@@ -1,4 +1,4 @@
-"""DTensor weights and hidden states: what the whole tensors give, whatever the meshes."""
+"""DTensor weights and hidden states on meshes of several dimensions. On one: cases of test_vocab_parallel.py."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from liger_rl import FusedLinearGRPOLoss, LowRank, Support, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs
 from ranks import message_of, sent
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
@@ -20,39 +20,13 @@ def problem(device="cpu"):
     return [values.to(device) for values in (hidden, weight, bias, targets, torch.randn(BATCH, TIME))]
 
 
-def solve(hidden, weight, bias, targets, upstream, **options):
+def solve(hidden, weight, bias, targets, upstream):
     """Results, and gradients as whole tensors."""
     leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
-    found = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, **options)
+    found = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True)
     grads = torch.autograd.grad((found.logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
     whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-    placements = [grad.placements if isinstance(grad, DTensor) else None for grad in grads]
-    return [values.detach().cpu() for values in (found.logps, found.entropy, *whole)], placements
-
-
-def supported(device="cpu"):
-    """A few ids for most tokens, and none for some."""
-    ids = torch.arange(BATCH * TIME * 3).view(BATCH, TIME, 3) * 5 % VOCAB
-    ids[:, ::3] = -1
-    return Support.from_padded(ids.to(device))
-
-
-def tensor_parallel(rank, hidden_placement, low_rank=False, support=False):
-    mesh = rank.mesh("tp")
-    hidden, weight, bias, targets, upstream = problem(rank.device)
-    if hidden_placement is not None:
-        hidden = distribute_tensor(hidden, mesh, [hidden_placement])
-    weight, bias = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias))
-    options = {"support": supported(rank.device)} if support else {}
-    if low_rank:
-        b = distribute_tensor(torch.ones(VOCAB, 2, device=rank.device), mesh, [Shard(0)])
-        a = distribute_tensor(torch.ones(2, HIDDEN, device=rank.device), mesh, [Replicate()])
-        options["low_rank"] = [LowRank(a=a, b=b)]
-    results, placements = solve(hidden, weight, bias, targets, upstream, **options)
-    assert placements[1] == placements[2] == (Shard(0),)
-    if hidden_placement is not None:
-        assert placements[0] == (hidden_placement,)
-    return results
+    return [values.detach().cpu() for values in (*found[:2], *whole)]
 
 
 def assert_same(results, expected):
@@ -62,33 +36,18 @@ def assert_same(results, expected):
             assert truth.any()
 
 
-@pytest.mark.parametrize("placement", [None, Replicate(), Shard(1), Shard(0)], ids=str)
-def test_a_sharded_weight_is_a_vocabulary_over_ranks(ranks, world, placement):
-    assert_same(ranks.run(tensor_parallel, placement, **world), solve(*problem())[0])
-
-
-@pytest.mark.parametrize("placement", [None, Shard(1)], ids=str)
-def test_a_support_over_a_sharded_weight(ranks, two, placement):
-    assert_same(ranks.run(tensor_parallel, placement, False, True, **two), solve(*problem(), support=supported())[0])
-
-
-def test_low_rank_terms_are_sharded_with_the_weight(ranks, two):
-    expected = solve(*problem(), low_rank=[LowRank(a=torch.ones(2, HIDDEN), b=torch.ones(VOCAB, 2))])[0]
-    assert_same(ranks.run(tensor_parallel, Shard(1), True, **two), expected)
-
-
 def replicated(rank):
     mesh = rank.mesh("tp")
     hidden, weight, bias, targets, upstream = problem(rank.device)
     with sent() as calls:
         values = (distribute_tensor(value, mesh, [Replicate()]) for value in (weight, bias))
-        results, _ = solve(hidden, *values, targets, upstream)
+        results = solve(hidden, *values, targets, upstream)
     assert not calls
     return results
 
 
 def test_a_replicated_weight_needs_no_collective(ranks):
-    assert_same(ranks.run(replicated), solve(*problem())[0])
+    assert_same(ranks.run(replicated), solve(*problem()))
 
 
 def fully_sharded(rank, shape, names):
@@ -115,7 +74,7 @@ def fully_sharded(rank, shape, names):
         )
     else:
         weight, bias = (distribute_tensor(value, mesh, placements) for value in (weight, bias))
-    results, _ = solve(hidden[tokens].clone(), weight, bias, targets[tokens], upstream[tokens])
+    results = solve(hidden[tokens].clone(), weight, bias, targets[tokens], upstream[tokens])
     return ours, results
 
 
@@ -131,7 +90,7 @@ def fully_sharded(rank, shape, names):
 )
 def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
     results = ranks.run(fully_sharded, shape, names, world=math.prod(shape))
-    expected = solve(*problem())[0]
+    expected = solve(*problem())
     replicas = {}
     for ours, result in results:
         replicas.setdefault(ours, result)

@@ -6,6 +6,7 @@ The layer is Megatron's own where it is there (see `checkouts`). Then its model 
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import oracles
 from checkouts import needs
 from liger_rl import Support
 from liger_rl.integrations.megatron import fused_loss, fused_output
-from ranks import message_of
+from ranks import assert_whole, message_of
 
 HIDDEN, VOCAB, LENGTH, BATCH = 12, 40, 8, 2
 
@@ -44,7 +45,7 @@ def problem(case, device="cpu"):
 
 
 def solve(rank, case):
-    """-> logps, entropy, this rank's gradients of hidden and weight."""
+    """-> logps, entropy, this rank's gradients of hidden and weight, by name."""
     hidden, weight, labels, mask, upstream, temperature = problem(case, rank.device)
     index, world = rank.index, rank.world
     weight = weight.chunk(world)[index].clone()
@@ -74,7 +75,8 @@ def solve(rank, case):
         assert parameter.grad_added_to_main_grad
         assert not grad.any()
         grad = parameter.main_grad - 1
-    return [value.detach().cpu() for value in (out.logps, out.entropy, hidden.grad, grad)]
+    found = {"logps": out.logps, "entropy": out.entropy, "grad_hidden": hidden.grad, "grad_weight": grad}
+    return {name: value.detach().cpu() for name, value in found.items()}
 
 
 def expected(case):
@@ -86,7 +88,10 @@ def expected(case):
     live = (mask != 0) & (labels >= 0)
     values = [torch.where(live, value, 0.0) for value in values]
     total = sum((value * factor).sum() for value, factor in zip(values, upstream, strict=True))
-    return *(value.detach() for value in values), *torch.autograd.grad(total, leaves)
+    grads = [grad.to(case.dtype) for grad in torch.autograd.grad(total, leaves)]
+    grads[1] = grads[1].float() if case.fusion else grads[1]
+    found = *(value.detach().float() for value in values), *grads
+    return dict(zip(("logps", "entropy", "grad_hidden", "grad_weight"), found, strict=True))
 
 
 CASES = [
@@ -101,21 +106,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_full_logits(ranks, case, world):
-    results, truth = ranks.run(solve, case, **world), expected(case)
-    near = {"rtol": 1e-5, "atol": 1e-5} if case.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    for result in results:
-        for found, value in zip(result[:2], truth[:2], strict=True):
-            assert found.dtype == torch.float32
-            torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-5)
-    hidden = torch.cat([r[2] for r in results]) if case.sequence_parallel else results[-1][2]
-    torch.testing.assert_close(hidden.double(), truth[2], **near)
-    torch.testing.assert_close(torch.cat([r[3] for r in results]).double(), truth[3], **near)
+    assert_whole(ranks.run(solve, case, **world), expected(case), 1e-5, 1e-5 if case.dtype == torch.float32 else 2e-2)
 
 
 def test_one_rank(ranks):
     case = Case(sequence_parallel=True)
-    for found, value in zip(ranks.run(solve, case, world=1)[0], expected(case), strict=True):
-        torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-5)
+    assert_whole(ranks.run(solve, case, world=1), expected(case), 1e-5, 1e-5)
 
 
 def context_parallel(rank):
@@ -137,32 +133,39 @@ def context_parallel(rank):
 
 
 def test_context_parallel_ranks_keep_their_tokens(ranks):
-    results, truth = ranks.run(context_parallel, world=4), expected(Case())[0]
+    results, truth = ranks.run(context_parallel, world=4), expected(Case())["logps"]
     for halves in (results[::2], results[1::2]):
-        torch.testing.assert_close(torch.cat(halves, 1).double(), -truth, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat(halves, 1), -truth, rtol=1e-5, atol=1e-5)
+
+
+# What the call is given otherwise, and how the error begins.
+REFUSALS = {
+    "output_layer": (
+        torch.nn.Linear(HIDDEN, VOCAB),
+        "TypeError: output_layer must be a ColumnParallelLinear with its own forward, got Linear",
+    ),
+    "no labels": (None, "TypeError: labels must be a tensor"),
+    "loss_mask": (torch.ones(BATCH, LENGTH - 1), "ValueError: loss_mask must be (b, s) = (2, 8), got (2, 7)"),
+    "inference_context": (object(), "ValueError: inference_context must be None, got object"),
+    "scale_logits": (torch.tanh, "ValueError: scale_logits must multiply by a number"),
+    "context": ({"softcap": 30.0}, "TypeError: output_processor_context must hold temperature, entropy, support"),
+    "labels' shape": (torch.zeros(BATCH, LENGTH - 1).long(), "ValueError: labels must be (b, s) = (2, 8), got (2, 7)"),
+    "labels' values": (torch.full((BATCH, LENGTH), VOCAB), "ValueError: targets must be"),
+}
 
 
 def refusals(rank):
     """-> messages, by name; nothing is left behind on the layer."""
-    hidden, weight, labels, mask, *_ = problem(Case())
+    hidden, weight, labels, *_ = problem(Case())
     layer = megatron_layers.output_layer(weight.clone(), rank.group)
     given = {
         "hidden_states": hidden, "output_layer": layer, "output_weight": None, "labels": labels,
         "scale_logits": lambda logits: logits,
     }  # fmt: skip
-    found = {
-        name: message_of(partial(fused_output, **given | {name: value}))
-        for name, value in {
-            "output_layer": torch.nn.Linear(HIDDEN, VOCAB),
-            "labels": None,
-            "loss_mask": mask[:, 1:],
-            "inference_context": object(),
-            "scale_logits": torch.tanh,
-            "context": {"softcap": 30.0},
-        }.items()
-    }
-    found["labels' shape"] = message_of(lambda: fused_output(**given | {"labels": labels[:, 1:]}))
-    found["labels' values"] = message_of(lambda: fused_output(**given | {"labels": labels + VOCAB}))
+    found = {}
+    for name, (value, _) in REFUSALS.items():
+        changed = {"labels" if "labels" in name else name: value}
+        found[name] = message_of(partial(fused_output, **given | changed))
     hook = layer.register_forward_hook(lambda _layer, _args, output: (output[0] * 2, None))
     found["hooks"] = message_of(lambda: fused_output(**given))
     hook.remove()
@@ -177,12 +180,8 @@ def refusals(rank):
     layer.gradient_accumulation_fusion = False
     import megatron.core
 
-    version, megatron.core.__version__ = megatron.core.__version__, "0.17.1"
-    try:
+    with patch.object(megatron.core, "__version__", "0.17.1"), pytest.raises(ImportError, match=r"found 0\.17\.1"):
         fused_output(**given)
-    except ImportError as error:
-        found["version"] = str(error)
-    megatron.core.__version__ = version
     layer.forward = lambda *_: None
     found["forward"] = message_of(lambda: fused_output(**given))
     del layer.forward
@@ -196,20 +195,11 @@ def refusals(rank):
 
 def test_what_is_not_reproduced_is_refused(ranks):
     (found,) = ranks.run(refusals, world=1)
-    begins = {
-        "output_layer": "TypeError: output_layer must be a ColumnParallelLinear with its own forward, got Linear",
-        "labels": "TypeError: labels must be a tensor",
-        "loss_mask": "ValueError: loss_mask must be (b, s) = (2, 8), got (2, 7)",
-        "labels' shape": "ValueError: labels must be (b, s) = (2, 8), got (2, 7)",
-        "labels' values": "ValueError: targets must be",
-        "inference_context": "ValueError: inference_context must be None, got object",
-        "scale_logits": "ValueError: scale_logits must multiply by a number",
-        "context": "TypeError: output_processor_context must hold temperature, entropy, support",
+    begins = {name: beginning for name, (_, beginning) in REFUSALS.items()} | {
         "hooks": "ValueError: output_layer must have no hooks that change its output",
         "deferred": "ValueError: defer_embedding_wgrad_compute must be False",
         "fsdp": "ValueError: output_layer must not be sharded by Megatron-FSDP",
         "main_grad": "TypeError: main_grad of output_layer's weight must be float32",
-        "version": "megatron-core >= 0.18, < 0.20 is supported, found 0.17.1",
         "forward": "TypeError: output_layer must be a ColumnParallelLinear with its own forward",
     }
     assert found.keys() == begins.keys()

@@ -1,6 +1,7 @@
 """A tiny Llama under FSDP2, a tensor-parallel plan or both, its head swapped: trained as one process trains it."""
 
 import copy
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -75,8 +76,8 @@ def trained(model):
 
 
 @cache
-def reference(**changes):
-    model = swap_lm_head(tiny_llama(**changes))
+def reference(tied=False):
+    model = swap_lm_head(tiny_llama(tie_word_embeddings=tied))
     before = trained(copy.deepcopy(model))
     return train(model), trained(model), before
 
@@ -123,37 +124,121 @@ def train_shares(model, rows, mesh):
     return [summed * loss for loss in train(model, rows, mesh.size() // summed)]
 
 
-def fully_sharded(rank, unit, swapped, mixed=False, tied=False):
-    model = tiny_llama(tie_word_embeddings=tied).to(rank.device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
-    if swapped == "before":
-        swap_lm_head(model)
-    shard(model, rank.mesh(), unit, policy)
-    if swapped == "after":
-        swap_lm_head(model)
-    rows = BATCH // rank.world
-    losses = train_shares(model, slice(rank.index * rows, (rank.index + 1) * rows), rank.mesh())
-    assert isinstance(model.lm_head.weight, DTensor)
-    return losses, trained(model), rank.index
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+HEADS = {
+    "local logits": {},
+    "logits as a DTensor": {"use_local_output": False},
+    "whole logits": {"output_layouts": Replicate()},
+    "whole logits as a DTensor": {"output_layouts": Replicate(), "use_local_output": False},
+}
 
 
-@pytest.mark.parametrize("swapped", ["before", "after"])
+def parallelize(model, mesh, head):
+    plan = {"lm_head": ColwiseParallel(**head)}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    return parallelize_module(model, mesh, plan)
+
+
+def transformers_plan(model, mesh, style):
+    """transformers' own, whose style of the head is "colwise" or "colwise_gather_output"."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model.tp_plan = {
+        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": style,
+    }
+    if not hasattr(model, "_resolve_parallel_plans"):
+        apply_tensor_parallelism(model, mesh)
+        return
+    # In transformers 5.23 the model writes its plan out, layer by layer.
+    from transformers.distributed import DistributedConfig
+
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+    apply_tensor_parallelism(model, mesh, plan)
+
+
+# --- a model that is cut over ranks, trained --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    unit: str = ""  # of FSDP that has the head: the root, or its own
+    head: str = ""  # of a tensor-parallel plan: one of HEADS, or a style of transformers' own plan
+    swapped: str = "before"  # the head, before the model is cut or after
+    mixed: bool = False
+    tied: bool = False
+
+
+def train_cut(rank, cut: Cut):
+    """What `assert_trained_alike` takes."""
+    model = tiny_llama(tie_word_embeddings=cut.tied).to(rank.device)
+    mesh = rank.mesh("dp", "tp", shape=(2, 2)) if cut.unit and cut.head else None
+    if cut.swapped == "before":
+        swap_lm_head(model)
+    if cut.head:
+        apply = parallelize if cut.head in HEADS else transformers_plan
+        apply(model, rank.mesh("tp") if mesh is None else mesh["tp"], HEADS.get(cut.head, cut.head))
+    data = rank.mesh() if mesh is None else mesh["dp"]
+    if cut.unit:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cut.mixed else None
+        shard(model, data, cut.unit, policy)
+    if cut.swapped == "after":
+        swap_lm_head(model)
+    if cut.unit:
+        place, rows = data.get_local_rank(), BATCH // data.size()
+        losses = train_shares(model, slice(place * rows, (place + 1) * rows), data)
+        assert isinstance(model.lm_head.weight, DTensor)
+        return losses, trained(model), place
+    losses = train(model)
+    assert model.lm_head.weight.placements == (Shard(0),)
+    plain = model(input_ids=batch()["input_ids"].to(rank.device)).logits
+    assert isinstance(plain, DTensor) == ("DTensor" in cut.head)  # the plan's own forward is as it was
+    return losses, trained(model), 0
+
+
+SWAPPED = ("before", "after")
+
+
+@pytest.mark.parametrize("swapped", SWAPPED)
 @pytest.mark.parametrize("unit", ["root", "own"])
 def test_fsdp(ranks, unit, swapped, world):
-    results = ranks.run(fully_sharded, unit, swapped, **world)
+    results = ranks.run(train_cut, Cut(unit=unit, swapped=swapped), **world)
     assert_trained_alike(results, reference(), data_ranks=world["world"])
 
 
-def test_fsdp_with_tied_weights(ranks, two):
-    results = ranks.run(fully_sharded, "root", "before", False, True, **two)
-    assert_trained_alike(results, reference(tie_word_embeddings=True), data_ranks=2)
+@pytest.mark.parametrize(
+    "cut", [Cut(unit="root", tied=True), *(Cut(unit=u, mixed=True) for u in ("root", "own"))], ids=str
+)
+def test_fsdp_with_tied_weights_or_mixed_precision(ranks, cut, two):
+    """In bfloat16 as far from float32 as bfloat16 is, and the same wherever the head is gathered."""
+    results, expected = ranks.run(train_cut, cut, **two), reference(cut.tied)
+    assert_trained_alike(results, expected, data_ranks=2, rtol=0.1 if cut.mixed else 1e-4)
+
+
+@pytest.mark.parametrize("swapped", SWAPPED)
+@pytest.mark.parametrize("head", [*HEADS, "colwise", "colwise_gather_output"])
+def test_a_tensor_parallel_plan(ranks, head, swapped, two):
+    if head not in HEADS:
+        pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers 5's plans")
+    four = swapped == "before" and two["device"] == "cpu" and head in HEADS
+    results = ranks.run(train_cut, Cut(head=head, swapped=swapped), **two | ({"world": 4} if four else {}))
+    assert_trained_alike(results, reference(), data_ranks=1)
 
 
 @pytest.mark.parametrize("unit", ["root", "own"])
-def test_fsdp_with_mixed_precision(ranks, unit, two):
-    """As far from float32 as bfloat16 is, and the same wherever the head is gathered."""
-    results = ranks.run(fully_sharded, unit, "before", True, **two)
-    assert_trained_alike(results, reference(), data_ranks=2, rtol=0.1)
+def test_fsdp_over_tensor_parallelism(ranks, unit):
+    results = ranks.run(train_cut, Cut(unit=unit, head="local logits"), world=4)
+    assert_trained_alike(results, reference(), data_ranks=2)
+
+
+# --- what sharding does not change ------------------------------------------------------------------------------------
 
 
 def stays_as_it_was(rank, sharding):
@@ -191,51 +276,6 @@ def test_what_a_sharded_head_does_not_change(ranks, sharding, gathers):
     assert ranks.run(stays_as_it_was, sharding) == [gathers, gathers]
 
 
-# --- tensor parallelism -----------------------------------------------------------------------------------------------
-
-HEADS = {
-    "local logits": {},
-    "logits as a DTensor": {"use_local_output": False},
-    "whole logits": {"output_layouts": Replicate()},
-    "whole logits as a DTensor": {"output_layouts": Replicate(), "use_local_output": False},
-}
-
-
-def parallelize(model, mesh, head):
-    plan = {"lm_head": ColwiseParallel(**head)}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"model.layers.*.{name}"] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"model.layers.*.{name}"] = RowwiseParallel()
-    return parallelize_module(model, mesh, plan)
-
-
-def planned(rank, apply, swapped):
-    """What `assert_trained_alike` takes of a model that `apply` cuts over the ranks, and its plain logits."""
-    model = tiny_llama().to(rank.device)
-    if swapped == "before":
-        swap_lm_head(model)
-    apply(model)
-    if swapped == "after":
-        swap_lm_head(model)
-    losses = train(model)
-    assert model.lm_head.weight.placements == (Shard(0),)
-    return losses, trained(model), 0, model(input_ids=batch()["input_ids"].to(rank.device)).logits
-
-
-def tensor_parallel(rank, head, swapped):
-    *results, plain = planned(rank, lambda model: parallelize(model, rank.mesh("tp"), HEADS[head]), swapped)
-    assert isinstance(plain, DTensor) == ("DTensor" in head)  # the plan's own forward is as it was
-    return results
-
-
-@pytest.mark.parametrize("swapped", ["before", "after"])
-@pytest.mark.parametrize("head", HEADS)
-def test_a_tensor_parallel_plan(ranks, head, swapped, two):
-    arguments = two if swapped == "after" else two | {"world": 4 if two["device"] == "cpu" else 2}
-    assert_trained_alike(ranks.run(tensor_parallel, head, swapped, **arguments), reference(), data_ranks=1)
-
-
 def notes_compared(rank, shape):
     """How often, while a model is trained: a check per call would be a host sync per call."""
     model = swap_lm_head(tiny_llama())
@@ -251,52 +291,3 @@ def notes_compared(rank, shape):
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["a plan", "FSDP over a plan"])
 def test_ranks_compare_notes_once_per_weight(ranks, shape):
     assert set(ranks.run(notes_compared, shape, world=2 * len(shape))) == {1}
-
-
-def transformers_plan(rank, style, swapped):
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    def apply(model):
-        model.tp_plan = {
-            **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-            **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
-            "model.layers.*.self_attn.o_proj": "rowwise",
-            "model.layers.*.mlp.down_proj": "rowwise",
-            "lm_head": style,
-        }
-        mesh = rank.mesh("tp")
-        if not hasattr(model, "_resolve_parallel_plans"):
-            apply_tensor_parallelism(model, mesh)
-            return
-        # In transformers 5.23 the model writes its plan out, layer by layer.
-        from transformers.distributed import DistributedConfig
-
-        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
-        apply_tensor_parallelism(model, mesh, plan)
-
-    return planned(rank, apply, swapped)[:3]
-
-
-@pytest.mark.parametrize("swapped", ["before", "after"])
-@pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
-def test_transformers_own_plan(ranks, style, swapped, two):
-    pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers 5's plans")
-    assert_trained_alike(ranks.run(transformers_plan, style, swapped, **two), reference(), data_ranks=1)
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
-
-
-def both(rank, unit):
-    model = swap_lm_head(tiny_llama())
-    mesh = rank.mesh("dp", "tp", shape=(2, 2))
-    parallelize(model, mesh["tp"], {})
-    shard(model, mesh["dp"], unit)
-    ours = mesh.get_local_rank("dp")
-    losses = train_shares(model, slice(2 * ours, 2 * ours + 2), mesh["dp"])
-    return losses, trained(model), ours
-
-
-@pytest.mark.parametrize("unit", ["root", "own"])
-def test_fsdp_over_tensor_parallelism(ranks, unit):
-    assert_trained_alike(ranks.run(both, unit, world=4), reference(), data_ranks=2)

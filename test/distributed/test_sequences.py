@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from liger_rl import FusedLinearGRPOLoss, Segments, merge_over, reduce_metrics, sum_over
 from liger_rl.losses.segments import segment_sum
@@ -119,65 +118,3 @@ def test_the_gradient_of_a_sum_over_ranks(ranks):
     totals = torch.stack([values[index == s].sum() for s in range(2)])
     (totals[index].square() * factors).sum().backward()
     torch.testing.assert_close(torch.cat([result[3] for result in results]), values.grad)
-
-
-# --- data parallelism -------------------------------------------------------------------------------------------------
-
-
-class Policy(torch.nn.Module):
-    """The head and the loss inside the module that DDP wraps: its hooks see the gradient of the head."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
-        self.loss = FusedLinearGRPOLoss("dapo", world_size=1)
-
-    def forward(self, inputs, ids, advantages, mask, count):
-        return self.loss(self.body(inputs), self.head.weight, ids, advantages, mask, num_items_in_batch=count).loss
-
-
-def train(rank, live):
-    """Three steps; `live` are the tokens that count on each rank."""
-    torch.manual_seed(8)
-    inputs, ids, advantages = torch.randn(4, 6, HIDDEN), torch.randint(VOCAB, (4, 6)), torch.randn(4)
-    mask = torch.arange(6) < torch.tensor(live)[:, None]
-    model: torch.nn.Module = Policy()
-    count, rows = mask.sum() / len(live), slice(None)
-    if rank is not None:
-        model, rows = (
-            torch.nn.parallel.DistributedDataParallel(model, process_group=rank.group),
-            slice(rank.index, rank.index + 1),
-        )
-    else:
-        count = mask.sum()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(inputs[rows], ids[rows], advantages[rows], mask[rows], count).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("live", [[6, 3, 1, 4], [0, 6, 0, 1], [0, 0, 0, 0]], ids=str)
-def test_data_parallel_with_other_numbers_of_tokens(ranks, live):
-    results, expected = ranks.run(train, live, world=4), train(None, live)
-    for result in results:
-        for found, truth in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
-
-
-# --- ranks that hang --------------------------------------------------------------------------------------------------
-
-
-def left_alone(rank):
-    if rank.index == 0:
-        dist.all_reduce(torch.ones(1), group=rank.group)
-
-
-def test_a_rank_left_alone_fails_the_test(ranks, monkeypatch):
-    """The check that all these tests rest on."""
-    monkeypatch.setattr("ranks.RUN_SECONDS", 2)
-    with pytest.raises(TimeoutError, match="rank 0 of 2 gave no answer"):
-        ranks.run(left_alone)

@@ -20,7 +20,6 @@ from liger_rl.integrations.skyrl import (
     fused_vocab_parallel_entropy_from_hidden,
     patch_skyrl,
     patched_skyrl,
-    unpatch_skyrl,
 )
 from ranks import message_of
 
@@ -238,23 +237,3 @@ def test_its_wrapper_of_huggingface_models(ranks, remove_padding, sharded):
             torch.testing.assert_close(found[2][name], grad, rtol=1e-3, atol=1e-5, msg=name)
         assert messages["sequence_parallel_size"].startswith("ValueError: sequence_parallel_size must be 1, got 2")
         assert messages["is_vlm"].startswith("ValueError: is_vlm must be False")
-
-
-def other_parameters(rank):
-    module = skyrl_modules.load(integration.MEGATRON_MODULE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["skyrl"], "__version__", "0.3.0", raising=False)
-        patch.setattr(module, "from_parallel_hidden_to_logprobs", lambda hidden: None)
-        before = dict(vars(module))
-        with pytest.raises(RuntimeError) as raised:
-            patch_skyrl("megatron")
-        assert dict(vars(module)) == before
-    unpatch_skyrl()
-    return str(raised.value)
-
-
-@NEEDS_SKYRL
-def test_a_function_with_other_parameters_is_refused(ranks):
-    (message,) = ranks.run(other_parameters, world=1)
-    assert "from_parallel_hidden_to_logprobs must take (hidden, lm_head_weight, target," in message
-    assert message.endswith("nothing was patched")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_rl.integrations.verl import linear_cross_entropy
+from ranks import assert_whole
 
 TOKENS, HIDDEN, VOCAB = 23, 12, 136
 
@@ -19,20 +20,18 @@ def solve(rank, reduction):
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     logprobs, entropy = linear_cross_entropy(*leaves, labels, 0.8, reduction, group)
     grads = torch.autograd.grad((logprobs * upstream).sum() + (entropy * upstream).sum(), leaves)
-    return logprobs.detach(), entropy.detach(), *grads
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "parts": grads[0], "grad_weight": grads[1]}
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_equals_one_rank(ranks, world, reduction):
     results, expected = ranks.run(solve, reduction, world=world), solve(None, reduction)
-    for result in results:
-        for found, truth in zip(result[:2], expected[:2], strict=True):
-            torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-6)
-    parts = torch.stack([result[2] for result in results])
-    torch.testing.assert_close(parts.sum(0), expected[2], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(parts[0], expected[2], rtol=0.1)  # verl's callers sum it
-    torch.testing.assert_close(torch.cat([result[3] for result in results]), expected[3], rtol=1e-5, atol=1e-5)
+    parts = torch.stack([result.pop("parts") for result in results])
+    whole = expected.pop("parts")
+    torch.testing.assert_close(parts.sum(0), whole, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(parts[0], whole, rtol=0.1)  # verl's callers sum it
+    assert_whole(results, expected, 1e-6, 1e-5)
 
 
 def uneven(rank):

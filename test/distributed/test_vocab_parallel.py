@@ -1,23 +1,34 @@
 """A head sharded over its vocabulary is the whole head: the same numbers, the same gradients, the same errors."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import oracles
-from head_calls import Products
+from devices import skip_without_interpreter
+from head_calls import Products, run_triton
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, Support, VocabParallel, linear_logprobs
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    LowRank,
+    Support,
+    VocabParallel,
+    linear_divergence,
+    linear_logprobs,
+)
 from liger_rl.kernels.statistics import EXTRAS
-from ranks import message_of, sent
+from ranks import assert_whole, message_of, relative_error, sent
 
-HIDDEN = 12
-# Rows of each rank, by the number of ranks: 601 vocabulary entries, cut evenly or not.
+HIDDEN, VOCAB = 12, 601
+# Rows of each rank, by the number of ranks, cut evenly or not.
 SHARDS = {2: [(301, 300), (513, 88)], 4: [(151, 150, 150, 150), (7, 380, 1, 213)]}
 
 
@@ -34,10 +45,15 @@ class Case:
     frozen: str = ""  # "hidden" or "weight"
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
-    ids_below: int = 601  # targets are under it, so that some ranks may hold none of them
+    ids_below: int = VOCAB  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
     fixed_shape: bool = False
     support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
+    several: int = 0  # ids of each token, 0 for its target alone
+    topk: int | None = None
+    in_place: bool = False  # the weight's gradient is added to a tensor that holds something already
+    dtensors: bool = False
+    placement: Shard | Replicate | None = None  # of hidden states that are a DTensor
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -65,214 +81,162 @@ CASES = [
     Case(support=(2, 0), masked="all"),
     Case(support=(2,), tokens=0, masked="none"),
     Case(support=(1, 2, 30), fixed_shape=True, shards=1),
+    Case(in_place=True, entropy=False),
+    Case(in_place=True, masked="all"),
+    Case(in_place=True, support=(3, 1)),
+    Case(in_place=True, support=(3, 0)),
+    Case(several=7, topk=6, bias=True, softcap=9.0, temperature=0.8),
+    Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
+    Case(several=7, topk=6, bias=True, fixed_shape=True),
+    Case(topk=6, bias=True, shards=1, masked="none"),
+    *(Case(dtensors=True, placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
+    *(Case(dtensors=True, placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
+    Case(dtensors=True, placement=Shard(0), bias=True, rank=2),
+    Case(dtensors=True, placement=Replicate(), bias=True, several=7, topk=6),
 ]
 
 
-@dataclass
-class Problem:
+def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
     """A whole head with its tokens, the same on every rank."""
+    torch.manual_seed(1)
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    targets: Tensor
-    mask: Tensor | None
-    upstream: tuple[Tensor, Tensor]
-    support: Support | None = None
+    def made(*shape):
+        return torch.randn(*shape).to(case.dtype)
 
-    @classmethod
-    def of(cls, case: Case, device="cpu", vocab=601) -> "Problem":
-        torch.manual_seed(1)
-
-        def made(*shape):
-            return torch.randn(*shape).to(case.dtype).to(device)
-
-        mask = {"none": None, "some": torch.rand(case.tokens) < 0.6, "all": torch.zeros(case.tokens)}[case.masked]
-        upstream = torch.randn(2, case.tokens)
-        upstream[:, ::3] = 0.0  # tokens without a gradient are left out of the backward
-        problem = cls(
-            made(case.tokens, HIDDEN) * 2,
-            made(vocab, HIDDEN),
-            made(vocab) if case.bias else None,
-            made(case.rank, HIDDEN) if case.rank else None,
-            made(vocab, case.rank) if case.rank else None,
-            torch.randint(case.ids_below, (case.tokens,)).to(device),
-            None if mask is None else mask.to(device),
-            tuple(upstream.to(device)),
-        )
-        if case.ids_below == vocab:
-            problem.targets[::5] = problem.likeliest()[::5]
-        if case.tokens:
-            problem.targets[1] = -100
-        if case.fixed_shape:
-            problem.targets[2] = vocab  # masked, and does not raise
-        problem.support = problem.listed(case, vocab)
-        return problem
-
-    def listed(self, case: Case, vocab: int) -> Support | None:
-        """Rows with each token's target, but for every seventh token."""
-        if not case.support:
-            return None
-        rows = [torch.randperm(vocab)[: case.support[t % len(case.support)]].tolist() for t in range(case.tokens)]
-        for token, target in enumerate(self.targets.tolist()):
-            if rows[token] and 0 <= target < vocab and token % 7:
-                rows[token][-1] = target
-        return Support.from_vllm(rows, device=self.targets.device, may_be_empty=0 in case.support)
-
-    def likeliest(self) -> Tensor:
-        logits = oracles.linear_logits(self.hidden, self.weight, self.bias)
-        if self.a is not None:
-            logits += 0.5 * oracles.linear_logits(self.hidden, self.a) @ self.b.double().T
-        return logits.argmax(-1)
-
-    def shard(self, start: int, rows: int) -> "Problem":
-        def cut(values):
-            return None if values is None else values[start : start + rows].clone()
-
-        return replace(self, weight=cut(self.weight), bias=cut(self.bias), b=cut(self.b))
-
-    def solve(self, case: Case, vocab_parallel=None) -> dict:
-        """Results and gradients by name; a sharded gradient is this rank's."""
-        leaves = {name: getattr(self, name) for name in ("hidden", "weight", "bias", "a", "b")}
-        wanted = {n: t.requires_grad_() for n, t in leaves.items() if t is not None and n != case.frozen}
-        found = linear_logprobs(
-            self.hidden, self.weight, self.targets, mask=self.mask, bias=self.bias, support=self.support,
-            low_rank=[LowRank(a=self.a, b=self.b, scaling=0.5)] if case.rank else [],
-            transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
-            extras=EXTRAS, chunk_tokens=case.chunk_tokens, chunk_vocab=case.chunk_vocab, fixed_shape=case.fixed_shape,
-            vocab_parallel=vocab_parallel,
-        )  # fmt: skip
-        loss = (found.logps * self.upstream[0]).sum()
-        if case.entropy:
-            loss = loss + (found.entropy * self.upstream[1]).sum()
-        grads = torch.autograd.grad(loss, list(wanted.values()))
-        results = {n: v for n, v in found._asdict().items() if v is not None}
-        results |= {f"grad_{name}": grad for name, grad in zip(wanted, grads, strict=True)}
-        return {name: value.detach().cpu() for name, value in results.items()}
+    parts = {"hidden": made(case.tokens, HIDDEN) * 2, "weight": made(VOCAB, HIDDEN)}
+    parts |= {"bias": made(VOCAB)} if case.bias else {}
+    parts |= {"a": made(case.rank, HIDDEN), "b": made(VOCAB, case.rank)} if case.rank else {}
+    if case.masked != "none":
+        parts["mask"] = (torch.rand(case.tokens) < 0.6) & (case.masked == "some")
+    parts["upstream"] = torch.randn(2, case.tokens)
+    parts["upstream"][:, ::3] = 0.0  # tokens without a gradient are left out of the backward
+    tied = torch.tensor([3, 40, 400, 590])
+    if (
+        case.topk
+    ):  # the largest logit four times, in one shard and in two, to the last bit: the smallest id is the first
+        parts["weight"][tied], parts["bias"][tied] = 0.0, 30.0
+    targets = torch.randint(case.ids_below, (case.tokens,))
+    if case.ids_below == VOCAB:
+        merged = parts["weight"] + (0.5 * parts["b"] @ parts["a"] if case.rank else 0.0)
+        targets[::5] = oracles.linear_logits(parts["hidden"], merged, parts.get("bias")).argmax(-1)[::5]
+    if case.topk:
+        targets[6:10] = tied
+    if case.tokens:
+        targets[1] = -100
+    if case.fixed_shape:
+        targets[2] = VOCAB  # masked, and does not raise
+    if case.several:
+        targets = torch.randint(VOCAB, (case.tokens, case.several))
+        targets[:, 3], targets[3, 5], targets[4] = targets[:, 1], -100, -1
+    return {name: part.to(device) for name, part in (parts | {"targets": targets}).items()}
 
 
-def starts_of(sizes):
-    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+def support_of(case: Case, targets: Tensor) -> Support:
+    """Rows with each token's target, but for every seventh token."""
+    torch.manual_seed(2)
+    rows = [torch.randperm(VOCAB)[: case.support[t % len(case.support)]].tolist() for t in range(case.tokens)]
+    for token, target in enumerate(targets.tolist()):
+        if rows[token] and 0 <= target < VOCAB and token % 7:
+            rows[token][-1] = target
+    return Support.from_vllm(rows, device=targets.device, may_be_empty=0 in case.support)
 
 
-def shard_of(rank, case) -> tuple[Problem, VocabParallel]:
+def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=None) -> dict[str, Tensor]:
+    """Results and gradients by name; a sharded gradient is this rank's."""
+    own = {name: parts[name] for name in ("hidden", "weight", "bias", "a", "b") if name in parts}
+    leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
+    total = torch.ones_like(parts["weight"]) if case.in_place else None
+    found = linear_logprobs(
+        parts["hidden"], parts["weight"], parts["targets"], mask=parts.get("mask"), bias=parts.get("bias"),
+        low_rank=[LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [], support=support,
+        transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
+        extras=() if case.several else EXTRAS, lse=case.several > 0, topk=case.topk, chunk_tokens=case.chunk_tokens,
+        chunk_vocab=case.chunk_vocab, fixed_shape=case.fixed_shape, vocab_parallel=place, weight_grad=total,
+    )  # fmt: skip
+    of_logps, of_others = parts["upstream"]
+    loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
+    for part in (found.entropy, found.lse if case.several else None):
+        loss = loss if part is None else loss + (part * of_others).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
+    results = {name: part for name, part in found._asdict().items() if part is not None}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        assert getattr(grad, "placements", None) == getattr(leaf, "placements", None)
+        results[f"grad_{name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    if total is not None:
+        assert results["grad_weight"] is None
+        results["grad_weight"] = total - 1
+    return {name: part.detach().cpu() for name, part in results.items()}
+
+
+def whole(case: Case, device="cpu"):
+    parts = parts_of(case, device)
+    return parts, support_of(case, parts["targets"]) if case.support else None
+
+
+def shard_of(rank, case: Case):
+    """Arguments of `solve`."""
     sizes = SHARDS[rank.world][case.shards]
-    start = starts_of(sizes)[rank.index]
-    return Problem.of(case, rank.device).shard(start, sizes[rank.index]), VocabParallel(rank.group, start)
+    rows = slice(sum(sizes[: rank.index]), sum(sizes[: rank.index + 1]))
+    parts, support = whole(case, rank.device)
+    if case.dtensors:
+        sharded = {"weight": Shard(0), "bias": Shard(0), "b": Shard(0), "a": Replicate(), "hidden": case.placement}
+        for name in parts.keys() & {name for name, placement in sharded.items() if placement is not None}:
+            parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [sharded[name]])
+        return case, parts, support, None
+    parts |= {name: parts[name][rows].clone() for name in ("weight", "bias", "b") if name in parts}
+    return case, parts, support, VocabParallel(rank.group, rows.start)
 
 
 def solve_sharded(rank, case):
-    shard, place = shard_of(rank, case)
-    return shard.solve(case, place)
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+    return solve(*shard_of(rank, case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_whole_head(ranks, world, case):
-    results = ranks.run(solve_sharded, case, **world)
-    expected = Problem.of(case, world["device"]).solve(case)
-    whole = dict(results[0])
-    for name in ("grad_weight", "grad_bias", "grad_b"):
-        if name in whole:
-            whole[name] = torch.cat([result[name] for result in results])
-    assert whole.keys() == expected.keys()
-    # In bfloat16 the gradients are rounded once more, to another neighbour here and there.
-    tolerance = 1e-6 if case.dtype == torch.float32 else 4e-3
+    results, expected = ranks.run(solve_sharded, case, **world), solve(case, *whole(case, world["device"]))
+    # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
+    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or case.topk else 1e-6
+    assert_whole(results, expected, 1e-5 if case.topk else 1e-6, grad_tolerance)
     for name, truth in expected.items():
-        assert whole[name].shape == truth.shape
-        assert whole[name].dtype == truth.dtype
-        if truth.dtype == torch.bool:
-            assert torch.equal(whole[name], truth), name
-        else:
-            assert relative_error(whole[name], truth) <= (tolerance if "grad" in name else 1e-6), name
         if case.tokens and case.masked != "all":
-            assert truth.any() or (name == "is_top1" and case.ids_below < 601) or name == "missing_target", name
-        if name not in ("grad_weight", "grad_bias", "grad_b"):
-            assert all(torch.equal(result[name], whole[name]) for result in results), f"{name} differs between ranks"
+            assert truth.any() or (name == "is_top1" and case.ids_below < VOCAB) or name == "missing_target", name
 
 
-@pytest.mark.parametrize("case", [Case(masked="none", temperature=0.7, softcap=3.0, bias=True)], ids=str)
-def test_against_full_logits_in_float64(ranks, case):
-    results = ranks.run(solve_sharded, case, world=2)
-    p = Problem.of(case)
-    leaves = [t.double().requires_grad_() for t in (p.hidden, p.weight, p.bias)]
-    targets = p.targets.clamp(min=0)
-    logps, entropy = oracles.logprobs(*leaves[:2], targets, leaves[2], temperature=0.7, softcap=3.0)
-    live = p.targets >= 0
-    loss = ((logps * p.upstream[0] + entropy * p.upstream[1]) * live).sum()
-    grads = torch.autograd.grad(loss, leaves)
-    assert relative_error(results[0]["logps"], (logps * live).detach()) < 1e-6
-    assert relative_error(results[0]["entropy"], (entropy * live).detach()) < 1e-6
-    assert relative_error(results[0]["grad_hidden"], grads[0]) < 1e-6
-    for name, grad in zip(("grad_weight", "grad_bias"), grads[1:], strict=True):
-        assert relative_error(torch.cat([result[name] for result in results]), grad) < 1e-6
+def solve_in_triton(rank, case):
+    with pytest.MonkeyPatch.context() as patch:
+        run_triton(patch, epilogue=case.dtype == torch.float16)
+        return solve_sharded(rank, case)
 
 
-def added_in_place(rank, case):
-    """Gradients without and with `weight_grad`: this rank's rows, which hold something already."""
-    shard, place = shard_of(rank, case)
-    expected = shard.solve(case, place)
-    hidden, weight, total = shard.hidden, shard.weight, torch.ones_like(shard.weight)
-    found = linear_logprobs(
-        hidden, weight, shard.targets, mask=shard.mask, support=shard.support, vocab_parallel=place, weight_grad=total
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
+    """In the interpreter: targets of other ranks are before the part and after it, also within a kernel's last tile."""
+    skip_without_interpreter()
+    case = Case(tokens=33, dtype=dtype, softcap=softcap, shards=1, temperature=0.7)
+    assert_whole(
+        ranks.run(solve_in_triton, case), solve(case, *whole(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
     )
-    (found.logps * shard.upstream[0]).sum().backward()
-    assert weight.grad is None
-    return (total - 1).cpu(), expected["grad_weight"], hidden.grad.cpu(), expected["grad_hidden"]
 
 
-@pytest.mark.parametrize(("masked", "support"), [("some", ()), ("all", ()), ("some", (3, 1)), ("some", (3, 0))])
-def test_a_ranks_rows_of_the_gradient_are_added_in_place(ranks, world, masked, support):
-    case = Case(entropy=False, masked=masked, support=support)
-    for total, rows, hidden, whole in ranks.run(added_in_place, case, **world):
-        assert relative_error(total, rows) < 1e-5
-        assert relative_error(hidden, whole) < 1e-6
-        assert rows.any() == (masked == "some")
-
-
-def equal_logits(rank):
-    """The largest logit three times, in one shard and in two: the smallest token id is the first."""
-    weight = torch.zeros(8, 2)
-    weight[3] = weight[5] = weight[6] = 1.0
-    sizes = {2: (5, 3), 4: (2, 2, 2, 2)}[rank.world]
-    start = starts_of(sizes)[rank.index]
-    shard, place = weight[start : start + sizes[rank.index]].clone(), VocabParallel(rank.group, start)
-    return linear_logprobs(torch.ones(8, 2), shard, torch.arange(8), extras=["is_top1"], vocab_parallel=place).is_top1
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_the_first_of_equal_logits_is_on_top(ranks, count):
-    for found in ranks.run(equal_logits, world=count):
-        assert found.nonzero().tolist() == [[3]]
-
-
-def banned_shard(rank):
-    """A bias of -inf over a whole shard, an entropy over the other one."""
-    bias = torch.zeros(8)
-    bias[:4] = -torch.inf
-    start, weight, hidden = 4 * rank.index, torch.linspace(-1, 1, 16).view(8, 2), torch.ones(3, 2, requires_grad=True)
-    rows = slice(start, start + 4)
-    leaf = weight[rows].clone().requires_grad_()
-    place = VocabParallel(rank.group, start)
-    found = linear_logprobs(hidden, leaf, torch.tensor([4, 5, 7]), bias=bias[rows], entropy=True, vocab_parallel=place)
+def with_banned(rank, vocab_start=0):
+    """A bias of -inf over the first 4 of 8 entries: a whole shard of two. An entropy over the others."""
+    rows = slice(vocab_start, 8) if rank is None else slice(4 * rank.index, 4 * rank.index + 4)
+    hidden, bias = torch.ones(3, 2, requires_grad=True), torch.tensor([-torch.inf] * 4 + [0.0] * 4)
+    leaf = torch.linspace(-1, 1, 16).view(8, 2)[rows].clone().requires_grad_()
+    place = None if rank is None else VocabParallel(rank.group, rows.start)
+    targets = torch.tensor([4, 5, 7]) - vocab_start
+    found = linear_logprobs(hidden, leaf, targets, bias=bias[rows], entropy=True, vocab_parallel=place)
     (found.logps.sum() + found.entropy.sum()).backward()
-    return found.logps.detach(), found.entropy.detach(), hidden.grad, leaf.grad
+    results = {"logps": found.logps, "entropy": found.entropy, "grad_hidden": hidden.grad, "rows": leaf.grad}
+    return {name: part.detach() for name, part in results.items()}
 
 
 def test_a_shard_whose_entries_are_all_banned(ranks):
-    results = ranks.run(banned_shard, world=2)
-    weight, hidden = torch.linspace(-1, 1, 16).view(8, 2).double(), torch.ones(3, 2).double().requires_grad_()
-    leaf = weight[4:].requires_grad_()
-    logps, entropy = oracles.logprobs(hidden, leaf, torch.tensor([0, 1, 3]))
-    expected = (logps, entropy, *torch.autograd.grad(logps.sum() + entropy.sum(), (hidden, leaf)))
-    for found, truth in zip(results[1], expected, strict=True):
-        assert relative_error(found, truth.detach()) < 1e-6
-    assert not results[0][3].any()
+    results, expected = ranks.run(with_banned), with_banned(None, vocab_start=4)
+    assert not results[0].pop("rows").any()
+    assert relative_error(results[1].pop("rows"), expected.pop("rows")) < 1e-6
+    assert_whole(results, expected)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -282,7 +246,7 @@ def provoked(rank, on_all, on_last):
     """The error of a call that does not fit, and whether the ranks still work together after it."""
     given = {
         "start": 0, "tokens": 6, "size": HIDDEN, "columns": HIDDEN, "dtype": torch.float32, "target": 0,
-        "sum_hidden_grad": True, "options": {},
+        "sum_hidden_grad": True, "options": {}, "teacher_rows": None,
     }  # fmt: skip
     given |= on_all | (on_last if rank.index == rank.world - 1 else {})
     hidden = torch.randn(given["tokens"], given["size"], dtype=given["dtype"])
@@ -292,12 +256,16 @@ def provoked(rank, on_all, on_last):
     if "ids" in given:
         targets = targets[:, None].expand(-1, given["ids"])
     place = VocabParallel(rank.group, 5 * rank.index + given["start"], given["sum_hidden_grad"])
-    message = message_of(lambda: linear_logprobs(hidden, weight, targets, vocab_parallel=place, **given["options"]))
+    call = partial(linear_logprobs, hidden, weight, targets)
+    if given["teacher_rows"]:
+        call = partial(linear_divergence, hidden, weight, hidden.clone(), torch.randn(given["teacher_rows"], HIDDEN))
+    message = message_of(partial(call, vocab_parallel=place, **given["options"]))
     again = torch.ones(1)
     dist.all_reduce(again, group=rank.group)
     return message, again.item()
 
 
+TEACHER = {"teacher_rows": 5}
 COVER, SAME = "ValueError: the shards of weight must cover", "must be the same on every rank"
 # What every rank does otherwise, what the last one alone does, and the error on all of them.
 MISTAKES = {
@@ -340,6 +308,19 @@ MISTAKES = {
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
     "batch_invariant": ({"options": {"batch_invariant": True}}, {}, "ValueError: batch_invariant must"),
+    # Two heads.
+    "a gap of two heads": (TEACHER, {"start": 1}, COVER),
+    "tokens of two heads": (TEACHER, {"tokens": 7}, f"ValueError: hidden {SAME}"),
+    "kind": (TEACHER, {"options": {"kind": "jsd"}}, f"ValueError: kind and beta {SAME}"),
+    "teacher_transform": (
+        TEACHER, {"options": {"teacher_transform": LogitTransform(temperature=0.5)}},
+        f"ValueError: teacher_transform {SAME}",
+    ),
+    "one rank's targets": (TEACHER, {"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
+    "token_weights": (
+        TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"
+    ),
+    "the teacher's padding": (TEACHER, {"teacher_rows": 7}, "ValueError: teacher_weight must have the 10 .*, got 12"),
 }  # fmt: skip
 
 
@@ -359,93 +340,91 @@ def bad_places(rank):
 
 
 def test_bad_places_are_named(ranks):
+    names = (
+        "TypeError: .*group",
+        "ValueError: .*vocab_start",
+        "ValueError: .*vocab_start",
+        "TypeError: vocab_parallel",
+    )
     for messages in ranks.run(bad_places):
-        assert [message.split(" must ")[0] for message in messages] == [
-            "TypeError: vocab_parallel.group",
-            "ValueError: vocab_parallel.vocab_start",
-            "ValueError: vocab_parallel.vocab_start",
-            "TypeError: vocab_parallel",
-        ]
+        assert all(re.match(f"{name} must ", message) for name, message in zip(names, messages, strict=True))
 
 
-def provoked_in_the_loss(rank, kind, first_call):
-    weight, ids = torch.randn(5, HIDDEN), torch.ones(2, 3).long()
-    place, options, columns = VocabParallel(rank.group, 5 * rank.index), {}, {}
-    if not first_call:
-        FusedLinearGRPOLoss("grpo")(torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2), vocab_parallel=place)
-    size, advantages = HIDDEN, torch.ones(2)
-    # Later calls tell the others nothing: then every rank has to be wrong.
-    if rank.index == 1 or not first_call:
-        size += kind == "H"
-        advantages = {"advantages": torch.ones(3), "idle tokens": torch.tensor([1.0, 0.0])}.get(kind, advantages)
-        columns = {"num_items_in_batch": {"num_items_in_batch": "6"}}.get(kind, {})
-        options = {"fixed_shape": {"fixed_shape": True}, "passes": {"passes": "one"}}.get(kind, {})
-    hidden, loss = torch.randn(2, 3, size, requires_grad=True), FusedLinearGRPOLoss("grpo", **options)
-    return message_of(lambda: loss(hidden, weight, ids, advantages, vocab_parallel=place, **columns))
+# One rank's mistake in a policy loss: what it gives otherwise, by where, and the error on all.
+LOSS_MISTAKES = {
+    "H": ({"size": HIDDEN + 1}, r"ValueError: weight must be \(V, H\)"),
+    "advantages": ({"advantages": torch.ones(3)}, r"ValueError: advantages must be \(B, T\) = \(2, 3\)"),
+    "items": ({"columns": {"num_items_in_batch": "6"}}, "TypeError: num_items_in_batch must be a number"),
+    "fixed_shape": ({"options": {"fixed_shape": True}}, "ValueError: fixed_shape must be False with vocab_parallel"),
+    "passes": ({"options": {"passes": "one"}}, 'ValueError: passes="one" needs vocab_parallel = None'),
+    "idle tokens": (
+        {"advantages": torch.tensor([1.0, 0.0])},
+        f"ValueError: the number of tokens that count {SAME}.* got 6 on rank 0, 3 on rank 1$",
+    ),
+}
 
 
-@pytest.mark.parametrize("first_call", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("H", r"ValueError: weight must be \(V, H\)"),
-        ("advantages", r"ValueError: advantages must be \(B, T\) = \(2, 3\)"),
-        ("num_items_in_batch", "TypeError: num_items_in_batch must be a number"),
-        ("fixed_shape", "ValueError: fixed_shape must be False with vocab_parallel"),
-        ("passes", 'ValueError: passes="one" needs vocab_parallel = None'),
-    ],
-)
-def test_one_ranks_mistake_in_the_loss(ranks, kind, expected, first_call):
-    (message,) = set(ranks.run(provoked_in_the_loss, kind, first_call))
-    assert re.match(expected, message)
-    assert message.endswith("(rank 1 of vocab_parallel.group)") == first_call
+def provoked_in_the_loss(rank, mistake):
+    """-> the error of a first call, which one rank gets wrong, and of a second: later calls tell the others nothing, so
+    every rank has to be wrong."""
+    messages = []
+    for first_call in (True, False):
+        weight, ids = torch.randn(5, HIDDEN), torch.ones(2, 3).long()
+        place = VocabParallel(rank.group, 5 * rank.index)
+        given = {"size": HIDDEN, "advantages": torch.ones(2), "columns": {}, "options": {}}
+        if not first_call:
+            right = torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2)
+            FusedLinearGRPOLoss("grpo")(*right, vocab_parallel=place)
+        given |= mistake if rank.index == 1 or not first_call else {}
+        hidden = torch.randn(2, 3, given["size"], requires_grad=True), weight, ids, given["advantages"]
+        loss = FusedLinearGRPOLoss("grpo", **given["options"])
+        messages.append(message_of(partial(loss, *hidden, vocab_parallel=place, **given["columns"])))
+    return messages
 
 
-def test_ranks_that_would_leave_out_other_tokens(ranks):
-    (message,) = set(ranks.run(provoked_in_the_loss, "idle tokens", True))
-    assert message.startswith(f"ValueError: the number of tokens that count {SAME}")
-    assert message.endswith("got 6 on rank 0, 3 on rank 1")
+@pytest.mark.parametrize("name", LOSS_MISTAKES)
+def test_one_ranks_mistake_in_the_loss(ranks, name):
+    mistake, expected = LOSS_MISTAKES[name]
+    (first, later), other = ranks.run(provoked_in_the_loss, mistake)
+    assert [first, later] == other
+    assert re.match(expected, first)
+    if name != "idle tokens":  # which are no mistake where all ranks have them
+        assert first.endswith("(rank 1 of vocab_parallel.group)")
+        assert re.match(expected, later)
+        assert not later.endswith("(rank 1 of vocab_parallel.group)")
 
 
-def loss_with_an_id_outside(rank, advantage):
+def loss_with_an_id_outside(rank):
     weight, ids, place = torch.randn(5, HIDDEN), torch.ones(2, 3).long(), VocabParallel(rank.group, 5 * rank.index)
     ids[0, 0] = 1000
-    columns = torch.zeros(2, 3, HIDDEN), weight, ids, torch.tensor([advantage, 1.0])
-    losses = []
-    message = message_of(lambda: losses.append(FusedLinearGRPOLoss("grpo")(*columns, vocab_parallel=place).loss.item()))
-    return message or losses[0]
+
+    def loss(advantage):
+        columns = torch.zeros(2, 3, HIDDEN), weight, ids, torch.tensor([advantage, 1.0])
+        return FusedLinearGRPOLoss("grpo")(*columns, vocab_parallel=place).loss.item()
+
+    return message_of(lambda: loss(1.0)), loss(0.0)
 
 
 def test_ids_of_tokens_without_a_say_are_not_looked_at(ranks):
-    assert all(
-        "1 of them are not, the largest is 1000" in message for message in ranks.run(loss_with_an_id_outside, 1.0)
-    )
-    assert set(ranks.run(loss_with_an_id_outside, 0.0)) == {-0.5}
+    for message, loss in ranks.run(loss_with_an_id_outside):
+        assert "1 of them are not, the largest is 1000" in message
+        assert loss == -0.5
 
 
 def compiled_head(rank):
     weight, ids, place = torch.randn(5, HIDDEN), torch.ones(3).long(), VocabParallel(rank.group, 5 * rank.index)
     loss = FusedLinearGRPOLoss("dapo")
-    heads = (
+    for head in (
         lambda hidden: linear_logprobs(hidden, weight, ids, vocab_parallel=place).logps,
         lambda hidden: loss(hidden, weight, ids, torch.ones(3), vocab_parallel=place).loss,
-    )
-    messages = []
-    for head in heads:
-        try:
+    ):
+        refused = pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match="does not run under torch")
+        with refused:
             torch.compile(head, backend="eager", fullgraph=True)(torch.randn(3, HIDDEN))
-        except (ValueError, torch._dynamo.exc.TorchDynamoException) as error:
-            messages.append(str(error))
-    return messages
-
-
-REFUSAL = r"with a sharded head does not run under torch\.compile"
 
 
 def test_a_sharded_head_is_not_compiled(ranks):
-    for messages in ranks.run(compiled_head):
-        assert len(messages) == 2
-        assert all(re.search(REFUSAL, message) for message in messages), messages
+    ranks.run(compiled_head)
 
 
 def calls_seen(rank, case):
@@ -460,8 +439,8 @@ def calls_seen(rank, case):
             place = VocabParallel(rank.group, 5 * rank.index)
             linear_logprobs(torch.randn(tokens, HIDDEN), used, torch.zeros(tokens).long(), vocab_parallel=place)
             counts.append(sum(name == "all_gather_object" for name, _ in calls))
-    shard, place = shard_of(rank, case)
-    shard.solve(case, place)
+    given = shard_of(rank, case)
+    solve(*given)
     marks: list[int] = []
     with sent() as calls, host_reads(rank.device) as reads, Products() as products:
         reduce = dist.all_reduce
@@ -471,7 +450,7 @@ def calls_seen(rank, case):
             return reduce(*args, **options)
 
         with mock.patch.object(dist, "all_reduce", marked):
-            shard.solve(case, place)
+            solve(*given)
     return counts, reads.names, [shape for _, shape in calls], len(products.factors) - marks[-1]
 
 
@@ -493,6 +472,16 @@ def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
         assert after == (shapes[2][0] > 0)  # the sum runs beneath the last product, of a whole tile
 
 
+@pytest.mark.parametrize("topk", [None, 6])
+def test_what_a_call_with_several_targets_sends(ranks, topk):
+    """One collective more of (n, K) for the targets, and one for the largest; none of them in a loop over tiles."""
+    case = Case(several=7, topk=topk, bias=True, entropy=False, tokens=9)
+    for _, _, shapes, _ in ranks.run(calls_seen, case):
+        n = shapes[0][1]
+        assert shapes[:-1] == [(1, n), (2, n), (n, 7), *([(n, 6)] if topk else [])]
+        assert shapes[-1][1] == HIDDEN
+
+
 @pytest.mark.parametrize(("support", "collectives"), [((3, 1), 3), ((3, 0), 6)])
 def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collectives):
     """Rows that are empty have collectives of their own."""
@@ -504,18 +493,17 @@ def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collecti
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def solve_loss(rank, loss_type, support, sharded=True):
+def solve_loss(rank, loss_type, support):
     torch.manual_seed(3)
     hidden, weight = torch.randn(3, 9, HIDDEN), torch.randn(40, HIDDEN)
     ids, advantages = torch.randint(40, (3, 9)), torch.randn(3)
     mask = torch.rand(3, 9) < 0.7
     old = torch.randn(3, 9) - 4
-    given = {}
+    given, place = {}, None
     if support:
         rows = [[] if t % 5 == 0 else [t, 39 - t, int(i)] for t, i in enumerate(ids.flatten())]
         given["support"] = Support.from_vllm(rows)
-    place = None
-    if sharded:
+    if rank is not None:
         rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
         weight, place = weight[rows].clone(), VocabParallel(rank.group, rows.start)
     hidden.requires_grad_()
@@ -525,46 +513,53 @@ def solve_loss(rank, loss_type, support, sharded=True):
     columns = {"old_per_token_logps": old, "ref_per_token_logps": reference}
     result = loss(hidden, weight, ids, advantages, mask, vocab_parallel=place, **columns, **given)
     result.loss.backward()
-    return result.loss.detach(), hidden.grad, weight.grad, {name: m.item() for name, m in result.metrics.items()}
+    metrics = {name: metric.value for name, metric in result.metrics.items()}
+    return {"loss": result.loss.detach(), "grad_hidden": hidden.grad, "grad_weight": weight.grad, **metrics}
 
 
 @pytest.mark.parametrize(("loss_type", "support"), [("grpo", False), ("gspo", False), ("grpo", True)])
 def test_the_policy_loss(ranks, loss_type, support):
-    results = ranks.run(solve_loss, loss_type, support, world=2)
-    loss, grad_hidden, grad_weight, metrics = solve_loss(None, loss_type, support, sharded=False)
-    torch.testing.assert_close(results[0][0], loss, rtol=1e-6, atol=0)
-    assert relative_error(results[0][1], grad_hidden) < 1e-6
-    # The gradients of tokens with an empty row are rounded before they are added to the others'.
-    assert relative_error(torch.cat([r[2] for r in results]), grad_weight) < (3e-6 if support else 1e-6)
-    assert results[0][3] == pytest.approx(metrics, rel=1e-5)
-    assert torch.equal(results[0][1], results[1][1])
+    """The gradients of tokens with an empty row are rounded before they are added to the others'."""
+    results, expected = ranks.run(solve_loss, loss_type, support), solve_loss(None, loss_type, support)
+    assert_whole(results, expected, 1e-5, 3e-6 if support else 1e-6)
+    assert relative_error(results[0]["loss"], expected["loss"]) <= 1e-6
 
 
 def uneven_rows(rank):
     """Two groups of two ranks, each with other tokens: the first pair has many, the second none."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group, place = pairs[rank.index // 2], rank.index % 2
-    torch.manual_seed(rank.index // 2)
-    tokens = 30 if rank.index < 2 else 0
-    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
-    torch.manual_seed(5)
-    weight = torch.randn(20, HIDDEN)[10 * place : 10 * place + 10].clone().requires_grad_()
-    targets = torch.arange(tokens) % 20
-    found = linear_logprobs(hidden, weight, targets, entropy=True, vocab_parallel=VocabParallel(group, 10 * place))
+    tokens, rows, place = 30, slice(0, 20), None
+    if rank is not None:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        first = 10 * (rank.index % 2)
+        tokens, rows = 30 if rank.index < 2 else 0, slice(first, first + 10)
+        place = VocabParallel(pairs[rank.index // 2], first)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, HIDDEN)[:tokens].requires_grad_(), torch.randn(20, HIDDEN)[rows].clone()
+    weight.requires_grad_()
+    found = linear_logprobs(hidden, weight, torch.arange(tokens) % 20, entropy=True, vocab_parallel=place)
     (found.logps.sum() + found.entropy.sum()).backward()
-    # As data parallelism does, over the ranks that hold the same shard.
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    dist.all_reduce(weight.grad, group=columns[place])
-    return weight.grad
+    if rank is not None:  # as data parallelism does, over the ranks that hold the same shard
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        dist.all_reduce(weight.grad, group=columns[rank.index % 2])
+    return {"grad_weight": weight.grad}
 
 
 def test_tensor_parallel_beside_data_parallel_with_an_empty_replica(ranks):
-    results = ranks.run(uneven_rows, world=4)
-    torch.manual_seed(0)
-    hidden = torch.randn(30, HIDDEN)
-    torch.manual_seed(5)
-    weight = torch.randn(20, HIDDEN, requires_grad=True)
-    found = linear_logprobs(hidden, weight, torch.arange(30) % 20, entropy=True)
-    (found.logps.sum() + found.entropy.sum()).backward()
+    results, expected = ranks.run(uneven_rows, world=4), uneven_rows(None)
     for pair in (results[:2], results[2:]):
-        assert relative_error(torch.cat(pair), weight.grad) < 1e-6
+        assert_whole(pair, expected)
+
+
+# --- ranks that hang: in the last file, for the ranks must be started again after it ---------------------------------
+
+
+def left_alone(rank):
+    if rank.index == 0:
+        dist.all_reduce(torch.ones(1), group=rank.group)
+
+
+def test_a_rank_left_alone_fails_the_test(ranks, monkeypatch):
+    """The check that all these tests rest on."""
+    monkeypatch.setattr("ranks.RUN_SECONDS", 2)
+    with pytest.raises(TimeoutError, match="rank 0 of 2 gave no answer"):
+        ranks.run(left_alone)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import oracles
 from head_calls import Problem, Products
-from liger_rl import PRESETS, EntropyBonus, FusedLinearGRPOLoss, KLPenalty, PolicyBatch, ppo_loss_fn
+from liger_rl import FusedLinearGRPOLoss
 
 VOCAB, HIDDEN = 129, 16
 
@@ -70,25 +70,6 @@ def step(module: FusedLinearGRPOLoss, data: Batch, factor: float = 1.0, frozen=(
     loss, metrics = loss_of(module, leaves, data, **more)
     (loss * factor).backward()
     return Step(loss.detach(), {name: metric.value for name, metric in metrics.items()}, leaves.grads())
-
-
-def truth(data: Batch, preset: str, **options) -> Step:
-    """The loss and its gradients in float64, with the preset's own reduction."""
-    transform = {name: options.pop(name) for name in ("softcap", "temperature", "scale") if name in options}
-    leaves = data.head.to(torch.float64).leaves()
-    logps, entropy = oracles.logprobs(leaves.hidden, leaves.weight, leaves.targets, leaves.bias, **transform)
-    columns = dict(data.columns)
-    loss = ppo_loss_fn(
-        logps,
-        PolicyBatch(completion_mask=columns.pop("mask"), **columns),
-        PRESETS[preset].objective(),
-        PRESETS[preset].reduction(),
-        entropy=entropy,
-        kl=KLPenalty(beta=options.get("beta", 0.0)),
-        entropy_bonus=EntropyBonus(entropy_coef=options.get("entropy_coef", 0.0)),
-    ).loss
-    loss.backward()
-    return Step(loss.detach(), {}, leaves.grads())
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""FusedLinearGRPOLoss: what it is made of, what it refuses, which tokens it projects; liger-kernel's Triton loss.
+"""FusedLinearGRPOLoss: what it is made of, what it refuses, which tokens it projects.
 
 Presets and options against oracle log-probabilities in an oracle loss are the fuzzer's.
 """
@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-import oracles
 from head_calls import Products
 from liger_rl import (
     FusedLinearGRPOLoss,
@@ -18,13 +17,8 @@ from liger_rl import (
     SamplerCorrection,
     TokenLoss,
     TokenMean,
-    TopEntropyMask,
-    linear_logprobs,
-    ppo_loss_fn,
 )
 from loss_calls import Batch, assert_same, batch, step, taken
-
-TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def problem(rows=4, length=7, dtype=torch.float32, device="cpu", **more) -> Batch:
@@ -32,47 +26,16 @@ def problem(rows=4, length=7, dtype=torch.float32, device="cpu", **more) -> Batc
     return data.changed(importance_ratio=torch.exp(0.2 * torch.randn(rows, length)).to(device))
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    "options", [{"loss_type": "gspo"}, {"passes": "one"}, {"passes": "one", "chunk_tokens": 5}, {"passes": "two"}]
-)
-def test_nothing_under_the_mask_matters(options, garbage, device):
-    data, module = problem(device=device), FusedLinearGRPOLoss(**options, beta=0.1)
-    keep, head = data.columns["mask"], data.head
-    dirty = {
-        name: value.masked_fill(~keep, garbage) if name.endswith(("logps", "ratio")) else value
-        for name, value in data.columns.items()
-    }
-    hidden = head.hidden.masked_fill(~keep[..., None], garbage)
-    others = [Batch(head._replace(hidden=hidden, targets=head.targets.masked_fill(~keep, 10**9)), dirty)]
-    # A negative id masks as the mask does.
-    by_id = data._replace(head=head._replace(targets=head.targets.masked_fill(~keep, -100)))
-    others.append(by_id.changed(mask=None))
-    expected = step(module, data)
-    for other in others:
-        found = step(module, other)
-        torch.testing.assert_close(tuple(found), tuple(expected), rtol=0.0, atol=0.0)
+def reinforce(logps, batch):
+    return TokenLoss(-batch.advantages * logps)
 
 
 def test_own_objective():
     """A callable in place of a name; the penalty and the importance ratio still apply."""
-    data = problem()
-    columns = data.columns
-
-    def reinforce(logps, batch):
-        return TokenLoss(-batch.advantages * logps)
-
-    found = step(FusedLinearGRPOLoss(reinforce, reduction=TokenMean(), beta=0.1, temperature=0.9), data)
-    leaves = data.head.to(torch.float64).leaves()
-    logps = oracles.logprobs(leaves.hidden, leaves.weight, leaves.targets, leaves.bias, temperature=0.9)[0]
-    kl = torch.exp(columns["ref_per_token_logps"] - logps) - (columns["ref_per_token_logps"] - logps) - 1
-    tokens = -columns["importance_ratio"] * columns["advantages"][:, None] * logps + 0.1 * kl
-    expected = tokens[columns["mask"]].mean()
-    expected.backward()
-    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    data, options = problem(), {"beta": 0.1, "temperature": 0.9}
+    found = step(FusedLinearGRPOLoss(reinforce, reduction=TokenMean(), **options), data)
+    assert_same(found._replace(metrics={}), step(FusedLinearGRPOLoss("gpg", **options), data)._replace(metrics={}))
     assert set(found.metrics) == {"kl_ref"}
-    for name, other in leaves.grads().items():
-        torch.testing.assert_close(found.grads[name].double(), other, rtol=1e-4, atol=1e-6)
 
 
 def test_own_reduction_in_place_of_a_presets():
@@ -83,15 +46,13 @@ def test_own_reduction_in_place_of_a_presets():
     FusedLinearGRPOLoss("dr_grpo", reduction=TokenMean())  # which needs no length
 
 
-def test_reference_logps_use_the_modules_transform_and_carry_no_gradient():
+def test_reference_logps_carry_no_gradient():
+    """Their values are the fuzzer's."""
     data = problem()
     head, keep = data.head.leaves(), data.columns["mask"]
-    module = FusedLinearGRPOLoss("grpo", temperature=0.6, softcap=5.0)
-    found = module.reference_logps(head.hidden, head.weight, head.targets, keep, bias=head.bias)
-    expected = oracles.logprobs(head.hidden, head.weight, head.targets, head.bias, temperature=0.6, softcap=5.0)[0]
+    found = FusedLinearGRPOLoss("grpo").reference_logps(head.hidden, head.weight, head.targets, keep, bias=head.bias)
     assert found.dtype == torch.float32
     assert not found.requires_grad
-    torch.testing.assert_close(found[keep].double(), expected[keep], rtol=1e-5, atol=1e-5)
     assert (found[~keep] == 0).all()
 
 
@@ -127,17 +88,12 @@ def test_bad_arguments_are_named_before_any_product(name, error, arguments):
         ("dapo.*grpo", ValueError, {"loss_type": "ppo2"}),
         ("epsilon_low", ValueError, {"loss_type": "grpo", "epsilon": 0.1}),
         ("temperature", ValueError, {"loss_type": "grpo", "temperature": 0.0}),
-        ("beta", ValueError, {"loss_type": "grpo", "beta": -1.0}),
         ("loss_type", TypeError, {"loss_type": 3}),
         ("reduction", ValueError, {"loss_type": lambda logps, batch: TokenLoss(logps)}),
         ("delta", ValueError, {"loss_type": lambda logps, batch: None, "reduction": TokenMean(), "delta": 2.0}),
         ("per_token", ValueError, {"loss_type": "grpo", "per_token": True}),
         (r"loss_type.*PPOClip\(", TypeError, {"loss_type": PPOClip}),
-        (r"reduction.*TokenMean\(", TypeError, {"loss_type": "grpo", "reduction": TokenMean}),
-        ("sampler_correction", TypeError, {"loss_type": "grpo", "sampler_correction": SamplerCorrection}),
-        (r"corrections\[0\]", TypeError, {"loss_type": "grpo", "corrections": (TopEntropyMask,)}),
         ("metrics", ValueError, {"loss_type": "grpo", "metrics": ["basic"]}),
-        ("beta", TypeError, {"loss_type": "grpo", "beta": None}),
         ("chunk_vocab", ValueError, {"loss_type": "grpo", "chunk_vocab": 0}),
         (r"passes must be one of \['auto', 'one', 'two'\], got 'three'", ValueError, {"passes": "three"}),
     ],
@@ -171,72 +127,7 @@ def test_packed_tokens_without_segments_are_refused_before_any_product(options):
     assert products.flops == 0
 
 
-# --- liger-kernel's Triton loss, on full logits -----------------------------------------------------------------------
-
-SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}
-CASES = [
-    # (B, T, H, V), preset, its options, temperature, what of the batch is not given or added
-    ((1, 17, 8, 33), "grpo", {}, 1.0, {}),
-    ((4, 6, 16, 1000), "grpo", {"beta": 0.1}, 0.7, {"mask": None}),
-    ((5, 7, 20, 257), "grpo", {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5}, 1.0, {}),
-    ((9, 5, 7, 77), "grpo", {"beta": 0.04, **SEQUENCE}, 1.0, {}),
-    ((7, 3, 31, 65), "bnpo", {"beta": 0.2}, 0.9, {}),
-    ((6, 6, 10, 129), "bnpo", {"delta": 1.02, **SEQUENCE}, 1.0, {}),
-    ((4, 5, 16, 99), "dapo", {"beta": 0.04}, 0.9, {"num_items_in_batch": 37}),
-    ((5, 5, 5, 55), "dapo", SEQUENCE, 1.0, {"num_items_in_batch": 80}),
-    ((2, 13, 16, 4099), "dapo", {"delta": 1.3}, 1.0, {"mask": None}),
-    ((6, 4, 13, 101), "dr_grpo", {"beta": 0.1, "max_completion_length": 8}, 1.5, {}),
-    ((7, 4, 18, 401), "dr_grpo", {"beta": 0.02, "max_completion_length": 8, **SEQUENCE}, 1.0, {}),
-    ((4, 5, 16, 129), "grpo", {"beta": 0.1}, 1.0, {"old_per_token_logps": None}),
-    ((4, 5, 16, 129), "grpo", SEQUENCE, 1.0, {"old_per_token_logps": None}),
-]
-
-
-@pytest.mark.parametrize(("sizes", "preset", "options", "temperature", "changes"), CASES)
-def test_chunked_vs_triton_grpo_loss(sizes, preset, options, temperature, changes):
-    """Tiles of logits and autograd here, full logits and a hand-written backward there."""
-    liger = pytest.importorskip("liger_kernel.transformers.grpo_loss", reason="liger-kernel is not installed")
-    rows, length, hidden_size, vocab = sizes
-    data = batch(
-        rows, length, device=TRITON_DEVICE, vocab=vocab, hidden_size=hidden_size, idle=False, temperature=temperature
-    )
-    # That loss has no bias and reads one position more than there are ids.
-    data = data._replace(head=data.head._replace(bias=None))
-    head = data.head
-    current = oracles.logprobs(head.hidden, head.weight, head.targets, temperature=temperature)[0].float()
-    near = {name: current + 0.3 * torch.randn_like(current) for name in ("old_per_token_logps", "ref_per_token_logps")}
-    data = data.changed(**{**near, **({} if options.get("beta") else {"ref_per_token_logps": None}), **changes})
-    mask, columns = data.columns.get("mask"), data.columns
-    hidden = torch.cat([head.hidden, torch.randn_like(head.hidden[:, :1])], 1).requires_grad_()
-    weight = head.weight.clone().requires_grad_()
-    their_loss, their_metrics = liger.triton_grpo_loss(
-        (hidden @ weight.mT).contiguous(), columns.get("old_per_token_logps"), columns.get("ref_per_token_logps"),
-        head.targets, columns["advantages"], None if mask is None else mask.float(), temperature,
-        options.get("beta", 0.0), options.get("epsilon_low", 0.2), options.get("epsilon_high", 0.2), False, preset,
-        options.get("max_completion_length"), options.get("importance_sampling_level", "token"), True,
-        delta=options.get("delta"), num_items_in_batch=columns.get("num_items_in_batch"),
-    )  # fmt: skip
-    found = step(FusedLinearGRPOLoss(preset, **options, temperature=temperature, chunk_tokens=5, chunk_vocab=48), data)
-    torch.testing.assert_close(found.loss, their_loss, rtol=1e-5, atol=1e-6)
-    names = ["kl_ref", "clip_ratio"] if options.get("beta") else ["clip_ratio"]
-    for name, value in zip(names, their_metrics, strict=True):
-        torch.testing.assert_close(found.metrics[name], value, rtol=1e-5, atol=1e-6)
-    assert (found.metrics["clip_ratio"] > 0) == ("old_per_token_logps" in columns)
-    grad_hidden, grad_weight = torch.autograd.grad(their_loss, (hidden, weight))
-    assert grad_weight.any()
-    for name, other in (("hidden", grad_hidden[:, :-1]), ("weight", grad_weight)):
-        torch.testing.assert_close(found.grads[name], other, rtol=1e-5, atol=1e-5 * other.abs().max().item())
-
-
 # --- what counts ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("passes", ["two", "one"])
-def test_other_policies_get_no_gradient(passes):
-    data = problem()
-    columns = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in data.columns.items()}
-    step(FusedLinearGRPOLoss("grpo", beta=0.1, passes=passes), data._replace(columns=columns))
-    assert all(column.grad is None for column in columns.values())
 
 
 @pytest.mark.parametrize(("passes", "fixed_shape"), [("two", False), ("two", True), ("one", False)])
@@ -297,12 +188,8 @@ def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, 
     data = problem()
     data.columns["advantages"][:2] = 0.0
     columns = data.columns
-    if "beta" not in options:
-        data = data.changed(ref_per_token_logps=None)
     if "corrections" in options:
         data = data.changed(sampling_per_token_logps=columns["old_per_token_logps"] + 0.1)
-    if preset == "vespo":
-        data = data.changed(importance_ratio=None)
     data = data.changed(num_items_in_batch=20)
     module = FusedLinearGRPOLoss(preset, passes=passes, **options)
     wanted = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
@@ -330,7 +217,7 @@ class Weighted(Damped):
     zero_without_advantage = True
 
     def __call__(self, logps, batch):
-        return TokenLoss(-batch.advantages * logps)
+        return reinforce(logps, batch)
 
 
 class Renamed(Weighted):
@@ -342,7 +229,7 @@ class Module(torch.nn.Module):
     zero_without_advantage = True
 
     def forward(self, logps, batch):
-        return TokenLoss(-batch.advantages * logps)
+        return reinforce(logps, batch)
 
 
 class OtherModule(Module):
@@ -359,14 +246,8 @@ def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(o
     data = problem().changed(importance_ratio=None, old_per_token_logps=None, ref_per_token_logps=None)
     data = data.changed(advantages=torch.zeros(4))
     loss = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), passes=passes)
-    leaves = data.head.leaves()
-    logps = linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias).logps
-    given = PolicyBatch(advantages=data.columns["advantages"], completion_mask=data.columns["mask"])
-    expected = ppo_loss_fn(logps, given, objective(), TokenMean()).loss
-    expected.backward()
-    found = step(loss, data)
-    torch.testing.assert_close(found.loss, expected.detach())
-    torch.testing.assert_close(found.grads, leaves.grads())
+    every = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), passes=passes, metrics="basic")
+    assert_same(step(loss, data)._replace(metrics={}), step(every, data)._replace(metrics={}))
     assert taken(loss, data).tokens == (0 if left_out else data.columns["mask"].sum())
 
 

@@ -1,13 +1,12 @@
-"""Each objective, penalty and correction against its formula in a loop, and what they all have in common."""
+"""What all objectives have in common, and formulas that the fuzzer does not draw, in a loop in float64."""
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_rl import (
@@ -98,35 +97,6 @@ def assert_same(found, expected, tolerance=1e-11):
 # --- per token --------------------------------------------------------------------------------------------------------
 
 
-def float64(value):
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def reinforce(logp, old, a):
-    return -a * logp
-
-
-def dppo(low, high, cap):
-    def token_loss(logp, old, a):
-        change = math.exp(logp.item()) - math.exp(old.item())
-        if (a > 0 and change > high) or (a <= 0 and change < -low):
-            return torch.zeros(())
-        return -min(math.exp((logp - old).item()), cap) * a * logp
-
-    return token_loss
-
-
-def ppo(low, high, *, delta=math.inf, dual_clip=math.inf):
-    def token_loss(logp, old, a):
-        r = torch.exp(logp - old)
-        first = r if r <= delta else float64(delta)
-        second = r if 1 - low <= r <= 1 + high else float64(1 - low if r < 1 - low else 1 + high)
-        loss = -first * a if first * a <= second * a else -second * a
-        return float64(-dual_clip * a) if a < 0 and loss > -dual_clip * a else loss
-
-    return token_loss
-
-
 def dppo_kl(low, high, cap):
     def token_loss(logp, old, a):
         p, q = math.exp(logp.item()), math.exp(old.item())
@@ -142,35 +112,16 @@ def dro(beta):
     return lambda logp, old, a: -(a * logp - beta / 2 * (logp - old) ** 2)
 
 
-def cispo(high, low=0.0):
+def cispo(high, low):
     return lambda logp, old, a: -min(max(math.exp((logp - old).item()), low), high) * a * logp
 
 
-def sapo(positive, negative):
-    def token_loss(logp, old, a):
-        t = positive if a > 0 else negative
-        return -4 / t / (1 + torch.exp(-t * (torch.exp(logp - old) - 1))) * a
-
-    return token_loss
-
-
 TOKEN_CASES = [
-    (Reinforce(), reinforce),
-    (DPPO(divergence_low=0.05, divergence_high=0.08), dppo(0.05, 0.08, 20.0)),
-    (DPPO(divergence_low=0.02, divergence_high=0.3, ratio_cap=1.2), dppo(0.02, 0.3, 1.2)),
-    (PPOClip(dual_clip=1.5), ppo(0.2, 0.2, dual_clip=1.5)),
-    (PPOClip(dual_clip=1.3, epsilon_low=0.1, epsilon_high=0.3), ppo(0.1, 0.3, dual_clip=1.3)),
-    (PPOClip(dual_clip=1.6, delta=1.4), ppo(0.2, 0.2, dual_clip=1.6, delta=1.4)),
-    (PPOClip(delta=1.4), ppo(0.2, 0.2, delta=1.4)),
-    (CISPO(epsilon_high=1.1), cispo(1.1)),
-    (CISPO(epsilon_high=0.2), cispo(0.2)),
     (CISPO(ratio_min=0.8, epsilon_high=1.2), cispo(1.2, 0.8)),
     (DPPOKL(divergence_low=0.01, divergence_high=0.02), dppo_kl(0.01, 0.02, 20.0)),
     (DPPOKL(divergence_low=0.05, divergence_high=0.005, ratio_cap=1.2), dppo_kl(0.05, 0.005, 1.2)),
     (DRO(dro_beta=0.3), dro(0.3)),
     (DRO(dro_beta=4), dro(4.0)),
-    (SAPO(), sapo(1.0, 1.05)),
-    (SAPO(sapo_temperature_pos=0.4, sapo_temperature_neg=3.0), sapo(0.4, 3.0)),
 ]
 
 
@@ -180,8 +131,7 @@ def test_token_losses(objective, token_loss, seed):
     c = columns(seed=seed)
     if isinstance(objective, DPPOKL):  # it has a logarithm of 1 - p
         c = c._replace(old=c.old.clamp(max=-0.02))
-    # SAPO's temperatures are float32 whatever the log-probabilities are.
-    assert_same(solve(objective, c), loop(token_loss, c), 1e-6 if isinstance(objective, SAPO) else 1e-11)
+    assert_same(solve(objective, c), loop(token_loss, c))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -195,9 +145,6 @@ def test_the_binary_divergence_near_a_probability_of_one(dtype):
         batch = PolicyBatch(advantages=torch.ones(1, dtype=dtype), old_per_token_logps=old)
         found = ppo_loss_fn(logps, batch, DPPOKL(divergence_high=factor * divergence), None).loss
         assert (found.item() == 0) == dropped
-
-
-# --- per sequence -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per_sequence_ratio", [False, True])
@@ -219,43 +166,23 @@ def test_gmpo_with_the_geometric_mean_of_the_importance_ratio(per_sequence_ratio
     assert torch.allclose(by_token, expected) == per_sequence_ratio
 
 
-def test_gspo_token_has_the_value_of_gspo_and_gradients_per_token():
-    c = columns()  # an advantage per token is what it is for
-    gspo, token = (
-        PPOClip(importance_sampling_level=level, epsilon_low=0.05, epsilon_high=0.06)
-        for level in ("sequence", "sequence_token")
-    )
-    value, grad = solve(token, c)
-    torch.testing.assert_close(value, solve(gspo, c)[0], rtol=1e-12, atol=0)
-    # Where nothing is clipped, the derivative of R exp(logp - logp without gradient) is the value itself.
-    clipped = (grad == 0) & c.mask
-    assert 3 < clipped.sum() < c.mask.sum() - 3
-    torch.testing.assert_close(grad, torch.where(clipped, 0.0, value), rtol=1e-11, atol=0)
-    same = per_sequence(c)  # with one advantage per sequence the mean of the gradients is GSPO's
-    torch.testing.assert_close(*(solve(objective, same)[1].sum(-1) for objective in (token, gspo)))
-
-
 # --- covariance -------------------------------------------------------------------------------------------------------
-
-
-def covariances(c):
-    return (c.advantages - c.advantages[c.mask].mean()) * (c.logps - c.logps[c.mask].mean())
 
 
 COV_BOUNDS = {"clip_cov_lb": 0.1, "clip_cov_ub": 0.9}
 
 
-@pytest.mark.parametrize("share", [1e-4, 0.1, 0.2, 1.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_clip_cov(share, seed):
-    c = columns(seed=seed)
+@pytest.mark.parametrize(("share", "bounds"), [*product([1e-4, 0.1, 0.2, 1.0], [(0.1, 0.9)]), (0.1, (1e6, 1e7))])
+def test_clip_cov(share, bounds):
+    """A lottery among the tokens between the bounds: as many as there should be, or all that there are."""
+    c = columns()
     plain = solve(PPOClip(), c)
     ratio = (c.logps - c.old).exp()
     clipped = ((ratio < 0.8) & (c.advantages < 0)) | ((ratio > 1.2) & (c.advantages > 0))
-    covariance = covariances(c)
-    eligible = (covariance > 0.1) & (covariance < 0.9) & c.mask & ~clipped
-    assert 3 < eligible.sum() < c.mask.sum() - 4
-    loss, grad = solve(ClipCov(clip_cov_ratio=share, **COV_BOUNDS), c)
+    covariance = (c.advantages - c.advantages[c.mask].mean()) * (c.logps - c.logps[c.mask].mean())
+    eligible = (covariance > bounds[0]) & (covariance < bounds[1]) & c.mask & ~clipped
+    assert 3 < eligible.sum() < c.mask.sum() - 4 or bounds[0] > 1
+    loss, grad = solve(ClipCov(clip_cov_ratio=share, clip_cov_lb=bounds[0], clip_cov_ub=bounds[1]), c)
     cut = (loss == 0) & c.mask
     assert cut.sum() == min(max(1, math.floor(share * int(c.mask.sum()))), int(eligible.sum()))
     assert not (cut & ~eligible).any()
@@ -278,51 +205,7 @@ def test_clip_covs_choice_is_the_generators():
     assert torch.equal(torch.get_rng_state(), before)  # the global generator is not touched
 
 
-def test_clip_cov_without_an_eligible_token_is_ppo():
-    c = columns()
-    found, expected = solve(ClipCov(clip_cov_lb=1e6, clip_cov_ub=1e7), c), solve(PPOClip(), c)
-    assert torch.equal(torch.stack(found), torch.stack(expected))
-
-
-@pytest.mark.parametrize("share", [1e-4, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("coefficient", [0.5, 1.0])
-def test_kl_cov(share, coefficient):
-    c = columns()
-    held = torch.zeros_like(c.mask)
-    place = torch.where(c.mask, covariances(c), -math.inf).flatten().argsort(descending=True)
-    held.view(-1)[place[: max(1, math.floor(share * int(c.mask.sum())))]] = True
-    drift, ratio = c.logps - c.old, (c.logps - c.old).exp()
-    loss = -ratio * c.advantages + torch.where(held, coefficient * drift.abs(), 0.0)
-    grad = -ratio * c.advantages + torch.where(held, coefficient * drift.sign(), 0.0)
-    expected = (torch.where(c.mask, x, 0.0) for x in (loss, grad))
-    assert_same(solve(KLCov(kl_cov_ratio=share, ppo_kl_coef=coefficient), c), tuple(expected))
-
-
 # --- penalties and corrections ----------------------------------------------------------------------------------------
-
-ESTIMATORS = {
-    "k1": lambda logp, ref: (logp - ref, 1.0),
-    "k2": lambda logp, ref: ((logp - ref) ** 2 / 2, logp - ref),
-    "k3": lambda logp, ref: (math.exp(ref - logp) - (ref - logp) - 1, 1 - math.exp(ref - logp)),
-}
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_kl(estimator, weighted):
-    c = columns()._replace(advantages=torch.zeros(9, 7, dtype=torch.float64))
-    ref = c.logps + 0.5 * torch.randn(9, 7, dtype=torch.float64)
-    kl = KLPenalty(beta=0.3, kl_estimator=estimator, importance_weighted=weighted)
-    losses, grads = torch.zeros_like(ref), torch.zeros_like(ref)
-    for b, t in c.mask.nonzero().tolist():
-        value, slope = ESTIMATORS[estimator](c.logps[b, t].item(), ref[b, t].item())
-        r = math.exp((c.logps[b, t] - c.old[b, t]).item()) if weighted else 1.0
-        losses[b, t] = 0.3 * value * r
-        grads[b, t] = 0.3 * r * (slope + (value if weighted else 0.0))
-    given = {"ref_per_token_logps": ref}
-    assert_same(solve(PPOClip(), c, given=given, kl=kl), (losses, grads), 1e-10)
-    metrics = ppo_loss_fn(c.logps, batch_of(c, **given), PPOClip(), None, kl=kl).metrics
-    assert metrics["kl_ref"].item() == pytest.approx(losses.sum().item() / 0.3 / int(c.mask.sum()))
 
 
 def test_k3_keeps_its_digits_where_the_policies_agree():
@@ -335,25 +218,20 @@ def test_k3_keeps_its_digits_where_the_policies_agree():
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.77, 1.0])
-@pytest.mark.parametrize("others", [0, 5, 40])
-def test_top_entropy_mask(share, others):
-    """With `gather` the threshold is that of all ranks, whose tokens may be padded with NaN."""
+def test_top_entropy_mask_over_ranks(share):
+    """The threshold is that of all ranks, whose tokens may be padded with NaN."""
     c = columns()
-    entropy = torch.rand(9, 7, dtype=torch.float64)
-    elsewhere = 0.2 + 0.6 * torch.rand(others, dtype=torch.float64)
-    shapes = []
+    entropy, elsewhere = torch.rand(9, 7, dtype=torch.float64), 0.2 + 0.6 * torch.rand(40, dtype=torch.float64)
 
     def gather(local):
-        shapes.append(local.dim())
+        assert local.dim() == 1
         return torch.cat([elsewhere, local, torch.full((3,), math.nan, dtype=torch.float64)])
 
-    correction = TopEntropyMask(top_entropy_quantile=share, gather=gather if others else None)
+    correction = TopEntropyMask(top_entropy_quantile=share, gather=gather)
     found = solve(Reinforce(), c, entropy=torch.where(c.mask, entropy, math.nan), corrections=[correction])
     kept = c.mask & (entropy >= torch.cat([entropy[c.mask], elsewhere]).quantile(1 - share))
-    assert kept.any()
     assert (kept == c.mask).all() == (share == 1.0)
     assert_same(found, [torch.where(kept, x, 0.0) for x in solve(Reinforce(), c)])
-    assert shapes == [1] * (others > 0)
 
 
 # --- what every objective says of itself ------------------------------------------------------------------------------
@@ -526,11 +404,6 @@ OPTIONS = {
     "clip_cov": {"clip_cov_ratio": 0.2, **COV_BOUNDS},
     "kl_cov": {"kl_cov_ratio": 0.2},
 }
-BATCHES = st.builds(
-    columns, st.integers(2, 8), st.integers(1, 6), seed=st.integers(0, 10**6), noise=st.sampled_from([0.1, 0.5, 1.5]),
-    masked=st.booleans(),
-)  # fmt: skip
-SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 
 def preset_of(name, **options):
@@ -538,49 +411,12 @@ def preset_of(name, **options):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@given(c=BATCHES, garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1e300]), seed=st.integers(0, 99),
-       sampler=st.booleans())  # fmt: skip
-@SETTINGS
-def test_garbage_under_the_mask(name, c, garbage, seed, sampler):
-    """With everything that a loss can have switched on."""
-    g = torch.Generator().manual_seed(seed)
-    shape = c.logps.shape
-    noise = torch.randn(3, *shape, generator=g, dtype=torch.float64)
-    parts = preset_of(name, beta=0.1, importance_weighted=True, entropy_coef=0.01)
-
-    def total(dirt):
-        torch.manual_seed(seed)  # for the objective that draws lots
-        soil = (lambda x: x.masked_fill(~c.mask, garbage)) if dirt else (lambda x: x)
-        leaf, entropy = (soil(x).requires_grad_() for x in (c.logps.clone(), noise[2].abs()))
-        batch = PolicyBatch(
-            advantages=soil(c.advantages), completion_mask=c.mask, old_per_token_logps=soil(c.old),
-            ref_per_token_logps=soil(c.logps + 0.3 * noise[0]), sampling_per_token_logps=soil(c.old + 0.3 * noise[1]),
-            importance_ratio=None if sampler else soil(noise[1].exp()),
-        )  # fmt: skip
-        loss = ppo_loss_fn(
-            leaf, batch, parts.objective, parts.reduction, entropy=entropy, kl=parts.kl,
-            entropy_bonus=parts.entropy_bonus, sampler_correction=SamplerCorrection(level="token") if sampler else None,
-            corrections=[OffPolicySequenceMask(threshold=0.1), TopEntropyMask(top_entropy_quantile=0.6)],
-            metrics="with_entropy",
-        )  # fmt: skip
-        metrics = {metric: value.item() for metric, value in loss.metrics.items()}
-        return loss.loss.detach(), *torch.autograd.grad(loss.loss, (leaf, entropy)), metrics
-
-    clean, dirty = total(False), total(True)
-    assert clean[0].isfinite()
-    assert not clean[1][~c.mask].any()
-    for mine, truth in zip(dirty[:3], clean[:3], strict=True):
-        assert torch.equal(mine, truth)
-    assert dirty[3] == clean[3]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-@given(c=BATCHES, seed=st.integers(0, 99))
-@SETTINGS
-def test_without_an_advantage_gradients_are_exactly_zero(name, c, seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_without_an_advantage_gradients_are_exactly_zero(name, seed):
     """0.0 without a penalty, so that such rows can be skipped. KLCov and DRO hold tokens back for their drift. A loss
     that is 0 too says so, and then such tokens are not projected at all."""
     objective = preset_of(name).objective
+    c = columns(2 + seed, 6 - seed % 5, seed=seed, noise=(0.1, 0.5, 1.5)[seed % 3], masked=seed % 2 == 0)
     idle = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     if name in ("gspo", "gmpo"):  # what they say of one token is part of its whole sequence
         idle = idle[:, :1].expand_as(idle)
@@ -605,16 +441,17 @@ def test_sequences_without_advantages_that_need_not_run(name):
         return
     c = columns(6, 5, noise=0.8, masked=False)
     c.advantages[1::2] = 0.0
-    leaves = c.logps.requires_grad_(), torch.where(c.advantages == 0, -3.0, c.logps.detach()).requires_grad_()
-    found = [ppo_loss_fn(leaf, batch_of(c), parts.objective, parts.reduction) for leaf in leaves]
-    ours, others = (torch.autograd.grad(step.loss, leaf)[0] for step, leaf in zip(found, leaves, strict=True))
-    assert torch.equal(ours, others)
-    assert not ours[1::2].any()
-    assert ours[::2].any()
-    assert torch.equal(found[0].loss, found[1].loss)
-    assert found[0].metrics.keys() == found[1].metrics.keys()
-    for metric, value in found[0].metrics.items():
-        assert torch.equal(value.value, found[1].metrics[metric].value)
+
+    def solved(logps):
+        leaf = logps.clone().requires_grad_()
+        found = ppo_loss_fn(leaf, batch_of(c), parts.objective, parts.reduction)
+        values = {metric: value.value for metric, value in found.metrics.items()}
+        return found.loss.detach(), torch.autograd.grad(found.loss, leaf)[0], values
+
+    found = solved(c.logps)
+    assert not found[1][1::2].any()
+    assert found[1][::2].any()
+    torch.testing.assert_close(solved(torch.where(c.advantages == 0, -3.0, c.logps)), found, rtol=0.0, atol=0.0)
     assert not PolicyTerms(objective=parts.objective, reduction=None, kl=KLPenalty(beta=0.1)).idle_without_advantages
     bonus = EntropyBonus(entropy_coef=0.1)
     assert not replace(terms, entropy_bonus=bonus).idle_without_advantages
@@ -704,12 +541,6 @@ def test_another_default_dtype_changes_nothing(default, dtype):
                 found += [metric.value for metric in result.metrics.values()]
         return found
 
-    expected, before = everything(), torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        found = everything()
-    finally:
-        torch.set_default_dtype(before)
-    for mine, truth in zip(found, expected, strict=True):
-        assert mine.dtype == truth.dtype
-        assert torch.equal(mine, truth)
+    expected = everything()
+    torch.set_default_dtype(default)  # a fixture sets it back
+    torch.testing.assert_close(everything(), expected, rtol=0.0, atol=0.0)

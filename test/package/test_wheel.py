@@ -56,18 +56,8 @@ def test_wheel_is_the_package(distributions, tmp_path):
     assert "test" not in top
 
     site = tmp_path / "site"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(wheel),
-        cwd=tmp_path,
-    )
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--target")
+    run(sys.executable, *install, str(site), str(wheel), cwd=tmp_path)
     sources = {path.relative_to(ROOT) for path in (ROOT / "liger_rl").rglob("*") if path.suffix in (".py", ".typed")}
     installed = {path.relative_to(site) for path in (site / "liger_rl").rglob("*") if path.suffix in (".py", ".typed")}
     assert installed == sources
