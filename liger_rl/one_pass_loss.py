@@ -73,7 +73,7 @@ class CountedTokens(NamedTuple):
 
     @property
     def number(self) -> int:
-        return self.live.positions.numel()
+        return self.live.selection.count
 
 
 def count_tokens(call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch) -> CountedTokens:
@@ -95,7 +95,7 @@ def count_tokens(call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch) -> C
         call.targets, call.mask, call.weight.shape[0], "weight", wanted=call.needed_mask, counts=counts,
         targets_name=call.targets_name,
     )()  # fmt: skip
-    n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
+    n, rows = live.selection.count, live.counts[: shape[0]] if in_rows else []
     selected = may_have_gradient is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if in_rows else min(n, tokens_together(call, terms.locality))
     return CountedTokens(live, rows, together, selected)

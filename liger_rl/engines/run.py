@@ -15,7 +15,6 @@ from liger_rl.call.support_slots import ListedIds
 from liger_rl.call.tokens import (
     LiveTokens,
     TokenSelection,
-    check_temperatures,
     counted_tokens,
     improper_temperatures,
     live_tokens,
@@ -163,19 +162,11 @@ def _start_check(
 
 
 def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
-    """`live_tokens` of the call. The same sync also checks the temperatures."""
-    improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
-    wait = live_tokens(
-        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=improper, targets_name=call.targets_name
-    )
-
-    def answer() -> LiveTokens:
-        tokens = wait()
-        if improper:
-            check_temperatures(tokens.counts[-1])
-        return tokens
-
-    return answer
+    """`live_tokens` of the call."""
+    return live_tokens(
+        ids, call.mask, vocab, "weight", wanted=call.needed_mask, temperature=call.options.transform.temperature,
+        targets_name=call.targets_name,
+    )  # fmt: skip
 
 
 def _mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
