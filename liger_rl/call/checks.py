@@ -3,7 +3,6 @@
 An error names the argument, the expected value and the value it got.
 """
 
-import math
 from collections.abc import Collection
 from typing import Literal, get_args
 
@@ -25,20 +24,17 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
-def check_count(name: str, value: int, *, least: int) -> None:
+def check_count(name: str, value: int | None, *, least: int, optional: bool = False) -> None:
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{name} must be an int{' or None' * optional}, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_chunk(name: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count(name, value, least=1, optional=True)
 
 
 def check_extras(_name: str, extras: Collection[str]) -> frozenset[str]:
@@ -196,26 +192,15 @@ def check_tokens(
 
 
 def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError if `written`, a tensor that the call writes to, shares memory with one of `others`."""
+    """Raise ValueError if the memory of `written`, which the call writes to, overlaps the extent of one of `others`."""
     if torch.compiler.is_compiling():
         return  # traced tensors have no address; a call that writes to one runs outside of the graph
     for tensor_name, tensor in others.items():
-        if tensor is not None and share_memory(written, tensor):
+        if tensor is None or not (written.numel() and tensor.numel()) or written.device != tensor.device:
+            continue
+        starts = written.data_ptr(), tensor.data_ptr()
+        if all(starts) and -_extent(tensor) < starts[1] - starts[0] < _extent(written):
             raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {tensor_name}")
-
-
-def share_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors may share bytes: True if in doubt, False for column slices of one tensor that do not meet."""
-    if not (first.numel() and second.numel()) or first.device != second.device:
-        return False
-    offset = second.data_ptr() - first.data_ptr()
-    if not (first.data_ptr() and second.data_ptr()) or not -_extent(second) < offset < _extent(first):
-        return False
-    # Column slices of one larger tensor take turns in each of its rows.
-    steps = [step * t.element_size() for t in (first, second) for step in t.stride()[:-1]]
-    period = math.gcd(*steps)
-    rows = [_extent(tensor[(0,) * (tensor.dim() - 1)]) for tensor in (first, second)]
-    return not (period and rows[0] <= offset % period <= period - rows[1])
 
 
 def _extent(tensor: Tensor) -> int:
