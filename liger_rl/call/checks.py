@@ -131,33 +131,32 @@ def check_head(
     Returns:
         The dtype of its products: `compute_dtype`, or if that is None, autocast's dtype, or else the dtype of hidden.
     """
-    names = [f"{prefix}{name}" for name in ("hidden", "weight", "bias")]
-    check_floating(names[0], hidden)
-    check_floating(names[1], weight)
+    named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
+    if bias is not None:
+        named[f"{prefix}bias"] = bias
+    for name, tensor in named.items():
+        check_floating(name, tensor)
+        check_device(name, tensor, hidden, f"{prefix}hidden")
     if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
-        raise ValueError(f"{names[0]} must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
+        raise ValueError(f"{prefix}hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
-            f"{names[1]} must be (V, H) with H = {hidden.shape[-1]} from {names[0]} and V of at least 1, "
+            f"{prefix}weight must be (V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1, "
             f"got {tuple(weight.shape)}"
         )
-    check_device(names[1], weight, hidden, names[0])
-    if bias is not None:
-        check_floating(names[2], bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"{names[2]} must be (V,) = ({weight.shape[0]},) from {names[1]}, got {tuple(bias.shape)}")
-        check_device(names[2], bias, hidden, names[0])
+    if bias is not None and bias.shape != weight.shape[:1]:
+        expected = f"(V,) = ({weight.shape[0]},) from {prefix}weight"
+        raise ValueError(f"{prefix}bias must be {expected}, got {tuple(bias.shape)}")
     if compute_dtype is not None:
         return compute_dtype
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for name, tensor, added in ((names[1], weight, False), (names[2], bias, True)):
-        if tensor is None or (added and tensor.dtype == torch.float32):
-            continue  # a float32 bias is added in float32, whatever the other dtypes are
-        if tensor.dtype != hidden.dtype:
+    for name, tensor in named.items():
+        # A float32 bias is added in float32, whatever the other dtypes are.
+        if tensor.dtype != hidden.dtype and not (tensor is bias and tensor.dtype == torch.float32):
             raise TypeError(
-                f"{name} must be {hidden.dtype} from {names[0]} (or run under autocast), got {tensor.dtype}"
+                f"{name} must be {hidden.dtype} from {prefix}hidden (or run under autocast), got {tensor.dtype}"
             )
     return hidden.dtype
 

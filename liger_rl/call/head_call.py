@@ -115,8 +115,8 @@ class HeadCall:
     @property
     def exact(self) -> bool:
         """Whether a tolerance of "auto" becomes 0, because an argument of the call excludes a tolerance."""
-        arguments = self.support, self.vocab_parallel, self.weight_grad
-        return self.several or any(argument is not None for argument in arguments)
+        one_head = self.support is None and self.vocab_parallel is None and self.weight_grad is None
+        return self.several or not one_head
 
     def check_together(self) -> None:
         """Raise for options and arguments that exclude low_rank, vocab_parallel, a support, or several targets."""
