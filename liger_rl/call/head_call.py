@@ -120,15 +120,20 @@ class HeadCall:
 
     def check_together(self) -> None:
         """Raise for options and arguments that exclude low_rank, vocab_parallel, a support, or several targets."""
-        options = self.options
-        if self.low_rank:
-            check_left_alone(options, "with low_rank")
-        if self.vocab_parallel is not None:
-            check_left_alone(options, "with vocab_parallel")
+        for used, feature in (
+            (self.low_rank, "with low_rank"),
+            (self.vocab_parallel is not None, "with vocab_parallel"),
+            (self.support is not None, "with a support"),
+            (self.several, "with several targets for each token"),
+        ):
+            if used:
+                check_left_alone(self.options, feature)
         if self.support is not None:
-            self._check_support(self.support)
-        if self.several:
-            self._check_several()
+            check_usable(self.support, fixed_shape=self.options.fixed_shape)
+            if self.several:
+                raise ValueError("support must be None with several targets for each token, got a Support")
+        if self.several and "is_top1" in self.options.extras:
+            raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
 
     @property
     def outside_of_graphs(self) -> str | None:
@@ -145,17 +150,6 @@ class HeadCall:
             if used:
                 return f"linear_logprobs with {feature}"
         return None
-
-    def _check_several(self) -> None:
-        check_left_alone(self.options, "with several targets for each token")
-        if self.support is not None:
-            raise ValueError("support must be None with several targets for each token, got a Support")
-        if "is_top1" in self.options.extras:
-            raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
-
-    def _check_support(self, support: Support) -> None:
-        check_usable(support, fixed_shape=self.options.fixed_shape)
-        check_left_alone(self.options, "with a support")
 
     def check_tensors(self) -> torch.dtype:
         """Check types, dtypes, shapes and devices of the tensors. No value is read. -> dtype of the products."""
