@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.options import EngineOptions, Gather
-from liger_rl.call.support_slots import ListedIds
+from liger_rl.call.support import ListedIds
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
 from liger_rl.kernels import for_device

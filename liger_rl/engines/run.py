@@ -10,8 +10,7 @@ from liger_rl.call.head_call import HeadCall, LogProbs, check_topk, shared_error
 from liger_rl.call.host_answer import HostAnswer
 from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
-from liger_rl.call.support import Support, kept
-from liger_rl.call.support_slots import ListedIds
+from liger_rl.call.support import ListedIds, Support, kept
 from liger_rl.call.tokens import (
     LiveTokens,
     TokenSelection,
