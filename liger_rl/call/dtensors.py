@@ -25,16 +25,21 @@ from liger_rl.distributed import VocabParallel
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
 
-def is_dtensor(value: object) -> bool:
+def has_dtensor(*values: object) -> bool:
+    """Whether one of the values is a DTensor."""
     # No module, no DTensor. We do not import it, because that takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+
+
+def is_dtensor(value: object) -> bool:
+    return has_dtensor(value)
 
 
 def low_rank_tensors(low_rank: object) -> list[object]:
     """`a`, `b` and `hidden` of each low-rank term, before anything is checked; None for a missing attribute."""
     terms = low_rank if isinstance(low_rank, (list, tuple)) else ()
-    return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")]
+    return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")] if terms else []
 
 
 # The tensors of a call of one head or two, in which each row is a token, and those in which each row is an id. Low-rank
@@ -50,7 +55,7 @@ def localized(call: Any) -> Any:
         ValueError: placements that no rule above covers; a vocab_parallel together with a DTensor weight; a teacher's
             DTensor weight that starts at another id on this rank than the weight, or is over other ranks.
     """
-    if not any(map(is_dtensor, call.tensors)):
+    if not has_dtensor(*call.tensors):
         return call
     place: VocabParallel | None = call.vocab_parallel
     teacher_weight: Any = getattr(call, "teacher_weight", None)
@@ -92,7 +97,7 @@ def place_of(weight: object, *others: object) -> VocabParallel | None:
     None for a plain weight, for a mesh of several dimensions, and if one of `others`, the call's other tensors, is a
     DTensor: those need a collective first.
     """
-    if not is_dtensor(weight) or any(map(is_dtensor, others)) or weight.device_mesh.ndim > 1:  # type: ignore[attr-defined]
+    if not is_dtensor(weight) or has_dtensor(*others) or weight.device_mesh.ndim > 1:  # type: ignore[attr-defined]
         return None
     return _place(weight)
 

@@ -17,7 +17,7 @@ from liger_rl.call.checks import (
     check_temperature,
     check_tokens,
 )
-from liger_rl.call.dtensors import is_dtensor, low_rank_tensors, place_of
+from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors, place_of
 from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import check_left_alone
@@ -100,19 +100,6 @@ class HeadCall:
         return enabled and self.hidden.requires_grad, enabled and self.weight.requires_grad, enabled and bias
 
     @property
-    def head_needs(self) -> bool:
-        """Whether the weight, the bias or a low-rank factor wants a gradient."""
-        factors = [factor for term in self.low_rank for factor in (term.a, term.b)]
-        return torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, *factors)
-        )
-
-    @property
-    def rank(self) -> int:
-        """Sum of the low-rank terms' ranks r."""
-        return sum(term.a.shape[0] for term in self.low_rank)
-
-    @property
     def exact(self) -> bool:
         """Whether a tolerance of "auto" becomes 0, because an argument of the call excludes a tolerance."""
         one_head = self.support is None and self.vocab_parallel is None and self.weight_grad is None
@@ -145,7 +132,7 @@ class HeadCall:
             ("topk", options.topk is not None),
             ("gather", options.gather is not None),
             ("a temperature for each token", options.transform.per_token),
-            ("a sharded head", self.vocab_parallel is not None or any(map(is_dtensor, self.tensors))),
+            ("a sharded head", self.vocab_parallel is not None or has_dtensor(*self.tensors)),
         ):
             if used:
                 return f"linear_logprobs with {feature}"
@@ -186,7 +173,7 @@ class HeadCall:
         if weight_grad is None:
             return
         check_dense("weight_grad", weight_grad)
-        if is_dtensor(weight) or is_dtensor(weight_grad):
+        if has_dtensor(weight, weight_grad):
             raise ValueError(
                 "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
                 "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"

@@ -52,7 +52,7 @@ class HeadShape:
         loss_lacks: str | None = None,
     ) -> "HeadShape":
         """The shape of a call whose tensors have been checked."""
-        needs = call.needs
+        needs, factors = call.needs, [factor for term in call.low_rank for factor in (term.a, term.b)]
         return cls(
             tokens=math.prod(call.hidden.shape[:-1]),
             vocab=call.weight.shape[0],
@@ -61,9 +61,9 @@ class HeadShape:
             weight_dtype=call.weight.dtype,
             device=call.hidden.device,
             needs=needs[:2],
-            wants_gradient=any(needs) or call.head_needs,
+            wants_gradient=any(needs) or (torch.is_grad_enabled() and any(t.requires_grad for t in factors)),
             bias=call.bias is not None,
-            rank=call.rank,
+            rank=sum([term.a.shape[0] for term in call.low_rank]),
             in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",

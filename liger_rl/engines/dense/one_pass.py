@@ -21,7 +21,7 @@ from liger_rl.engines.dense.totals import OnePassPlan, Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.tiles import free_tile_vocab, kind_of, spans
-from liger_rl.kernels import epilogue_for, for_device, gemm
+from liger_rl.kernels import epilogue_for, for_device, gemm, reference
 from liger_rl.kernels.devices import MIN_TOKENS, compiles, realigned
 from liger_rl.kernels.reference import Kept, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
@@ -155,7 +155,7 @@ def _add_chunk(
         if isinstance(index, slice):
             totals.hidden[index] = grad_rows
         else:
-            for_device(rows.device).scatter_rows(grad_rows, index, totals.hidden)
+            reference.scatter_rows(grad_rows, index, totals.hidden)
 
 
 class WithGradients(torch.autograd.Function):

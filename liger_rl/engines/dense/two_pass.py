@@ -357,5 +357,5 @@ def workspace(shape: HeadShape) -> int:
     copied = shape.dtype != options.compute_dtype or shape.rank > 0 or options.batch_invariant
     rows = n * (shape.dtype.itemsize + c * copied + 4 * shape.needs[0])
     rows += shape.widened_bytes * min(n, tiles[-1].tokens)
-    rows += 0 if compiles(shape.device) else min(n, reference.ROWS) * shape.dtype.itemsize
+    rows += min(n, reference.ROWS) * shape.dtype.itemsize  # of `reference.scatter_rows`
     return shape.base_bytes + BYTES_PER_TOKEN * zeros + columns * rows + tile
