@@ -221,7 +221,8 @@ class FusedLinearGRPOLoss(nn.Module):
             return None
         together = tokens_together(call, self.terms.locality)
         options = resolved(self.options, compute_dtype, exact=call.exact)
-        shape = HeadShape.of(call, options, passes=self.passes, together=together, loss_lacks=loss_lacks)
+        shape = HeadShape.of(call, options)
+        shape = replace(shape, passes=self.passes, together=together, loss_lacks=loss_lacks)
         return shape if path_for(shape)[0] == "one pass" else None
 
     @torch.no_grad()

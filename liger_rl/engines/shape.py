@@ -42,15 +42,7 @@ class HeadShape:
     loss_lacks: str | None = None  # one pass's need that the loss does not meet; None: it meets all
 
     @classmethod
-    def of(
-        cls,
-        call: HeadCall,
-        options: EngineOptions,
-        *,
-        passes: Passes = "two",
-        together: int = 1,
-        loss_lacks: str | None = None,
-    ) -> "HeadShape":
+    def of(cls, call: HeadCall, options: EngineOptions) -> "HeadShape":
         """The shape of a call whose tensors have been checked."""
         needs, factors = call.needs, [factor for term in call.low_rank for factor in (term.a, term.b)]
         return cls(
@@ -70,9 +62,6 @@ class HeadShape:
             targets=call.targets.shape[-1] if call.several else 0,
             contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
             aligned=aligned(call.weight),
-            passes=passes,
-            together=together,
-            loss_lacks=loss_lacks,
         )
 
     @property
