@@ -63,12 +63,19 @@ def check_gather(name: str, value: object) -> None:
         raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
 
 
-def check_dense(name: str, tensor: object) -> Tensor:
+def check_dense(name: str, tensor: object, like: Tensor | None = None, source: str = "") -> Tensor:
+    """Raise unless this is a dense tensor, on the device of `like`, whose name is `source`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
     return tensor
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
+    check_dense(name, tensor, like, source)
 
 
 def check_transform(transform: LogitTransform) -> None:
@@ -111,8 +118,8 @@ def auto_tolerance(setting: str | None) -> float:
     return tolerance
 
 
-def check_floating(name: str, tensor: Tensor) -> None:
-    check_dense(name, tensor)
+def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source: str = "") -> None:
+    check_dense(name, tensor, like, source)
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
     # The level comes first because reading it costs nothing. Under torch.compile a tensor does not show its tangent, so
@@ -135,8 +142,7 @@ def check_head(
     if bias is not None:
         named[f"{prefix}bias"] = bias
     for name, tensor in named.items():
-        check_floating(name, tensor)
-        check_device(name, tensor, hidden, f"{prefix}hidden")
+        check_floating(name, tensor, hidden if tensor is not hidden else None, f"{prefix}hidden")
     if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
         raise ValueError(f"{prefix}hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
@@ -161,11 +167,6 @@ def check_head(
     return hidden.dtype
 
 
-def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
-    if tensor.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
-
-
 def check_tokens(
     targets: Tensor,
     mask: Tensor | None,
@@ -174,20 +175,17 @@ def check_tokens(
     source: str,
     targets_name: str = "targets",
 ) -> None:
-    expected = "(B, T)" if len(shape) == 2 else "(N,)"
-    for name, value, dtypes in (
-        (targets_name, targets, INTEGER_DTYPES),
-        ("mask", mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)),
-    ):
-        if name == "mask" and value is None:
-            continue
-        tensor = check_dense(name, value)
+    named: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {targets_name: (targets, INTEGER_DTYPES)}
+    if mask is not None:
+        named["mask"] = mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)
+    for name, (value, dtypes) in named.items():
+        tensor = check_dense(name, value, like, source)
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
         if tensor.shape != shape:
+            expected = "(B, T)" if len(shape) == 2 else "(N,)"
             raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
-        check_device(name, tensor, like, source)
 
 
 def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:

@@ -143,7 +143,7 @@ class HeadCall:
         hidden, weight = self.hidden, self.weight
         dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
         check_low_rank(self.low_rank, hidden, weight)
-        first = self._first_targets()
+        first = self._first_targets() if self.several else self.targets
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):
             self.support.check_together(first, self.targets_name)
@@ -151,10 +151,8 @@ class HeadCall:
         return dtype
 
     def _first_targets(self) -> Tensor:
-        """The first target of each token. Raises if a list of targets is not (..., K) with 1 <= K <= MOST_IDS."""
+        """The first of K targets of each token. Raises if the targets are not (..., K) with 1 <= K <= MOST_IDS."""
         targets, lead = self.targets, self.hidden.shape[:-1]
-        if not self.several:
-            return targets
         if targets.shape[:-1] != lead or targets.shape[-1] == 0:
             expected = "(B, T)" if len(lead) == 2 else "(N,)"
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_device, check_floating
+from liger_rl.call.checks import check_floating
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import fits_float32
@@ -62,8 +62,7 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
         for field in ("a", "b", "hidden"):
             tensor = getattr(term, field)
             if tensor is not None or field != "hidden":
-                check_floating(f"{name}.{field}", tensor)
-                check_device(f"{name}.{field}", tensor, hidden, "hidden")
+                check_floating(f"{name}.{field}", tensor, hidden, "hidden")
         size, vocab = hidden.shape[-1], weight.shape[0]
         if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
             raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")

@@ -61,7 +61,10 @@ class Support:
     distinct: bool = False
 
     def __post_init__(self) -> None:
-        check_missing_target(self.missing_target)
+        if self.missing_target not in get_args(MissingTarget):
+            raise ValueError(
+                f"missing_target must be one of {list(get_args(MissingTarget))}, got {self.missing_target!r}"
+            )
         check_flag("may_be_empty", self.may_be_empty)
         check_flag("distinct", self.distinct)
         for name in ("token_ids", "offsets"):
@@ -232,9 +235,8 @@ class Support:
             mask: (B, T) or (N,) bool, True at as many tokens as the support has rows. Another number raises here on
                 CPU. On other devices the call that uses the support mostly raises.
         """
-        if check_dense("mask", mask).dtype != torch.bool:
+        if check_dense("mask", mask, self.token_ids, "token_ids").dtype != torch.bool:
             raise TypeError(f"mask must be bool, got {mask.dtype}")
-        check_device("mask", mask, self.token_ids, "token_ids")
         flat, counts = mask.reshape(-1), self.offsets.diff()
         if flat.device.type == "cpu" and int(flat.sum()) != self.tokens:
             raise ValueError(
@@ -300,11 +302,6 @@ def check_usable(support: Any, *, fixed_shape: bool) -> None:
             "support must be made with may_be_empty=False for fixed_shape: an empty row stands for the whole "
             "vocabulary, and which rows are empty only the device knows"
         )
-
-
-def check_missing_target(missing_target: str) -> None:
-    if missing_target not in get_args(MissingTarget):
-        raise ValueError(f"missing_target must be one of {list(get_args(MissingTarget))}, got {missing_target!r}")
 
 
 def _is_mask(value: Any) -> bool:

@@ -44,7 +44,10 @@ class HeadShape:
     @classmethod
     def of(cls, call: HeadCall, options: EngineOptions) -> "HeadShape":
         """The shape of a call whose tensors have been checked."""
-        needs, factors = call.needs, [factor for term in call.low_rank for factor in (term.a, term.b)]
+        needs, rank, factors_need = call.needs, 0, False
+        for term in call.low_rank:
+            rank += term.a.shape[0]
+            factors_need |= torch.is_grad_enabled() and (term.a.requires_grad or term.b.requires_grad)
         return cls(
             tokens=math.prod(call.hidden.shape[:-1]),
             vocab=call.weight.shape[0],
@@ -53,9 +56,9 @@ class HeadShape:
             weight_dtype=call.weight.dtype,
             device=call.hidden.device,
             needs=needs[:2],
-            wants_gradient=any(needs) or (torch.is_grad_enabled() and any(t.requires_grad for t in factors)),
+            wants_gradient=any(needs) or factors_need,
             bias=call.bias is not None,
-            rank=sum([term.a.shape[0] for term in call.low_rank]),
+            rank=rank,
             in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",

@@ -58,8 +58,10 @@ class Fold(NamedTuple):
     @classmethod
     def unwritten(cls, shape: tuple[int, ...], target: Tensor, *, entropy: bool, extras: Collection[str]) -> "Fold":
         """A fold with uninitialized fields of `shape`, except the target. A kernel must write all of them."""
-        kept = [True, True, False, entropy, *[name in extras for name in EXTRAS]]
-        fields = [torch.empty(shape, dtype=torch.float32, device=target.device) if keep else None for keep in kept]
+        fields: list[Tensor | None] = []
+        of_extras = "log_sum_sq_probs" in extras, "mean_logits" in extras, "is_top1" in extras
+        for kept in (True, True, False, entropy, *of_extras):
+            fields.append(torch.empty(shape, dtype=torch.float32, device=target.device) if kept else None)
         fields[2] = target
         return cls._make(fields)
 

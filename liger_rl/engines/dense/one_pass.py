@@ -88,7 +88,7 @@ def one_pass(
     in_place = head.weight_grad is not None and needs[1]
     assert not in_place or len(chunks) <= 1
     totals = Totals(head, plan, needs, in_place=in_place)
-    largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
     with gemm.without_autocast(device):
         for chunk in chunks:
@@ -255,7 +255,7 @@ def lacks(shape: HeadShape) -> str | None:
 def _options_lack(shape: HeadShape) -> str | None:
     """The first need of one pass that an option or a dtype does not meet; None if all needs are met."""
     options, transform = shape.options, shape.options.transform
-    lacking = rule_lacks(replace(options, grad_tolerance=0.0) if shape.auto_tolerance else options, "in one pass")
+    lacking = rule_lacks(options, "in one pass", ignored="grad_tolerance" if shape.auto_tolerance else None)
     if lacking is not None:
         return lacking
     if transform.per_token:

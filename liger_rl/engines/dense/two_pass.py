@@ -36,7 +36,7 @@ def forward(
     options: EngineOptions,
     *,
     with_tiles: bool = False,
-    kept: Kept | None = None,  # (n, V), written; a named chunk must hold whole tiles of its entries
+    kept: Kept | None = None,  # (n, V), written; a named chunk must hold whole tiles of it, and the rows are gathered
 ) -> tuple[TokenStatistics, TileStatistics | None]:
     """Statistics of every token that counts, 2 n (H + r) V operations, and with `with_tiles` the statistics of tiles.
 
@@ -44,9 +44,9 @@ def forward(
     back. Only the product's epilogue makes statistics of tiles: it must apply, no chunk may be named, and there may be
     no low-rank term. Otherwise they are None, and a backward with a tolerance is exact.
     """
-    rows = head.gathered(options.compute_dtype)
-    n = rows.hidden.shape[0]
-    rows, options = invariant(rows, options) if kept is None else (rows, options)
+    rows, n = head, head.live.count
+    if kept is None:
+        rows, options = invariant(head.gathered(options.compute_dtype), options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
     if epilogue is None:
         statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
