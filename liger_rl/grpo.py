@@ -220,9 +220,8 @@ class FusedLinearGRPOLoss(nn.Module):
         if self.passes == "two" or (self.passes == "auto" and (loss_lacks is not None or not any(call.needs))):
             return None
         together = tokens_together(call, self.terms.locality)
-        options = resolved(self.options, compute_dtype, exact=call.exact)
-        shape = HeadShape.of(call, options)
-        shape = replace(shape, passes=self.passes, together=together, loss_lacks=loss_lacks)
+        options = resolved(self.options, compute_dtype, grad_tolerance=0.0 if call.exact else None)
+        shape = HeadShape.of(call, options, passes=self.passes, together=together, loss_lacks=loss_lacks)
         return shape if path_for(shape)[0] == "one pass" else None
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_rl.call.dtensors import has_dtensor
+from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import EngineOptions
 from liger_rl.call.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
@@ -41,7 +41,7 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
         return "support = None: tokens that list their ids have no chunk of the vocabulary"
     if call.vocab_parallel is not None:
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
-    if has_dtensor(call.hidden, call.weight, call.bias, call.targets):
+    if any(map(is_dtensor, (call.hidden, call.weight, call.bias, call.targets))):
         return "tensors that are whole on this rank, got a DTensor"
     lacking = parts_obstacle(terms)
     if lacking is None and terms.locality != "token" and segments is not None and segments.all_reduce is not None:
@@ -73,7 +73,7 @@ class CountedTokens(NamedTuple):
 
     @property
     def number(self) -> int:
-        return self.live.selection.count
+        return self.live.positions.numel()
 
 
 def count_tokens(call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch) -> CountedTokens:
@@ -95,7 +95,7 @@ def count_tokens(call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch) -> C
         call.targets, call.mask, call.weight.shape[0], "weight", wanted=call.needed_mask, counts=counts,
         targets_name=call.targets_name,
     )()  # fmt: skip
-    n, rows = live.selection.count, live.counts[: shape[0]] if in_rows else []
+    n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
     selected = may_have_gradient is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if in_rows else min(n, tokens_together(call, terms.locality))
     return CountedTokens(live, rows, together, selected)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.call.dtensors import has_dtensor, low_rank_tensors
+from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.call.head_call import shared_errors
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import lacks
@@ -76,7 +76,7 @@ def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype)
         return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
     if call.low_rank:
         return "a head without low_rank terms"
-    if call.vocab_parallel is not None or has_dtensor(*call.tensors):
+    if call.vocab_parallel is not None or any(map(is_dtensor, call.tensors)):
         return "tensors that are whole on this rank, got a shard or a DTensor"
     return parts_obstacle(terms)
 

@@ -149,15 +149,15 @@ class EngineOptions(HeadOptions):
         """Checks nothing: the `HeadOptions` that this is made from have been checked."""
 
 
-def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, exact: bool = False) -> EngineOptions:
-    """`options` for an engine: with this compute dtype, and a number for the tolerance.
+def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
+    """`options` for an engine: with this compute dtype, and this tolerance.
 
-    "auto" becomes AUTO_TOLERANCE if the options allow a tolerance, and 0 otherwise or if `exact`. The first engine of
-    `ENGINES` that takes the call decides whether the tolerance has an effect.
+    Without `grad_tolerance`, "auto" becomes AUTO_TOLERANCE if the options allow a tolerance, and 0 otherwise. The first
+    engine of `ENGINES` that takes the call decides whether the tolerance has an effect.
     """
-    tolerance = options.grad_tolerance
+    tolerance = options.grad_tolerance if grad_tolerance is None else grad_tolerance
     if tolerance == "auto":
-        exact = exact or options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
+        exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
         tolerance = 0.0 if exact or options.names_chunk or compute_dtype.itemsize != 2 else AUTO_TOLERANCE
     resolutions = {"grad_tolerance": tolerance, "compute_dtype": compute_dtype}
     return EngineOptions(**{**{name: getattr(options, name) for name in KNOWN}, **resolutions})

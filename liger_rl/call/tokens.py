@@ -63,8 +63,13 @@ class TokenSelection:
 class LiveTokens(NamedTuple):
     """The tokens that count, and other integers from the same host sync."""
 
-    selection: TokenSelection
+    positions: Tensor  # (n,) flat, ascending
+    total: int  # N
     counts: list[int]  # the values of `counts` of `live_tokens`
+
+    @property
+    def selection(self) -> TokenSelection:
+        return TokenSelection(self.total, None if self.positions.numel() == self.total else self.positions)
 
 
 def counted_tokens(targets: Tensor, mask: Tensor | None, wanted: Tensor | None = None) -> Tensor:
@@ -114,8 +119,7 @@ def live_tokens(
             )
         if improper_heat and values[0] > 0:
             raise ValueError(f"temperature must be positive and finite at each token; {values[0]} are not")
-        total = targets.numel()
-        return LiveTokens(TokenSelection(total, None if n == total else positions[:n]), values[len(improper_heat) :])
+        return LiveTokens(positions[:n], targets.numel(), values[len(improper_heat) :])
 
     return wait
 

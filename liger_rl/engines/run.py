@@ -49,7 +49,7 @@ def _in_graph(call: HeadCall) -> LogProbs:
     dtype = call.check_tensors()
     targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
     ids = targets.amax(-1) if call.several else targets
-    options = resolved(call.options, dtype, exact=call.exact)
+    options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
     live = _mask_selection(call, ids, call.weight.shape[0])
     head = _head(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
     values = logprobs_in_graph(head, options, wants_gradient=any(call.needs), targets_name=call.targets_name)
@@ -81,7 +81,7 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogPro
         check_topk(options.topk, vocab)
         # The largest of K targets: negative if all K are negative, outside the vocabulary if any is too large.
         ids = targets.amax(-1) if call.several else targets
-        engine_options = resolved(call.options, dtype, exact=call.exact)
+        engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
         if call.support is not None:
             return _over_support(call, call.support, ids, engine_options, shard)
         wait_for_selection = None

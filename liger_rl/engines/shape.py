@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,8 +43,8 @@ class HeadShape:
     loss_lacks: str | None = None  # one pass's need that the loss does not meet; None: it meets all
 
     @classmethod
-    def of(cls, call: HeadCall, options: EngineOptions) -> "HeadShape":
-        """The shape of a call whose tensors have been checked."""
+    def of(cls, call: HeadCall, options: EngineOptions, **one_pass: Any) -> "HeadShape":
+        """The shape of a call whose tensors have been checked. `one_pass` has `passes`, `together` and `loss_lacks`."""
         needs, rank, factors_need = call.needs, 0, False
         for term in call.low_rank:
             rank += term.a.shape[0]
@@ -65,6 +66,7 @@ class HeadShape:
             targets=call.targets.shape[-1] if call.several else 0,
             contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
             aligned=aligned(call.weight),
+            **one_pass,
         )
 
     @property
