@@ -62,9 +62,9 @@ def localized(call: Any) -> Any:
     if is_dtensor(call.weight):
         if place is not None:
             raise ValueError("vocab_parallel must be None with a DTensor weight, whose mesh says where its rows belong")
-        place = _place(call.weight)
+        place = place_of(call.weight)
     if is_dtensor(teacher_weight):
-        places = place, _place(teacher_weight)
+        places = place, place_of(teacher_weight)
         starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in places]
         if starts[0] != starts[1]:
             raise ValueError(
@@ -91,17 +91,6 @@ def localized(call: Any) -> Any:
     return replace(call, **fields)
 
 
-def place_of(weight: object, *others: object) -> VocabParallel | None:
-    """The place of a DTensor weight, if its ranks can compare arguments before any collective of the call.
-
-    None for a plain weight, for a mesh of several dimensions, and if one of `others`, the call's other tensors, is a
-    DTensor: those need a collective first.
-    """
-    if not is_dtensor(weight) or has_dtensor(*others) or weight.device_mesh.ndim > 1:  # type: ignore[attr-defined]
-        return None
-    return _place(weight)
-
-
 def _is_data(mesh: Any, dimension: int) -> bool:
     names = mesh.mesh_dim_names
     return names is not None and DATA_NAME.search(names[dimension]) is not None
@@ -111,7 +100,8 @@ def _cuts_rows(placement: Any) -> bool:
     return getattr(placement, "dim", None) == 0  # Shard(0) or fully_shard's _StridedShard(0)
 
 
-def _place(weight: Any) -> VocabParallel | None:
+def place_of(weight: Any) -> VocabParallel | None:
+    """The place of a DTensor weight; None if each rank has all of its rows."""
     mesh = weight.device_mesh
     dimensions = [d for d, p in enumerate(weight.placements) if _cuts_rows(p) and not _is_data(mesh, d)]
     if not dimensions:

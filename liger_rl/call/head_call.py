@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,16 +236,18 @@ def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
         )
 
 
-def shared_errors(vocab_parallel: VocabParallel | None, weight: Tensor, *others: object) -> AbstractContextManager:
+def shared_errors(vocab_parallel: VocabParallel | None, weight: Any, *others: object) -> AbstractContextManager:
     """A context: an error that one rank raises in it is raised on every rank that has a part of the weight.
 
-    Args:
-        others: the call's other tensors.
+    With a DTensor weight that holds if the ranks can compare arguments before any collective of the call: on a mesh of
+    one dimension, and if `others`, the call's other tensors, are no DTensors.
 
     Raises:
         TypeError: vocab_parallel is neither a VocabParallel nor None.
     """
     if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
-    place = vocab_parallel or place_of(weight, *others)
+    place: VocabParallel | None = vocab_parallel
+    if place is None and is_dtensor(weight) and not has_dtensor(*others) and weight.device_mesh.ndim == 1:
+        place = place_of(weight)
     return nullcontext() if place is None else place.shared_errors(weight)
