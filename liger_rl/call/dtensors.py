@@ -25,15 +25,15 @@ from liger_rl.distributed import VocabParallel
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
 
-def has_dtensor(*values: object) -> bool:
-    """Whether one of the values is a DTensor."""
+def is_dtensor(value: object) -> bool:
     # No module, no DTensor. We do not import it, because that takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+    return module is not None and isinstance(value, module.DTensor)
 
 
-def is_dtensor(value: object) -> bool:
-    return has_dtensor(value)
+def has_dtensor(*values: object) -> bool:
+    """Whether one of the values is a DTensor."""
+    return sys.modules.get("torch.distributed.tensor") is not None and any(map(is_dtensor, values))
 
 
 def low_rank_tensors(low_rank: object) -> list[object]:
