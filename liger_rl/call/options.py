@@ -105,7 +105,8 @@ class HeadOptions:
         return self.chunk_tokens is not None or self.chunk_vocab is not None
 
 
-TABLE: dict[str, Any] = {option.name: option.metadata for option in fields(HeadOptions)}
+# Copies of `metadata`, which is a mapping proxy: torch.compile cannot trace one once a dictionary has been written to.
+TABLE: dict[str, dict[str, Any]] = {option.name: dict(option.metadata) for option in fields(HeadOptions)}
 KNOWN = tuple(TABLE)
 EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
 # Options that change how a result is computed, not which result. Frameworks pass them on.
