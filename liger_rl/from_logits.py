@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_flag
-from liger_rl.call.tokens import ask_vocabulary
+from liger_rl.call.tokens import live_tokens
 from liger_rl.engines.given_logits import LogitRows, check_logits
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.kernels.transform import LogitTransform
@@ -102,10 +102,11 @@ def grpo_loss_from_logits(
     ids, mask = selected_token_ids, batch.completion_mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
     aligned = terms.check(batch, ids.shape, ids.device)
-    raise_if_outside = ask_vocabulary(
-        ids, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, targets_name=IDS,
-        temperature=transform.temperature,
-    )  # fmt: skip
+    raise_if_wrong = None
+    if not fixed_shape:
+        raise_if_wrong = live_tokens(
+            ids, mask, logits.shape[-1], "logits", targets_name=IDS, temperature=temperature, early=True
+        )
     logps, _, lse = LogitRows.apply(logits, ids, mask, transform, False)
     logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
     columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)
@@ -117,7 +118,8 @@ def grpo_loss_from_logits(
             is_clipped = None if is_clipped is None else is_clipped & aligned.mask
             kl_values = None if values.kl is None else torch.where(aligned.mask, values.kl.detach(), 0.0)
             columns = values.loss, kl_values, is_clipped
-    raise_if_outside()
+    if raise_if_wrong is not None:
+        raise_if_wrong()
     return PerTokenLoss(*columns)
 
 

@@ -11,7 +11,7 @@ from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, HeadKeywords, options_of
 from liger_rl.call.support import Support
-from liger_rl.call.tokens import ask_vocabulary
+from liger_rl.call.tokens import live_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.given_logits import LogitRows, check_logits
 from liger_rl.engines.graphs import never_in_a_graph
@@ -110,9 +110,11 @@ def logits_logprobs(
     check_flag("entropy", entropy)
     check_flag("fixed_shape", fixed_shape)
     check_logits(logits, targets, mask, transform)
-    raise_if_outside = ask_vocabulary(
-        targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, temperature=transform.temperature
-    )
+    raise_if_wrong = None
+    if not fixed_shape:
+        heat = transform.temperature
+        raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits", temperature=heat, early=True)
     logps, entropies, _ = LogitRows.apply(logits, targets, mask, transform, entropy)
-    raise_if_outside()
+    if raise_if_wrong is not None:
+        raise_if_wrong()
     return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))

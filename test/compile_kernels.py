@@ -167,11 +167,6 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
 
 
-def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
-    dtype = torch.bfloat16 if entropy else torch.float32
-    compiled.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
-
-
 def found_ids(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
@@ -320,7 +315,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 
 
 EVERYWHERE = (
-    tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
+    tile_by_tile, whole_rows, kept_exponentials, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
 WITH_EPILOGUE = (in_the_epilogue, found_ids, parts_of_pairs)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

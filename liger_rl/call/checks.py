@@ -3,7 +3,6 @@
 An error names the argument, the expected value and the value it got.
 """
 
-import math
 from collections.abc import Collection
 from typing import Literal, get_args
 
@@ -25,20 +24,17 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
-def check_count(name: str, value: int, *, least: int) -> None:
+def check_count(name: str, value: int | None, *, least: int, optional: bool = False) -> None:
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{name} must be an int{' or None' * optional}, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_chunk(name: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count(name, value, least=1, optional=True)
 
 
 def check_extras(_name: str, extras: Collection[str]) -> frozenset[str]:
@@ -67,12 +63,19 @@ def check_gather(name: str, value: object) -> None:
         raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
 
 
-def check_dense(name: str, tensor: object) -> Tensor:
+def check_dense(name: str, tensor: object, like: Tensor | None = None, source: str = "") -> Tensor:
+    """Raise unless this is a dense tensor, on the device of `like`, whose name is `source`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
     return tensor
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
+    check_dense(name, tensor, like, source)
 
 
 def check_transform(transform: LogitTransform) -> None:
@@ -115,8 +118,8 @@ def auto_tolerance(setting: str | None) -> float:
     return tolerance
 
 
-def check_floating(name: str, tensor: Tensor) -> None:
-    check_dense(name, tensor)
+def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source: str = "") -> None:
+    check_dense(name, tensor, like, source)
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
     # The level comes first because reading it costs nothing. Under torch.compile a tensor does not show its tangent, so
@@ -135,40 +138,33 @@ def check_head(
     Returns:
         The dtype of its products: `compute_dtype`, or if that is None, autocast's dtype, or else the dtype of hidden.
     """
-    names = [f"{prefix}{name}" for name in ("hidden", "weight", "bias")]
-    check_floating(names[0], hidden)
-    check_floating(names[1], weight)
+    named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
+    if bias is not None:
+        named[f"{prefix}bias"] = bias
+    for name, tensor in named.items():
+        check_floating(name, tensor, hidden if tensor is not hidden else None, f"{prefix}hidden")
     if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
-        raise ValueError(f"{names[0]} must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
+        raise ValueError(f"{prefix}hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
-            f"{names[1]} must be (V, H) with H = {hidden.shape[-1]} from {names[0]} and V of at least 1, "
+            f"{prefix}weight must be (V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1, "
             f"got {tuple(weight.shape)}"
         )
-    check_device(names[1], weight, hidden, names[0])
-    if bias is not None:
-        check_floating(names[2], bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"{names[2]} must be (V,) = ({weight.shape[0]},) from {names[1]}, got {tuple(bias.shape)}")
-        check_device(names[2], bias, hidden, names[0])
+    if bias is not None and bias.shape != weight.shape[:1]:
+        expected = f"(V,) = ({weight.shape[0]},) from {prefix}weight"
+        raise ValueError(f"{prefix}bias must be {expected}, got {tuple(bias.shape)}")
     if compute_dtype is not None:
         return compute_dtype
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for name, tensor, added in ((names[1], weight, False), (names[2], bias, True)):
-        if tensor is None or (added and tensor.dtype == torch.float32):
-            continue  # a float32 bias is added in float32, whatever the other dtypes are
-        if tensor.dtype != hidden.dtype:
+    for name, tensor in named.items():
+        # A float32 bias is added in float32, whatever the other dtypes are.
+        if tensor.dtype != hidden.dtype and not (tensor is bias and tensor.dtype == torch.float32):
             raise TypeError(
-                f"{name} must be {hidden.dtype} from {names[0]} (or run under autocast), got {tensor.dtype}"
+                f"{name} must be {hidden.dtype} from {prefix}hidden (or run under autocast), got {tensor.dtype}"
             )
     return hidden.dtype
-
-
-def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
-    if tensor.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
 
 
 def check_tokens(
@@ -179,43 +175,29 @@ def check_tokens(
     source: str,
     targets_name: str = "targets",
 ) -> None:
-    expected = "(B, T)" if len(shape) == 2 else "(N,)"
-    for name, value, dtypes in (
-        (targets_name, targets, INTEGER_DTYPES),
-        ("mask", mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)),
-    ):
-        if name == "mask" and value is None:
-            continue
-        tensor = check_dense(name, value)
+    named: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {targets_name: (targets, INTEGER_DTYPES)}
+    if mask is not None:
+        named["mask"] = mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)
+    for name, (value, dtypes) in named.items():
+        tensor = check_dense(name, value, like, source)
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
         if tensor.shape != shape:
+            expected = "(B, T)" if len(shape) == 2 else "(N,)"
             raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
-        check_device(name, tensor, like, source)
 
 
 def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError if `written`, a tensor that the call writes to, shares memory with one of `others`."""
+    """Raise ValueError if the memory of `written`, which the call writes to, overlaps the extent of one of `others`."""
     if torch.compiler.is_compiling():
         return  # traced tensors have no address; a call that writes to one runs outside of the graph
     for tensor_name, tensor in others.items():
-        if tensor is not None and share_memory(written, tensor):
+        if tensor is None or not (written.numel() and tensor.numel()) or written.device != tensor.device:
+            continue
+        starts = written.data_ptr(), tensor.data_ptr()
+        if all(starts) and -_extent(tensor) < starts[1] - starts[0] < _extent(written):
             raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {tensor_name}")
-
-
-def share_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors may share bytes: True if in doubt, False for column slices of one tensor that do not meet."""
-    if not (first.numel() and second.numel()) or first.device != second.device:
-        return False
-    offset = second.data_ptr() - first.data_ptr()
-    if not (first.data_ptr() and second.data_ptr()) or not -_extent(second) < offset < _extent(first):
-        return False
-    # Column slices of one larger tensor take turns in each of its rows.
-    steps = [step * t.element_size() for t in (first, second) for step in t.stride()[:-1]]
-    period = math.gcd(*steps)
-    rows = [_extent(tensor[(0,) * (tensor.dim() - 1)]) for tensor in (first, second)]
-    return not (period and rows[0] <= offset % period <= period - rows[1])
 
 
 def _extent(tensor: Tensor) -> int:

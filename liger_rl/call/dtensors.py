@@ -31,94 +31,69 @@ def is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def has_dtensor(*values: object) -> bool:
+    """Whether one of the values is a DTensor."""
+    return sys.modules.get("torch.distributed.tensor") is not None and any(map(is_dtensor, values))
+
+
 def low_rank_tensors(low_rank: object) -> list[object]:
     """`a`, `b` and `hidden` of each low-rank term, before anything is checked; None for a missing attribute."""
     terms = low_rank if isinstance(low_rank, (list, tuple)) else ()
-    return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")]
+    return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")] if terms else []
 
 
-def localized(inputs: Any) -> Any:
-    """A `HeadCall` without DTensors. Each gathered tensor takes one collective, and its gradient another.
-
-    Raises:
-        ValueError: placements that no rule above covers, or a vocab_parallel together with a DTensor weight.
-    """
-    if not any(map(is_dtensor, inputs.tensors)):
-        return inputs
-    fields, place = _head_fields(inputs)
-    return replace(inputs, **fields, needed_mask=_tokens(inputs.needed_mask, None if place is None else place.group))
+# The tensors of a call of one head or two, in which each row is a token, and those in which each row is an id. Low-rank
+# terms are apart.
+TOKENS = ("hidden", "targets", "mask", "needed_mask", "teacher_hidden", "token_weights")
+ROWS = ("weight", "bias", "teacher_weight", "teacher_bias")
 
 
-def localized_pair(inputs: Any) -> Any:
-    """A `DivergenceCall` without DTensors. The teacher's weight must be sharded as the student's weight is.
+def localized(call: Any) -> Any:
+    """A `HeadCall` or `DivergenceCall` without DTensors. Each gathered tensor takes a collective, its gradient another.
 
     Raises:
-        ValueError: as `localized`, or the teacher's weight is a DTensor and starts at another id on this rank, or is
-            over other ranks.
+        ValueError: placements that no rule above covers; a vocab_parallel together with a DTensor weight; a teacher's
+            DTensor weight that starts at another id on this rank than the weight, or is over other ranks.
     """
-    if not any(map(is_dtensor, inputs.tensors)):
-        return inputs
-    fields, place = _head_fields(inputs)
-    group, name = None if place is None else place.group, inputs.teacher_name
-    if is_dtensor(inputs.teacher_weight):
-        teacher_place = _place(inputs.teacher_weight)
-        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in (place, teacher_place)]
-        if starts[0] != starts[1]:
-            raise ValueError(
-                f"{name}weight must be sharded over the ranks of weight, its rows starting at the same id, got "
-                f"{inputs.teacher_weight.placements} on {inputs.teacher_weight.device_mesh}"
-            )
-    return replace(
-        inputs,
-        **fields,
-        teacher_hidden=_tokens(inputs.teacher_hidden, group),
-        teacher_weight=_rows(f"{name}weight", inputs.teacher_weight),
-        teacher_bias=_rows(f"{name}bias", inputs.teacher_bias),
-        token_weights=_tokens(inputs.token_weights, group),
-    )
-
-
-def _head_fields(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
-    """-> the fields of a call that belong to its own head, without DTensors, and the head's place."""
-    low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
-    place = inputs.vocab_parallel
-    if is_dtensor(inputs.weight):
+    if not has_dtensor(*call.tensors):
+        return call
+    place: VocabParallel | None = call.vocab_parallel
+    teacher_weight: Any = getattr(call, "teacher_weight", None)
+    if is_dtensor(call.weight):
         if place is not None:
             raise ValueError("vocab_parallel must be None with a DTensor weight, whose mesh says where its rows belong")
-        place = _place(inputs.weight)
+        place = place_of(call.weight)
+    if is_dtensor(teacher_weight):
+        places = place, place_of(teacher_weight)
+        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in places]
+        if starts[0] != starts[1]:
+            raise ValueError(
+                f"{call.teacher_name}weight must be sharded over the ranks of weight, its rows starting at the same "
+                f"id, got {teacher_weight.placements} on {teacher_weight.device_mesh}"
+            )
     group = None if place is None else place.group
-    scattered = place is not None and _is_scattered(inputs.hidden, place)
+    scattered = place is not None and _is_scattered(call.hidden, place)
     if place is not None and scattered:
         place = replace(place, sum_hidden_grad=False)
-    fields = {
-        "hidden": _tokens(inputs.hidden, group, summed=scattered),
-        "weight": _rows("weight", inputs.weight),
-        "targets": _tokens(inputs.targets, group),
-        "mask": _tokens(inputs.mask, group),
-        "bias": _rows("bias", inputs.bias),
-        "low_rank": [
-            replace(
-                term,
-                a=_with_summed_grad(_rows("a", term.a), group if scattered else None),
-                b=_rows("b", term.b),
-                hidden=_tokens(term.hidden, group, summed=scattered),
-            )
-            for term in low_rank
-        ],
-        "vocab_parallel": place,
-    }
-    return fields, place
-
-
-def place_of(weight: object, *others: object) -> VocabParallel | None:
-    """The place of a DTensor weight, if its ranks can compare arguments before any collective of the call.
-
-    None for a plain weight, for a mesh of several dimensions, and if one of `others`, the call's other tensors, is a
-    DTensor: those need a collective first.
-    """
-    if not is_dtensor(weight) or any(map(is_dtensor, others)) or weight.device_mesh.ndim > 1:  # type: ignore[attr-defined]
-        return None
-    return _place(weight)
+    fields: dict[str, Any] = {"vocab_parallel": place}
+    for name in TOKENS:
+        if hasattr(call, name):
+            fields[name] = _tokens(getattr(call, name), group, summed=scattered and name == "hidden")
+    for name in ROWS:
+        if hasattr(call, name):
+            argument = name.replace("teacher_", getattr(call, "teacher_name", ""))
+            fields[name] = _rows(argument, getattr(call, name))
+    low_rank = call.low_rank if isinstance(call.low_rank, (list, tuple)) else ()
+    fields["low_rank"] = [
+        replace(
+            term,
+            a=_with_summed_grad(_rows("a", term.a), group if scattered else None),
+            b=_rows("b", term.b),
+            hidden=_tokens(term.hidden, group, summed=scattered),
+        )
+        for term in low_rank
+    ]
+    return replace(call, **fields)
 
 
 def _is_data(mesh: Any, dimension: int) -> bool:
@@ -130,7 +105,8 @@ def _cuts_rows(placement: Any) -> bool:
     return getattr(placement, "dim", None) == 0  # Shard(0) or fully_shard's _StridedShard(0)
 
 
-def _place(weight: Any) -> VocabParallel | None:
+def place_of(weight: Any) -> VocabParallel | None:
+    """The place of a DTensor weight; None if each rank has all of its rows."""
     mesh = weight.device_mesh
     dimensions = [d for d, p in enumerate(weight.placements) if _cuts_rows(p) and not _is_data(mesh, d)]
     if not dimensions:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from liger_rl.call.checks import (
     check_temperature,
     check_tokens,
 )
-from liger_rl.call.dtensors import is_dtensor, low_rank_tensors, place_of
+from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors, place_of
 from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import check_left_alone
@@ -100,35 +100,27 @@ class HeadCall:
         return enabled and self.hidden.requires_grad, enabled and self.weight.requires_grad, enabled and bias
 
     @property
-    def head_needs(self) -> bool:
-        """Whether the weight, the bias or a low-rank factor wants a gradient."""
-        factors = [factor for term in self.low_rank for factor in (term.a, term.b)]
-        return torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, *factors)
-        )
-
-    @property
-    def rank(self) -> int:
-        """Sum of the low-rank terms' ranks r."""
-        return sum(term.a.shape[0] for term in self.low_rank)
-
-    @property
     def exact(self) -> bool:
         """Whether a tolerance of "auto" becomes 0, because an argument of the call excludes a tolerance."""
-        arguments = self.support, self.vocab_parallel, self.weight_grad
-        return self.several or any(argument is not None for argument in arguments)
+        one_head = self.support is None and self.vocab_parallel is None and self.weight_grad is None
+        return self.several or not one_head
 
     def check_together(self) -> None:
         """Raise for options and arguments that exclude low_rank, vocab_parallel, a support, or several targets."""
-        options = self.options
-        if self.low_rank:
-            check_left_alone(options, "with low_rank")
-        if self.vocab_parallel is not None:
-            check_left_alone(options, "with vocab_parallel")
+        for used, feature in (
+            (self.low_rank, "with low_rank"),
+            (self.vocab_parallel is not None, "with vocab_parallel"),
+            (self.support is not None, "with a support"),
+            (self.several, "with several targets for each token"),
+        ):
+            if used:
+                check_left_alone(self.options, feature)
         if self.support is not None:
-            self._check_support(self.support)
-        if self.several:
-            self._check_several()
+            check_usable(self.support, fixed_shape=self.options.fixed_shape)
+            if self.several:
+                raise ValueError("support must be None with several targets for each token, got a Support")
+        if self.several and "is_top1" in self.options.extras:
+            raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
 
     @property
     def outside_of_graphs(self) -> str | None:
@@ -140,29 +132,18 @@ class HeadCall:
             ("topk", options.topk is not None),
             ("gather", options.gather is not None),
             ("a temperature for each token", options.transform.per_token),
-            ("a sharded head", self.vocab_parallel is not None or any(map(is_dtensor, self.tensors))),
+            ("a sharded head", self.vocab_parallel is not None or has_dtensor(*self.tensors)),
         ):
             if used:
                 return f"linear_logprobs with {feature}"
         return None
-
-    def _check_several(self) -> None:
-        check_left_alone(self.options, "with several targets for each token")
-        if self.support is not None:
-            raise ValueError("support must be None with several targets for each token, got a Support")
-        if "is_top1" in self.options.extras:
-            raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
-
-    def _check_support(self, support: Support) -> None:
-        check_usable(support, fixed_shape=self.options.fixed_shape)
-        check_left_alone(self.options, "with a support")
 
     def check_tensors(self) -> torch.dtype:
         """Check types, dtypes, shapes and devices of the tensors. No value is read. -> dtype of the products."""
         hidden, weight = self.hidden, self.weight
         dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
         check_low_rank(self.low_rank, hidden, weight)
-        first = self._first_targets()
+        first = self._first_targets() if self.several else self.targets
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):
             self.support.check_together(first, self.targets_name)
@@ -170,10 +151,8 @@ class HeadCall:
         return dtype
 
     def _first_targets(self) -> Tensor:
-        """The first target of each token. Raises if a list of targets is not (..., K) with 1 <= K <= MOST_IDS."""
+        """The first of K targets of each token. Raises if the targets are not (..., K) with 1 <= K <= MOST_IDS."""
         targets, lead = self.targets, self.hidden.shape[:-1]
-        if not self.several:
-            return targets
         if targets.shape[:-1] != lead or targets.shape[-1] == 0:
             expected = "(B, T)" if len(lead) == 2 else "(N,)"
             raise ValueError(
@@ -192,7 +171,7 @@ class HeadCall:
         if weight_grad is None:
             return
         check_dense("weight_grad", weight_grad)
-        if is_dtensor(weight) or is_dtensor(weight_grad):
+        if has_dtensor(weight, weight_grad):
             raise ValueError(
                 "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
                 "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"
@@ -257,16 +236,18 @@ def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
         )
 
 
-def shared_errors(vocab_parallel: VocabParallel | None, weight: Tensor, *others: object) -> AbstractContextManager:
+def shared_errors(vocab_parallel: VocabParallel | None, weight: Any, *others: object) -> AbstractContextManager:
     """A context: an error that one rank raises in it is raised on every rank that has a part of the weight.
 
-    Args:
-        others: the call's other tensors.
+    With a DTensor weight that holds if the ranks can compare arguments before any collective of the call: on a mesh of
+    one dimension, and if `others`, the call's other tensors, are no DTensors.
 
     Raises:
         TypeError: vocab_parallel is neither a VocabParallel nor None.
     """
     if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
-    place = vocab_parallel or place_of(weight, *others)
+    place: VocabParallel | None = vocab_parallel
+    if place is None and is_dtensor(weight) and not has_dtensor(*others) and weight.device_mesh.ndim == 1:
+        place = place_of(weight)
     return nullcontext() if place is None else place.shared_errors(weight)

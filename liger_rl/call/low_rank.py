@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_device, check_floating
+from liger_rl.call.checks import check_floating
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import fits_float32
@@ -38,14 +38,14 @@ class LowRank:
 
     def inputs(self, hidden: Tensor, live: TokenSelection) -> Tensor:
         """(..., H) -> (N, r) float32: scaling * (hidden @ a.T), 0 at tokens that do not count."""
-        given = hidden if self.hidden is None else self.hidden
-        kind = given.device.type
+        x = hidden if self.hidden is None else self.hidden
+        kind = x.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         else:
-            dtype = torch.promote_types(given.dtype, self.a.dtype)
+            dtype = torch.promote_types(x.dtype, self.a.dtype)
         product = _product_in_graph if torch.compiler.is_compiling() else _Inputs.apply
-        return product(given.reshape(-1, given.shape[-1]), self.a, live, dtype) * self.scaling
+        return product(x.reshape(-1, x.shape[-1]), self.a, live, dtype) * self.scaling
 
 
 def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
@@ -61,18 +61,14 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
             raise ValueError(f"{name}.scaling must be finite in float32, got {term.scaling}")
         for field in ("a", "b", "hidden"):
             tensor = getattr(term, field)
-            if field == "hidden" and tensor is None:
-                continue
-            check_floating(f"{name}.{field}", tensor)
-            check_device(f"{name}.{field}", tensor, hidden, "hidden")
+            if tensor is not None or field != "hidden":
+                check_floating(f"{name}.{field}", tensor, hidden, "hidden")
         size, vocab = hidden.shape[-1], weight.shape[0]
         if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
             raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")
-        rank = term.a.shape[0]
-        if term.b.shape != (vocab, rank):
-            raise ValueError(
-                f"{name}.b must be (V, r) = ({vocab}, {rank}) from weight and {name}.a, got {tuple(term.b.shape)}"
-            )
+        if term.b.shape != (vocab, term.a.shape[0]):
+            expected = f"(V, r) = ({vocab}, {term.a.shape[0]}) from weight and {name}.a"
+            raise ValueError(f"{name}.b must be {expected}, got {tuple(term.b.shape)}")
         if term.hidden is not None and term.hidden.shape != hidden.shape:
             raise ValueError(f"{name}.hidden must be {tuple(hidden.shape)} from hidden, got {tuple(term.hidden.shape)}")
 

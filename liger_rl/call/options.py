@@ -1,10 +1,10 @@
 """The options of a call of the head: as users give them, as engines take them, and as operators take them."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -23,27 +23,20 @@ from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
-AGREED = ("entropy", "lse", "topk", "fixed_shape")  # options that ranks with a shared vocabulary must give alike
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
 AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
 
 
-# Option -> check(name, value), which raises for a bad value. `rules` says which options exclude each other.
-CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "transform": lambda _name, value: check_transform(value),
-    "entropy": check_flag,
-    "lse": check_flag,
-    "topk": check_chunk,
-    "extras": check_extras,
-    "grad_tolerance": check_tolerance,
-    "compute_dtype": check_compute_dtype,
-    "gather": check_gather,
-    "chunk_tokens": check_chunk,
-    "chunk_vocab": check_chunk,
-    "fixed_shape": check_flag,
-    "batch_invariant": check_flag,
-}
+def row(check: Callable[[str, Any], object], operator: str | None = None, *, agreed: bool = False) -> dict[str, Any]:
+    """A row of the table of options, the fields of `HeadOptions`. `rules` says which options exclude each other.
+
+    Args:
+        check: check(name, value) raises for a bad value.
+        operator: type of the option in the schema of torch.compile's operator; None: not in the schema.
+        agreed: whether ranks with a shared vocabulary must give the same value.
+    """
+    return {"check": check, "operator": operator, "agreed": agreed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +69,30 @@ class HeadOptions:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.
     """
 
-    transform: LogitTransform = IDENTITY
-    entropy: bool = False
-    lse: bool = False
-    topk: int | None = None
-    extras: Collection[str] = ()
-    grad_tolerance: Tolerance = "auto"
-    compute_dtype: torch.dtype | None = None
-    gather: Gather | None = None
-    chunk_tokens: int | None = None
-    chunk_vocab: int | None = None
-    fixed_shape: bool = False
-    batch_invariant: bool = False
+    transform: LogitTransform = field(default=IDENTITY, metadata=row(lambda _name, value: check_transform(value)))
+    entropy: bool = field(default=False, metadata=row(check_flag, "bool", agreed=True))
+    lse: bool = field(default=False, metadata=row(check_flag, "bool", agreed=True))
+    topk: int | None = field(default=None, metadata=row(check_chunk, agreed=True))
+    extras: Collection[str] = field(default=(), metadata=row(check_extras))
+    grad_tolerance: Tolerance = field(default="auto", metadata=row(check_tolerance, "float"))
+    compute_dtype: torch.dtype | None = field(default=None, metadata=row(check_compute_dtype, "ScalarType"))
+    gather: Gather | None = field(default=None, metadata=row(check_gather))
+    chunk_tokens: int | None = field(default=None, metadata=row(check_chunk, "SymInt?"))
+    chunk_vocab: int | None = field(default=None, metadata=row(check_chunk, "SymInt?"))
+    fixed_shape: bool = field(default=False, metadata=row(check_flag, "bool", agreed=True))
+    batch_invariant: bool = field(default=False, metadata=row(check_flag, "bool"))
 
     def __post_init__(self) -> None:
-        for name, check in CHECKS.items():
-            check(name, getattr(self, name))
+        for name, columns in TABLE.items():
+            columns["check"](name, getattr(self, name))
         for name in EXCLUDING:
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
 
     def facts(self) -> dict[str, object]:
         """The options that ranks with a shared vocabulary must agree on, by name."""
-        agreed: dict[str, object] = {name: getattr(self, name) for name in AGREED}
         transform = "a temperature for each token" if self.transform.per_token else self.transform
+        agreed = {name: getattr(self, name) for name, columns in TABLE.items() if columns["agreed"]}
         return {"transform": transform, "extras": sorted(self.extras), **agreed}
 
     @property
@@ -110,6 +103,14 @@ class HeadOptions:
     @property
     def names_chunk(self) -> bool:
         return self.chunk_tokens is not None or self.chunk_vocab is not None
+
+
+# Copies of `metadata`, which is a mapping proxy: torch.compile cannot trace one once a dictionary has been written to.
+TABLE: dict[str, dict[str, Any]] = {option.name: dict(option.metadata) for option in fields(HeadOptions)}
+KNOWN = tuple(TABLE)
+EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
+# Options that change how a result is computed, not which result. Frameworks pass them on.
+HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
 
 
 class HeadKeywords(TypedDict, total=False):
@@ -127,12 +128,6 @@ class HeadKeywords(TypedDict, total=False):
     chunk_vocab: int | None
     fixed_shape: bool
     batch_invariant: bool
-
-
-KNOWN = tuple(HeadKeywords.__annotations__)
-EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
-# Options that change how a result is computed, not which result. Frameworks pass them on.
-HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
 
 
 def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
@@ -164,66 +159,37 @@ def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance
     Without `grad_tolerance`, "auto" becomes AUTO_TOLERANCE if the options allow a tolerance, and 0 otherwise. The first
     engine of `ENGINES` that takes the call decides whether the tolerance has an effect.
     """
-    if grad_tolerance is None:
-        grad_tolerance = options.named_tolerance
+    tolerance = options.grad_tolerance if grad_tolerance is None else grad_tolerance
+    if tolerance == "auto":
         exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
-        if options.grad_tolerance == "auto" and compute_dtype.itemsize == 2 and not (exact or options.names_chunk):
-            grad_tolerance = AUTO_TOLERANCE
-    resolutions = {"grad_tolerance": grad_tolerance, "compute_dtype": compute_dtype}
+        tolerance = 0.0 if exact or options.names_chunk or compute_dtype.itemsize != 2 else AUTO_TOLERANCE
+    resolutions = {"grad_tolerance": tolerance, "compute_dtype": compute_dtype}
     return EngineOptions(**{**{name: getattr(options, name) for name in KNOWN}, **resolutions})
 
 
-class OpOptions(NamedTuple):
-    """`EngineOptions` in types that the schema of an operator has."""
-
-    temperature: float
-    softcap: float | None
-    scale: float
-    entropy: bool
-    lse: bool
-    extras: str  # names with commas between
-    compute_dtype: torch.dtype
-    chunk_tokens: int | None
-    chunk_vocab: int | None
-    grad_tolerance: float
-    fixed_shape: bool
-    batch_invariant: bool
-    targets_name: str  # the caller's name for the targets, for messages
-
-    def resolved(self) -> EngineOptions:
-        return EngineOptions(
-            transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
-            extras=frozenset(filter(None, self.extras.split(","))),
-            **{name: getattr(self, name) for name in SAME},
-        )
-
-
-# Fields that are the same in EngineOptions and OpOptions.
-SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dtype") : -1])
-# The fields of OpOptions as a schema, in the same order.
-OP_OPTIONS = (
-    "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
-    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
-    "bool fixed_shape, bool batch_invariant, str targets_name"
-)
+# The options of an operator for torch.compile. A call with another option than these breaks the graph.
+IN_OPERATORS = {name: columns["operator"] for name, columns in TABLE.items() if columns["operator"]}
+OP_OPTIONS = ", ".join(
+    ("float temperature, float? softcap, float scale, str extras, str targets_name",
+     *(f"{kind} {name}" for name, kind in IN_OPERATORS.items()))
+)  # fmt: skip
 
 
 def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
-    """A plain tuple in the order of OpOptions, because torch 2.8 cannot trace the making of a NamedTuple."""
+    """The arguments of OP_OPTIONS; `targets_name` is the caller's name of the targets, for messages."""
     transform = options.transform
     assert not transform.per_token  # a call with temperatures of tokens breaks the graph before it gets here
-    return (
-        transform.temperature,
-        transform.softcap,
-        transform.scale,
-        options.entropy,
-        options.lse,
-        ",".join([name for name in EXTRAS if name in options.extras]),
-        options.compute_dtype,
-        options.chunk_tokens,
-        options.chunk_vocab,
-        options.grad_tolerance,
-        options.fixed_shape,
-        options.batch_invariant,
-        targets_name,
+    extras = ",".join([name for name in EXTRAS if name in options.extras])
+    values = [getattr(options, name) for name in IN_OPERATORS]
+    return (transform.temperature, transform.softcap, transform.scale, extras, targets_name, *values)
+
+
+def from_flat(arguments: Sequence[Any]) -> tuple[EngineOptions, str]:
+    """The inverse of `flat_options`."""
+    temperature, softcap, scale, extras, targets_name, *values = arguments
+    options = EngineOptions(
+        transform=LogitTransform(temperature=temperature, softcap=softcap, scale=scale),
+        extras=frozenset(filter(None, extras.split(","))),
+        **dict(zip(IN_OPERATORS, values, strict=True)),
     )
+    return options, targets_name

@@ -50,25 +50,25 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
 }
 
 
-def first_broken(options: object, feature: str) -> tuple[str, object, object, str] | None:
-    """The first option that excludes `feature`: name, default, value and reason; None if none does."""
+def broken(options: object, feature: str, ignored: str | None = None) -> tuple[str, object, object, str] | None:
+    """The first option, except `ignored`, that excludes `feature`: name, default, value, reason. None: none does."""
     for name, why in NOT_TOGETHER[feature].items():
         default = 0.0 if name == "grad_tolerance" else getattr(type(options), name)
         value = getattr(options, name)
-        if value not in (default, "auto"):  # "auto" becomes 0 with the feature
+        if name != ignored and value not in (default, "auto"):  # "auto" becomes 0 with the feature
             return name, default, value, why
     return None
 
 
-def lacks(options: object, feature: str) -> str | None:
-    """`first_broken` as a sentence of what is needed: "topk = None, got 5: a loss reads no list"."""
-    broken = first_broken(options, feature)
-    return None if broken is None else f"{broken[0]} = {broken[1]}, got {broken[2]}: {broken[3]}"
+def lacks(options: object, feature: str, ignored: str | None = None) -> str | None:
+    """`broken` as a sentence of what is needed: "topk = None, got 5: a loss reads no list"."""
+    rule = broken(options, feature, ignored)
+    return None if rule is None else "{} = {}, got {}: {}".format(*rule)
 
 
 def check_left_alone(options: object, feature: str) -> None:
     """Raise ValueError if an option excludes `feature`, such as "with low_rank"."""
-    broken = first_broken(options, feature)
-    if broken is not None:
-        name, default, value, why = broken
+    rule = broken(options, feature)
+    if rule is not None:
+        name, default, value, why = rule
         raise ValueError(f"{name} must be {default} {feature}{': ' * bool(why)}{why}{';' if why else ','} got {value}")

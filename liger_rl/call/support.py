@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_count, check_dense, check_device, check_flag, check_floating
-from liger_rl.call.support_slots import ListedIds
-from liger_rl.kernels.segments import BAD_ENDS, BAD_IDS, BAD_ORDERS, BAD_STARTS, FULL_ROWS, MISSING_TARGETS
+from liger_rl.kernels.segments import (
+    BAD_ENDS,
+    BAD_IDS,
+    BAD_ORDERS,
+    BAD_STARTS,
+    FULL_ROWS,
+    LONG_ROWS,
+    MISSING_TARGETS,
+    Ordered,
+    Slots,
+)
 
 MOST_KEPT = 1 << 20  # slots that a Support keeps, at most
 MissingTarget = Literal["add", "error"]
@@ -52,7 +61,10 @@ class Support:
     distinct: bool = False
 
     def __post_init__(self) -> None:
-        check_missing_target(self.missing_target)
+        if self.missing_target not in get_args(MissingTarget):
+            raise ValueError(
+                f"missing_target must be one of {list(get_args(MissingTarget))}, got {self.missing_target!r}"
+            )
         check_flag("may_be_empty", self.may_be_empty)
         check_flag("distinct", self.distinct)
         for name in ("token_ids", "offsets"):
@@ -223,9 +235,8 @@ class Support:
             mask: (B, T) or (N,) bool, True at as many tokens as the support has rows. Another number raises here on
                 CPU. On other devices the call that uses the support mostly raises.
         """
-        if check_dense("mask", mask).dtype != torch.bool:
+        if check_dense("mask", mask, self.token_ids, "token_ids").dtype != torch.bool:
             raise TypeError(f"mask must be bool, got {mask.dtype}")
-        check_device("mask", mask, self.token_ids, "token_ids")
         flat, counts = mask.reshape(-1), self.offsets.diff()
         if flat.device.type == "cpu" and int(flat.sum()) != self.tokens:
             raise ValueError(
@@ -293,11 +304,6 @@ def check_usable(support: Any, *, fixed_shape: bool) -> None:
         )
 
 
-def check_missing_target(missing_target: str) -> None:
-    if missing_target not in get_args(MissingTarget):
-        raise ValueError(f"missing_target must be one of {list(get_args(MissingTarget))}, got {missing_target!r}")
-
-
 def _is_mask(value: Any) -> bool:
     return hasattr(value, "token_ids") and hasattr(value, "offsets")
 
@@ -338,6 +344,46 @@ def _check_number(name: str, value: float, *, above: float, most: float) -> None
         raise ValueError(f"{name} must be {expected}, got {value}")
 
 
+class ListedIds:
+    """The slots of a call over a support, their order by id, and the results of their checks, each computed once.
+
+    They depend on the support, the targets and the mask, and on no log-probability. So a Support keeps those of its
+    last call. Old, reference and policy log-probabilities of the same tokens share them.
+    """
+
+    def __init__(self, slots: Slots, check: Callable[[], tuple[Sequence[int], int]] | None = None) -> None:
+        """
+        Args:
+            check: waits for the device, raises for bad values of the call, and returns `Slots.numbers` and the number
+                of tokens that take the whole vocabulary. None checks nothing, and means 0 such tokens (fixed_shape).
+        """
+        self.slots = slots
+        self._check = check
+        self._full: Tensor | None = None
+        self._by_id: Ordered | None = None
+        self.all_short = False  # True once the host knows that no token has more than LONG_ROW slots
+
+    @property
+    def full(self) -> Tensor | None:
+        """Index of the tokens that count and have an empty row; None if there is none. Waits for the check."""
+        if self._check is not None:
+            numbers, empty = self._check()
+            self._full, self.all_short = empty_rows(self.slots, empty), numbers[LONG_ROWS] == 0
+            self._check = None
+        return self._full
+
+    def by_id(self) -> Ordered:
+        if self._by_id is None:
+            self._by_id = torch.sort(self.slots.ids, stable=True)
+        return self._by_id
+
+
+def empty_rows(slots: Slots, count: int) -> Tensor | None:
+    """Index of the `count` tokens that count and have an empty row; None if there is none."""
+    # We sort, because `nonzero` would wait for the count, which is known.
+    return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None
+
+
 def kept(support: Support, values: Sequence[Tensor | None], rest: Any, make: Callable[[], ListedIds]) -> ListedIds:
     """The `ListedIds` of the last call with this support, if its tensors are unchanged; else `make()`.
 
@@ -360,7 +406,7 @@ def kept(support: Support, values: Sequence[Tensor | None], rest: Any, make: Cal
     listed_ids = make()
     if listed_ids.slots.ids.numel() <= MOST_KEPT:
         # We keep the tensors too, so that no new tensor gets their addresses.
-        listed_ids.when_checked = lambda: object.__setattr__(support, "_last", (key, listed_ids, tensors))
+        object.__setattr__(support, "_last", (key, listed_ids, tensors))
     return listed_ids
 
 

@@ -59,11 +59,6 @@ class TokenSelection:
         """The tokens at the rows `picked` (n,) of the tensors that `gather` returns."""
         return TokenSelection(self.total, index=picked if self.index is None else self.index[picked])
 
-    def first(self, count: int) -> "TokenSelection":
-        """The first `count` tokens of the index."""
-        assert self.index is not None
-        return TokenSelection(self.total, index=self.index[:count])
-
 
 class LiveTokens(NamedTuple):
     """The tokens that count, and other integers from the same host sync."""
@@ -74,8 +69,7 @@ class LiveTokens(NamedTuple):
 
     @property
     def selection(self) -> TokenSelection:
-        all_count = self.positions.numel() == self.total
-        return TokenSelection(self.total, index=None if all_count else self.positions)
+        return TokenSelection(self.total, None if self.positions.numel() == self.total else self.positions)
 
 
 def counted_tokens(targets: Tensor, mask: Tensor | None, wanted: Tensor | None = None) -> Tensor:
@@ -96,25 +90,36 @@ def live_tokens(
     source: str,
     *,
     wanted: Tensor | None = None,  # shaped like targets or (B, 1)
+    temperature: float | Tensor = 1.0,
     counts: Sequence[Tensor] = (),  # integers (k,) each, read in the same host sync
     targets_name: str = "targets",  # the caller's name for the targets, for messages
+    early: bool = False,  # copy the numbers to the host now; it pays if many kernels are launched before the wait
 ) -> Callable[[], LiveTokens]:
     """Tokens whose mask is nonzero, whose target is >= 0, and that are `wanted`, if that is given.
 
     The device starts counting here. Calling the result is the forward's one host sync. The host's work in between is
     free.
 
-    The result raises ValueError if an unmasked target is >= vocab, even at a token that is not wanted, or if the mask
-    has a value other than 0 and 1.
+    The result raises ValueError if an unmasked target is >= vocab, even at a token that is not wanted, if the mask has
+    a value other than 0 and 1, or if a temperature of a token that counts is not positive and finite.
     """
     positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
-    pending = torch.cat([numbers, *counts]) if counts else numbers
+    improper_heat = improper_temperatures(temperature, targets, mask)
+    pending = torch.cat([numbers, *improper_heat, *counts]) if improper_heat or counts else numbers
+    answer = HostAnswer(pending) if early else None
 
     def wait() -> LiveTokens:
-        # A HostAnswer would take the host longer, and hide little: few kernels are launched before this waits.
-        n, outside, largest, improper, *values = pending.tolist()
-        _check_answer(outside, largest, improper, vocab, source, targets_name)
-        return LiveTokens(positions[:n], targets.numel(), values)
+        n, outside, largest, improper, *values = (pending if answer is None else answer.wait()).tolist()
+        if improper > 0:
+            raise ValueError(f"mask must be 0 or 1 at each token; {improper} of its values are neither")
+        if outside > 0:
+            raise ValueError(
+                f"{targets_name} must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
+                f"{outside} of them are not, the largest is {largest}"
+            )
+        if improper_heat and values[0] > 0:
+            raise ValueError(f"temperature must be positive and finite at each token; {values[0]} are not")
+        return LiveTokens(positions[:n], targets.numel(), values[len(improper_heat) :])
 
     return wait
 
@@ -125,49 +130,3 @@ def improper_temperatures(temperature: float | Tensor, targets: Tensor, mask: Te
         return []
     improper = counted_tokens(targets, mask) & ~((temperature > 0) & temperature.isfinite())
     return [improper.sum()[None]]
-
-
-def check_temperatures(improper: int) -> None:
-    """Raise ValueError if `improper_temperatures` counted a token."""
-    if improper > 0:
-        raise ValueError(f"temperature must be positive and finite at each token; {improper} are not")
-
-
-def ask_vocabulary(
-    targets: Tensor,
-    mask: Tensor | None,
-    vocab: int,
-    source: str,
-    *,
-    fixed_shape: bool,
-    targets_name: str = "targets",
-    temperature: float | Tensor = 1.0,
-) -> Callable[[], None]:
-    """Start a check on the device: unmasked targets are < vocab, the mask is 0 or 1, temperatures positive and finite.
-
-    Calling the result waits for the check, and raises ValueError if it failed. Work that is launched in between hides
-    the wait. With `fixed_shape` nothing is checked, and the result does nothing.
-    """
-    if fixed_shape:
-        return lambda: None
-    _, numbers = for_device(targets.device).select(targets, mask, vocab)
-    counts = improper_temperatures(temperature, targets, mask)
-    answer = HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
-
-    def wait() -> None:
-        _, outside, largest, improper, *temperature_counts = answer.wait().tolist()
-        _check_answer(outside, largest, improper, vocab, source, targets_name)
-        for improper_count in temperature_counts:
-            check_temperatures(improper_count)
-
-    return wait
-
-
-def _check_answer(outside: int, largest: int, improper: int, vocab: int, source: str, targets_name: str) -> None:
-    if improper > 0:
-        raise ValueError(f"mask must be 0 or 1 at each token; {improper} of its values are neither")
-    if outside > 0:
-        raise ValueError(
-            f"{targets_name} must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
-            f"{outside} of them are not, the largest is {largest}"
-        )

@@ -12,13 +12,14 @@ Dynamo traces the callers of the operator. Dynamo of torch 2.8 cannot trace thes
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_rl.call.options import OP_OPTIONS, EngineOptions, OpOptions, flat_options
+from liger_rl.call.options import OP_OPTIONS, EngineOptions, flat_options, from_flat
 from liger_rl.call.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
 from liger_rl.engines.autograd import token_gradients
 from liger_rl.engines.dense import several, two_pass
@@ -43,20 +44,20 @@ STATISTICS = 6
 Outputs = list[Tensor | None]
 
 
-def _split_arguments(arguments: Sequence[Any]) -> tuple[Head, OpOptions, bool]:
+def _split_arguments(arguments: Sequence[Any]) -> tuple[Head, EngineOptions, bool]:
     """The arguments of SCHEMA -> head, options, `bounded`."""
     hidden, weight, bias, low_inputs, low_weight, targets, live = arguments[:TENSOR_COUNT]
     selection = TokenSelection(live.numel(), mask=live)
     head = Head(hidden, weight, bias, low_inputs, low_weight, targets, selection)
-    return head, OpOptions(*arguments[TENSOR_COUNT:-1]), arguments[-1]
+    return head, from_flat(arguments[TENSOR_COUNT:-1])[0], arguments[-1]
 
 
-def _requested_outputs(options: OpOptions, bounded: bool) -> list[bool]:
-    extras = [name in options.extras.split(",") for name in EXTRAS]
+def _requested_outputs(options: EngineOptions, bounded: bool) -> list[bool]:
+    extras = [name in options.extras for name in EXTRAS]
     return [True, True, options.entropy, *extras, bounded, bounded, bounded and options.entropy, bounded]
 
 
-def _with_missing_outputs(values: Sequence[Any], options: OpOptions, bounded: bool) -> list[Any]:
+def _with_missing_outputs(values: Sequence[Any], options: EngineOptions, bounded: bool) -> list[Any]:
     """The operator's outputs, or their gradients -> a list of ten, None for an output that the options leave out."""
     present = iter(values)
     return [next(present) if requested else None for requested in _requested_outputs(options, bounded)]
@@ -85,12 +86,12 @@ def _engine(head: Head, bounded: bool) -> ModuleType:
 def _forward(*arguments: Any) -> list[Tensor]:
     head, options, bounded = _split_arguments(arguments)
     if not options.fixed_shape:
-        vocab, name = head.weight.shape[0], options.targets_name
+        vocab, name = head.weight.shape[0], from_flat(arguments[TENSOR_COUNT:-1])[1]
         targets = head.targets.amax(1) if head.targets.dim() == 2 else head.targets
         live = live_tokens(targets, head.live.mask, vocab, "weight", targets_name=name)().selection
         head = head._replace(live=live)
     with gemm.without_autocast(head.hidden.device):
-        statistics, tiles = _engine(head, bounded).forward(head, options.resolved())
+        statistics, tiles = _engine(head, bounded).forward(head, options)
     outputs, index = _empty(arguments), head.live.index
     for place, value in enumerate(statistics[:STATISTICS]):
         _write(outputs[place], value, index, dim=0)
@@ -135,7 +136,7 @@ def _backward(
     statistics = TokenStatistics(*all_outputs[:3])
     tiles = TileStatistics(*all_outputs[STATISTICS:-1]) if bounded and bool(all_outputs[-1]) else None
     engine = _engine(head, bounded)
-    gradients = token_gradients(engine, head, options.resolved(), statistics, tiles, grads, tuple(needs))
+    gradients = token_gradients(engine, head, options, statistics, tiles, grads, tuple(needs))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
@@ -149,6 +150,7 @@ def _fake_backward(
 
 def _save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
     _, ctx.options, ctx.bounded = _split_arguments(inputs)
+    ctx.flat = flat_options(replace(ctx.options, extras=()), "")  # the backward reads no extras
     logps, lse, entropy, *other_outputs = _with_missing_outputs(output, ctx.options, ctx.bounded)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(column for column in other_outputs if column is not None))
@@ -166,13 +168,13 @@ def _gradients(
     ctx: Any, saved: Sequence[Any], grad_logps: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """-> one gradient or None for each argument of SCHEMA."""
-    gradients: Outputs = [None] * (TENSOR_COUNT + len(ctx.options) + 1)
+    gradients: Outputs = [None] * (TENSOR_COUNT + len(ctx.flat) + 1)
     grads = grad_logps, grad_entropy, grad_lse
     if any(grad is not None for grad in grads):
         tensors, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
-        needs, options = list(ctx.needs_input_grad[:DIFFERENTIABLE]), ctx.options._replace(extras="")
-        backward = getattr(torch.ops.liger_rl, f"{name_of(fixed_shape=options.fixed_shape)}_backward")
-        values = iter(backward(*grads, outputs, needs, *tensors, *options, ctx.bounded))
+        needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        backward = getattr(torch.ops.liger_rl, f"{name_of(fixed_shape=ctx.options.fixed_shape)}_backward")
+        values = iter(backward(*grads, outputs, needs, *tensors, *ctx.flat, ctx.bounded))
         gradients[:DIFFERENTIABLE] = [next(values) if needed else None for needed in needs]
     return tuple(gradients)
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.options import EngineOptions, Gather
-from liger_rl.call.support_slots import ListedIds
+from liger_rl.call.support import ListedIds
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
-from liger_rl.kernels import for_device
+from liger_rl.kernels import reference
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
@@ -112,15 +112,18 @@ class Gradients(NamedTuple):
 
         This converts the gradients of hidden and low_inputs. The other three stay as they are.
         """
-        converted: list[Tensor | None] = []
-        for rows, like in ((self.hidden, head.hidden), (self.low_inputs, head.low_inputs)):
-            if rows is None or like is None or live.index is None:
-                converted.append(None if rows is None or like is None else rows.to(like.dtype))
-                continue
-            out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-            for_device(like.device).scatter_rows(rows, live.index, out)
-            converted.append(out)
-        return self._replace(hidden=converted[0], low_inputs=converted[1])
+        return self._replace(
+            hidden=_of_all_tokens(self.hidden, live, head.hidden),
+            low_inputs=_of_all_tokens(self.low_inputs, live, head.low_inputs),
+        )
+
+
+def _of_all_tokens(rows: Tensor | None, live: TokenSelection, like: Tensor | None) -> Tensor | None:
+    if rows is None or like is None or live.index is None:
+        return None if rows is None or like is None else rows.to(like.dtype)
+    out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    reference.scatter_rows(rows, live.index, out)
+    return out
 
 
 Needs = tuple[bool, ...]  # for each field of `Gradients`: whether it is needed

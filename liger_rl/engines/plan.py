@@ -98,13 +98,6 @@ def _plan(shape: HeadShape) -> LinearPlan:
     )
 
 
-class PlanKeywords(HeadKeywords, total=False):
-    """The memory layout of the tensors, and the fields of `HeadOptions`."""
-
-    contiguous: tuple[bool, bool]
-    aligned: bool
-
-
 def plan_linear_logprobs(
     tokens: int,
     vocab: int,
@@ -119,7 +112,9 @@ def plan_linear_logprobs(
     weight_grad: bool = False,
     passes: Passes = "two",
     together: int = 1,
-    **options: "Unpack[PlanKeywords]",
+    contiguous: tuple[bool, bool] = (True, True),
+    aligned: bool = True,
+    **options: "Unpack[HeadKeywords]",
 ) -> LinearPlan:
     """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, the reason, and the memory.
 
@@ -153,9 +148,9 @@ def plan_linear_logprobs(
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
         together: for one pass, the largest number of tokens that one token's gradient depends on: 1 for a token-local
             loss, T for a sequence-local loss of rows (B, T), N for any other loss.
-        options: the fields of `HeadOptions`, and two more. `contiguous`, default (True, True): whether hidden and
-            weight are contiguous. `aligned`, default True: whether the weight's rows start at multiples of 16 bytes;
-            in a view (FSDP1) they may not.
+        contiguous: whether hidden is contiguous, and whether weight is.
+        aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
+        options: the fields of `HeadOptions`.
 
     Raises:
         TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
@@ -166,9 +161,8 @@ def plan_linear_logprobs(
     for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
         if value not in checks.FLOAT_DTYPES and (value is not None or name == "dtype"):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
-    weight_aligned, are_contiguous = options.pop("aligned", True), options.pop("contiguous", (True, True))
-    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": weight_aligned}
-    for name, pair in (("needs", needs), ("contiguous", are_contiguous)):
+    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": aligned}
+    for name, pair in (("needs", needs), ("contiguous", contiguous)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
         flags |= {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
@@ -183,7 +177,7 @@ def plan_linear_logprobs(
         HeadShape(
             tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
             device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs), bias=bias, rank=rank,
-            in_place=weight_grad, contiguous=(are_contiguous[0], are_contiguous[1]), aligned=weight_aligned,
+            in_place=weight_grad, contiguous=(contiguous[0], contiguous[1]), aligned=aligned,
             passes=passes, together=together,
             options=resolved(head_options, head_options.compute_dtype or dtype),
             auto_tolerance=head_options.grad_tolerance == "auto",

@@ -10,12 +10,10 @@ from liger_rl.call.head_call import HeadCall, LogProbs, check_topk, shared_error
 from liger_rl.call.host_answer import HostAnswer
 from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
-from liger_rl.call.support import Support, kept
-from liger_rl.call.support_slots import ListedIds
+from liger_rl.call.support import ListedIds, Support, kept
 from liger_rl.call.tokens import (
     LiveTokens,
     TokenSelection,
-    check_temperatures,
     counted_tokens,
     improper_temperatures,
     live_tokens,
@@ -163,19 +161,11 @@ def _start_check(
 
 
 def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
-    """`live_tokens` of the call. The same sync also checks the temperatures."""
-    improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
-    wait = live_tokens(
-        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=improper, targets_name=call.targets_name
-    )
-
-    def answer() -> LiveTokens:
-        tokens = wait()
-        if improper:
-            check_temperatures(tokens.counts[-1])
-        return tokens
-
-    return answer
+    """`live_tokens` of the call."""
+    return live_tokens(
+        ids, call.mask, vocab, "weight", wanted=call.needed_mask, temperature=call.options.transform.temperature,
+        targets_name=call.targets_name,
+    )  # fmt: skip
 
 
 def _mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:

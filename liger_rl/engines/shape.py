@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,17 +43,12 @@ class HeadShape:
     loss_lacks: str | None = None  # one pass's need that the loss does not meet; None: it meets all
 
     @classmethod
-    def of(
-        cls,
-        call: HeadCall,
-        options: EngineOptions,
-        *,
-        passes: Passes = "two",
-        together: int = 1,
-        loss_lacks: str | None = None,
-    ) -> "HeadShape":
-        """The shape of a call whose tensors have been checked."""
-        needs = call.needs
+    def of(cls, call: HeadCall, options: EngineOptions, **one_pass: Any) -> "HeadShape":
+        """The shape of a call whose tensors have been checked. `one_pass` has `passes`, `together` and `loss_lacks`."""
+        needs, rank, factors_need = call.needs, 0, False
+        for term in call.low_rank:
+            rank += term.a.shape[0]
+            factors_need |= torch.is_grad_enabled() and (term.a.requires_grad or term.b.requires_grad)
         return cls(
             tokens=math.prod(call.hidden.shape[:-1]),
             vocab=call.weight.shape[0],
@@ -61,18 +57,16 @@ class HeadShape:
             weight_dtype=call.weight.dtype,
             device=call.hidden.device,
             needs=needs[:2],
-            wants_gradient=any(needs) or call.head_needs,
+            wants_gradient=any(needs) or factors_need,
             bias=call.bias is not None,
-            rank=call.rank,
+            rank=rank,
             in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",
             targets=call.targets.shape[-1] if call.several else 0,
             contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
             aligned=aligned(call.weight),
-            passes=passes,
-            together=together,
-            loss_lacks=loss_lacks,
+            **one_pass,
         )
 
     @property

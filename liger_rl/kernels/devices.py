@@ -133,42 +133,27 @@ def on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device.index)
 
 
-def tma_lacks(gpu: Gpu) -> str | None:
-    """The first thing that the TMA product needs and this GPU lacks; None if it lacks nothing."""
+def _lacks(gpu: Gpu, *, tma: bool) -> str | None:
+    """The first thing that the product with TMA, or with pointers, needs and this GPU lacks, or None."""
     if gpu.triton is None:
         return "Triton"
     if gpu.amd:
-        return "an NVIDIA GPU"
-    if gpu.capability < CAPABILITY:
-        return "compute capability {}.{} or higher, got {}.{}".format(*CAPABILITY, *gpu.capability)
-    if gpu.shared_bytes < SHARED_BYTES:
-        return f"{SHARED_BYTES >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
-    if gpu.capability >= BLACKWELL and gpu.triton < BLACKWELL_TRITON:
-        return _lacks_triton(gpu)
-    return None
-
-
-def portable_lacks(gpu: Gpu) -> str | None:
-    """The first thing that the product with pointers needs and this GPU lacks; None if it lacks nothing."""
-    if gpu.triton is None:
-        return "Triton"
-    if gpu.amd:
+        if tma:
+            return "an NVIDIA GPU"
         if gpu.capability in AMD_CAPABILITIES:
             return None
         return "gfx942 or gfx950 of AMD's GPUs, got gfx{}{}".format(*gpu.capability)
-    if gpu.capability < PORTABLE_CAPABILITY:
-        return "compute capability {}.{} or higher, got {}.{}".format(*PORTABLE_CAPABILITY, *gpu.capability)
-    if gpu.capability[0] == BLACKWELL[0] and gpu.triton < BLACKWELL_TRITON:
-        return _lacks_triton(gpu)
-    least = PORTABLE[-1].shared_bytes
-    if gpu.shared_bytes < least:
-        return f"{least >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
+    capability, shared_bytes = PORTABLE_CAPABILITY, PORTABLE[-1].shared_bytes
+    if tma:
+        capability, shared_bytes = CAPABILITY, SHARED_BYTES
+    if gpu.capability < capability:
+        return "compute capability {}.{} or higher, got {}.{}".format(*capability, *gpu.capability)
+    if gpu.shared_bytes < shared_bytes:
+        return f"{shared_bytes >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
+    blackwell = gpu.capability >= BLACKWELL if tma else gpu.capability[0] == BLACKWELL[0]
+    if blackwell and gpu.triton < BLACKWELL_TRITON:
+        return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
     return None
-
-
-def _lacks_triton(gpu: Gpu) -> str:
-    assert gpu.triton is not None
-    return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
 
 
 def device_lacks(device: torch.device) -> str | None:
@@ -183,12 +168,12 @@ def gpu_lacks(gpu: Gpu) -> str | None:
         ValueError: LIGER_RL_KERNELS names no family, or one that this GPU cannot run.
     """
     if FORCED is None:
-        return portable_lacks(gpu)
+        return _lacks(gpu, tma=False)
     if FORCED not in FORCIBLE:
         raise ValueError(f"LIGER_RL_KERNELS must be one of {', '.join(FORCIBLE)}; got {FORCED!r}")
     if FORCED == "tiles":
         return "LIGER_RL_KERNELS not to be tiles"
-    lacks = (tma_lacks if FORCED == "tma" else portable_lacks)(gpu)
+    lacks = _lacks(gpu, tma=FORCED == "tma")
     if lacks is not None:
         raise ValueError(f"LIGER_RL_KERNELS={FORCED} needs {lacks}; this GPU is {gpu}")
     return None
@@ -202,7 +187,7 @@ def family_of(device: torch.device) -> Family:
 def family_of_gpu(gpu: Gpu) -> Family:
     """TMA if the GPU has it and LIGER_RL_KERNELS is not "portable". Else the first family with pointers that fits."""
     blackwell = gpu.capability[0] == BLACKWELL[0] and not gpu.amd
-    if FORCED != "portable" and tma_lacks(gpu) is None:
+    if FORCED != "portable" and _lacks(gpu, tma=True) is None:
         family = TMA
     elif gpu.amd:
         family = PORTABLE_AMD
@@ -240,9 +225,9 @@ def applies(hidden: Tensor, weight: Tensor) -> bool:
 
 def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
     """`applies` for hidden states that do not exist yet and will be aligned."""
-    if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
+    if device_lacks(weight.device) is not None or not aligned(weight):
         return False
-    return call_lacks(tokens, hidden_size, dtype, weight.dtype) is None and aligned(weight)
+    return call_lacks(tokens, hidden_size, dtype, weight.dtype) is None
 
 
 def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
@@ -250,9 +235,7 @@ def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Te
 
     A weight of another dtype counts as `dtype` and as aligned, because it is copied.
     """
-    if weight.dtype == dtype:
-        return applies_to(tokens, hidden_size, dtype, weight) and runs_pairs(gpu_of(weight.device))
-    if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
+    if device_lacks(weight.device) is not None or (weight.dtype == dtype and not aligned(weight)):
         return False
     return call_lacks(tokens, hidden_size, dtype, dtype) is None and runs_pairs(gpu_of(weight.device))
 

@@ -27,13 +27,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.float(), b.float())
 
 
-def batched(a: Tensor, b: Tensor) -> Tensor:
-    """a (t, m, k) @ b (t, k, n) -> float32 (t, m, n), as `matmul`."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
-
-
 def write(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out (m, n) float32 = a (m, k) @ b (k, n)."""
     if a.is_cuda and a.dtype != torch.float32:

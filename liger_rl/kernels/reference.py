@@ -123,13 +123,6 @@ def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
     return log_p.exp() * (log_p + entropy)
 
 
-def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
-    """(n,) dL/dz at the target."""
-    if tokens.grad_entropy is None or tokens.entropy is None:
-        return tokens.at_target
-    return tokens.at_target - tokens.grad_entropy * entropy_term(logps, tokens.entropy)
-
-
 def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     """-> column of the target (n,), clamped to [0, width), and (n,) bool: the target is in the tile."""
     column = targets - first
@@ -216,7 +209,9 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
 
     Kept exponentials are not used: a target's exponential may have underflowed, and its gradient is large then.
     """
-    grad = target_gradient(tokens, statistics.logps)
+    grad = tokens.at_target
+    if tokens.grad_entropy is not None and tokens.entropy is not None:
+        grad = grad - tokens.grad_entropy * entropy_term(statistics.logps, tokens.entropy)
     if transform.softcap is not None:
         assert statistics.target is not None
         grad = grad * (1.0 - tanh_square(statistics.target, transform))

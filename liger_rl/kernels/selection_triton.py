@@ -1,8 +1,4 @@
-"""`select` and `scatter_rows` of `reference`, as one Triton kernel each.
-
-The selection takes a dozen launches in PyTorch, and the first product waits for them. The scatter reads and writes each
-row once, and rounds it on the way.
-"""
+"""`select` of `reference` as one Triton kernel. It takes a dozen launches in PyTorch, and the first product waits."""
 
 import torch
 import triton
@@ -12,7 +8,6 @@ from torch import Tensor
 from liger_rl.kernels.devices import on
 
 BLOCK, WARPS = 4096, 8
-SCATTER_BLOCK, SCATTER_WARPS = 2048, 4
 
 
 # Lengths differ from batch to batch. Specializing on their divisors makes nothing faster here.
@@ -67,26 +62,3 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
             num_warps=WARPS,
         )
     return positions, numbers
-
-
-@triton.jit
-def _scatter_kernel(rows, row_stride, index, out, out_stride, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    values = tl.load(rows + row * row_stride + column, mask=inside, other=0.0)
-    place = out + tl.load(index + row) * out_stride + column
-    tl.store(place, values.to(out.dtype.element_ty), mask=inside)
-
-
-def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
-    """As `reference.scatter_rows`; the last dimensions must be contiguous."""
-    assert rows.stride(-1) == 1
-    assert out.stride(-1) == 1
-    n, size = rows.shape
-    if n == 0 or size == 0:
-        return
-    with on(out.device):
-        _scatter_kernel[(n, triton.cdiv(size, SCATTER_BLOCK))](
-            rows, rows.stride(0), index, out, out.stride(0), size, SCATTER_BLOCK, num_warps=SCATTER_WARPS
-        )

@@ -46,37 +46,24 @@ class Fold(NamedTuple):
     @classmethod
     def start(cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = ()) -> "Fold":
         """The fold before the first tile."""
-
-        def full(value: float) -> Tensor:
-            return torch.full((n,), value, dtype=torch.float32, device=device)
-
+        target = torch.empty(n, dtype=torch.float32, device=device)
+        fold = cls.unwritten((n,), target, entropy=entropy, extras=extras)
         # The first peak is the lowest finite number, not -inf. So (peak - new peak) * 0 is 0 in the moment's update.
-        return cls(
-            full(torch.finfo(torch.float32).min),
-            full(0.0),
-            full(0.0),
-            full(0.0) if entropy else None,
-            full(0.0) if "log_sum_sq_probs" in extras else None,
-            full(0.0) if "mean_logits" in extras else None,
-            full(-math.inf) if "is_top1" in extras else None,
-        )
+        lowest = torch.finfo(torch.float32).min
+        for values, first in zip(fold, (lowest, 0.0, 0.0, 0.0, 0.0, 0.0, -math.inf), strict=True):
+            if values is not None:
+                values.fill_(first)
+        return fold
 
     @classmethod
     def unwritten(cls, shape: tuple[int, ...], target: Tensor, *, entropy: bool, extras: Collection[str]) -> "Fold":
         """A fold with uninitialized fields of `shape`, except the target. A kernel must write all of them."""
-
-        def empty() -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=target.device)
-
-        return cls(
-            empty(),
-            empty(),
-            target,
-            empty() if entropy else None,
-            empty() if "log_sum_sq_probs" in extras else None,
-            empty() if "mean_logits" in extras else None,
-            empty() if "is_top1" in extras else None,
-        )
+        fields: list[Tensor | None] = []
+        of_extras = "log_sum_sq_probs" in extras, "mean_logits" in extras, "is_top1" in extras
+        for kept in (True, True, False, entropy, *of_extras):
+            fields.append(torch.empty(shape, dtype=torch.float32, device=target.device) if kept else None)
+        fields[2] = target
+        return cls._make(fields)
 
     def take(self, rows: slice) -> "Fold":
         """Views of the fields of the tokens `rows`. A kernel may write to them."""

@@ -1,11 +1,9 @@
 """Fold and gradient of rows of logits as Triton kernels: one read of the logits each, any number of columns.
 
 The rows are those of a float32 tile, a part of the vocabulary, or whole rows of given logits. The signatures and
-formulas are those of `liger_rl.kernels.reference`. Rows go on grid axis 0, which is not
-limited to 65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
+formulas are those of `liger_rl.kernels.reference`. Rows go on grid axis 0, which is not limited to 65535 as the others
+are, and row offsets are int64, because rows times columns passes 2^31.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -248,16 +246,6 @@ def fold_rows(
     return out
 
 
-class GivenRows(NamedTuple):
-    """Arguments of the gradient kernel that only given logits have."""
-
-    mask: Tensor | None = None
-    logps: Tensor | None = None
-
-
-A_TILE = GivenRows()
-
-
 def grad(
     logits: Tensor,
     targets: Tensor,
@@ -266,12 +254,13 @@ def grad(
     transform: LogitTransform,
     tokens: TokenGradients,
     out: Tensor,
-    rows: GivenRows = A_TILE,
+    mask: Tensor | None = None,
+    logps: Tensor | None = None,  # of whole rows, in place of `tokens.at_target`
 ) -> None:
     """As `reference.grad`; the last dimensions of `logits` and `out` must be contiguous."""
     assert logits.stride(-1) == 1
     assert out.stride(-1) == 1
-    (mask, logps), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]
+    count, columns = logits.shape[:-1].numel(), logits.shape[-1]
     if count == 0:
         return
     positions, length, strides = _layout(logits, targets)
@@ -314,7 +303,7 @@ def grad_rows(
     entropy = None if grad_entropy is None else statistics.entropy
     # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
     tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
-    grad(logits, targets, 0, None, transform, tokens, out, GivenRows(mask, statistics.logps))
+    grad(logits, targets, 0, None, transform, tokens, out, mask, statistics.logps)
 
 
 def _layout(logits: Tensor, targets: Tensor) -> tuple[int, int, tuple[int, int]]:

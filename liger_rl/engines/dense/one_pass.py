@@ -21,7 +21,7 @@ from liger_rl.engines.dense.totals import OnePassPlan, Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.tiles import free_tile_vocab, kind_of, spans
-from liger_rl.kernels import epilogue_for, for_device, gemm
+from liger_rl.kernels import epilogue_for, for_device, gemm, reference
 from liger_rl.kernels.devices import MIN_TOKENS, compiles, realigned
 from liger_rl.kernels.reference import Kept, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
@@ -88,7 +88,7 @@ def one_pass(
     in_place = head.weight_grad is not None and needs[1]
     assert not in_place or len(chunks) <= 1
     totals = Totals(head, plan, needs, in_place=in_place)
-    largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
     with gemm.without_autocast(device):
         for chunk in chunks:
@@ -155,7 +155,7 @@ def _add_chunk(
         if isinstance(index, slice):
             totals.hidden[index] = grad_rows
         else:
-            for_device(rows.device).scatter_rows(grad_rows, index, totals.hidden)
+            reference.scatter_rows(grad_rows, index, totals.hidden)
 
 
 class WithGradients(torch.autograd.Function):
@@ -205,31 +205,57 @@ class WithGradients(torch.autograd.Function):
 class Room(NamedTuple):
     """The number of tokens that fit into a chunk of one pass."""
 
+    tokens: int  # `instead` if the gradient is rounded after each chunk, else `beside`
     beside: int  # tokens that fit beside a float32 sum of the weight's gradient
     instead: int  # tokens that fit if the chunk gets that sum's memory
     rounded: bool  # there is no float32 sum: the gradient is rounded after each chunk
+    together: int  # tokens that must be in one chunk
 
-    @property
-    def tokens(self) -> int:
-        return self.instead if self.rounded else self.beside
+
+def _room(shape: HeadShape) -> Room:
+    options, sums, tokens = shape.options, shape.sum_bytes, shape.tokens
+    together = tokens if shape.in_place else min(shape.together, tokens)
+    bytes_per_token = 4 * shape.hidden_size
+    bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
+    chunk_bytes = CHUNK_BYTES[kind_of(shape.device)]
+    beside = options.chunk_tokens or max(1, chunk_bytes // bytes_per_token)
+    instead = options.chunk_tokens or max(1, (chunk_bytes + sums) // bytes_per_token)
+    # All chunks except the last may hold `together - 1` tokens less than they have room for.
+    fullest = min(tokens, math.ceil((tokens + (MAX_ROUNDINGS - 1) * (together - 1)) / MAX_ROUNDINGS))
+    rounded = sums > 0 and instead >= fullest
+    return Room(instead if rounded else beside, beside, instead, rounded, together)
 
 
 def lacks(shape: HeadShape) -> str | None:
     """The first thing that one pass needs to be possible, or to pay with passes="auto"; None if it takes the call."""
     if shape.passes == "two":
         return 'passes="auto" or "one"'
-    impossible = shape.loss_lacks or _options_lack(shape) or _room_lacks(shape)
-    if impossible is not None or not shape.wants_gradient:
-        return impossible or NO_GRADIENT
-    return None if shape.passes == "one" else _pay_lacks(shape)
+    lacking = shape.loss_lacks or _options_lack(shape)
+    if lacking is not None:
+        return lacking
+    room = _room(shape)
+    if room.tokens < room.together:
+        why = "with weight_grad" if shape.in_place else "that the gradient of one of them depends on"
+        need = f"room in one chunk for {room.together} tokens {why}"
+        return f"{need}; it holds {room.tokens}, unless chunk_tokens says more"
+    if not shape.wants_gradient:
+        return NO_GRADIENT
+    if shape.passes == "one":
+        return None
+    if shape.options.names_chunk:
+        return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
+    least_tokens = min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
+    if room.tokens < least_tokens:
+        return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
+    if room.beside < shape.tokens and shape.sum_bytes:
+        return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
+    return None
 
 
 def _options_lack(shape: HeadShape) -> str | None:
     """The first need of one pass that an option or a dtype does not meet; None if all needs are met."""
     options, transform = shape.options, shape.options.transform
-    made_dtypes = [options.compute_dtype]
-    made_dtypes += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
-    lacking = rule_lacks(replace(options, grad_tolerance=0.0) if shape.auto_tolerance else options, "in one pass")
+    lacking = rule_lacks(options, "in one pass", ignored="grad_tolerance" if shape.auto_tolerance else None)
     if lacking is not None:
         return lacking
     if transform.per_token:
@@ -239,54 +265,20 @@ def _options_lack(shape: HeadShape) -> str | None:
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
             "that are too much alike do not give back their logits"
         )
+    made_dtypes = options.compute_dtype, *(shape.dtype,) * shape.needs[0], *(shape.weight_dtype,) * shape.needs[1]
     if torch.float16 in made_dtypes:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     return "a head without low_rank terms" if shape.rank else None
 
 
-def _room_lacks(shape: HeadShape) -> str | None:
-    room, together = _room(shape).tokens, _tokens_together(shape)
-    if room >= together:
-        return None
-    why = "with weight_grad" if shape.in_place else "that the gradient of one of them depends on"
-    return f"room in one chunk for {together} tokens {why}; it holds {room}, unless chunk_tokens says more"
-
-
-def _pay_lacks(shape: HeadShape) -> str | None:
-    room, least_tokens = _room(shape), min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
-    if shape.options.names_chunk:
-        return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
-    if room.tokens < least_tokens:
-        return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
-    if shape.sum_bytes and room.beside < shape.tokens:
-        return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
-    return None
-
-
-def _tokens_together(shape: HeadShape) -> int:
-    return shape.tokens if shape.in_place else min(shape.together, shape.tokens)
-
-
-def _room(shape: HeadShape) -> Room:
-    options, sums = shape.options, shape.sum_bytes
-    bytes_per_token = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
-    bytes_per_token += 4 * shape.hidden_size
-    chunk_bytes, named = CHUNK_BYTES[kind_of(shape.device)], options.chunk_tokens
-    beside, instead = (named or max(1, (chunk_bytes + freed) // bytes_per_token) for freed in (0, sums))
-    # All chunks except the last may hold `together - 1` tokens less than they have room for.
-    short = (MAX_ROUNDINGS - 1) * (_tokens_together(shape) - 1)
-    fullest = min(shape.tokens, math.ceil((shape.tokens + short) / MAX_ROUNDINGS))
-    return Room(beside, instead, sums > 0 and instead >= fullest)
-
-
 def chunks_of(shape: HeadShape) -> OnePassPlan:
-    """Near-equal chunks of the shape's N tokens. `_room_lacks(shape)` must be None."""
+    """Near-equal chunks of the shape's N tokens, of a shape that `lacks` has no need of."""
     tokens, room = shape.tokens, _room(shape)
     chunks = math.ceil(tokens / room.tokens)
     even_tokens = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
     summed = shape.weight_dtype if room.rounded else torch.float32
     return OnePassPlan(
-        chunk_tokens=max(1, min(room.tokens, even_tokens + _tokens_together(shape) - 1, tokens)),
+        chunk_tokens=max(1, min(room.tokens, even_tokens + room.together - 1, tokens)),
         sum_dtype=summed if shape.needs[1] else None,
     )
 

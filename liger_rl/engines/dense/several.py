@@ -4,18 +4,13 @@ Let g_k be the gradients of a token's K log-probabilities, and G = sum_k g_k. Th
 
     dL/dz_v = sum_{k: id_k = v} g_k - p_v G
 
-The forward is the forward of one target, with K logits z_k in place of one. The backward is the backward of a token
-without a target, which computes -p_v G. At the K ids, dL/dz is written into the tiles of the gradient before their
-products. So dL/dz_v is summed in float32 and rounded once, as with one target. Two products would round the two terms
-apart. That matters if a student has nearly its teacher's probabilities: dL/dz_v is then the small difference of the two
-terms.
+The backward of a token without a target computes -p_v G. dL/dz at the K ids is written into its tiles before their
+products, so it is summed in float32 and rounded once. Two products would round the two terms apart. That matters if a
+student has nearly its teacher's probabilities: dL/dz_v is then their small difference.
 
 The K logits are gathered from the tiles. A fold in a product's epilogue makes no tile. The K logits are then products
-of hidden states with gathered rows of the weight, 2 N K H operations. These products add the same numbers in another
-order than the fold. So a log-probability near 0 has the rounding error of its logit. With one target it has the
-rounding error of a number of its own size.
-
-`topk` keeps the K largest logits while tiles are folded. It has no gradient, and needs tiles in memory.
+of hidden states with gathered rows of the weight, 2 N K H operations, which add the same numbers in another order. So a
+log-probability near 0 has the rounding error of its logit. `topk` needs tiles in memory, and has no gradient.
 """
 
 from collections.abc import Callable

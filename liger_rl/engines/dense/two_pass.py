@@ -36,7 +36,7 @@ def forward(
     options: EngineOptions,
     *,
     with_tiles: bool = False,
-    kept: Kept | None = None,  # (n, V), written; a named chunk must hold whole tiles of its entries
+    kept: Kept | None = None,  # (n, V), written; a named chunk must hold whole tiles of it, and the rows are gathered
 ) -> tuple[TokenStatistics, TileStatistics | None]:
     """Statistics of every token that counts, 2 n (H + r) V operations, and with `with_tiles` the statistics of tiles.
 
@@ -44,9 +44,9 @@ def forward(
     back. Only the product's epilogue makes statistics of tiles: it must apply, no chunk may be named, and there may be
     no low-rank term. Otherwise they are None, and a backward with a tolerance is exact.
     """
-    rows = head.gathered(options.compute_dtype)
-    n = rows.hidden.shape[0]
-    rows, options = invariant(rows, options) if kept is None else (rows, options)
+    rows, n = head, head.live.count
+    if kept is None:
+        rows, options = invariant(head.gathered(options.compute_dtype), options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
     if epilogue is None:
         statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
@@ -199,44 +199,36 @@ def gradients(
         several = targets if rows.shard is None else rows.shard.local(targets), tokens.at_target
         targets, tokens = targets.new_full((n,), NOWHERE), tokens._replace(at_target=tokens.grad_logps)
     factor = hidden  # its product with a weight tile is a tile of logits
-    if low_rank is not None:
-        low_inputs = low_rank.inputs.to(options.compute_dtype)
-        if known is None:
-            factor = low_rank.beside_rows(hidden)
-            hidden = factor[:, : hidden.shape[1]]
+    if low_rank is not None and known is None:
+        factor = low_rank.beside_rows(hidden)
+        hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
     unrestricted = not options.names_chunk and rows.temperatures is None
     epilogue = epilogue_for(factor, weight) if unrestricted else None
-    bytes_per_gradient = options.compute_dtype.itemsize
-    bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
+    dtype = options.compute_dtype
+    bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
-    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     in_place = rows.weight_grad is not None
     grad_weight = rows.weight_grad if needs[1] else None
     if needs[1] and not in_place:
         grad_weight = unwritten(weight, vocab, rows.weight_dtype)
     grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
-    grad_inputs = grad_low = None
+    products = [_Product(hidden, weight, grad_weight, needs[0], add=in_place)]
     if low_rank is not None:
-        grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
         grad_low = unwritten(low_rank.weight, vocab) if needs[4] else None
+        products.append(_Product(low_rank.inputs.to(dtype), low_rank.weight, grad_low, needs[3]))
 
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
     pending = None
     if rows.shard is not None:
-        pending = rows.shard.pending_sum(grad_hidden, grad_inputs)
+        pending = rows.shard.pending_sum(*(product.grad_rows for product in products))
         vocab_spans.reverse()  # so that the last tile is a whole one, whose product hides the sum over ranks
     for first, last in vocab_spans:
-        weight_tile = factor_tile = weight[first:last].to(hidden.dtype)
-        parts = len(token_spans)
-        weight_total = _WeightTotal(
-            grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype, add=in_place
-        )
-        low_total = _WeightTotal(grad_low, first, last, parts=parts, compute_dtype=options.compute_dtype)
-        if low_rank is not None:
-            low_tile = low_rank.weight[first:last].to(options.compute_dtype)
-            if known is None:
-                factor_tile = low_rank.beside_tile(weight_tile, first)
+        for product in products:
+            product.start(first, last, parts=len(token_spans))
+        factor_tile = products[0].tile
+        if low_rank is not None and known is None:
+            factor_tile = low_rank.beside_tile(factor_tile, first)
         bias_tile, bias_total = None if bias is None else bias[first:last], None
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
@@ -252,31 +244,29 @@ def gradients(
                         factor[token_rows], factor_tile, bias_tile, ids, first, options.transform, tile_tokens
                     )
                 else:
-                    logits, dtype = gemm.matmul(factor[token_rows], factor_tile.T), options.compute_dtype
+                    logits = gemm.matmul(factor[token_rows], factor_tile.T)
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
                     kernels.grad(logits, ids, first, bias_tile, rows.transform(options, token_rows), tile_tokens, tile)
                     del logits
             if several is not None:
                 kernels.put(tile, several[0][token_rows], several[1][token_rows], first)
-            if grad_hidden is not None:
-                gemm.accumulate(grad_hidden[token_rows], tile, weight_tile)
-            if low_rank is not None and grad_inputs is not None:
-                gemm.accumulate(grad_inputs[token_rows], tile, low_tile)
+            for product in products:
+                product.add_to_rows(tile, token_rows)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            weight_total.add(tile, hidden[token_rows])
-            if low_rank is not None:
-                low_total.add(tile, low_inputs[token_rows])
+            for product in products:
+                product.add_to_table(tile, token_rows)
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
             del tile
-        weight_total.store()
-        low_total.store()
+        for product in products:
+            product.store()
         if grad_bias is not None and bias_total is not None:
             grad_bias[first:last] = bias_total
     if pending is not None:
         pending.wait()
-    return Gradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
+    of_low_rank = (products[1].grad_rows, products[1].grad_table) if low_rank is not None else ()
+    return Gradients(products[0].grad_rows, None if in_place else grad_weight, grad_bias, *of_low_rank)
 
 
 def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -286,37 +276,37 @@ def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> T
     return out
 
 
-class _WeightTotal:
-    """The weight gradient of one vocabulary tile, summed in float32 and rounded to the weight's dtype once.
+class _Product:
+    """One of the products rows @ table.T whose sum are the logits, and the gradients of its factors.
 
-    With `add`, the sum is added to the contents of a float32 `grad_weight`.
+    The gradient of a tile of the table is summed in float32 and rounded to the table's dtype once. With `add`, the sum
+    is added to the contents of a float32 `grad_table`.
     """
 
-    def __init__(
-        self,
-        grad_weight: Tensor | None,
-        first: int,
-        last: int,
-        *,
-        parts: int,
-        compute_dtype: torch.dtype,
-        add: bool = False,
-    ) -> None:
-        self.out = None if grad_weight is None else grad_weight[first:last]
+    def __init__(self, rows: Tensor, table: Tensor, grad_table: Tensor | None, needs_rows: bool, *, add: bool = False):
+        self.rows, self.table, self.grad_table, self.adds = rows, table, grad_table, add
+        self.grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if needs_rows else None
+
+    def start(self, first: int, last: int, *, parts: int) -> None:
+        """Start the tile of the table's rows first to last, to whose gradient `parts` products are added."""
+        self.tile = self.table[first:last].to(self.rows.dtype)
+        self.out = None if self.grad_table is None else self.grad_table[first:last]
         self.total: Tensor | None = None
         if self.out is not None and self.out.dtype == torch.float32:
-            self.total = self.out if add else self.out.zero_()
-        elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != compute_dtype):
+            self.total = self.out if self.adds else self.out.zero_()
+        elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != self.rows.dtype):
             self.total = torch.zeros_like(self.out, dtype=torch.float32)
 
-    def add(self, tile: Tensor, hidden: Tensor) -> None:
-        if self.out is None:
-            return
+    def add_to_rows(self, grad: Tensor, tokens: slice) -> None:
+        if self.grad_rows is not None:
+            gemm.accumulate(self.grad_rows[tokens], grad, self.tile)
+
+    def add_to_table(self, grad: Tensor, tokens: slice) -> None:
         if self.total is not None:
-            gemm.accumulate(self.total, tile.T, hidden)
-        else:
+            gemm.accumulate(self.total, grad.T, self.rows[tokens])
+        elif self.out is not None:
             # There is one part, so the product's float32 accumulators hold the whole sum, and `mm` rounds it once.
-            torch.mm(tile.T, hidden, out=self.out)
+            torch.mm(grad.T, self.rows[tokens], out=self.out)
 
     def store(self) -> None:
         if self.out is not None and self.total is not None and self.total is not self.out:
@@ -367,5 +357,5 @@ def workspace(shape: HeadShape) -> int:
     copied = shape.dtype != options.compute_dtype or shape.rank > 0 or options.batch_invariant
     rows = n * (shape.dtype.itemsize + c * copied + 4 * shape.needs[0])
     rows += shape.widened_bytes * min(n, tiles[-1].tokens)
-    rows += 0 if compiles(shape.device) else min(n, reference.ROWS) * shape.dtype.itemsize
+    rows += min(n, reference.ROWS) * shape.dtype.itemsize  # of `reference.scatter_rows`
     return shape.base_bytes + BYTES_PER_TOKEN * zeros + columns * rows + tile

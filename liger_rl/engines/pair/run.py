@@ -17,7 +17,7 @@ from liger_rl.call.checks import (
     check_tokens,
     check_transform,
 )
-from liger_rl.call.dtensors import localized_pair, low_rank_tensors
+from liger_rl.call.dtensors import localized, low_rank_tensors
 from liger_rl.call.head_call import shared_errors
 from liger_rl.call.low_rank import LowRank, check_low_rank, low_rank_factors
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
@@ -261,7 +261,7 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
     tokens = *(getattr(global_call, name) for name in names), *low_rank_tensors(global_call.low_rank)
     with shared_errors(global_call.vocab_parallel, global_call.weight, *tokens):
         global_call.check_before_gather()
-        call = localized_pair(global_call)
+        call = localized(global_call)
     with _whole(call.options.gather, call.weight, call.bias, call.teacher_weight, call.teacher_bias):
         entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
         if call.vocab_parallel is not None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.options import EngineOptions
-from liger_rl.call.support import Support
-from liger_rl.call.support_slots import ListedIds
+from liger_rl.call.support import ListedIds, Support
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.dense import two_pass
