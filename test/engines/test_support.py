@@ -14,7 +14,7 @@ from torch import Tensor
 
 import oracles
 from devices import NEEDS_GPU, skip_without_interpreter
-from head_calls import EXTRAS, SCALING, Problem, call, functional, problem
+from head_calls import EXTRAS, SCALING, Problem, assert_same, call, functional, problem
 from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, PolicyBatch, Support, ppo_loss_fn
 from liger_rl.engines.sparse import slots_triton
@@ -133,12 +133,6 @@ def close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
     )
 
 
-def same(found: Result, expected: Result) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        for name, part in other.items():
-            assert (part is None and mine[name] is None) or torch.equal(mine[name], part), name
-
-
 # --- values and gradients ---------------------------------------------------------------------------------------------
 
 
@@ -153,10 +147,12 @@ def same(found: Result, expected: Result) -> None:
     ids=["plain", "bfloat16", "all terms", "float16"],
 )
 def test_rows_of_every_kind(transform, dtype, more, place):
-    """Sizes, repeated ids, missing targets, empty rows; masked tokens whose hidden states and rows are garbage."""
+    """Sizes, repeated ids, missing targets, empty rows; masked tokens of garbage. The bits are the same again."""
     large, vocab = (300, 320) if engine.kernels_for(place) is not slots_triton or CUDA else (18, 40)
     rows = [*rows_of([1, 2, 7, large, vocab, 0, 5, 4], vocab), [7, 9, 7, 9, 9, 3], [8] * 9, [5, 5, 6], [], [2, 4]]
     rows += rows_of([large, 3], vocab)
+    # Ids that most tokens share, whose sums are split over programs.
+    rows = [row if token in (0, 4, 5, 9, 11) else [*row, 17, 3] for token, row in enumerate(rows)]
     mask = torch.ones(3, 5)
     mask[0, 2] = mask[2, 1] = 0
     case = case_of(rows, place, missing=[9, 10, 13], mask=mask, shape=(3, 5), vocab=vocab, dtype=dtype, **more)
@@ -164,27 +160,11 @@ def test_rows_of_every_kind(transform, dtype, more, place):
     case.x.hidden[case.mask == 0] = case.x.hidden[1, 2] = math.nan
     found, expected = solve(case, transform=transform), truth(case, transform)
     check(found, expected, dtype)
+    assert_same(solve(case, transform=transform), found)
     assert found.values["missing_target"].flatten().nonzero().flatten().tolist() == [9, 10, 13]
     short = solve(case, transform=transform, entropy=False, extras=())
     assert short.values.keys() == {"logps", "missing_target"}
     assert torch.equal(short.values["logps"], found.values["logps"])
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 300, V, 0])
-def test_rows_of_one_size(size, place):
-    if size == 300 and engine.kernels_for(place) is slots_triton and not CUDA:
-        pytest.skip("too large for Triton's interpreter")
-    case = case_of(rows_of([size] * 6, max(V, size)), place, vocab=max(V, size), bias=True)
-    found = solve(case)
-    check(found, truth(case))
-    leaves = case.x.leaves()
-    dense = call(leaves, entropy=True)
-    functional(*dense[:2]).backward()
-    if size == 0:  # it is the dense call
-        assert torch.equal(found.values["logps"], dense.logps)
-        assert torch.equal(found.grads["weight"], leaves.weight.grad)
-    if size == V:
-        close("logps", found.values["logps"], dense.logps.detach(), 1e-5)
 
 
 def test_a_single_id_leaves_nothing(place):
@@ -209,19 +189,11 @@ def test_a_single_id_leaves_nothing(place):
 def test_rows_that_are_promised_to_be_distinct(place):
     """The same bits if they are; otherwise a repeated id counts twice, but a target once."""
     case = case_of(rows_of([2, 9, 1, 0, 30]), place, bias=True)
-    same(solve(case._replace(rules={"distinct": True})), solve(case))
+    assert_same(solve(case._replace(rules={"distinct": True})), solve(case))
     case = case_of([[7, 3, 7, 5], [4, 8, 4]], place, rules={"distinct": True})
     z = oracles.linear_logits(case.x.hidden, case.x.weight)
     twice = torch.stack([z[0, [7, 3, 7, 5]].log_softmax(0)[-1], z[1, [8, 4]].log_softmax(0)[-1]])
     close("logps", solve(case).values["logps"], twice, 1e-5)
-
-
-def test_the_same_bits_twice_with_popular_ids(place):
-    """Ids that all tokens share are split over programs, in an order of its own each time."""
-    case = case_of([[*row, 17, 3] for row in rows_of([2] * 20)], place, bias=True)
-    first = solve(case)
-    check(first, truth(case))
-    same(solve(case), first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -366,33 +338,6 @@ def test_a_support_keeps_what_its_last_call_made(place):
     for _ in range(2):  # what raises is never kept
         with pytest.raises(ValueError, match="token_ids must be token ids in"):
             call(case.x, mask=mask, support=support)
-
-
-@NEEDS_GPU
-def test_a_cuda_graph_replays_forward_and_backward():
-    case = case_of(rows_of([2, 9, 1, 4]), "cuda", rules={"may_be_empty": False})
-    leaves, support = case.x.leaves(), case.support
-
-    def step() -> list[Tensor]:
-        found = call(leaves, support=support, entropy=True, fixed_shape=True)
-        value = (found.logps + found.entropy).sum()
-        return [value.detach(), *torch.autograd.grad(value, [leaves.hidden, leaves.weight])]
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        leaves.hidden.copy_(torch.randn_like(leaves.hidden))
-        support.token_ids.copy_(support.token_ids.flip(0))
-    graph.replay()
-    for mine, expected in zip(captured, step(), strict=True):
-        assert torch.equal(mine, expected)
 
 
 # --- constructors -----------------------------------------------------------------------------------------------------
@@ -540,11 +485,10 @@ def test_what_does_not_go_with_a_support(options, message):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
-@pytest.mark.parametrize("rank", [0, 3], ids=["plain", "low rank"])
-def test_in_a_graph_of_the_compiler(fixed, rank, place):
+def test_in_a_graph_of_the_compiler(fixed, place):
     """With the values and gradients of eager mode; what is wrong with a support raises when the graph runs."""
     rows = rows_of([1, 2, 7, 30, V, 5 if fixed else 0])
-    case = case_of(rows, place, rank=rank)._replace(rules={"may_be_empty": not fixed})
+    case = case_of(rows, place, rank=3)._replace(rules={"may_be_empty": not fixed})
     support, options = case.support, {"entropy": True, "extras": ("mean_logits", "is_top1"), "fixed_shape": fixed}
 
     def solved(function) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Triton kernels against the reference ones, tile by tile; on CPU in Triton's interpreter."""
+"""Kernels of tiles and products with an epilogue against float64; on CPU in Triton's interpreter."""
 
 import inspect
 import math
@@ -8,161 +8,79 @@ import torch
 
 import oracles
 from devices import TRUNCATES, skip_where_misread
+from head_calls import assert_close, call, problem, run_triton, solve, truth
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
 from liger_rl.kernels import for_device, gemm, reference
-from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
 from peaks import tensor_peak
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.kernels import compiled, epilogue
-from liger_rl.kernels import tile_triton as triton
 
-# Where Triton compiles, only CUDA tensors will do; elsewhere its interpreter takes CPU tensors.
+# Where Triton compiles, it takes CUDA tensors alone; elsewhere its interpreter takes CPU tensors.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too large for Triton's interpreter")
-CAPPED = LogitTransform(temperature=1.6, softcap=2.0, scale=1.7)
-CASES = [
-    # rows, spans of columns folded in sequence, dtype, transform, bias, entropy
-    (5, [(0, 129)], torch.float32, LogitTransform(), False, False),
-    (5, [(0, 129)], torch.float32, LogitTransform(), False, True),
-    (1, [(0, 1)], torch.float32, LogitTransform(), True, True),
-    (3, [(0, 64), (64, 128), (128, 131)], torch.float32, LogitTransform(temperature=0.7), True, True),
-    (4, [(0, 7), (7, 8), (8, 200)], torch.bfloat16, CAPPED, True, True),
-    (4, [(0, 100), (100, 200)], torch.float16, CAPPED, False, False),
-    (3, [(0, 200)], torch.float32, LogitTransform(temperature=2, scale=3), False, True),  # whole numbers
-    (2, [(0, 4096), (4096, 5000)], torch.bfloat16, LogitTransform(scale=0.3), False, True),
-    (2, [(0, 9001)], torch.float32, LogitTransform(softcap=30.0), True, True),
-    pytest.param(300, [(0, 151936)], torch.bfloat16, LogitTransform(), False, True, marks=NEEDS_GPU),
-    # A softcap of 2 would round the largest of so many ids to one number, and which of them is first is noise.
-    pytest.param(
-        300, [(0, 65536), (65536, 131072), (131072, 151936)], torch.float32,
-        LogitTransform(temperature=1.6, softcap=30.0, scale=1.7), True, True, marks=NEEDS_GPU,
-    ),
-]  # fmt: skip
 
 
-def make(rows, spans, dtype, bias):
-    vocab = spans[-1][1]
-    logits = (3 * torch.randn(rows, vocab)).to(DEVICE, dtype)
-    biases = torch.randn(vocab).to(DEVICE, dtype) if bias else None
-    return logits, torch.randint(vocab, (rows,)).to(DEVICE), biases
-
-
-def folded(kernels, logits, targets, spans, biases, transform, *, entropy, extras=EXTRAS):
-    state = Fold.start(targets.shape[0], DEVICE, entropy=entropy, extras=extras)
-    for first, last in spans:
-        tile = logits[..., first:last]
-        kernels.fold(tile, targets, first, None if biases is None else biases[first:last], transform, state)
-    return state
+@pytest.fixture(params=["PyTorch", "Triton"])
+def kernels(request, monkeypatch):
+    """Of tiles in memory; those of a GPU are Triton's alone."""
+    if request.param == "Triton":
+        run_triton(monkeypatch)
+    elif DEVICE.type == "cuda":
+        pytest.skip("a GPU runs Triton's kernels")
 
 
 def assert_extras(found, z, targets, tolerance=1e-5):
     """The statistics of a fold against those of the float64 logits z (n, V)."""
     expected = oracles.logits_extras(z, targets)
-    means = found.sum_logits / z.shape[-1]
     torch.testing.assert_close(found.log_sum_sq_probs.double(), expected[0], rtol=tolerance, atol=2 * tolerance)
-    torch.testing.assert_close(means.double(), expected[1], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.sum_logits.double() / z.shape[-1], expected[1], rtol=tolerance, atol=tolerance)
     assert torch.equal(found.is_top1, expected[2])
 
 
-def token_gradients(statistics, entropy):
-    n = statistics.logps.shape[0]
-    grad_entropy = torch.randn(n).to(DEVICE) if entropy else None
-    return TokenGradients.of(statistics, torch.randn(n).to(DEVICE), grad_entropy)
+# --- tiles in memory, through the public call; small ones are the fuzzer's --------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "spans", "dtype", "transform", "bias", "entropy"), CASES)
-def test_fold(rows, spans, dtype, transform, bias, entropy):
-    logits, targets, biases = make(rows, spans, dtype, bias)
-    x = logits.double() if biases is None else logits.double() + biases.double()
-    best = torch.arange(rows, device=DEVICE) % 2 == 0
-    targets = torch.where(best, x.argmax(-1), targets)
-    found = folded(triton, logits, targets, spans, biases, transform, entropy=entropy)
-    expected = folded(reference, logits, targets, spans, biases, transform, entropy=entropy)
-    assert (found.moment is None) == (not entropy)
-    for name, mine, other in zip(Fold._fields, found, expected, strict=True):
-        if other is not None:
-            tolerance = 1e-5 if name != "sum_logits" else 1e-5 * math.sqrt(spans[-1][1])
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
-    truth = oracles.logits_logprobs(x, targets, **vars(transform))
-    statistics = found.finish()
-    torch.testing.assert_close(statistics.logps.double(), truth[0], rtol=1e-5, atol=1e-5)
-    if entropy:
-        torch.testing.assert_close(statistics.entropy.double(), truth[1], rtol=1e-5, atol=2e-5)
-    for statistics in (found.finish(), expected.finish()):
-        assert_extras(statistics, oracles.transformed(x, **vars(transform)), targets)
+@pytest.mark.parametrize(("vocab", "chunk"), [(9001, 9001), (5000, 4096), pytest.param(151936, 65536, marks=NEEDS_GPU)])
+@pytest.mark.parametrize("transform", [{}, {"temperature": 1.6, "softcap": 30.0, "scale": 1.7}], ids=["plain", "all"])
+def test_tiles_wider_than_a_block_of_a_kernel(vocab, chunk, transform, kernels):
+    x = problem((3,), 8, vocab, device=DEVICE, bias=True)
+    best = (x.hidden @ x.weight.T + x.bias).argmax(-1)
+    x = x._replace(targets=torch.where(torch.arange(3, device=DEVICE) > 0, best, x.targets))
+    found = solve(x, transform=LogitTransform(**transform), chunk_vocab=chunk)
+    assert_close(found, truth(x, **transform), 2e-5)
+    extras = call(x, transform=LogitTransform(**transform), chunk_vocab=chunk, extras=EXTRAS)
+    z = oracles.linear_logits(x.hidden, x.weight, x.bias, **transform)
+    expected = oracles.logits_extras(z, x.targets)
+    torch.testing.assert_close(extras.log_sum_sq_probs.double(), expected[0], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(extras.mean_logits.double(), expected[1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(extras.is_top1, expected[2])
 
 
-def test_what_is_not_asked_for_is_not_there():
-    logits, targets, _ = make(3, [(0, 40)], torch.float32, False)
-    fields = ("sum_sq_exp", "sum_logits", "rival")
-    for kernels in (triton, reference):
-        for extra, field in zip(EXTRAS, fields, strict=True):
-            state = folded(kernels, logits, targets, [(0, 40)], None, LogitTransform(), entropy=False, extras=(extra,))
-            assert [name for name in fields if getattr(state, name) is not None] == [field]
-            assert sum(values is not None for values in state.finish()) == 3
-
-
-@pytest.mark.parametrize("spans", [[(0, 90)], [(0, 30), (30, 60), (60, 90)]])
-def test_a_tie_counts_for_the_earlier_id(spans):
+@pytest.mark.parametrize("chunk", [90, 30])
+def test_a_tie_counts_for_the_earlier_id(chunk, kernels):
     """As argmax: the first of several equal logits is the top one, within a tile and from tile to tile."""
     logits = torch.full((4, 90), -1.0, device=DEVICE)
     logits[:2, 20] = logits[:2, 25] = logits[2:, 10] = logits[2:, 70] = 2.0
     targets = torch.tensor([20, 25, 10, 70], device=DEVICE)
-    for kernels in (triton, reference):
-        state = folded(kernels, logits, targets, spans, None, LogitTransform(), entropy=False)
-        assert state.finish().is_top1.tolist() == [True, False, True, False]
-
-
-@pytest.mark.parametrize(("rows", "spans", "dtype", "transform", "bias", "entropy"), CASES)
-def test_grad(rows, spans, dtype, transform, bias, entropy):
-    """Each tile's gradient, in float32 and rounded to the logits' dtype."""
-    logits, targets, biases = make(rows, spans, dtype, bias)
-    statistics = folded(reference, logits, targets, spans, biases, transform, entropy=True).finish()
-    tokens = token_gradients(statistics, entropy)
-    for out_dtype in (torch.float32, torch.bfloat16):
-        for first, last in spans:
-            arguments = (logits[:, first:last], targets, first, None if biases is None else biases[first:last])
-            outs = []
-            for kernels in (triton, reference):
-                out = torch.full((rows, last - first), math.nan, device=DEVICE, dtype=out_dtype)
-                kernels.grad(*arguments, transform, tokens, out)
-                outs.append(out.float())
-            tolerance = 1e-5 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps
-            torch.testing.assert_close(*outs, rtol=tolerance, atol=1e-5)
+    found = linear_logprobs(torch.eye(4, device=DEVICE), logits.T, targets, extras=("is_top1",), chunk_vocab=chunk)
+    assert found.is_top1.tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])  # quotients that no kernel rounds
-def test_banned_ids_and_large_logits(temperature):
-    """-inf columns and logits of +-1e4, a whole tile of -inf included, in either order."""
-    transform = LogitTransform(temperature=temperature)
-    logits = torch.randn(4, 96, device=DEVICE)
-    logits[0, 10:60] = -math.inf
-    logits[1] *= 1e4
-    logits[2, :32] = -math.inf
-    logits[3, 64:] = -math.inf
-    targets = torch.tensor([3, 70, 40, 50], device=DEVICE)
-    spans = [(0, 32), (32, 64), (64, 96)]
-    states = [folded(k, logits, targets, spans, None, transform, entropy=True) for k in (triton, reference)]
-    finished = [state.finish() for state in states]
-    for name, mine, other in zip(TokenStatistics._fields, *finished, strict=True):
-        if mine is None:
-            assert other is None
-            continue
-        # A mean of logits among which there is -inf is -inf.
-        banned = torch.tensor([True, False, True, True], device=DEVICE) & (name == "sum_logits")
-        assert torch.equal(mine.isfinite(), ~banned)
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-    truth = oracles.logits_logprobs(logits.double().clamp(min=-1e6), targets, temperature=temperature)
-    torch.testing.assert_close(finished[0].logps.double(), truth[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(finished[0].entropy.double(), truth[1], rtol=1e-5, atol=1e-5)
-    tokens = token_gradients(finished[1], True)
-    outs = []
-    for kernels in (triton, reference):
-        outs.append(torch.full_like(logits, math.nan))
-        kernels.grad(logits, targets, 0, None, transform, tokens, outs[-1])
-    assert outs[0].isfinite().all()
-    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+def test_tiles_of_banned_ids_and_large_logits(temperature, kernels):
+    """Whole tiles of banned ids, the first and the last; logits of +-1e4."""
+    x = problem((4,), 8, 128, device=DEVICE, bias=True)
+    x.hidden[1] *= 1e4
+    x.bias[:32] = x.bias[50:60] = x.bias[96:] = -math.inf
+    x = x._replace(targets=torch.tensor([33, 70, 40, 90], device=DEVICE))
+    found = solve(x, transform=LogitTransform(temperature=temperature), chunk_vocab=32)
+    # To float64, a bias of -1e9 has probability 0 too, without the oracle's own 0 * inf.
+    expected = truth(x._replace(bias=x.bias.clamp(min=-1e9)), temperature=temperature)
+    assert_close(found, expected, 1e-5)
+    means = call(x, extras=("mean_logits",), chunk_vocab=32).mean_logits
+    assert means.isneginf().all()  # a mean of logits among which there is -inf
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="takes 13 GB of GPU memory")
@@ -383,10 +301,10 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
     logps, _ = oracles.logprobs(doubles[0], doubles[1], targets, bias=doubles[2] if bias else None)
     expected = torch.autograd.grad(logps, doubles, torch.where(mask, grad, 0.0).double())
     ours, tiles, again = gradients(), gradients(chunk_vocab=512), gradients()
-    for mine, tiled, same, truth in zip(ours, tiles, again, expected, strict=True):
-        error = ((mine.double() - truth).norm() / truth.norm()).item()
-        assert error <= 3e-3
-        assert error <= 1.1 * ((tiled.double() - truth).norm() / truth.norm()).item()
+    for mine, tiled, same, exact in zip(ours, tiles, again, expected, strict=True):
+        error = oracles.norm_error(mine, exact)
+        assert error <= 3e-3 * exact.norm()
+        assert error <= 1.1 * oracles.norm_error(tiled, exact)
         assert torch.equal(mine, same)
 
 
