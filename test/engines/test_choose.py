@@ -219,6 +219,13 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (AUTO_TOLERANCE | {"chunk_vocab": 8192}, "two passes", False, EXACT),
         (AUTO_TOLERANCE | ONE, "one pass", True, "summed in bfloat16"),
         (AUTO_TOLERANCE | AUTO | {"rank": 8}, "two passes", False, "one pass: needs a head without low_rank terms"),
+        ({"tokens": 511}, "two passes", False, "no epilogue, which needs 512 tokens or more, got 511"),
+        ({"rank": 8}, "two passes", False, "no epilogue, which needs a head without low_rank terms"),
+        ({"hidden_size": 4100}, "two passes", False, "which needs a hidden size that is a multiple of 8, got 4100"),
+        ({"aligned": False}, "two passes", False, "which needs rows of the weight that start at multiples of 16 bytes"),
+        (CAST | {"aligned": False}, "two passes", True, "products read a copy of the weight"),  # whose rows are aligned
+        (ONE | {"aligned": False}, "one pass", False, "which needs rows of the weight that start at multiples of 16"),
+        (ONE | {"chunk_tokens": 256}, "one pass", False, "no epilogue, which needs chunks of 512 tokens or more"),
     ],
 )
 def test_the_rule(options, path, epilogue, why, monkeypatch):
@@ -227,6 +234,7 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
     plan = plan_linear_logprobs(**shape | options)
     assert (plan.path, plan.epilogue) == (path, epilogue)
     assert why in plan.reason
+    assert ("no epilogue, which needs" in plan.reason) == (not epilogue and options.get("device") != "cpu")
     assert plan.extra_bytes <= 4 << 30
     assert plan.path in str(plan)
     assert plan.reason in str(plan)

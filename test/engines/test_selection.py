@@ -18,8 +18,8 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("shape", [(0,), (64,), (65,), (300,), (5, 30), (5, 1), (0, 30)], ids=str)
-@pytest.mark.parametrize("masked", [None, torch.bool, torch.int64])
+@pytest.mark.parametrize("shape", [(0,), (64,), (300,), (5, 30), (5, 1), (0, 30)], ids=str)
+@pytest.mark.parametrize("masked", [None, torch.int64])
 @pytest.mark.parametrize(("dtype", "per_sequence"), [(None, False), (torch.bool, False), (torch.bfloat16, True)])
 def test_only_wanted_tokens_are_listed_and_all_that_count_are_looked_at(kernels, shape, masked, dtype, per_sequence):
     """`dtype` is of the column that says which are wanted, None for all of them."""

@@ -1,15 +1,27 @@
 """The other files' calls with Triton's kernels, in its interpreter where there is no GPU."""
 
+from dataclasses import replace
+
 import pytest
 import test_fuzz_head as heads
 import test_fuzz_losses as losses
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 import oracle
-from cases import LogitsCase, PolicyCase, fused_cases, fuzz, given_logits_cases, head_cases, logits_cases, several_cases
-from head_calls import run_triton
+from cases import (
+    HeadCase,
+    LogitsCase,
+    PolicyCase,
+    fused_cases,
+    fuzz,
+    given_logits_cases,
+    head_cases,
+    logits_cases,
+    several_cases,
+)
+from head_calls import in_short_pieces, run_triton
+from liger_rl.kernels import epilogue
 from liger_rl.losses import fused
 
 
@@ -19,7 +31,7 @@ def is_for_the_interpreter(case) -> bool:
     if isinstance(case, PolicyCase):
         of_head = case.logits if case.head is None else case.head
     tokens, columns = of_head.options.get("chunk_tokens"), of_head.options.get("chunk_vocab")
-    small = of_head.targets.numel() <= 24 and (tokens is None or tokens >= 7) and (columns is None or columns >= 64)
+    small = of_head.targets.numel() <= 12 and (tokens is None or tokens >= 7) and (columns is None or columns >= 64)
     dtype = of_head.logits.dtype if isinstance(of_head, LogitsCase) else of_head.compute
     return small and dtype != torch.bfloat16
 
@@ -32,16 +44,44 @@ def check_of(case):
     return heads.test_linear_logprobs if case.ids is None else heads.test_several_targets
 
 
-KINDS = {"head": head_cases, "several": several_cases, "logits": logits_cases, "loss": fused_cases}
-KINDS["loss of logits"] = given_logits_cases
+def in_float16(case: HeadCase) -> HeadCase:
+    """One whose products have an epilogue: 16-bit matrices with rows of whole 16 bytes, and no tile named."""
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x.contiguous(), (0, -x.shape[-1] % 8))
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return x if x.dtype == torch.float32 else x.half()
+
+    terms = [term | {"a": padded(half(term["a"])), "b": half(term["b"])} for term in case.low_rank]
+    for term in terms:
+        term["hidden"] = None if term["hidden"] is None else padded(term["hidden"]).half()
+    options = {name: value for name, value in case.options.items() if "chunk" not in name}
+    return replace(
+        case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(), low_rank=terms, support=None,
+        bias=None if case.bias is None else half(case.bias), autocast=None, compute_dtype=None, options=options,
+    )  # fmt: skip
+
+
+LISTED = head_cases().filter(lambda case: case.support is not None)
+KINDS = {"head": head_cases(), "listed ids": LISTED, "several targets": several_cases(), "logits": logits_cases()}
+KINDS |= {"loss": fused_cases(), "loss of logits": given_logits_cases()}
+EPILOGUE = {"products with an epilogue": head_cases().map(in_float16), "several": several_cases().map(in_float16)}
+KINDS |= EPILOGUE
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
-@fuzz(0.2)
-@given(case=st.one_of(*(cases() for cases in KINDS.values())).filter(is_for_the_interpreter))
-def test_kernels_in_triton(case) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_in_triton(kind) -> None:
+    @fuzz(0.04)
+    @given(case=KINDS[kind].filter(is_for_the_interpreter))
+    def check(case) -> None:
+        check_of(case).hypothesis.inner_test(case)
+
     with pytest.MonkeyPatch.context() as patch:
-        run_triton(patch)
+        run_triton(patch, epilogue=kind in EPILOGUE)
+        patch.setattr(epilogue, "STATISTICS_BYTES", 1)  # more than one chunk of statistics
+        in_short_pieces(patch)
         patch.setattr(oracle, "TRITON", True)
         patch.setattr(fused, "DEVICES", ("cpu",))
-        check_of(case).hypothesis.inner_test(case)
+        check()

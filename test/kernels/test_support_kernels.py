@@ -1,11 +1,8 @@
 """Kernels of listed ids: Triton's against those in PyTorch, which `test/engines/test_support.py` holds to float64."""
 
-import math
-
 import pytest
 import torch
 
-import oracles
 from liger_rl import LogitTransform
 from liger_rl.engines.sparse import slots as slots_torch
 from liger_rl.engines.sparse import slots_triton
@@ -24,18 +21,15 @@ def csr(sizes: list[int], dtype: torch.dtype, pool: int) -> tuple[torch.Tensor, 
     return ids.to(DEVICE), offsets.to(DEVICE)
 
 
-def slots_of(
-    kernels, *, keep_single=True, distinct=False, first=0, rows=V, dtype=torch.int64, mask=None, wanted=None
-) -> listed.Slots:
+def slots_of(kernels, *, keep_single=True, distinct=False, first=0, rows=V, dtype=torch.int64) -> listed.Slots:
     generator = torch.get_rng_state()
     torch.manual_seed(3)
     ids, offsets = csr([3, 0, 100, 1, 1, 33, 70, 2, 32], dtype, 60)
     targets = torch.tensor([4, 5, 6, int(ids[103]), 0, -100, int(ids[140]), 300, 8], device=DEVICE)
-    mask = torch.tensor([True] * 8 + [False] if mask is None else mask, device=DEVICE)
-    wanted = None if wanted is None else torch.tensor(wanted, device=DEVICE)
+    mask = torch.tensor([True] * 8 + [False], device=DEVICE)
     torch.set_rng_state(generator)
     given = {"part": listed.Rows(rows, first, V), "keep_single": keep_single, "distinct": distinct}
-    return kernels.make_slots(ids, offsets, targets, mask, wanted, **given)
+    return kernels.make_slots(ids, offsets, targets, mask, None, **given)
 
 
 @pytest.mark.parametrize(("keep_single", "distinct"), [(False, False), (True, False), (False, True)])
@@ -57,22 +51,6 @@ def test_slots(keep_single, distinct, first, rows, dtype, monkeypatch):
             assert torch.equal(found, values), name
     kinds = [listed.SEVERAL, listed.FULL, listed.SEVERAL, listed.SINGLE]
     assert mine.kinds.tolist() == [*kinds, listed.SEVERAL, 0, listed.SEVERAL, 0, 0]
-
-
-@pytest.mark.parametrize("wanted", [None, [0.5, 0.0, math.nan], [1, 0, 1, 0, 1, 1, 1, 1, 1]])
-def test_which_tokens_count_and_what_is_wrong(wanted):
-    """A mask with other values than 0 and 1, targets outside the vocabulary, a column of sequences or of tokens."""
-    for mask in ([1.0] * 6 + [2.0, 1.0, 0.0], [0] * 8 + [3]):
-        mine, theirs = (slots_of(kernels, mask=mask, wanted=wanted) for kernels in (slots_triton, slots_torch))
-        for name in ("ids", "kinds", "missing", "numbers"):
-            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
-        counts = torch.tensor(mask, dtype=torch.bool) & (torch.arange(9) != 5) & (torch.arange(9) != 7)
-        if wanted is not None:
-            counts &= torch.tensor(wanted).bool().repeat_interleave(9 // len(wanted))
-        assert torch.equal(mine.kinds.cpu() != listed.IGNORED, counts)
-        assert mine.numbers[listed.BAD_MASKS] == 1
-        assert mine.numbers[listed.BAD_TARGETS] == bool(mask[7])  # wanted or not
-        assert mine.numbers[listed.LONG_ROWS] == 0
 
 
 def test_long_rows_are_counted():
@@ -125,30 +103,6 @@ def test_logits_fold_and_gradients(transform, shape):
         alone, nothing = slots_triton.slot_gradients(*given)
         assert torch.equal(alone, mine)
         assert nothing is None
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS[1:])
-def test_temperatures_of_tokens(transform):
-    """The kernels of plain PyTorch beside float64; no caller above them has such temperatures."""
-    slots = slots_of(slots_torch)
-    n, wanted, token = slots.kinds.numel(), slots.ids < V, slots.tokens.long()
-    hidden, weight, bias = torch.randn(n, H, device=DEVICE), torch.randn(V, H, device=DEVICE), torch.randn(V).to(DEVICE)
-    temperatures = (0.5 + torch.rand(n)).to(DEVICE)
-    z = listed.dots(listed.Factors(hidden, weight, bias), slots, transform, temperatures)
-    x = oracles.linear_logits(hidden, weight, bias)[token, slots.ids.clamp(max=V - 1).long()].requires_grad_()
-    capped = oracles.transformed(x, softcap=transform.softcap, scale=transform.scale) / temperatures.double()[token]
-    torch.testing.assert_close(z[wanted].double(), capped[wanted], rtol=1e-5, atol=1e-5)
-    targets = slots.ids[slots.starts[:-1]].long()
-    statistics, _ = slots_torch.statistics(z, slots, targets, entropy=True, extras=())
-    g, e = torch.randn(2, n, device=DEVICE)
-    found, _ = slots_torch.slot_gradients(z, slots, statistics, (g, e), transform, temperatures)
-    total = 0.0
-    for t in (slots.kinds == listed.SEVERAL).nonzero().flatten().tolist():
-        own = slice(int(slots.starts[t]), int(slots.starts[t + 1]))
-        log_p = capped[own][wanted[own]].log_softmax(0)
-        total = total + g[t] * log_p[0] - e[t] * (log_p.exp() * log_p).sum()
-    (expected,) = torch.autograd.grad(total, x)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(4, 2048, 4, 16, 1), (2, 16, 2, 8, 4), (4, 32, 1, 1, 4)])
