@@ -32,8 +32,9 @@ def is_for_the_interpreter(case) -> bool:
         of_head = case.logits if case.head is None else case.head
     tokens, columns = of_head.options.get("chunk_tokens"), of_head.options.get("chunk_vocab")
     small = of_head.targets.numel() <= 12 and (tokens is None or tokens >= 7) and (columns is None or columns >= 64)
-    dtype = of_head.logits.dtype if isinstance(of_head, LogitsCase) else of_head.compute
-    return small and dtype != torch.bfloat16
+    if isinstance(of_head, LogitsCase):  # no kernel takes a single column that has no stride
+        return small and of_head.logits.dtype != torch.bfloat16 and of_head.logits.shape[-1] > 1
+    return small and of_head.compute != torch.bfloat16
 
 
 def check_of(case):
@@ -60,6 +61,7 @@ def in_float16(case: HeadCase) -> HeadCase:
     return replace(
         case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(), low_rank=terms, support=None,
         bias=None if case.bias is None else half(case.bias), autocast=None, compute_dtype=None, options=options,
+        weight_grad=None if case.weight_grad is None else padded(case.weight_grad),
     )  # fmt: skip
 
 
@@ -73,7 +75,7 @@ KINDS |= EPILOGUE
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_in_triton(kind) -> None:
-    @fuzz(0.04)
+    @fuzz(0.03)
     @given(case=KINDS[kind].filter(is_for_the_interpreter))
     def check(case) -> None:
         check_of(case).hypothesis.inner_test(case)
