@@ -353,13 +353,13 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
 
 
 def in_short_pieces(monkeypatch) -> None:
-    """Segments, rows of ids and masks in pieces that are short enough for a test to have several."""
+    """Segments, rows of ids, columns and masks in pieces that are short enough for a test to have several."""
     from liger_rl.engines.sparse import slots_triton
     from liger_rl.kernels import segments_triton, selection_triton
 
     for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
-        short = getattr(segments_triton, name)._replace(piece=8)
+        short = getattr(segments_triton, name)._replace(piece=8, columns=16)
         for module in (segments_triton, slots_triton):
             monkeypatch.setattr(module, name, short, raising=module is segments_triton)
     for module, name in ((slots_triton, "ROW_BLOCK"), (slots_triton, "SLOT_BLOCK"), (selection_triton, "BLOCK")):
-        monkeypatch.setattr(module, name, 16)
+        monkeypatch.setattr(module, name, 8)

@@ -316,11 +316,6 @@ BAD = [
     ({"vocab": 132}, ValueError, "vocab must be at most the 131"),
     ({"vocab": 0}, ValueError, "vocab must be at least 1"),
     ({"grad_tolerance": 1.0}, ValueError, "grad_tolerance must be in"),
-    (
-        {"token_weights": torch.zeros(3, 7), "grad_tolerance": 0.1},
-        ValueError,
-        "grad_tolerance must be 0.0 with token_w",
-    ),
     ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
     ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
@@ -342,8 +337,6 @@ BAD = [
     ({"mask": torch.zeros(7)}, ValueError, "mask must be"),
     ({"token_weights": torch.zeros(7)}, ValueError, "token_weights must be"),
     ({"token_weights": torch.zeros(3, 7, requires_grad=True)}, ValueError, "token_weights must require no gradient"),
-    ({"token_weights": torch.zeros(3, 7), "fixed_shape": True}, ValueError, "fixed_shape must be False with token_w"),
-    ({"token_weights": torch.zeros(3, 7), "chunk_vocab": 64}, ValueError, "chunk_vocab must be None with token_w"),
 ]
 
 

@@ -66,11 +66,3 @@ def test_host_reads_at_the_size_of_a_training_step(tolerance):
         total.backward()
     assert len(forward.names) == 1
     assert len(backward.names) == 1
-
-
-def test_options_that_need_the_host_are_refused():
-    x = batch()
-    with pytest.raises(ValueError, match=r"grad_tolerance must be 0\.0 with fixed_shape.*got 0\.01"):
-        linear_logprobs(x.hidden, x.weight, x.targets, grad_tolerance=0.01, fixed_shape=True)
-    with pytest.raises(ValueError, match=r"grad_tolerance must be 0\.0 with fixed_shape"):
-        FusedLinearGRPOLoss(grad_tolerance=0.01, fixed_shape=True)

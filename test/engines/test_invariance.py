@@ -77,16 +77,3 @@ def test_a_loss_takes_it():
     loss = FusedLinearGRPOLoss("grpo", batch_invariant=True)
     reference = loss.reference_logps(inputs.hidden, inputs.weight, inputs.targets, bias=inputs.bias)
     assert torch.equal(reference[5:6], invariant(inputs, slice(5, 6)).logps)
-
-
-def test_what_it_refuses():
-    inputs = batch()
-    for name in ("chunk_tokens", "chunk_vocab"):
-        with pytest.raises(ValueError, match=f"{name} must be None with batch_invariant"):
-            invariant(inputs, **{name: 64})
-        with pytest.raises(ValueError, match=f"{name} must be None with batch_invariant"):
-            FusedLinearGRPOLoss(batch_invariant=True, **{name: 64})
-    with pytest.raises(ValueError, match=r"grad_tolerance must be 0\.0 with batch_invariant, got 0\.1"):
-        invariant(inputs, grad_tolerance=0.1)
-    with pytest.raises(ValueError, match="batch_invariant must be False with low_rank"):
-        invariant(batch(rank=2))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import oracles
-from head_calls import Products, eager, problem, solve, truth
-from liger_rl import LogitTransform, linear_logprobs
+from head_calls import CALLS, Products, batch, eager, problem, solve, truth
+from liger_rl import HeadOptions, LogitTransform, linear_logprobs
 
 TRANSFORMS = [{}, {"temperature": 1.6, "softcap": 2.0, "scale": 1.7}]
 
@@ -125,3 +125,36 @@ BAD_VALUES = [(ValueError, value) for value in (0.0, -1.0, math.nan, math.inf, 1
 def test_transform_values(option, error, value):
     with pytest.raises(error, match=option):
         LogitTransform(**{option: value})
+
+
+CHANGED = {
+    "chunk_tokens": 64, "chunk_vocab": 64, "grad_tolerance": 0.1, "batch_invariant": True, "fixed_shape": True,
+    "lse": True, "topk": 3,
+}  # fmt: skip
+# Feature in the message, call of the table, its options, options that do not go with them.
+NOT_TOGETHER = [
+    ("with batch_invariant", "dense", {"batch_invariant": True}, ("chunk_tokens", "chunk_vocab", "grad_tolerance")),
+    ("with fixed_shape", "dense", {"fixed_shape": True}, ("grad_tolerance",)),
+    ("with lse", "dense", {"lse": True}, ("grad_tolerance",)),
+    ("with topk", "dense", {"topk": 3}, ("grad_tolerance",)),
+    ("with low_rank", "low rank", {}, ("batch_invariant",)),
+    ("with weight_grad", "dense", {"weight_grad": torch.zeros(129, 16)}, ("grad_tolerance",)),
+    ("with a support", "support", {}, ("lse", "topk", "grad_tolerance", "batch_invariant")),
+    ("with several targets", "several targets", {"lse": False}, ("grad_tolerance",)),
+    ("with several targets", "a teacher's lists", {}, ("grad_tolerance",)),
+    ("with token_weights", "JSD in one pass", {}, ("fixed_shape", "grad_tolerance", "chunk_vocab")),
+]
+
+
+@pytest.mark.parametrize(
+    ("feature", "name", "options", "option"), [(*row[:3], option) for row in NOT_TOGETHER for option in row[3]]
+)
+def test_options_that_do_not_go_together(feature, name, options, option):
+    x, changed = batch(), options | {option: CHANGED[option]}
+    message = rf"{option} must be (None|False|0\.0) {feature}"
+    with Products() as products, pytest.raises(ValueError, match=message):
+        CALLS[name].function(x.leaves(CALLS[name].inputs), **changed)
+    assert products.flops == 0
+    if feature.removeprefix("with ") in options and "weight_grad" not in options:
+        with pytest.raises(ValueError, match=message):
+            HeadOptions(**changed)

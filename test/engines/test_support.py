@@ -389,8 +389,6 @@ def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grad_tolerance": 0.1}, r"grad_tolerance must be 0\.0 with a support, got 0\.1"),
-        ({"batch_invariant": True}, "batch_invariant must be False with a support"),
         ({"fixed_shape": True}, "support must be made with may_be_empty=False for fixed_shape"),
         ({"passes": "one"}, r'passes="one" needs support = None'),
         ({"support": [[1]]}, "support must be a Support or None, got list"),

@@ -47,16 +47,6 @@ def kernel(monkeypatch):
         monkeypatch.setattr(fused, "DEVICES", ("cpu",))
 
 
-def test_packed_is_padded(device, kernel):
-    logits, ids, columns = problem(device=device)
-    padded, padded_grad = solve(logits, ids, columns)
-    packed_columns = {k: v.flatten() for k, v in columns.items() if k != "advantages"}
-    packed_columns["advantages"] = columns["advantages"][:, None].expand(B, T).flatten()
-    packed, packed_grad = solve(logits[:, :-1].reshape(B * T, V), ids.flatten(), packed_columns)
-    assert all(torch.equal(mine.flatten(), theirs) for mine, theirs in zip(padded, packed, strict=True))
-    assert torch.equal(padded_grad[:, :-1].flatten(), packed_grad.flatten())
-
-
 def test_clip_indicators(device, kernel):
     logits, ids, columns = problem(device=device)
     found = {

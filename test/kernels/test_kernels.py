@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import oracles
-from devices import TRUNCATES
 from head_calls import assert_close, call, problem, run_triton, solve, truth
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
 from liger_rl.kernels import for_device, gemm, reference
@@ -207,26 +206,6 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
         assert error <= 3e-3 * exact.norm()
         assert error <= 1.1 * oracles.norm_error(tiled, exact)
         assert torch.equal(mine, same)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (reference.ROWS + 3, 9), (2, 5000)])
-@pytest.mark.parametrize("kernels", [reference, compiled], ids=["eager", "triton"])
-def test_rows_are_scattered(kernels, rows, size, dtype):
-    """Each where its index says, rounded as PyTorch rounds, and nothing else is written."""
-    if kernels is compiled and rows > reference.ROWS and DEVICE.type == "cpu":
-        pytest.skip("too large for Triton's interpreter")
-    if kernels is compiled and dtype == torch.bfloat16 and DEVICE.type == "cpu":
-        pytest.skip(TRUNCATES)
-    values = torch.randn(rows, size + 3, device=DEVICE)[:, :size]
-    index = torch.randperm(2 * rows)[:rows].to(DEVICE)
-    out = torch.full((2 * rows, size), 7.0, device=DEVICE, dtype=dtype)
-    expected = out.clone()
-    expected[index] = values.to(dtype)
-    kernels.scatter_rows(values, index, out)
-    assert torch.equal(out, expected)
-    kernels.scatter_rows(values[:0], index[:0], out)
-    assert torch.equal(out, expected)
 
 
 def test_every_device_has_its_kernels():

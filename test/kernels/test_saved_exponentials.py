@@ -10,7 +10,7 @@ from devices import TRUNCATES, skip_where_misread
 from liger_rl import LogitTransform
 from liger_rl.kernels import compiled, gemm, reference
 from liger_rl.kernels.reference import Kept, grad_at_targets
-from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients
+from liger_rl.kernels.statistics import Fold, TokenGradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALL = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)
@@ -61,29 +61,6 @@ def truth_of(logits, targets, bias, transform, tokens):
 
 def relative(found, expected) -> float:
     return (torch.linalg.norm(found.double() - expected.double()) / torch.linalg.norm(expected.double())).item()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "vocab", "tile_vocab", "columns", "transform", "bias", "entropy"), CASES)
-def test_triton_as_eager(tokens, vocab, tile_vocab, columns, transform, bias, entropy, dtype):
-    logits, targets, biases = make(tokens, vocab, bias)
-    mine, other = (fill(k, logits, biases, transform, dtype, tile_vocab, columns) for k in (compiled, reference))
-    assert other.values.dtype == (torch.float32 if dtype == torch.float32 else torch.float16)
-    tolerance = torch.finfo(other.values.dtype).eps
-    torch.testing.assert_close(mine.values, other.values, rtol=tolerance, atol=1e-6 * KEPT_ONE)
-    torch.testing.assert_close(mine.peaks, other.peaks, rtol=1e-6, atol=1e-6)
-    tokens_gradients, at_target = token_gradients(logits, targets, biases, transform, entropy)
-    picked = torch.arange(tokens - 1, -1, -2, device=DEVICE)
-    for rows in (None, picked):
-        some = tokens_gradients if rows is None else tokens_gradients.take(rows)
-        row_targets, at = (values if rows is None else values[rows] for values in (targets, at_target))
-        for first in range(0, vocab, columns):
-            outs = []
-            for kernels in (compiled, reference):
-                out = torch.full((row_targets.numel(), min(columns, vocab - first)), math.nan, device=DEVICE)
-                kernels.grad_kept(other, rows, first, row_targets, transform, some, at, out)
-                outs.append(out)
-            torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-6)
 
 
 TRUNCATED = pytest.mark.skipif(DEVICE.type == "cpu", reason=TRUNCATES)

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from liger_rl import LogitTransform
 from liger_rl.engines.sparse import slots as slots_torch
 from liger_rl.engines.sparse import slots_triton
 from liger_rl.kernels import segments as listed
 from liger_rl.kernels import segments_triton
-from liger_rl.kernels.statistics import EXTRAS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 V, H = 90, 70
@@ -59,50 +57,6 @@ def test_long_rows_are_counted():
         given = {"part": listed.Rows(V, 0, V), "keep_single": False, "distinct": False}
         slots = kernels.make_slots(ids, offsets, torch.zeros(3, dtype=torch.int64, device=DEVICE), None, **given)
         assert slots.numbers[listed.LONG_ROWS] == 1
-
-
-TRANSFORMS = [LogitTransform(temperature=0.6), LogitTransform(softcap=3.0, scale=1.4)]
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("shape", [(4, 2048, 32), (2, 16, 4), (8, 32, 7)])
-def test_logits_fold_and_gradients(transform, shape):
-    """Any shape of a program: several steps over the columns, rows in pieces."""
-    slots = slots_of(slots_torch)
-    n = slots.kinds.numel()
-    hidden, weight = torch.randn(n, H).to(DEVICE, torch.bfloat16), torch.randn(V, H).to(DEVICE) / 4
-    factors = listed.Factors(hidden[:, :-3], weight[:, :-3], torch.randn(V).to(DEVICE))
-    temperatures = None if transform.temperature != 1.0 else (0.5 + torch.rand(n)).to(DEVICE)
-    launch = segments_triton.Launch(*shape[:2], 4, shape[2])
-    z = listed.dots(factors, slots, transform, temperatures)
-    found = segments_triton.dots(factors, slots, transform, temperatures, launch)
-    there = slots.ids < V
-    torch.testing.assert_close(found[there], z[there], rtol=1e-5, atol=1e-5)
-    targets = slots.ids[slots.starts[:-1]].long()
-    for entropy, extras in ((True, EXTRAS), (False, ())):
-        given = {"entropy": entropy, "extras": extras}
-        for name in ("fold", "statistics"):
-            (mine, sizes), (theirs, counts) = (
-                getattr(kernels, name)(z, slots, targets, **given) for kernels in (slots_triton, slots_torch)
-            )
-            for part, truth in zip((*mine, sizes), (*theirs, counts), strict=True):
-                assert (part is None) == (truth is None)
-                if truth is not None:
-                    torch.testing.assert_close(part, truth, rtol=1e-5, atol=1e-5)
-        g, e = torch.randn(2, n, device=DEVICE)
-        given = (z, slots, theirs, (g, e if entropy else None), transform, temperatures)
-        by_id = torch.sort(slots.ids, stable=True)
-        (mine, pairs), (truth, others) = (
-            kernels.slot_gradients(*given, by_id) for kernels in (slots_triton, slots_torch)
-        )
-        torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
-        assert (mine[~there] == 0).all()
-        assert torch.equal(pairs.coefficients, mine[by_id.indices])
-        assert torch.equal(pairs.tokens, others.tokens)
-        assert torch.equal(pairs.segments.starts, others.segments.starts)
-        alone, nothing = slots_triton.slot_gradients(*given)
-        assert torch.equal(alone, mine)
-        assert nothing is None
 
 
 @pytest.mark.parametrize("shape", [(4, 2048, 4, 16, 1), (2, 16, 2, 8, 4), (4, 32, 1, 1, 4)])
