@@ -5,7 +5,6 @@ import torch
 
 from devices import skip_without_interpreter
 from head_calls import call, functional, problem, run_triton, solve
-from liger_rl import linear_logprobs
 from liger_rl.engines.interface import Head
 from oracles import norm_error
 
@@ -108,21 +107,3 @@ def test_one_copy_in_each_direction_and_none_beside_tiles(folds, device, monkeyp
         functional(call(inputs, compute_dtype=LOW, grad_tolerance=0.0, **options).logps).backward()
         assert len(copied) == copies
     assert len(folds) == 1
-
-
-def test_several_targets_and_masked_tokens(folds, device):
-    options = {"compute_dtype": LOW}
-    inputs = mixed((20,), 64, 300, device=device, low=LOW).leaves()
-    ids, mask = torch.randint(300, (20, 3), device=device), torch.arange(20, device=device) % 4 != 1
-    exact = inputs.hidden.double() @ inputs.weight.double().T
-    found = linear_logprobs(inputs.hidden, inputs.weight, ids, mask=mask, lse=True, **options)
-    assert len(folds) == 1
-    apart = 4 * torch.finfo(BF16).eps
-    logps = exact.log_softmax(-1).gather(1, ids) * mask[:, None]
-    torch.testing.assert_close(found.logps.double(), logps, rtol=0, atol=apart)
-    torch.testing.assert_close(found.lse.double(), exact.logsumexp(-1) * mask, rtol=0, atol=apart)
-    found.logps.sum().backward()
-    (expected,) = torch.autograd.grad(logps.sum(), inputs.weight)
-    assert norm_error(inputs.weight.grad, expected) < 4 * torch.finfo(BF16).eps * expected.norm()
-    largest = linear_logprobs(inputs.hidden, inputs.weight, ids, topk=4, **options)  # in tiles
-    torch.testing.assert_close(largest.topk_logps.double(), exact.log_softmax(-1).topk(4).values, rtol=0, atol=apart)
