@@ -155,11 +155,12 @@ def test_oracle(kind, transforms, options, kernels, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("apart", "rtol", "atol"), [(1e-2, 0.0, 3e-7), (100.0, 2e-5, 3e-7)], ids=["near", "far"])
-def test_nearly_equal_and_distant_heads(kind, apart, rtol, atol, kernels):
+def test_nearly_equal_and_distant_heads(kind, apart, rtol, atol, kernels, device):
     """Divergences of about 1e-5 nats of logits around 10, which are a difference of large numbers in one formula."""
     logits = 10 + 2 * torch.randn(5, 1300)
     teacher = logits + apart * torch.randn(5, 1300)
-    hidden, targets, mask = torch.eye(5), torch.zeros(5, dtype=torch.long), torch.ones(5, dtype=torch.bool)
+    targets, mask = torch.zeros(5, dtype=torch.long, device=device), torch.ones(5, dtype=torch.bool, device=device)
+    hidden, logits, teacher = (part.to(device) for part in (torch.eye(5), logits, teacher))
     x = Problem(hidden, logits.T, None, None, None, hidden, teacher.T, None, targets, mask)
     found = linear_divergence(*x[:2], x.teacher_hidden, x.teacher_weight, **KINDS[kind]).divergence
     truth = exact(x, **KINDS[kind])[0].divergence
