@@ -75,7 +75,7 @@ KINDS |= EPILOGUE
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_in_triton(kind) -> None:
-    @fuzz(0.03)
+    @fuzz(0.02)
     @given(case=KINDS[kind].filter(is_for_the_interpreter))
     def check(case) -> None:
         check_of(case).hypothesis.inner_test(case)
