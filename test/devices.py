@@ -14,12 +14,6 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def without_negative_zeros_where_misread(values: torch.Tensor) -> torch.Tensor:
-    """Triton 3.9's interpreter compares the bits of bfloat16 numbers, by which -0.0 is not 0. Its compiler does not."""
-    misread = values.dtype == torch.bfloat16 and triton_version() >= (3, 9) and not torch.cuda.is_available()
-    return torch.where(values == 0, 0, values) if misread else values
-
-
 def skip_where_misread(columns: int) -> None:
     """Skip where a descriptor of rows of so many two-byte numbers is one that Triton's interpreter wrongly refuses."""
     before_fix = triton_version() < (3, 6)

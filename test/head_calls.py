@@ -1,7 +1,7 @@
 """A head, calls of it, and what their products cost: what the tests of the head and of its losses share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -106,11 +106,13 @@ def solve(inputs: Problem, *, frozen=(), **options) -> Result:
     return finish(call(leaves, **{"entropy": True, **options}), leaves)
 
 
-def truth(inputs: Problem, **transform) -> Result:
+def truth(inputs: Problem, mask: Tensor | None = None, *, entropy: bool = True, **transform) -> Result:
     """The full logits, of the merged weight, in float64."""
     leaves = inputs.to(torch.float64).leaves()
     weight = leaves.weight if leaves.a is None else leaves.weight + SCALING * leaves.b @ leaves.a
-    return finish(oracles.logprobs(leaves.hidden, weight, leaves.targets, leaves.bias, **transform), leaves)
+    values = oracles.logprobs(leaves.hidden, weight, leaves.targets, leaves.bias, **transform)
+    logps, entropies = values if mask is None else (torch.where(mask, part, 0.0) for part in values)
+    return finish((logps, entropies if entropy else None), leaves)
 
 
 def eager(inputs: Problem, **transform) -> Result:
@@ -123,17 +125,27 @@ def eager(inputs: Problem, **transform) -> Result:
     return finish(oracles.logits_logprobs(logits.float(), leaves.targets, **transform), leaves)
 
 
-def assert_same(found: Result, expected: Result) -> None:
-    """Bit for bit."""
-    for mine, other in zip(tree_leaves(tuple(found)), tree_leaves(tuple(expected)), strict=True):
-        assert (mine is None and other is None) or torch.equal(mine, other)
+def assert_same(found, expected) -> None:
+    """Results and gradients, however nested: bit for bit."""
+    for mine, other in pairs(found, expected):
+        assert torch.equal(mine, other)
 
 
-def assert_close(found: Result, expected: Result, tolerance: float = 1e-5) -> None:
-    for mine, other in zip(tree_leaves(tuple(found)), tree_leaves(tuple(expected)), strict=True):
+def assert_close(found, expected, tolerance: float = 1e-5) -> None:
+    """Values, and as the last part gradients, each within a tolerance of its largest number, or of 1."""
+    for mine, other in pairs(found[:-1], expected[:-1]):
+        torch.testing.assert_close(mine.double(), other.double(), rtol=tolerance, atol=tolerance)
+    for mine, other in pairs(found[-1:], expected[-1:]):
+        bound = tolerance * max(1.0, other.abs().max().item() if other.numel() else 0.0)
+        torch.testing.assert_close(mine.double(), other.double(), rtol=tolerance, atol=bound)
+
+
+def pairs(found, expected) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tensors in the same places; None stands beside None."""
+    for mine, other in zip(*(tree_leaves(tuple(tree)) for tree in (found, expected)), strict=True):
         assert (mine is None) == (other is None)
         if other is not None:
-            torch.testing.assert_close(mine.double(), other.double(), rtol=tolerance, atol=tolerance)
+            yield mine, other
 
 
 # --- one table of public calls, of which test_properties.py asks every property ---------------------------------------
@@ -207,18 +219,17 @@ def _logprobs(x: Batch, *, several=False, low_rank=False, temperatures=False, li
     given = {"transform": LogitTransform(temperature=x.temperature, softcap=9.0)} if temperatures else {}
     if low_rank:
         given["low_rank"] = [LowRank(a=x.a, b=x.b, scaling=SCALING)]
-    if listed is not None:
+    if listed is not None and "support" not in options:
         rows = x.ids.clone()
         if listed == "or not":
             rows[:, ::2] = -1
         given["support"] = Support.from_padded(rows, may_be_empty=listed == "or not")
     if several:
         given["lse"] = True
-    found = linear_logprobs(
-        x.hidden, x.weight, x.ids if several else x.targets, mask=x.mask, bias=x.bias, **{"entropy": True, **given},
-        **options,
-    )  # fmt: skip
-    return found.logps, found.entropy, *([found.lse] if several else [])
+    options = {"entropy": True, **given, **options}
+    found = linear_logprobs(x.hidden, x.weight, x.ids if several else x.targets, mask=x.mask, bias=x.bias, **options)
+    others = ("lse" if options.get("lse") else None, *options.get("extras", ()))
+    return found.logps, found.entropy, *(getattr(found, name) for name in others if name is not None)
 
 
 def _topk_divergence(x: Batch, **options):
@@ -322,10 +333,12 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     import pytest
 
     from liger_rl.engines.pair import run as divergence
+    from liger_rl.engines.sparse import support
     from liger_rl.kernels import devices
 
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr(devices, "compiles", lambda device: True)
+    for module in (devices, support):
+        monkeypatch.setattr(module, "compiles", lambda device: True)
     if epilogue:
         monkeypatch.setattr(divergence, "check_range", lambda *_: None)  # the interpreter has float16 alone
         monkeypatch.setattr(devices, "MIN_TOKENS", 1)
@@ -337,3 +350,16 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
         monkeypatch.setattr(devices, "applies_to", applies_to)
         monkeypatch.setattr(devices, "pairs_apply_to", lambda *given: devices.call_lacks(*given[:3], given[2]) is None)
         monkeypatch.setattr(devices, "applies", lambda x, *rest: applies_to(*x.shape, x.dtype, *rest))
+
+
+def in_short_pieces(monkeypatch) -> None:
+    """Segments, rows of ids, columns and masks in pieces that are short enough for a test to have several."""
+    from liger_rl.engines.sparse import slots_triton
+    from liger_rl.kernels import segments_triton, selection_triton
+
+    for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
+        short = getattr(segments_triton, name)._replace(piece=8, columns=16)
+        for module in (segments_triton, slots_triton):
+            monkeypatch.setattr(module, name, short, raising=module is segments_triton)
+    for module, name in ((slots_triton, "ROW_BLOCK"), (slots_triton, "SLOT_BLOCK"), (selection_triton, "BLOCK")):
+        monkeypatch.setattr(module, name, 8)

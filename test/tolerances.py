@@ -55,47 +55,48 @@ def recorded_plans(monkeypatch: pytest.MonkeyPatch) -> list:
     return plans
 
 
-def batch(kind, tokens=TOKENS, hidden_size=64, vocab=VOCAB, dtype=LOW):
-    """Leaves and the gradient of a loss: a policy that is sure of most tokens, or of none."""
-    weight = torch.randn(vocab, hidden_size) * hidden_size**-0.5
-    targets = (torch.rand(tokens) ** 4 * vocab).long()
-    hidden = torch.randn(tokens, hidden_size)
+class Heads(NamedTuple):
+    """A loss of one head's log-probabilities, or of two heads' divergence."""
+
+    leaves: list[Tensor]  # hidden, weight, bias
+    grad: Tensor  # dL/d result of each token
+    targets: Tensor | None = None
+    teacher: tuple[Tensor, Tensor] | None = None  # hidden, weight
+
+    def loss(self, leaves: list[Tensor], of_logps: Tensor | None = None, **options) -> Tensor:
+        """With an entropy, or beside a divergence log-probabilities of targets, these have gradients too."""
+        hidden, weight, bias = leaves
+        if self.teacher is None:
+            found = linear_logprobs(hidden, weight, self.targets, bias=bias, **options)
+            loss = (found.logps * self.grad).sum()
+        else:
+            found = linear_divergence(hidden, weight, *self.teacher, bias=bias, targets=self.targets, **options)
+            loss = (found.divergence * self.grad).sum()
+            if self.targets is not None:
+                loss = loss + (found.logps * (0.3 * self.grad.flip(0) if of_logps is None else of_logps)).sum()
+        return loss if found.entropy is None else loss + 0.1 * (found.entropy * self.grad.roll(1)).sum()
+
+    def trained(self, frozen: int | None = None) -> list[Tensor]:
+        return [leaf.detach().requires_grad_(place != frozen) for place, leaf in enumerate(self.leaves)]
+
+    def gradients(self, tolerance: float, frozen: int | None = None, **options) -> tuple[Tensor, ...]:
+        leaves = self.trained(frozen)
+        loss = self.loss(leaves, grad_tolerance=tolerance, **options)
+        return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
+
+
+def one_head(tokens: int = TOKENS, kind: str = "sure", dtype: torch.dtype = LOW, device=DEVICE) -> Heads:
+    """A policy that is sure of most tokens, or of none."""
+    weight = torch.randn(VOCAB, 64) * 64**-0.5
+    targets = (torch.rand(tokens) ** 4 * VOCAB).long()
+    hidden = torch.randn(tokens, 64)
     if kind == "sure":
         hidden += 30.0 * torch.rand(tokens, 1) * weight[targets]
-    leaves = [leaf.to(DEVICE, dtype).requires_grad_() for leaf in (hidden, weight, torch.randn(vocab) * 0.1)]
-    return leaves, targets.to(DEVICE), torch.randn(tokens, device=DEVICE)
+    leaves = [leaf.to(device, dtype) for leaf in (hidden, weight, torch.randn(VOCAB) * 0.1)]
+    return Heads(leaves, torch.randn(tokens).to(device), targets.to(device))
 
 
-def gradients(leaves, targets, grad, *, grad_tolerance=0.0, **kwargs):
-    hidden, weight, bias = leaves
-    found = linear_logprobs(hidden, weight, targets, bias=bias, grad_tolerance=grad_tolerance, **kwargs)
-    loss = (found.logps * grad).sum()
-    if found.entropy is not None:
-        loss = loss + 0.1 * (found.entropy * grad.roll(1)).sum()
-    return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
-
-
-def distance(found, expected):
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-class Pair(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-    teacher_hidden: Tensor
-    teacher_weight: Tensor
-    grad: Tensor  # dL/d divergence
-
-    def gradients(self, of_logps: Tensor | None = None, **options) -> tuple[Tensor, ...]:
-        """With `of_logps` (N,) targets have log-probabilities with that gradient."""
-        leaves = [part.detach().requires_grad_() for part in self[:3]]
-        found = linear_divergence(*leaves[:2], *self[3:5], bias=leaves[2], **options)
-        loss = (found.divergence * self.grad).sum()
-        return torch.autograd.grad(loss if of_logps is None else loss + (found.logps * of_logps).sum(), leaves)
-
-
-def pair(dtype=LOW, tokens=40, sizes=(48, 64), device=DEVICE) -> Pair:
+def two_heads(tokens: int = 40, sizes=(48, 64), dtype: torch.dtype = LOW, device=DEVICE) -> Heads:
     """Peaked at a few entries, most of them of the first tile; the teacher is near."""
     weight = torch.randn(PAIR_VOCAB, sizes[0]) / sizes[0] ** 0.5
     targets = (torch.rand(tokens) ** 4 * PAIR_VOCAB).long()
@@ -103,4 +104,9 @@ def pair(dtype=LOW, tokens=40, sizes=(48, 64), device=DEVICE) -> Pair:
     mixed = torch.nn.init.orthogonal_(torch.empty(sizes[1], sizes[0]))
     teacher_hidden = (hidden + 0.2 * torch.randn_like(hidden)) @ mixed.T
     parts = (hidden, weight, 0.1 * torch.randn(PAIR_VOCAB), teacher_hidden, weight @ mixed.T)
-    return Pair(*(part.to(device, dtype) for part in parts), torch.randn(tokens).to(device))
+    *leaves, teacher_hidden, teacher_weight = (part.to(device, dtype) for part in parts)
+    return Heads(leaves, torch.randn(tokens).to(device), teacher=(teacher_hidden, teacher_weight))
+
+
+def distance(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

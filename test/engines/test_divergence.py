@@ -62,7 +62,7 @@ def problem(
         (random(*shape, size), random(v, size, std=2 / math.sqrt(size)), random(v) if bias else None)
         for size, v in zip(sizes, vocab, strict=True)
     ]
-    low = (random(rank, sizes[0], std=0.3), random(vocab[0], rank)) if rank else (None, None)
+    low = (random(rank, sizes[0], std=0.3), random(vocab[0], rank, std=0.1)) if rank else (None, None)
     targets = torch.randint(min(vocab) - 11, shape, generator=generator).to(device)
     mask = torch.rand(shape, generator=generator).to(device) < 0.7
     return Problem(*heads[0], *low, *heads[1], targets, mask)
@@ -114,47 +114,58 @@ def parts(result: tuple[Divergence, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def assert_close(found, truth, tolerance=2e-5) -> None:
-    mine, other = parts(found), parts(truth)
-    for name in other:
-        torch.testing.assert_close(
-            mine[name].double(),
-            other[name].double(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
+    mine = parts(found)
+    for name, expected in parts(truth).items():
+        error = (mine[name].double() - expected.double()).abs()
+        assert (error <= tolerance * (1 + expected.abs())).all(), name
 
 
 # --- values and gradients ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["PyTorch", "Triton"])
+def kernels(request, monkeypatch):
+    """Triton's in its interpreter, on CPU."""
+    if request.param == "Triton":
+        skip_without_interpreter()
+        run_triton(monkeypatch)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("transforms", TRANSFORMS)
-@pytest.mark.parametrize("chunks", [{}, {"chunk_tokens": 4, "chunk_vocab": 50}])
-def test_oracle(kind, transforms, chunks, device):
-    x = problem(device=device)
-    own, other = (LogitTransform(**part) for part in transforms)
-    found = solve(x, transform=own, teacher_transform=other, **KINDS[kind], **chunks)
-    assert_close(found, exact(x, transform=transforms[0], teacher_transform=transforms[1], **KINDS[kind]))
-    assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0][:4])
-    assert not found[0].teacher_logps.requires_grad
-
-
-@pytest.mark.parametrize("kind", ["reverse_kl", "jsd 0.3"])
-@pytest.mark.parametrize("options", [{}, {"fixed_shape": True}, {"chunk_tokens": 6}])
-def test_triton_padded_vocabularies_and_a_low_rank_term(kind, options, monkeypatch):
-    """In the interpreter; what is padding, and what is masked, may hold anything."""
-    skip_without_interpreter()
-    run_triton(monkeypatch)
-    x = problem(vocab=(131, 140), rank=3)
-    truth = exact(x, vocab=121, **KINDS[kind])
-    for part in (x.weight[121:], x.teacher_weight[121:], x.bias[121:], x.hidden[~x.mask], x.teacher_hidden[~x.mask]):
+@pytest.mark.parametrize(
+    ("transforms", "options"),
+    zip(TRANSFORMS, ({}, {"chunk_tokens": 4, "chunk_vocab": 1060}, {"fixed_shape": True}), strict=True),
+    ids=["whole", "chunks", "fixed shape"],
+)
+def test_oracle(kind, transforms, options, kernels, device):
+    """Of more ids than a block of a kernel has; what is padding, and what is masked, may hold anything."""
+    x = problem(vocab=(1310, 1319), rank=3, device=device)
+    truth = exact(x, vocab=1300, transform=transforms[0], teacher_transform=transforms[1], **KINDS[kind])
+    for part in (x.weight[1300:], x.teacher_weight[1300:], x.bias[1300:]):
         part.fill_(77.0)
     x.hidden[~x.mask], x.teacher_hidden[~x.mask] = math.nan, math.inf
-    found = solve(x, vocab=121, **KINDS[kind], **options)
+    own, other = (LogitTransform(**part) for part in transforms)
+    found = solve(x, vocab=1300, transform=own, teacher_transform=other, **KINDS[kind], **options)
     assert_close(found, truth)
+    assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0][:4])
+    assert not found[0].teacher_logps.requires_grad
     for name in ("weight", "bias", "b"):
-        assert (found[1][name][121:] == 0).all()
+        assert (found[1][name][1300:] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("apart", "rtol", "atol"), [(1e-2, 0.0, 3e-7), (100.0, 2e-5, 3e-7)], ids=["near", "far"])
+def test_nearly_equal_and_distant_heads(kind, apart, rtol, atol, kernels, device):
+    """Divergences of about 1e-5 nats of logits around 10, which are a difference of large numbers in one formula."""
+    logits = 10 + 2 * torch.randn(5, 1300)
+    teacher = logits + apart * torch.randn(5, 1300)
+    targets, mask = torch.zeros(5, dtype=torch.long, device=device), torch.ones(5, dtype=torch.bool, device=device)
+    hidden, logits, teacher = (part.to(device) for part in (torch.eye(5), logits, teacher))
+    x = Problem(hidden, logits.T, None, None, None, hidden, teacher.T, None, targets, mask)
+    found = linear_divergence(*x[:2], x.teacher_hidden, x.teacher_weight, **KINDS[kind]).divergence
+    truth = exact(x, **KINDS[kind])[0].divergence
+    torch.testing.assert_close(found.double(), truth, rtol=rtol, atol=atol)
+    assert (truth > 1e-6).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,17 +230,6 @@ def test_bfloat16_is_no_further_from_float64_than_full_logits(kind):
     assert oracles.norm_error(found[0].divergence, truth[0].divergence) < 1e-5 * truth[0].divergence.norm()
 
 
-def test_only_what_is_asked_for_and_nothing_of_no_token():
-    x = problem()
-    found = linear_divergence(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)
-    assert [part is None for part in found] == [False, True, True, True, True]
-    none = x._replace(**{name: getattr(x, name)[:0] for name in ("hidden", "teacher_hidden", "targets", "mask")})
-    for kind in KINDS.values():
-        values, grads = solve(none, **kind)
-        assert all(part.shape == (0, 7) for part in values[:4])
-        assert all((grad == 0).all() for grad in grads.values())
-
-
 def test_equal_heads_have_no_divergence_and_no_gradient():
     x = problem(sizes=(16, 16)).leaves()
     for kind in KINDS.values():
@@ -240,12 +240,8 @@ def test_equal_heads_have_no_divergence_and_no_gradient():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("triton", [False, True])
-def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, triton, monkeypatch):
+def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, kernels):
     """Whole tiles of them included, the first one among them."""
-    if triton:
-        skip_without_interpreter()
-        run_triton(monkeypatch)
     x = problem()
     banned = torch.zeros(131, dtype=torch.bool)
     banned[:20] = banned[50:53] = banned[100:] = True
@@ -261,7 +257,7 @@ def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, triton, mon
     assert_close(found, truth)
 
 
-def test_autocast_and_dtypes_of_each_head():
+def test_dtypes_of_each_head():
     x = problem(dtype=torch.bfloat16)
     wide = x._replace(**{name: getattr(x, name).float() for name in x._fields if name.startswith("teacher")})
     truth, bounds = exact(x, kind="jsd"), {"rtol": 1e-5, "atol": 1e-5}
@@ -269,11 +265,6 @@ def test_autocast_and_dtypes_of_each_head():
         torch.testing.assert_close(
             solve(given, kind="jsd", **options)[0].divergence.double(), truth[0].divergence, **bounds
         )
-    full = wide._replace(**{name: part.float() for name, part in x.student().items()})
-    with torch.autocast("cpu", torch.bfloat16):
-        found = solve(full, kind="jsd")
-    torch.testing.assert_close(found[0].divergence.double(), truth[0].divergence, **bounds)
-    assert found[1]["weight"].dtype == torch.float32
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -326,11 +317,6 @@ BAD = [
     ({"vocab": 132}, ValueError, "vocab must be at most the 131"),
     ({"vocab": 0}, ValueError, "vocab must be at least 1"),
     ({"grad_tolerance": 1.0}, ValueError, "grad_tolerance must be in"),
-    (
-        {"token_weights": torch.zeros(3, 7), "grad_tolerance": 0.1},
-        ValueError,
-        "grad_tolerance must be 0.0 with token_w",
-    ),
     ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
     ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
@@ -352,8 +338,6 @@ BAD = [
     ({"mask": torch.zeros(7)}, ValueError, "mask must be"),
     ({"token_weights": torch.zeros(7)}, ValueError, "token_weights must be"),
     ({"token_weights": torch.zeros(3, 7, requires_grad=True)}, ValueError, "token_weights must require no gradient"),
-    ({"token_weights": torch.zeros(3, 7), "fixed_shape": True}, ValueError, "fixed_shape must be False with token_w"),
-    ({"token_weights": torch.zeros(3, 7), "chunk_vocab": 64}, ValueError, "chunk_vocab must be None with token_w"),
 ]
 
 
@@ -374,19 +358,6 @@ def test_a_teacher_that_requires_grad_is_refused(name):
         linear_divergence(**given)
     with torch.no_grad():
         assert linear_divergence(**given).divergence.shape == (3, 7)
-
-
-def test_no_graph_of_torch_compile_holds_it():
-    """A graph that need not be whole is broken around it."""
-    x = problem()
-    given = (x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)
-
-    def function(*given):
-        return linear_divergence(*given).divergence
-
-    with pytest.raises(Exception, match=r"linear_divergence does not run under torch\.compile"):
-        torch.compile(function, backend="eager", fullgraph=True)(*given)
-    assert torch.equal(torch.compile(function, backend="eager")(*given), function(*given))
 
 
 # --- what others compute ----------------------------------------------------------------------------------------------

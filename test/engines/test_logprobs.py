@@ -9,25 +9,13 @@ import pytest
 import torch
 
 import oracles
-from head_calls import (
-    Products,
-    call,
-    eager,
-    problem,
-    solve,
-    truth,
-)
-from liger_rl import LogitTransform, linear_logprobs
+from head_calls import CALLS, Products, batch, eager, problem, solve, truth
+from liger_rl import HeadOptions, LogitTransform, linear_logprobs
 
-LOW = [torch.bfloat16, torch.float16]
-HALF_AND_FULL = [torch.float32, *LOW]
 TRANSFORMS = [{}, {"temperature": 1.6, "softcap": 2.0, "scale": 1.7}]
 
 
-# --- values and gradients ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", HALF_AND_FULL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "all"])
 def test_values_and_gradients_within_twice_eager_error(dtype, transform, device):
     inputs = problem((4, 24), 64, 517, dtype, device, bias=True)
@@ -46,72 +34,16 @@ def test_values_and_gradients_within_twice_eager_error(dtype, transform, device)
         assert oracles.max_error(found, exact.grads[name]) <= budget, name
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_chunks_lose_no_precision_in_low_precision(dtype, device):
-    """Partial sums over tiles stay float32: many tiny tiles are as good as one."""
-    inputs = problem((64,), 32, 400, dtype, device)
-    exact, whole = truth(inputs).grads, solve(inputs, chunk_tokens=64, chunk_vocab=400).grads
-    for name, found in solve(inputs, chunk_tokens=5, chunk_vocab=7).grads.items():
-        assert oracles.max_error(found, exact[name]) <= oracles.error_budget(whole[name], exact[name], dtype)
-
-
-def test_a_flat_head(device):
-    """Entropy and log-probability are the logarithm of the vocabulary; of a tie the first word is the top one."""
-    inputs = problem((4,), vocab=1000, device=device)
-    targets = torch.tensor([0, 1, 20, 999], device=device)
-    found = linear_logprobs(
-        inputs.hidden, inputs.weight * 0.0, targets, entropy=True, extras=("is_top1",), chunk_vocab=64
-    )
-    expected = torch.full_like(found.entropy, math.log(1000))
-    torch.testing.assert_close(found.entropy, expected, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(found.logps, -expected, rtol=1e-6, atol=0.0)
-    assert found.is_top1.tolist() == [True, False, False, False]
-
-
-@pytest.mark.parametrize("magnitude", [1.0, 1e2, 1e4])
 @pytest.mark.parametrize("chunk_vocab", [None, 10])
-def test_large_logits_stay_finite_and_at_most_zero(magnitude, chunk_vocab, device):
+def test_large_logits_stay_finite_and_at_most_zero(chunk_vocab, device):
     inputs = problem((40,), device=device)
-    scaled = inputs._replace(hidden=inputs.hidden * magnitude)
+    scaled = inputs._replace(hidden=inputs.hidden * 1e4)
     best = (scaled.hidden @ scaled.weight.mT).argmax(-1)
     for targets in (inputs.targets, best):
         result = solve(scaled._replace(targets=targets), chunk_vocab=chunk_vocab)
         assert all(values.isfinite().all() for values in (result.logps, result.entropy, *result.grads.values()))
         assert (result.logps <= 0).all()
         assert (result.entropy >= 0).all()
-
-
-# --- what costs nothing -----------------------------------------------------------------------------------------------
-
-PRODUCT = 2 * 8 * 50  # of one token
-
-
-@pytest.mark.parametrize("rows", [[0, 3, 4], []], ids=["some", "none"])
-@pytest.mark.parametrize("chunk_tokens", [None, 2])
-def test_rows_without_gradient_enter_no_product(rows, chunk_tokens, device):
-    """A row is dropped only where the gradients of log-probability and entropy are both zero."""
-    inputs = problem((6,), 8, 50, bias=True, device=device)
-    leaves = inputs.leaves()
-    chosen = torch.zeros(2, 6, device=device)
-    chosen[0, rows[:2]], chosen[1, rows[2:]] = 1.5, -0.5
-    found = call(leaves, entropy=True, chunk_tokens=chunk_tokens, chunk_vocab=chunk_tokens and 13)
-    with Products() as backward:
-        (found.logps * chosen[0] + found.entropy * chosen[1]).sum().backward()
-    if device.type == "cpu":
-        assert backward.flops == 3 * len(rows) * PRODUCT
-    assert leaves.hidden.grad.abs().sum(-1).nonzero().flatten().tolist() == rows
-    wide = inputs.to(torch.float64).leaves()
-    logps, entropy = oracles.logprobs(wide.hidden, wide.weight, wide.targets, wide.bias)
-    (logps * chosen[0] + entropy * chosen[1]).sum().backward()
-    for name, expected in wide.grads().items():
-        torch.testing.assert_close(leaves.grads()[name].double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_default_tiles_hold_no_full_logits():
-    inputs = problem((2000,), 2, 6000).leaves()
-    with Products() as products:
-        call(inputs).logps.sum().backward()
-    assert products.largest() <= 2000 * 6000 / 4
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -193,3 +125,36 @@ BAD_VALUES = [(ValueError, value) for value in (0.0, -1.0, math.nan, math.inf, 1
 def test_transform_values(option, error, value):
     with pytest.raises(error, match=option):
         LogitTransform(**{option: value})
+
+
+CHANGED = {
+    "chunk_tokens": 64, "chunk_vocab": 64, "grad_tolerance": 0.1, "batch_invariant": True, "fixed_shape": True,
+    "lse": True, "topk": 3,
+}  # fmt: skip
+# Feature in the message, call of the table, its options, options that do not go with them.
+NOT_TOGETHER = [
+    ("with batch_invariant", "dense", {"batch_invariant": True}, ("chunk_tokens", "chunk_vocab", "grad_tolerance")),
+    ("with fixed_shape", "dense", {"fixed_shape": True}, ("grad_tolerance",)),
+    ("with lse", "dense", {"lse": True}, ("grad_tolerance",)),
+    ("with topk", "dense", {"topk": 3}, ("grad_tolerance",)),
+    ("with low_rank", "low rank", {}, ("batch_invariant",)),
+    ("with weight_grad", "dense", {"weight_grad": torch.zeros(129, 16)}, ("grad_tolerance",)),
+    ("with a support", "support", {}, ("lse", "topk", "grad_tolerance", "batch_invariant")),
+    ("with several targets", "several targets", {"lse": False}, ("grad_tolerance",)),
+    ("with several targets", "a teacher's lists", {}, ("grad_tolerance",)),
+    ("with token_weights", "JSD in one pass", {}, ("fixed_shape", "grad_tolerance", "chunk_vocab")),
+]
+
+
+@pytest.mark.parametrize(
+    ("feature", "name", "options", "option"), [(*row[:3], option) for row in NOT_TOGETHER for option in row[3]]
+)
+def test_options_that_do_not_go_together(feature, name, options, option):
+    x, changed = batch(), options | {option: CHANGED[option]}
+    message = rf"{option} must be (None|False|0\.0) {feature}"
+    with Products() as products, pytest.raises(ValueError, match=message):
+        CALLS[name].function(x.leaves(CALLS[name].inputs), **changed)
+    assert products.flops == 0
+    if feature.removeprefix("with ") in options and "weight_grad" not in options:
+        with pytest.raises(ValueError, match=message):
+            HeadOptions(**changed)

@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from head_calls import CALLS, Batch, Products, batch, functional
+from devices import NEEDS_GPU
+from head_calls import CALLS, Batch, Products, assert_close, assert_same, batch, functional
 from host_reads import host_reads
+from liger_rl import LowRank, Support, linear_logprobs
+from liger_rl.losses import fused
 
 VOCAB, HIDDEN = 129, 16
 FIXED = ({}, {"fixed_shape": True})
@@ -32,23 +35,6 @@ def calls(*takes: str, without: Collection[str] = (), each: Collection[dict] = (
         return pytest.mark.parametrize("name", names)
     cases = [(n, options) for options in each for n in names if CALLS[n].takes.issuperset(options)]
     return pytest.mark.parametrize(("name", "options"), cases, ids=["-".join([n, *o]) for n, o in cases])
-
-
-def assert_same(found: tuple[list, dict], expected: tuple[list, dict]) -> None:
-    """Bit for bit."""
-    for mine, truth in zip(found[0], expected[0], strict=True):
-        assert torch.equal(mine, truth)
-    for name, truth in expected[1].items():
-        assert (truth is None) == (found[1][name] is None), name
-        assert truth is None or torch.equal(found[1][name], truth), name
-
-
-def assert_close(found: tuple[list, dict], expected: tuple[list, dict], tolerance: float = 1e-5) -> None:
-    for mine, truth in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(mine, truth, rtol=tolerance, atol=tolerance)
-    for name, truth in expected[1].items():
-        bound = tolerance * max(1.0, truth.abs().max().item())
-        torch.testing.assert_close(found[1][name], truth, rtol=tolerance, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def large(device: torch.device) -> Batch:
@@ -369,27 +355,35 @@ def test_writing_to_the_results_does_not_change_the_gradient(name):
         assert torch.equal(getattr(leaves, part).grad, expected), part
 
 
+THROUGH = {"a fixed shape": {"fixed_shape": True}, "a tolerance": {"grad_tolerance": 0.1}}
+
+
 @pytest.mark.parametrize(
     ("name", "through"),
     [(name, through) for name in CALLS for through in ("", "a checkpoint")]
-    + [(name, "torch.compile") for name in ("dense", "low rank")],
+    + [("dense", through) for through in ("a frozen head", "torch.compile", *THROUGH)]
+    + [("low rank", "torch.compile"), ("given logits", "torch.compile"), ("policy of given logits", "one kernel")],
 )
-def test_a_second_derivative_raises(name, through, device):
+def test_a_second_derivative_raises(name, through, device, monkeypatch):
     """Whoever asks for one is told; another term of the graph may be differentiated twice."""
-    call, x = CALLS[name], batch(device=device)
-    expected = call.solve(x)[1][call.inputs[0]]
-    leaves = x.leaves(call.inputs)
+    call, x, options = CALLS[name], batch(device=device), THROUGH.get(through, {})
+    frozen = ("weight",) if through == "a frozen head" else ()
+    if through == "one kernel":
+        monkeypatch.setattr(fused, "DEVICES", (device.type,))
+    expected = call.solve(x, frozen=frozen, **options)[1][call.inputs[0]]
+    leaves = x.leaves(tuple(part for part in call.inputs if part not in frozen))
     tensor = getattr(leaves, call.inputs[0])
     torch._dynamo.reset()
 
     def value(x: Batch) -> Tensor:
-        return functional(*call.function(x))
+        return functional(*call.function(x, **options))
 
     def traced(x: Batch) -> Tensor:
         if through == "a checkpoint":
             return checkpoint(value, x, use_reentrant=False)
         if through == "torch.compile":
-            return functional(*torch.compile(call.function, backend="eager", fullgraph=True)(x))
+            whole = name not in GIVEN_LOGITS
+            return functional(*torch.compile(call.function, backend="eager", fullgraph=whole)(x))
         return value(x)
 
     (found,) = torch.autograd.grad(traced(leaves), tensor, create_graph=True)
@@ -409,6 +403,19 @@ def test_a_second_derivative_raises(name, through, device):
     assert torch.autograd.grad(outside, factor)[0].item() == 6.0
 
 
+def test_gradients_with_a_graph_accumulate_and_are_scaled_in_place(device):
+    """As gradient accumulation and clipping do."""
+    call, x = CALLS["loss in one pass"], batch(device=device).leaves(("weight",))
+    for _ in range(2):
+        call.function(x)[0].backward(create_graph=True)
+    with torch.no_grad():
+        x.weight.grad.mul_(0.5)
+    plain = batch(device=device).leaves(("weight",))
+    call.function(plain)[0].backward()
+    torch.testing.assert_close(x.weight.grad, plain.weight.grad)
+    x.weight.grad = None  # it refers to the graph, which refers to the weight
+
+
 @calls()
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_a_forward_mode_derivative_raises(name, frozen, device):
@@ -422,6 +429,29 @@ def test_a_forward_mode_derivative_raises(name, frozen, device):
             call.function(dual)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("place", ["hidden states of a term", "a graph", "torch.func"])
+def test_a_forward_mode_derivative_raises_elsewhere(place, frozen, device):
+    x = batch(device=device).leaves(() if frozen else ("hidden", "weight", "a", "b"))
+
+    def head(hidden: Tensor) -> Tensor:
+        if place != "hidden states of a term":
+            return linear_logprobs(hidden, x.weight, x.targets).logps.sum()
+        terms = [LowRank(a=x.a, b=x.b, hidden=hidden)]
+        return linear_logprobs(torch.ones_like(x.hidden), x.weight, x.targets, low_rank=terms).logps.sum()
+
+    torch._dynamo.reset()
+    function = torch.compile(head, backend="eager") if place == "a graph" else head
+    # Dynamo wraps what is raised while it traces.
+    refused = pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException), match="must have no tangent")
+    if place == "torch.func":
+        with refused:
+            torch.func.jvp(function, (x.hidden,), (torch.ones_like(x.hidden),))
+        return
+    with forward_ad.dual_level(), refused:
+        function(forward_ad.make_dual(x.hidden, torch.ones_like(x.hidden)))
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +459,51 @@ def test_a_forward_mode_derivative_raises(name, frozen, device):
 def test_a_fixed_shape_changes_no_number(name, device):
     x = batch(device=device)
     assert_close(CALLS[name].solve(x, fixed_shape=True), CALLS[name].solve(x), 1e-6)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("size", ["kernels of our own", "float32 tiles"])
+@pytest.mark.parametrize("name", ["dense", "low rank", "support", "loss in two passes", "given logits"])
+def test_a_cuda_graph_replays_forward_and_backward(name, size):
+    device, call, options = torch.device("cuda"), CALLS[name], {"fixed_shape": True}
+    whole = size == "kernels of our own"
+    sizes = ((4, 256), 128, 2000, torch.bfloat16, device) if whole else ((2, 40), 64, 1000, torch.float32, device)
+    x = batch(*sizes).leaves(call.inputs)
+    if name == "support":
+        options["support"] = Support.from_padded(x.ids, may_be_empty=False)
+
+    def step() -> list[Tensor]:
+        values, loss = call.function(x, **options), 0.0
+        for part in values:  # copies nothing to the device; every third token has no gradient
+            steps = torch.arange(part.numel(), device=device).view(part.shape)
+            loss = loss + (part * torch.where(steps % 3 == 1, 0.0, torch.cos(steps))).sum()
+        return [*(part.detach() for part in values), *torch.autograd.grad(loss, [getattr(x, n) for n in call.inputs])]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    # Other inputs in the same places, another number of live tokens among them.
+    with torch.no_grad():
+        for place, values in zip(x, batch(*sizes, seed=1), strict=True):
+            place.copy_(values)
+        x.mask[1:] = False
+        if name == "support":
+            options["support"].token_ids.copy_(options["support"].token_ids.flip(0))
+    graph.replay()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for mine, reference in zip(captured, expected, strict=True):
+        assert torch.equal(mine, reference)
+        assert mine.isfinite().all()
 
 
 # Reads of a support's values are Triton's kernels' to spare: test_support.py.

@@ -1,4 +1,4 @@
-"""Log-probabilities over the ids that each token lists, beside full logits in float64 that are -1e30 elsewhere."""
+"""Log-probabilities over the ids that each token lists: corners, the host, constructors. Values are the fuzzer's."""
 
 import copy
 import math
@@ -14,30 +14,23 @@ from torch import Tensor
 
 import oracles
 from devices import NEEDS_GPU, skip_without_interpreter
-from head_calls import EXTRAS, SCALING, Problem, call, functional, problem
+from head_calls import EXTRAS, Problem, assert_same, call, functional, in_short_pieces, problem, run_triton
 from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, PolicyBatch, Support, ppo_loss_fn
-from liger_rl.engines.sparse import slots_triton
-from liger_rl.engines.sparse import support as engine
-from liger_rl.kernels import segments_triton
 from liger_rl.losses.objectives import PPOClip
 from liger_rl.losses.reductions import GlobalTokenMean
 
 CUDA = torch.cuda.is_available()
 ONLY_WITHOUT_GPU = pytest.mark.skipif(CUDA, reason="the GPU compiles the kernels that the interpreter would run")
 V, H = 60, 16
-CAPPED = {"temperature": 0.7, "softcap": 6.0, "scale": 0.8}
 
 
 @contextmanager
 def interpreted():
-    """Triton's kernels on CPU, with segments in pieces that are short enough for a test to have several."""
+    """Triton's kernels on CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "kernels_for", lambda device: slots_triton)
-        for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
-            short = getattr(segments_triton, name)._replace(piece=8)
-            for module in (segments_triton, slots_triton):
-                patch.setattr(module, name, short, raising=module is segments_triton)
+        run_triton(patch)
+        in_short_pieces(patch)
         yield
 
 
@@ -69,122 +62,33 @@ class Result(NamedTuple):
 
 def case_of(rows: list[list[int]], place="cpu", *, missing=(), mask=None, rules=None, shape=None, **given) -> Case:
     """Each target is the last of its row, but at the tokens in `missing`, where it is not listed."""
-    x = problem(shape or (len(rows),), H, given.pop("vocab", V), device=place, **given)
+    x = problem(shape or (len(rows),), H, V, device=place, **given)
     targets = [row[-1] if row else token % 5 for token, row in enumerate(rows)]
     for token in missing:
-        targets[token] = min(set(range(x.weight.shape[0])) - set(rows[token]))
+        targets[token] = min(set(range(V)) - set(rows[token]))
     x = x._replace(targets=torch.tensor(targets, dtype=torch.int64, device=place).view(x.targets.shape))
     return Case(x, rows, None if mask is None else mask.to(place), rules)
 
 
-def rows_of(sizes: list[int], vocab: int = V) -> list[list[int]]:
-    return [torch.randperm(vocab)[:size].tolist() for size in sizes]
+def rows_of(sizes: list[int]) -> list[list[int]]:
+    return [torch.randperm(V)[:size].tolist() for size in sizes]
 
 
-def solve(case: Case, *, frozen=(), transform=None, **options) -> Result:
-    leaves = case.x.leaves(frozen)
-    given = {"entropy": True, "extras": EXTRAS, "transform": LogitTransform(**(transform or {})), **options}
-    found = call(leaves, mask=case.mask, support=case.support, **given)
+def solve(case: Case, **options) -> Result:
+    leaves = case.x.leaves()
+    found = call(leaves, mask=case.mask, support=case.support, entropy=True, extras=EXTRAS, **options)
     functional(found.logps, found.entropy).backward()
     return Result({name: v.detach() for name, v in found._asdict().items() if v is not None}, leaves.grads())
 
 
-def truth(case: Case, transform: dict | None = None) -> Result:
-    live = case.x.targets >= 0
-    live = live if case.mask is None else live & (case.mask != 0)
-    leaves = case.x._replace(hidden=case.x.hidden.masked_fill(~live[..., None], 0.0)).to(torch.float64).leaves()
-    weight = leaves.weight if leaves.a is None else leaves.weight + SCALING * leaves.b @ leaves.a
-    z = oracles.linear_logits(leaves.hidden, weight, leaves.bias, **(transform or {})).flatten(0, -2)
-    targets, vocab = case.x.targets.clamp(min=0).flatten(), z.shape[-1]
-    listed, missing = torch.zeros_like(z, dtype=torch.bool), torch.zeros_like(targets, dtype=torch.bool)
-    for token, row in enumerate(case.rows):
-        listed[token, row or list(range(vocab))] = True
-        missing[token] = not listed[token, targets[token]]
-        listed[token, targets[token]] = True
-    log_p = z.masked_fill(~listed, -1e30).log_softmax(-1)
-    p = log_p.exp()
-    values = {
-        "logps": log_p.gather(-1, targets[:, None]).squeeze(-1),
-        "entropy": -torch.where(p > 0, p * log_p, 0.0).sum(-1),
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "mean_logits": torch.where(listed, z, 0.0).sum(-1) / listed.sum(-1),
-        "is_top1": z.masked_fill(~listed, -1e30).argmax(-1) == targets,
-        "missing_target": missing,
-    }
-    values = {name: part.view(live.shape).masked_fill(~live, 0) for name, part in values.items()}
-    functional(values["logps"], values["entropy"]).backward()
-    return Result({name: part.detach() for name, part in values.items()}, leaves.grads())
-
-
-def check(found: Result, expected: Result, dtype: torch.dtype = torch.float32) -> None:
-    assert found.values.keys() == expected.values.keys()
-    for name, other in expected.values.items():
-        close(name, found.values[name], other, 1e-5)
-    for name, other in expected.grads.items():
-        if found.grads[name] is not None:
-            assert found.grads[name].dtype == dtype
-            close(f"gradient of {name}", found.grads[name], other, max(2 * torch.finfo(dtype).eps, 1e-5))
-
-
 def close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    size = expected.double().abs().max().item() if expected.numel() else 0.0
+    bound = tolerance * max(expected.abs().max().item(), 0.5)
     torch.testing.assert_close(
-        found.double(), expected.double(), rtol=tolerance, atol=tolerance * max(size, 0.5), msg=lambda m: f"{name}: {m}"
+        found.double(), expected.double(), rtol=tolerance, atol=bound, msg=lambda m: f"{name}: {m}"
     )
 
 
-def same(found: Result, expected: Result) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        for name, part in other.items():
-            assert (part is None and mine[name] is None) or torch.equal(mine[name], part), name
-
-
 # --- values and gradients ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("transform", "dtype", "more"),
-    [
-        ({}, torch.float32, {}),
-        ({"temperature": 0.7}, torch.bfloat16, {}),
-        (CAPPED, torch.float32, {"bias": True, "rank": 3}),
-        ({"scale": 1.5}, torch.float16, {"bias": True}),
-    ],
-    ids=["plain", "bfloat16", "all terms", "float16"],
-)
-def test_rows_of_every_kind(transform, dtype, more, place):
-    """Sizes, repeated ids, missing targets, empty rows; masked tokens whose hidden states and rows are garbage."""
-    large, vocab = (300, 320) if engine.kernels_for(place) is not slots_triton or CUDA else (18, 40)
-    rows = [*rows_of([1, 2, 7, large, vocab, 0, 5, 4], vocab), [7, 9, 7, 9, 9, 3], [8] * 9, [5, 5, 6], [], [2, 4]]
-    rows += rows_of([large, 3], vocab)
-    mask = torch.ones(3, 5)
-    mask[0, 2] = mask[2, 1] = 0
-    case = case_of(rows, place, missing=[9, 10, 13], mask=mask, shape=(3, 5), vocab=vocab, dtype=dtype, **more)
-    case.x.targets[1, 2] = -100
-    case.x.hidden[case.mask == 0] = case.x.hidden[1, 2] = math.nan
-    found, expected = solve(case, transform=transform), truth(case, transform)
-    check(found, expected, dtype)
-    assert found.values["missing_target"].flatten().nonzero().flatten().tolist() == [9, 10, 13]
-    short = solve(case, transform=transform, entropy=False, extras=())
-    assert short.values.keys() == {"logps", "missing_target"}
-    assert torch.equal(short.values["logps"], found.values["logps"])
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 300, V, 0])
-def test_rows_of_one_size(size, place):
-    if size == 300 and engine.kernels_for(place) is slots_triton and not CUDA:
-        pytest.skip("too large for Triton's interpreter")
-    case = case_of(rows_of([size] * 6, max(V, size)), place, vocab=max(V, size), bias=True)
-    found = solve(case)
-    check(found, truth(case))
-    leaves = case.x.leaves()
-    dense = call(leaves, entropy=True)
-    functional(*dense[:2]).backward()
-    if size == 0:  # it is the dense call
-        assert torch.equal(found.values["logps"], dense.logps)
-        assert torch.equal(found.grads["weight"], leaves.weight.grad)
-    if size == V:
-        close("logps", found.values["logps"], dense.logps.detach(), 1e-5)
 
 
 def test_a_single_id_leaves_nothing(place):
@@ -209,19 +113,11 @@ def test_a_single_id_leaves_nothing(place):
 def test_rows_that_are_promised_to_be_distinct(place):
     """The same bits if they are; otherwise a repeated id counts twice, but a target once."""
     case = case_of(rows_of([2, 9, 1, 0, 30]), place, bias=True)
-    same(solve(case._replace(rules={"distinct": True})), solve(case))
+    assert_same(solve(case._replace(rules={"distinct": True})), solve(case))
     case = case_of([[7, 3, 7, 5], [4, 8, 4]], place, rules={"distinct": True})
     z = oracles.linear_logits(case.x.hidden, case.x.weight)
     twice = torch.stack([z[0, [7, 3, 7, 5]].log_softmax(0)[-1], z[1, [8, 4]].log_softmax(0)[-1]])
     close("logps", solve(case).values["logps"], twice, 1e-5)
-
-
-def test_the_same_bits_twice_with_popular_ids(place):
-    """Ids that all tokens share are split over programs, in an order of its own each time."""
-    case = case_of([[*row, 17, 3] for row in rows_of([2] * 20)], place, bias=True)
-    first = solve(case)
-    check(first, truth(case))
-    same(solve(case), first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -244,7 +140,7 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
     case = case._replace(rows=[[], *case.rows[1:]])  # now every row has its part
     total = torch.zeros(V, H, device=place)
     solve(case, weight_grad=total)
-    close("weight_grad", total, truth(case).grads["weight"], max(torch.finfo(dtype).eps, 1e-5))
+    close("weight_grad", total, solve(case).grads["weight"], max(torch.finfo(dtype).eps, 1e-5))
 
 
 # --- missing targets, the loss ----------------------------------------------------------------------------------------
@@ -366,33 +262,6 @@ def test_a_support_keeps_what_its_last_call_made(place):
     for _ in range(2):  # what raises is never kept
         with pytest.raises(ValueError, match="token_ids must be token ids in"):
             call(case.x, mask=mask, support=support)
-
-
-@NEEDS_GPU
-def test_a_cuda_graph_replays_forward_and_backward():
-    case = case_of(rows_of([2, 9, 1, 4]), "cuda", rules={"may_be_empty": False})
-    leaves, support = case.x.leaves(), case.support
-
-    def step() -> list[Tensor]:
-        found = call(leaves, support=support, entropy=True, fixed_shape=True)
-        value = (found.logps + found.entropy).sum()
-        return [value.detach(), *torch.autograd.grad(value, [leaves.hidden, leaves.weight])]
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        leaves.hidden.copy_(torch.randn_like(leaves.hidden))
-        support.token_ids.copy_(support.token_ids.flip(0))
-    graph.replay()
-    for mine, expected in zip(captured, step(), strict=True):
-        assert torch.equal(mine, expected)
 
 
 # --- constructors -----------------------------------------------------------------------------------------------------
@@ -520,8 +389,6 @@ def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grad_tolerance": 0.1}, r"grad_tolerance must be 0\.0 with a support, got 0\.1"),
-        ({"batch_invariant": True}, "batch_invariant must be False with a support"),
         ({"fixed_shape": True}, "support must be made with may_be_empty=False for fixed_shape"),
         ({"passes": "one"}, r'passes="one" needs support = None'),
         ({"support": [[1]]}, "support must be a Support or None, got list"),
@@ -537,32 +404,3 @@ def test_what_does_not_go_with_a_support(options, message):
     if "passes" not in options:
         with pytest.raises((TypeError, ValueError), match=message):
             call(case.x, **given, **options)
-
-
-@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
-@pytest.mark.parametrize("rank", [0, 3], ids=["plain", "low rank"])
-def test_in_a_graph_of_the_compiler(fixed, rank, place):
-    """With the values and gradients of eager mode; what is wrong with a support raises when the graph runs."""
-    rows = rows_of([1, 2, 7, 30, V, 5 if fixed else 0])
-    case = case_of(rows, place, rank=rank)._replace(rules={"may_be_empty": not fixed})
-    support, options = case.support, {"entropy": True, "extras": ("mean_logits", "is_top1"), "fixed_shape": fixed}
-
-    def solved(function) -> list[Tensor]:
-        leaves = case.x.leaves()
-        loss, *others = function(leaves)
-        loss.backward()
-        return [loss.detach(), *others, *(grad for grad in leaves.grads().values() if grad is not None)]
-
-    def head(leaves):
-        found = call(leaves, support=support, **options)
-        loss = (found.logps * slopes).sum() + found.entropy.square().sum()
-        return loss, found.missing_target, found.mean_logits, found.is_top1
-
-    slopes = torch.randn(len(rows), device=place)
-    torch._dynamo.reset()
-    for mine, other in zip(solved(torch.compile(head, backend="aot_eager")), solved(head), strict=True):
-        torch.testing.assert_close(mine, other)
-    if not fixed:
-        support = Support(support.token_ids + 1, support.offsets)
-        with pytest.raises(ValueError, match=r"token_ids must be token ids in \[0, 60\)"):
-            solved(torch.compile(head, backend="aot_eager"))

@@ -4,6 +4,7 @@ A case is a function of its seed, which it shows: `head_cases.build(random.Rando
 the environment the cases are the same in every run.
 """
 
+import math
 import os
 import random
 from dataclasses import dataclass, field, fields, replace
@@ -125,6 +126,13 @@ def transforms(draw) -> dict:
     }
 
 
+def heat(draw, numbers: Numbers, case) -> None:
+    """A fifth of the cases get a temperature for each token, whatever it is at tokens that do not count."""
+    if rarely(draw):
+        chosen = 0.3 + numbers.normal(*case.targets.shape).abs()
+        case.transform["temperature"] = torch.where(case.live, chosen, 0.0)
+
+
 def masks(draw, numbers: Numbers, shape) -> Tensor | None:
     kept = one(draw, None, 0.7, 0.7, 0.2, 0.0)
     mask = None if kept is None else numbers.share(shape, kept)
@@ -186,13 +194,10 @@ DTYPES = (
 )  # fmt: skip
 
 
-def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True, lead=None, seed=None) -> HeadCase:
+def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True) -> HeadCase:
     numbers = Numbers(draw.getrandbits(62), device)
     shape, width, vocab = shapes(draw, device)
-    shape = lead or shape
-    tokens = 1
-    for side in shape:
-        tokens *= side
+    tokens = math.prod(shape)
     dtype, weight_dtype, autocast, compute_dtype = draw.choice(DTYPES)
     std = one(draw, 1.0, 0.1, 4.0, 12.0)
     if rarely(draw) and 0 < tokens <= 70:  # dL/dweight is dL/dlogits itself then
@@ -286,6 +291,7 @@ def head_cases(draw, device: str) -> HeadCase:
     case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(2))
     if case.wants["weight"] and rarely(draw):
         case.weight_grad = numbers.normal(*case.weight.shape)
+    heat(draw, numbers, case)
     return case
 
 
@@ -348,12 +354,11 @@ class LogitsCase(Shown):
 
 
 @strategy
-def logits_cases(draw, device: str, lead=None, spare: bool = False, banned: bool = True) -> LogitsCase:
+def logits_cases(draw, device: str, banned: bool = True, of_loss: bool = False) -> LogitsCase:
     numbers = Numbers(draw.getrandbits(62), device)
     shape, _, vocab = shapes(draw, device)
-    shape = lead or shape
     dtype = one(draw, F32, F32, BF16, F16)
-    spare = spare and len(shape) == 2 and draw.choice((False, True))
+    spare = of_loss and len(shape) == 2 and draw.choice((False, True))
     full = (shape[0], shape[1] + 1) if spare else shape
     logits = numbers.normal(*full, vocab, std=one(draw, 1.0, 4.0, 12.0))
     if banned and rarely(draw):
@@ -374,6 +379,8 @@ def logits_cases(draw, device: str, lead=None, spare: bool = False, banned: bool
     if one(draw, False, True):
         rows = logits[:, :-1] if spare else logits
         rows[~case.live] = torch.nan
+    if not of_loss:
+        heat(draw, numbers, case)
     return case
 
 
@@ -595,7 +602,7 @@ def fused_cases(draw, device: str) -> PolicyCase:
 @strategy
 def given_logits_cases(draw, device: str) -> PolicyCase:
     """grpo_loss_from_logits."""
-    logits = logits_cases.build(draw, device, spare=True, banned=False)
+    logits = logits_cases.build(draw, device, banned=False, of_loss=True)
     logits.transform = {"temperature": logits.transform["temperature"], "softcap": None, "scale": 1.0}
     numbers = Numbers(draw.getrandbits(62), device)
     shape = logits.targets.shape

@@ -16,8 +16,8 @@ CUDA = torch.cuda.is_available()
 # Of float32: sums of some hundred terms, exp, log, and the transform. On a GPU sums have up to 900 terms and may be
 # made one by one, whose errors add up like a random walk: 30 halves of a rounding.
 ROUNDINGS = 6 if not CUDA else 6 + 900**0.5 / 2
-# The Triton kernels' tanh is good to 2.4e-7, two roundings of 1, however small it is.
-TANH_ROUNDINGS = 0 if not CUDA else 2
+TRITON = CUDA  # whether the kernels are Triton's
+TANH_ROUNDINGS = 2  # of 1: Triton's tanh is good to 2.4e-7, however small it is
 
 
 class HeadResult(NamedTuple):
@@ -78,7 +78,7 @@ def listed_of(case) -> tuple[Tensor, Tensor]:
     return listed, missing
 
 
-def transformed(x: Tensor, temperature: float, softcap: float | None, scale: float) -> Tensor:
+def transformed(x: Tensor, temperature: float | Tensor, softcap: float | None, scale: float) -> Tensor:
     z = scale * x
     return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
 
@@ -93,7 +93,9 @@ class Logits:
         self.listed = torch.ones_like(raw, dtype=torch.bool) if listed is None else listed
         self.raw, self.targets, self.live = raw, targets.clamp(min=0), live
         self.temperature, self.softcap, self.scale = transform["temperature"], transform["softcap"], transform["scale"]
-        self.z = transformed(raw, **transform).masked_fill(~self.listed, -torch.inf)
+        if isinstance(self.temperature, Tensor):
+            self.temperature = torch.where(live, self.temperature.reshape(-1), 1.0).double()[:, None]
+        self.z = transformed(raw, self.temperature, self.softcap, self.scale).masked_fill(~self.listed, -torch.inf)
         found = statistics(self.z, self.targets, self.listed)
         self.values = {k: v.masked_fill(~live, 0.0) for k, v in found.items()}
         with torch.no_grad():
@@ -102,7 +104,7 @@ class Logits:
             if self.softcap is not None:
                 self.slope = 1 - torch.tanh(self.scale * raw / self.softcap) ** 2
                 arg = self.slope * self.scale * size / self.softcap
-                arg = arg + TANH_ROUNDINGS * (1 + self.softcap / self.temperature)
+                arg = arg + TRITON * TANH_ROUNDINGS * (1 + self.softcap / self.temperature)
             inner = (self.scale / self.temperature * size * self.slope + self.z.abs() + arg).masked_fill(
                 ~self.listed, 0
             )

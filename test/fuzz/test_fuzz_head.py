@@ -70,7 +70,7 @@ def test_several_targets(case: HeadCase) -> None:
         call.gradients(outputs, [g for n, g in zip(NAMES, given, strict=True) if n in names]), expected, call
     )
     again = call_again(case, out.topk_ids).logps
-    if oracle.CUDA:  # where listed logits are sums in another order than those of tiles
+    if oracle.TRITON:  # where listed logits are sums in another order than those of tiles
         within("the largest as targets", again, expected.values["topk_logps"], expected.budgets["topk_logps"], case)
     else:
         same("the largest as targets", again, out.topk_logps, case)

@@ -1,4 +1,4 @@
-"""logits_logprobs: log-probabilities of logits the caller already holds."""
+"""logits_logprobs, in PyTorch and in Triton: its corners. Values are the fuzzer's, properties test_properties.py's."""
 
 import math
 
@@ -6,9 +6,19 @@ import pytest
 import torch
 
 import oracles
+from devices import NEEDS_GPU
+from head_calls import run_triton
 from liger_rl import LogitTransform, logits_logprobs
 
 TRANSFORMS = [{}, {"temperature": 0.7}, {"temperature": 1.6, "softcap": 2.0, "scale": 1.7}]
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU compiles what the interpreter would run")
+
+
+@pytest.fixture(params=["cpu", pytest.param("interpreter", marks=WITHOUT_GPU), pytest.param("cuda", marks=NEEDS_GPU)])
+def device(request, monkeypatch) -> torch.device:
+    if request.param == "interpreter":
+        run_triton(monkeypatch)
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
 def problem(shape=(3, 5), vocab=129, dtype=torch.float32, device="cpu"):
@@ -33,8 +43,9 @@ def solve(logits, targets, function=logits_logprobs, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
-def test_values_and_gradients(dtype, transform, device):
-    logits, targets = problem((4, 20), 517, dtype, device)
+def test_rows_of_several_blocks(dtype, transform, device):
+    """Two whole blocks of a row, and a part of one: within twice the error of eager PyTorch."""
+    logits, targets = problem((2, 4), 2100, dtype, device)
     found = solve(logits, targets, transform=LogitTransform(**transform))
     eager = solve(logits, targets, lambda x, y: oracles.logits_logprobs(x.float(), y, **transform))
     truth = solve(logits.double(), targets, oracles.logits_logprobs, **transform)
@@ -43,74 +54,68 @@ def test_values_and_gradients(dtype, transform, device):
         assert oracles.max_error(mine, expected) <= oracles.error_budget(other, expected, kind)
 
 
-@pytest.mark.parametrize("view", ["drop_last", "drop_first", "transposed_vocabulary", "transposed_rows", "every_other"])
+@pytest.mark.parametrize("view", ["drop_first", "transposed_vocabulary", "every_other"])
 def test_strided_logits(view, device):
     views = {
-        "drop_last": lambda x: x[:, :-1],
         "drop_first": lambda x: x[:, 1:],
         "transposed_vocabulary": lambda x: x.mT.contiguous().mT[:, :-1],
-        "transposed_rows": lambda x: x.transpose(0, 1)[:5].transpose(0, 1),
         "every_other": lambda x: x[:, :-1, ::2],
     }
     logits, _ = problem((3, 6), device=device)
     seen = views[view](logits)
     targets = torch.randint(seen.shape[-1], seen.shape[:-1], device=device)
     expected = solve(logits.double(), targets, lambda x, y: oracles.logits_logprobs(views[view](x), y))
-    leaf = logits.detach().requires_grad_()
-    outputs = logits_logprobs(views[view](leaf), targets, entropy=True)
-    functional(outputs).backward()
-    for mine, other in zip((*outputs[:2], leaf.grad), expected, strict=True):
+    found = solve(logits, targets, lambda x, y: logits_logprobs(views[view](x), y, entropy=True))
+    for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
-    if view == "drop_last":
-        assert (leaf.grad[:, -1] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_nothing_under_the_mask_matters(garbage, dtype, device):
-    logits, targets = problem((4, 9), dtype=dtype, device=device)
-    keep = torch.rand(4, 9, device=device) < 0.5
-    clean = solve(logits, targets, mask=keep)
-    dirty = logits.masked_fill(~keep[..., None], garbage)
-    for wrong_id in (10**9, -(10**9), -100):
-        found = solve(dirty, targets.masked_fill(~keep, wrong_id), mask=keep)
-        for mine, expected in zip(found, clean, strict=True):
-            assert torch.equal(mine, expected)
-    for values in clean:
-        assert (values[~keep] == 0).all()
-
-
-def test_rows_without_gradient_get_exactly_zero(device):
-    logits, targets = problem((12,), device=device)
+def test_rows_without_gradient_may_hold_anything(device):
+    logits, targets = torch.randn(5, 130, device=device), torch.arange(5, device=device)
+    logits[1], logits[2, 5], logits[3] = math.nan, math.inf, math.nan
+    mask = torch.tensor([True, True, True, False, True], device=device)
+    factors = torch.tensor([1.0, 0.0, 0.0, 3.0, -2.0], device=device)
     leaf = logits.requires_grad_()
-    (logits_logprobs(leaf, targets).logps[::3].sum()).backward()
-    assert leaf.grad.abs().sum(-1).nonzero().flatten().tolist() == [0, 3, 6, 9]
+    found = logits_logprobs(leaf, targets, mask=mask, entropy=True)
+    assert found.logps[1].isnan()
+    assert found.logps[3] == 0.0
+    torch.autograd.backward([found.logps, found.entropy], [factors, factors])
+    assert leaf.grad.isfinite().all()
+    assert leaf.grad.any(1).tolist() == [True, False, False, False, True]
+
+
+def test_a_nan_in_a_row_that_counts_stays(device):
+    logits, targets = torch.randn(2, 130, device=device), torch.tensor([3, 4], device=device)
+    logits[1, 100] = math.nan
+    logps, entropy, grad = solve(logits, targets)
+    assert logps.isnan().tolist() == entropy.isnan().tolist() == [False, True]
+    assert grad[0].isfinite().all()
+    assert grad[1].isnan().any()
+
+
+def test_a_sure_token_keeps_its_digits(device):
+    """The target's own gradient is 1 - p as the log-probability has it, from 1/2 to 1e-6, and no difference of sums."""
+    logits = torch.zeros(40, 2, device=device)
+    logits[:, 0] = torch.linspace(0.1, 14.0, 40, device=device)
+    leaf = logits.requires_grad_()
+    logps = logits_logprobs(leaf, torch.zeros(40, dtype=torch.long, device=device)).logps
+    logps.sum().backward()
+    torch.testing.assert_close(leaf.grad[:, 0].double(), -logps.detach().double().expm1(), rtol=1e-6, atol=0.0)
 
 
 def test_only_the_target_allowed(device):
     logits = torch.full((2, 9), -math.inf, device=device)
     logits[:, 4] = 1.5
-    logps, entropy, grad = solve(logits, torch.tensor([4, 4], device=device))
-    for values in (logps, entropy, grad):
+    for values in solve(logits, torch.tensor([4, 4], device=device)):
         torch.testing.assert_close(values, torch.zeros_like(values), rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("magnitude", [1e2, 1e4])
-def test_large_logits_stay_finite_and_at_most_zero(magnitude, device):
+def test_large_logits_stay_finite_and_at_most_zero(device):
     logits, targets = problem((40,), device=device)
-    logps, entropy, grad = solve(logits * magnitude, targets)
+    logps, entropy, grad = solve(logits * 1e4, targets)
     assert all(values.isfinite().all() for values in (logps, entropy, grad))
     assert (logps <= 0).all()
     assert (entropy >= 0).all()
-
-
-def test_second_backward_gives_the_same_gradients(device):
-    logits, targets = problem(device=device)
-    leaf = logits.requires_grad_()
-    loss = functional(logits_logprobs(leaf, targets, entropy=True))
-    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, leaf)
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(

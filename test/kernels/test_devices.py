@@ -82,36 +82,6 @@ def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
         assert rooms.epilogue_for(OnCuda(other), OnCuda(narrow)) is None
 
 
-@pytest.mark.parametrize(
-    ("case", "lacking"),
-    [
-        ({}, None),
-        ({"dtype": torch.float32}, "one 16-bit dtype"),
-        ({"weight_dtype": torch.float32, "compute_dtype": torch.bfloat16}, None),
-        ({"weight_dtype": torch.float32, "compute_dtype": torch.bfloat16, "aligned": False}, None),  # its copy's are
-        (
-            {"weight_dtype": torch.float32, "compute_dtype": torch.bfloat16, "passes": "one"},
-            "a weight in the products' dtype in one pass",
-        ),
-        ({"tokens": 511}, "512 tokens or more, got 511"),
-        ({"hidden_size": 4100}, "a hidden size that is a multiple of 8, got 4100"),
-        ({"aligned": False}, "rows of the weight that start at multiples of 16 bytes"),
-        ({"rank": 8}, "a head without low_rank terms"),
-        ({"chunk_vocab": 4096}, "no chunk to be named"),
-        ({"aligned": False, "passes": "one"}, "rows of the weight that start at multiples of 16 bytes"),
-        ({"chunk_tokens": 256, "passes": "one"}, "chunks of 512 tokens or more"),
-    ],
-)
-def test_the_plan_says_what_the_epilogue_needs(case, lacking, monkeypatch):
-    monkeypatch.setattr(limits, "_KNOWN", {0: HOPPER})
-    plan = plan_linear_logprobs(**{"tokens": 2048, "vocab": 32000, "hidden_size": 2048, "device": "cuda:0"} | case)
-    assert plan.epilogue == (lacking is None)
-    _, said, needed = plan.reason.partition("; no epilogue, which needs ")
-    assert bool(said) == (lacking is not None)
-    assert lacking is None or lacking in needed
-    assert "epilogue" not in plan_linear_logprobs(2048, 32000, 2048, device="cpu").reason
-
-
 def test_views_that_start_between():
     flat = torch.zeros(8 * 64 + 8, dtype=torch.bfloat16)
     for start, fits in ((0, True), (8, True), (4, False), (1, False)):

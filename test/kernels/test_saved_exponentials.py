@@ -10,7 +10,7 @@ from devices import TRUNCATES, skip_where_misread
 from liger_rl import LogitTransform
 from liger_rl.kernels import compiled, gemm, reference
 from liger_rl.kernels.reference import Kept, grad_at_targets
-from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients
+from liger_rl.kernels.statistics import Fold, TokenGradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALL = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)
@@ -63,29 +63,6 @@ def relative(found, expected) -> float:
     return (torch.linalg.norm(found.double() - expected.double()) / torch.linalg.norm(expected.double())).item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "vocab", "tile_vocab", "columns", "transform", "bias", "entropy"), CASES)
-def test_triton_as_eager(tokens, vocab, tile_vocab, columns, transform, bias, entropy, dtype):
-    logits, targets, biases = make(tokens, vocab, bias)
-    mine, other = (fill(k, logits, biases, transform, dtype, tile_vocab, columns) for k in (compiled, reference))
-    assert other.values.dtype == (torch.float32 if dtype == torch.float32 else torch.float16)
-    tolerance = torch.finfo(other.values.dtype).eps
-    torch.testing.assert_close(mine.values, other.values, rtol=tolerance, atol=1e-6 * KEPT_ONE)
-    torch.testing.assert_close(mine.peaks, other.peaks, rtol=1e-6, atol=1e-6)
-    tokens_gradients, at_target = token_gradients(logits, targets, biases, transform, entropy)
-    picked = torch.arange(tokens - 1, -1, -2, device=DEVICE)
-    for rows in (None, picked):
-        some = tokens_gradients if rows is None else tokens_gradients.take(rows)
-        row_targets, at = (values if rows is None else values[rows] for values in (targets, at_target))
-        for first in range(0, vocab, columns):
-            outs = []
-            for kernels in (compiled, reference):
-                out = torch.full((row_targets.numel(), min(columns, vocab - first)), math.nan, device=DEVICE)
-                kernels.grad_kept(other, rows, first, row_targets, transform, some, at, out)
-                outs.append(out)
-            torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-6)
-
-
 TRUNCATED = pytest.mark.skipif(DEVICE.type == "cpu", reason=TRUNCATES)
 
 
@@ -117,12 +94,28 @@ def test_gradient_in_the_exponentials_own_memory(
 
 
 BOTH = pytest.mark.parametrize("kernels", [compiled, reference], ids=["triton", "eager"])
+ENTROPY = pytest.mark.parametrize("entropy", [False, True])
 SOFTCAPS = [(1.0, 1.0, 1.0), (5.0, 0.5, 2.0), (30.0, 1.0, 1.0), (50.0, 1.3, 0.25), (1e4, 0.7, 1.0)]
+PLAIN = LogitTransform()
+
+
+class Gradient:
+    """Of what a kernel keeps of logits, of two passes, and in float64."""
+
+    def __init__(
+        self, kernels, logits, targets, transform, entropy, dtype=torch.float32, tile_vocab=256, kept_by=None
+    ) -> None:
+        some, at = token_gradients(logits, targets, None, transform, entropy)
+        kept = fill(kept_by or kernels, logits, None, transform, dtype, tile_vocab, 2 * tile_vocab)
+        self.found, self.two_passes = torch.full_like(logits, math.nan), torch.empty_like(logits)
+        kernels.grad_kept(kept, None, 0, targets, transform, some, at, self.found)
+        reference.grad(logits, targets, 0, None, transform, some, self.two_passes)
+        self.truth = truth_of(logits, targets, None, transform, some)
 
 
 @BOTH
+@ENTROPY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("softcap", "temperature", "scale"), SOFTCAPS)
 def test_gradient_under_a_softcap(softcap, temperature, scale, entropy, dtype, kernels):
     """Whatever the target is and however many logits are near the cap.
@@ -135,22 +128,15 @@ def test_gradient_under_a_softcap(softcap, temperature, scale, entropy, dtype, k
     logits = (spread * torch.randn(48, 700)).to(DEVICE)
     least, most = logits[16:32].argmin(1), logits[32:].argmax(1)
     targets = torch.cat([torch.randint(700, (16,)).to(DEVICE), least, most])
-    some, at = token_gradients(logits, targets, None, transform, entropy)
-    expected = truth_of(logits, targets, None, transform, some)
-    out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(
-        fill(reference, logits, None, transform, dtype, 256, 512), None, 0, targets, transform, some, at, out
-    )
-    two_passes = torch.empty_like(logits)
-    reference.grad(logits, targets, 0, None, transform, some, two_passes)
-    room = relative(expected.to(dtype), expected) if dtype == torch.bfloat16 else 2e-7
-    assert relative(out, expected) < relative(two_passes, expected) + room
+    grad = Gradient(kernels, logits, targets, transform, entropy, dtype, kept_by=reference)
+    room = relative(grad.truth.to(dtype), grad.truth) if dtype == torch.bfloat16 else 2e-7
+    assert relative(grad.found, grad.truth) < relative(grad.two_passes, grad.truth) + room
 
 
 @BOTH
+@ENTROPY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("below", [40.0, 400.0])
-@pytest.mark.parametrize("entropy", [False, True])
 def test_a_target_whose_exponential_underflowed(entropy, below, dtype, kernels):
     """Its gradient is not small: dz/dx has to be that of its own logit."""
     logits = torch.full((2, 300), -1.0, device=DEVICE)
@@ -158,77 +144,48 @@ def test_a_target_whose_exponential_underflowed(entropy, below, dtype, kernels):
     logits[1, 290] = 0.5 * below
     targets = torch.tensor([7, 3], device=DEVICE)
     transform = LogitTransform(softcap=below)
-    some, at = token_gradients(logits, targets, None, transform, entropy)
-    out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(
-        fill(reference, logits, None, transform, dtype, 256, 256), None, 0, targets, transform, some, at, out
-    )
-    expected = truth_of(logits, targets, None, transform, some)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6 if dtype == torch.float32 else 1e-4)
+    grad = Gradient(kernels, logits, targets, transform, entropy, dtype, kept_by=reference)
+    atol = 2e-6 if dtype == torch.float32 else 1e-4
+    torch.testing.assert_close(grad.found.double(), grad.truth, rtol=2e-6, atol=atol)
 
 
 @BOTH
-@pytest.mark.parametrize("entropy", [False, True])
+@ENTROPY
 def test_a_row_that_is_sure_of_one_id(entropy, kernels):
     """Probabilities beside it of 1e-8, which together have half of the gradient, to float16's 11 bits."""
     logits = (torch.randn(2, 700) - 18.0).to(DEVICE)
     logits[:, 7] = 0.0
-    some, at = token_gradients(logits, torch.tensor([7, 7], device=DEVICE), None, LogitTransform(), entropy)
-    out = torch.full_like(logits, math.nan)
-    found = fill(kernels, logits, None, LogitTransform(), torch.bfloat16, 1024, 1024)
-    kernels.grad_kept(found, None, 0, torch.tensor([7, 7], device=DEVICE), LogitTransform(), some, at, out)
-    expected = truth_of(logits, torch.tensor([7, 7], device=DEVICE), None, LogitTransform(), some)
-    out[:, 7] = expected[:, 7] = 0.0
-    assert relative(out, expected) < 1e-3
+    grad = Gradient(kernels, logits, torch.tensor([7, 7], device=DEVICE), PLAIN, entropy, torch.bfloat16, 1024)
+    grad.found[:, 7] = grad.truth[:, 7] = 0.0
+    assert relative(grad.found, grad.truth) < 1e-3
 
 
 @BOTH
-@pytest.mark.parametrize("entropy", [False, True])
+@ENTROPY
 def test_a_banned_id_under_a_softcap(entropy, kernels):
     """tanh(-inf) is -1, so it is not banned at all; nothing changes its logit."""
     logits = torch.randn(3, 300, device=DEVICE)
     logits[:2, 7], logits[2] = -math.inf, -math.inf
-    targets = torch.tensor([7, 3, 5], device=DEVICE)
-    transform = LogitTransform(softcap=4.0)
-    some, at = token_gradients(logits, targets, None, transform, entropy)
-    out = torch.full_like(logits, math.nan)
-    found = fill(kernels, logits, None, transform, torch.float32, 256, 512)
-    kernels.grad_kept(found, None, 0, targets, transform, some, at, out)
-    expected = truth_of(logits, targets, None, transform, some)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
-    assert out[2].abs().max() < 1e-6
+    grad = Gradient(kernels, logits, torch.tensor([7, 3, 5], device=DEVICE), LogitTransform(softcap=4.0), entropy)
+    torch.testing.assert_close(grad.found.double(), grad.truth, rtol=1e-5, atol=1e-6)
+    assert grad.found[2].abs().max() < 1e-6
 
 
 @BOTH
-@pytest.mark.parametrize("entropy", [False, True])
-def test_banned_ids_and_large_logits(kernels, entropy):
-    """-inf columns and logits of +-1e4, a whole tile of -inf included."""
-    logits = torch.randn(4, 96, device=DEVICE)
+@ENTROPY
+def test_banned_ids_large_logits_and_nan(kernels, entropy):
+    """-inf columns and logits of +-1e4, a whole tile of -inf included; NaN stays where it is."""
+    logits = torch.randn(5, 96, device=DEVICE)
     logits[0, 10:60] = -math.inf
     logits[1] *= 1e4
     logits[2, :32] = -math.inf
     logits[3, 64:] = -math.inf
-    targets = torch.tensor([3, 70, 40, 50], device=DEVICE)
-    some, at = token_gradients(logits, targets, None, LogitTransform(), entropy)
-    found = fill(kernels, logits, None, LogitTransform(), torch.float32, 32, 64)
-    out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(found, None, 0, targets, LogitTransform(), some, at, out)
-    expected = torch.empty_like(logits)
-    reference.grad(logits, targets, 0, None, LogitTransform(), some, expected)
-    assert out.isfinite().all()
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-
-
-@BOTH
-def test_nan_stays(kernels):
-    logits, targets, _ = make(3, 40, False)
-    logits[1, 7] = math.nan
-    some, at = token_gradients(logits, targets, None, LogitTransform(), False)
-    found = fill(kernels, logits, None, LogitTransform(), torch.float32, 32, 64)
-    out = torch.zeros_like(logits)
-    kernels.grad_kept(found, None, 0, targets, LogitTransform(), some, at, out)
-    assert out[1].isnan().any()
-    assert out[[0, 2]].isfinite().all()
+    logits[4, 7] = math.nan
+    targets = torch.tensor([3, 70, 40, 50, 1], device=DEVICE)
+    grad = Gradient(kernels, logits, targets, PLAIN, entropy, tile_vocab=32)
+    assert grad.found[:4].isfinite().all()
+    torch.testing.assert_close(grad.found[:4], grad.two_passes[:4], rtol=1e-5, atol=1e-5)
+    assert grad.found[4].isnan().any()
 
 
 @pytest.mark.parametrize("statistics_bytes", [None, 1])

@@ -1,18 +1,21 @@
-"""Bounds, tails and kept parts of two heads' gradient, beside the gradient itself in PyTorch.
+"""Bounds, tails and kept parts of two heads' gradient, beside the gradient itself.
 
-`test_divergence_kernels.py` holds bounds of each measure to float64, `test/engines/test_divergence_tolerance.py` the
-whole backward.
+`test/engines/test_divergence_tolerance.py` has the whole backward.
 """
+
+import math
 
 import pytest
 import torch
 
 from liger_rl import LogitTransform
 from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import tiles_triton as divergence_triton
 from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
+    TILE_VOCAB,
     Measure,
     MixtureSums,
     PairFold,
@@ -23,6 +26,7 @@ from liger_rl.engines.pair.reference import (
     TileSums,
 )
 from liger_rl.kernels.devices import PORTABLE, TMA, family_of
+from liger_rl.kernels.reference import transformed
 from liger_rl.kernels.transform import HeadFactors
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -39,6 +43,7 @@ N, V = 150, 3 * TILE + 40  # more tokens than a program takes; the last tile is 
 SIZES = (80, 144)  # no multiples of a step
 SILENT, DEAD = 3, 7  # tokens: without a gradient; of NaN, without a gradient
 TRANSFORMS = LogitTransform(temperature=0.8), LogitTransform(softcap=9.0)
+CAPPED = LogitTransform(softcap=3.0, scale=1.4), LogitTransform(temperature=0.6)
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +166,52 @@ def test_parts(measure, more, family, monkeypatch):
         sparse_pair_triton.make_parts(*case.heads, targets, measure, case.tokens, chosen, lists, span, made)
     kept = (expected / scale[:, None]).transpose(0, 1)[keep.T]
     torch.testing.assert_close(out.float() / listing_triton.UNIT, kept, rtol=2e-3, atol=2e-5)
+
+
+def split(tile: Tile, at: slice) -> Tile:
+    return tile._replace(logits=tile.logits[:, at])
+
+
+@pytest.mark.parametrize("kernels", [divergence_triton, divergence])
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("transforms", [(LogitTransform(),) * 2, CAPPED])
+def test_sums_and_bounds_of_tiles(kernels, measure, transforms, monkeypatch):
+    """Against float64; the last token's heads are so near that what is known of their difference is a bound alone."""
+    monkeypatch.undo()  # tiles of their own size: the room that bounds leave depends on it
+    n, first, vocab = 5, 2 * TILE_VOCAB, 3 * TILE_VOCAB + 100
+    heads = [4 * torch.randn(n, vocab, device=DEVICE) for _ in transforms]
+    heads[1][4] = heads[0][4] + 1e-4 * torch.randn(vocab, device=DEVICE)
+    student, teacher = (Tile(x, None, transform) for x, transform in zip(heads, transforms, strict=True))
+    log_p, log_q = (
+        transformed(tile.logits, None, tile.transform).double().log_softmax(-1) for tile in (student, teacher)
+    )
+    state, tiles = (
+        PairFold.start(n, DEVICE, measure, entropy=False, targets=False),
+        TileSums.unwritten(n, vocab, DEVICE, measure),
+    )
+    tiles.x.fill_(torch.nan)
+    sums, targets = MixtureSums(*torch.zeros(2, n, device=DEVICE)), torch.zeros(n, device=DEVICE)
+    parts = [(at.start, split(student, at), split(teacher, at)) for at in (slice(0, first), slice(first, vocab))]
+    for start, own, other in parts:
+        kernels.fold_pair(PairTile(own, other, targets, start, measure), state, tiles.part(slice(n), start))
+    found = PairStatistics.of(state, measure)
+    over, value = log_p - log_q, found.divergence
+    if measure.kind == MIXTURE:
+        for start, own, other in parts:
+            tile = PairTile(own, other, targets, start, measure)
+            kernels.mix_pair(tile, *found[:2], sums, tiles.part(slice(n), start))
+        value, beta = sums.student, measure.beta
+        over = log_p - torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    p = log_p.exp()
+    grad = p - log_q.exp()
+    if measure.kind != FORWARD:
+        share = 1 - measure.beta if measure.kind == MIXTURE else 1.0
+        grad = share * p * (over - (p * over).sum(-1, keepdim=True))
+    grad = torch.nn.functional.pad(grad, (0, -vocab % TILE_VOCAB)).unflatten(1, (-1, TILE_VOCAB))
+    tokens = PairGradients(*found[:2], torch.ones(n, device=DEVICE), value, None, None, None, None)
+    bounds, norm = sparse_pair_triton.part_bounds(tiles, measure, tokens, targets), grad.norm(dim=2).T
+    assert (bounds.most >= norm).all()
+    assert (bounds.least <= norm.square().sum(0)).all()
+    assert (bounds.most[:, :4] <= 1.1 * norm[:, :4] + 1e-6).all()
+    assert (bounds.least[:4].sqrt() >= 0.94 * norm[:, :4].square().sum(0).sqrt() - 3e-4).all()
+    torch.testing.assert_close(bounds.rest.double(), grad.sum(2).T, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,275 @@
+"""Options of the head that change how, not what is computed: `fixed_shape`, `batch_invariant`, `weight_grad`, and a
+temperature for each token. Their values are the fuzzer's, properties of every call test_properties.py's.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from devices import NEEDS_GPU
+from head_calls import (
+    EXTRAS,
+    Problem,
+    Products,
+    assert_close,
+    batch,
+    call,
+    finish,
+    functional,
+    problem,
+    solve,
+)
+from host_reads import host_reads
+from liger_rl import (
+    PRESETS,
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    Segments,
+    Support,
+    TopEntropyMask,
+    grpo_loss_from_logits,
+    linear_logprobs,
+    logits_logprobs,
+    plan_linear_logprobs,
+)
+
+# --- losses with fixed_shape never wait for the device ----------------------------------------------------------------
+
+LOSSES = {name: {"loss_type": name, "beta": 0.1} for name in PRESETS if name not in ("dr_grpo", "dro")}
+LOSSES["metrics, entropy"] = {
+    "loss_type": "dapo",
+    "metrics": "with_entropy",
+    "entropy_coef": 0.1,
+    "corrections": [TopEntropyMask(top_entropy_quantile=0.5)],
+}
+LOSSES["packed"] = {"loss_type": "gspo", "metrics": "basic"}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "from logits"])
+def test_losses_never_wait(name, device):
+    packed = name == "packed"
+    x = batch((24,) if packed else (3, 7), device=device).leaves(("hidden", "weight", "logits"))
+    shape = x.mask.shape
+    columns = {"old_per_token_logps": torch.full(shape, -4.0, device=device)}
+    columns["ref_per_token_logps"] = torch.full(shape, -4.5, device=device)
+    if packed:
+        columns["segments"] = Segments(index=torch.arange(24, device=device) // 6, count=4)
+
+    def loss():
+        given = x.targets, x.advantages, x.mask
+        if name == "from logits":
+            return grpo_loss_from_logits(x.logits, *given, beta=0.1, fixed_shape=True, **columns).loss.sum()
+        return FusedLinearGRPOLoss(**LOSSES[name], fixed_shape=True)(x.hidden, x.weight, *given, **columns).loss
+
+    loss().backward()  # compiles what there is to compile
+    with host_reads(device) as reads:
+        value = loss()
+        value.backward()
+    assert reads.names == []
+    assert value.isfinite()
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("tolerance", [0.0, 1e-2])
+def test_host_reads_at_the_size_of_a_training_step(tolerance):
+    device = torch.device("cuda")
+    x = batch((4, 512), 256, 5000, torch.bfloat16, device).leaves(("hidden", "weight"))
+
+    def logps():
+        return linear_logprobs(x.hidden, x.weight, x.targets, mask=x.mask, grad_tolerance=tolerance).logps
+
+    functional(logps()).backward()
+    with host_reads(device) as forward:
+        values = logps()
+    total = functional(values)
+    with host_reads(device) as backward:
+        total.backward()
+    assert len(forward.names) == 1
+    assert len(backward.names) == 1
+
+
+# --- with batch_invariant a token's bits are the same in any company --------------------------------------------------
+
+INVARIANT = 300  # tokens: more than a tile has
+
+
+def biased(dtype=torch.float32, device="cpu", *, tokens=INVARIANT, vocab=1003) -> Problem:
+    return problem((tokens,), 96, vocab, dtype, device, bias=True)
+
+
+def invariant(inputs: Problem, tokens: Tensor | slice = slice(None), **options):
+    """Of some of the tokens, in any order."""
+    some = inputs._replace(hidden=inputs.hidden[tokens], targets=inputs.targets[tokens])
+    return call(some, batch_invariant=True, **options)
+
+
+def assert_identical(found, expected, place=slice(None)) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if other is not None:
+            assert torch.equal(mine, other[place])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shuffled_split_masked_and_padded(dtype, device):
+    inputs, generator = biased(dtype, device), torch.Generator().manual_seed(1)
+    options = {"entropy": True, "extras": EXTRAS, "transform": LogitTransform(temperature=0.7, softcap=5.0)}
+    whole = invariant(inputs, **options)
+    order = torch.randperm(INVARIANT, generator=generator).to(device)
+    assert_identical(invariant(inputs, order, **options), whole, order)
+    for sizes in ([1, 1, 2, 296], [127, 129, 44]):
+        for rows in order.split(sizes):
+            assert_identical(invariant(inputs, rows, **options), whole, rows)
+    assert invariant(inputs, slice(0), **options).logps.shape == (0,)
+    for keep in (0.9, 0.02):
+        mask = (torch.rand(INVARIANT, generator=generator) < keep).to(device)
+        assert torch.equal(invariant(inputs, mask=mask, **options).logps, torch.where(mask, whole.logps, 0.0))
+    # (B, T) rows with padding of NaN
+    hidden = torch.full((4, 100, 96), math.nan, dtype=dtype, device=device)
+    targets = torch.full((4, 100), -100, device=device)
+    for row, (start, length) in enumerate([(0, 3), (3, 97), (100, 100), (200, 100)]):
+        hidden[row, 100 - length :] = inputs.hidden[start : start + length]
+        targets[row, 100 - length :] = inputs.targets[start : start + length]
+    padded = call(inputs._replace(hidden=hidden, targets=targets), batch_invariant=True, **options).logps
+    assert torch.equal(padded[targets >= 0], whole.logps)
+
+
+@NEEDS_GPU
+def test_few_tokens_and_many_on_a_gpu():
+    """On both sides of the number of tokens from which on the kernel of our own is worth it."""
+    inputs = biased(torch.bfloat16, "cuda", tokens=5000, vocab=20000)
+    whole = invariant(inputs, entropy=True)
+    for rows in (slice(0, 1), slice(17, 300), slice(100, 613), slice(1000, 5000), torch.randperm(5000).cuda()):
+        assert_identical(invariant(inputs, rows, entropy=True), whole, rows)
+
+
+def test_every_product_has_one_shape():
+    """What the promise rests on where libraries multiply."""
+    with Products() as products:
+        for tokens in (1, 77, 128, 300):
+            invariant(biased(), slice(tokens))
+    assert len({(a.shape, b.shape) for a, b in products.factors}) == 1
+
+
+def test_a_loss_takes_it():
+    inputs = biased()
+    loss = FusedLinearGRPOLoss("grpo", batch_invariant=True)
+    reference = loss.reference_logps(inputs.hidden, inputs.weight, inputs.targets, bias=inputs.bias)
+    assert torch.equal(reference[5:6], invariant(inputs, slice(5, 6)).logps)
+
+
+# --- the weight's gradient added to a float32 tensor in place ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_it_may_be_the_weights_own_gradient(rank, device):
+    inputs = problem(rank=rank, device=device)
+    leaves = inputs.leaves()
+    place = leaves.weight.grad = torch.ones((129, 16), device=device)
+    functional(*call(leaves, entropy=True, weight_grad=place)[:2]).backward()
+    assert leaves.weight.grad is place
+    torch.testing.assert_close(place, solve(inputs).grads["weight"] + 1, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("total", "error", "message"),
+    [
+        ([0.0], TypeError, "must be a tensor"),
+        (torch.zeros((129, 16), dtype=torch.bfloat16), TypeError, "must be float32.*bfloat16"),
+        (torch.zeros(16, 129), ValueError, r"\(V, H\) = \(129, 16\) from weight, got \(16, 129\)"),
+        (torch.zeros((129, 16), device="meta"), ValueError, "must be on cpu from weight, got meta"),
+        (torch.zeros(16, 129).T, ValueError, "contiguous"),
+        (torch.zeros((129, 16), requires_grad=True), ValueError, "must require no gradient"),
+    ],
+    ids=["type", "dtype", "shape", "device", "strides", "leaf"],
+)
+def test_a_tensor_that_does_not_fit_is_named(total, error, message):
+    inputs = problem().leaves()
+    with Products() as products, pytest.raises(error, match=f"weight_grad .*{message}"):
+        call(inputs, weight_grad=total)
+    assert products.flops == 0
+
+
+def test_a_frozen_weight_has_none():
+    inputs, total = problem().leaves(), torch.zeros((129, 16))
+    with pytest.raises(ValueError, match="weight must require a gradient"):
+        call(inputs.leaves(["weight"]), weight_grad=total)
+
+
+@pytest.mark.parametrize("of", ["weight", "hidden", "bias"])
+@pytest.mark.parametrize("through", ["log-probabilities", "loss"])
+def test_memory_of_an_input_is_refused(of, through):
+    memory = torch.randn(200, 16)
+    parts = {"weight": memory[:129], "hidden": memory[:15], "bias": memory.flatten()[:129]}
+    inputs = {"weight": torch.randn((129, 16)), "hidden": torch.randn(15, 16), "bias": torch.randn(129), of: parts[of]}
+    inputs = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    before, targets = memory.clone(), torch.arange(15)
+    function: Callable = linear_logprobs
+    if through == "loss":
+        function = partial(FusedLinearGRPOLoss("gpg"), advantages=torch.ones(3))
+        inputs["hidden"] = inputs["hidden"].view(3, 5, 16)
+        targets = targets.view(3, 5)
+    ids = {"targets" if through == "log-probabilities" else "selected_token_ids": targets}
+    with pytest.raises(ValueError, match=rf"weight_grad must have memory of its own.*overlaps {of}"):
+        function(**inputs, **ids, weight_grad=memory[:129])
+    assert torch.equal(memory, before)
+
+
+# --- a temperature for each token -------------------------------------------------------------------------------------
+
+
+def test_rows_of_sequences_and_one_number(device):
+    """(B, T) temperatures that are all alike are one temperature."""
+    x, alike = problem((2, 11), device=device), torch.full((2, 11), 0.7, device=device)
+    mine, one = (call(x, transform=LogitTransform(temperature=temperature)).logps for temperature in (alike, 0.7))
+    torch.testing.assert_close(mine, one, rtol=1e-6, atol=1e-6)
+
+
+def test_a_tolerance_computes_exactly(device):
+    """And the plan says why."""
+    transform = LogitTransform(temperature=0.5 + torch.rand(23, device=device))
+    leaves = [problem((23,), device=device).leaves() for _ in range(2)]
+    options = {"transform": transform, "entropy": True}
+    found, exact = (finish(call(x, **options, grad_tolerance=t), x) for x, t in zip(leaves, (0.1, 0.0), strict=True))
+    assert_close(found, exact, 1e-6)
+    plan = plan_linear_logprobs(4096, 129, 16, transform=transform, grad_tolerance=0.1)
+    assert plan.path == "two passes"
+    assert "one temperature for all tokens" in plan.reason
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_bad_values(bad, device):
+    x, temperature = problem((23,), device=device), torch.ones(23, device=device)
+    temperature[3] = bad
+    support = Support.from_vllm([[1]] * 23, device=device)
+    for function in (
+        partial(call, x),
+        partial(call, x, support=support),
+        partial(logits_logprobs, torch.zeros(23, 129, device=device), x.targets),
+    ):
+        with pytest.raises(ValueError, match="temperature must be positive and finite at each token; 1 are not"):
+            function(transform=LogitTransform(temperature=temperature))
+
+
+def test_bad_temperatures():
+    x = problem((23,))
+    for function in (
+        partial(linear_logprobs, x.hidden, x.weight, x.targets),
+        partial(logits_logprobs, torch.zeros(23, 129), x.targets),
+    ):
+        with pytest.raises(ValueError, match=r"temperature must be a number or \(23,\) from targets, got \(22,\)"):
+            function(transform=LogitTransform(temperature=torch.ones(22)))
+    for temperature, error, message in (
+        (torch.ones(23).long(), TypeError, "a number or a float tensor"),
+        (torch.ones(23, requires_grad=True), ValueError, "require no gradient"),
+        (torch.ones(()), ValueError, r"a number, \(B, T\) or \(N,\)"),
+    ):
+        with pytest.raises(error, match=f"temperature must (be )?{message}"):
+            LogitTransform(temperature=temperature)
+    loss = FusedLinearGRPOLoss("dapo", passes="one", temperature=torch.ones(23))
+    with pytest.raises(ValueError, match='passes="one" needs one temperature for all tokens'):
+        loss(x.hidden, x.weight, x.targets, torch.ones(23))

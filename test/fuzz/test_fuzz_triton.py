@@ -1,0 +1,89 @@
+"""The other files' calls with Triton's kernels, in its interpreter where there is no GPU."""
+
+from dataclasses import replace
+
+import pytest
+import test_fuzz_head as heads
+import test_fuzz_losses as losses
+import torch
+from hypothesis import given
+
+import oracle
+from cases import (
+    HeadCase,
+    LogitsCase,
+    PolicyCase,
+    fused_cases,
+    fuzz,
+    given_logits_cases,
+    head_cases,
+    logits_cases,
+    several_cases,
+)
+from head_calls import in_short_pieces, run_triton
+from liger_rl.kernels import epilogue
+from liger_rl.losses import fused
+
+
+def is_for_the_interpreter(case) -> bool:
+    """It runs one program after the other, and truncates to bfloat16 where the compiler rounds."""
+    of_head = case
+    if isinstance(case, PolicyCase):
+        of_head = case.logits if case.head is None else case.head
+    tokens, columns = of_head.options.get("chunk_tokens"), of_head.options.get("chunk_vocab")
+    small = of_head.targets.numel() <= 12 and (tokens is None or tokens >= 7) and (columns is None or columns >= 64)
+    if isinstance(of_head, LogitsCase):  # no kernel takes a single column that has no stride
+        return small and of_head.logits.dtype != torch.bfloat16 and of_head.logits.shape[-1] > 1
+    return small and of_head.compute != torch.bfloat16
+
+
+def check_of(case):
+    if isinstance(case, LogitsCase):
+        return heads.test_logits_logprobs
+    if isinstance(case, PolicyCase):
+        return losses.test_grpo_loss_from_logits if case.head is None else losses.test_fused_loss
+    return heads.test_linear_logprobs if case.ids is None else heads.test_several_targets
+
+
+def in_float16(case: HeadCase) -> HeadCase:
+    """One whose products have an epilogue: 16-bit matrices with rows of whole 16 bytes, and no tile named."""
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x.contiguous(), (0, -x.shape[-1] % 8))
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return x if x.dtype == torch.float32 else x.half()
+
+    terms = [term | {"a": padded(half(term["a"])), "b": half(term["b"])} for term in case.low_rank]
+    for term in terms:
+        term["hidden"] = None if term["hidden"] is None else padded(term["hidden"]).half()
+    options = {name: value for name, value in case.options.items() if "chunk" not in name}
+    return replace(
+        case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(), low_rank=terms, support=None,
+        bias=None if case.bias is None else half(case.bias), autocast=None, compute_dtype=None, options=options,
+        weight_grad=None if case.weight_grad is None else padded(case.weight_grad),
+    )  # fmt: skip
+
+
+LISTED = head_cases().filter(lambda case: case.support is not None)
+KINDS = {"head": head_cases(), "listed ids": LISTED, "several targets": several_cases(), "logits": logits_cases()}
+KINDS |= {"loss": fused_cases(), "loss of logits": given_logits_cases()}
+EPILOGUE = {"products with an epilogue": head_cases().map(in_float16), "several": several_cases().map(in_float16)}
+KINDS |= EPILOGUE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_in_triton(kind) -> None:
+    @fuzz(0.02)
+    @given(case=KINDS[kind].filter(is_for_the_interpreter))
+    def check(case) -> None:
+        check_of(case).hypothesis.inner_test(case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        run_triton(patch, epilogue=kind in EPILOGUE)
+        patch.setattr(epilogue, "STATISTICS_BYTES", 1)  # more than one chunk of statistics
+        in_short_pieces(patch)
+        patch.setattr(oracle, "TRITON", True)
+        patch.setattr(fused, "DEVICES", ("cpu",))
+        check()
