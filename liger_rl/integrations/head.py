@@ -70,30 +70,26 @@ def current_head(model: Any, linear_type: type) -> Head:
     """The head as it is now, listening, if what was tried at swap time still holds: the product has no hooks."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
-    hooks = hook_count(head, but=SHARDING)
-    if plain_type(head.linear) is not linear_type or hooks:
-        raise ValueError(
-            f"the head of {name} was a plain {linear_type.__name__} when it was swapped, "
-            f"now it is a {type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; "
-            "unswap first"
-        )
-    check_own_forwards(head, name, but=SHARDING)
+    check_bypassed(head, name, linear_type, but=SHARDING)
     listen(head.module)
     return head
 
 
-def hook_count(head: Head, *, but: tuple[str, ...] = ()) -> int:
-    """Forward hooks, except ours and those of the modules `but`, that are left out when the head is taken apart."""
-    return sum(
+def check_bypassed(head: Head, name: str, linear_type: type, *, but: tuple[str, ...] = ()) -> None:
+    """ValueError if the head of model `name`, taken apart, loses a hook, or a forward that was set on an instance.
+
+    Hooks and forwards from the modules `but` may be lost, as may ours.
+    """
+    hooks = sum(
         not _comes_from(hook, (*but, __name__))
         for module in head.bypassed()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
-
-
-def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> None:
-    """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart, and
-    does not come from the modules `but`."""
+    if plain_type(head.linear) is not linear_type or hooks:
+        raise ValueError(
+            f"the head of {name} must be a plain {linear_type.__name__} without hooks, found a "
+            f"{type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; undo that first"
+        )
     for module in head.bypassed():
         if not runs_own_forward(module) and not _comes_from(module.__dict__["forward"], but):
             raise ValueError(

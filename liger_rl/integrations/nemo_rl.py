@@ -7,7 +7,7 @@
 Arguments, outputs and gradients are those of NeMo-RL 0.7.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,13 @@ from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.integrations.shards import vocab_shard
 from liger_rl.logprobs import linear_logprobs
 
-__all__ = ["from_parallel_hidden_states_to_logprobs", "patch_nemo_rl", "patched_nemo_rl", "unpatch_nemo_rl"]
+__all__ = [
+    "from_parallel_hidden_states_to_logprobs",
+    "is_patched",
+    "patch_nemo_rl",
+    "patched_nemo_rl",
+    "unpatch_nemo_rl",
+]
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -82,10 +88,8 @@ NEMO_RL = Framework(
     Patch(
         "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs",
         from_parallel_hidden_states_to_logprobs,
-        # 0.6.0 has other parameters, which 0.6 changed later.
-        "tensor_parallel_hidden_states output_weight_layer runtime_gather_output target vocab_start_index "
-        "vocab_end_index tp_group inference_only cp_group chunk_size",
-    ),
+    ),  # 0.6.0 has other parameters, and is refused
+    gain="float32 logits, two collectives in all",
 )
 
 
@@ -97,11 +101,9 @@ def patch_nemo_rl() -> None:
     NEMO_RL.patch()
 
 
-def unpatch_nemo_rl() -> None:
-    """Undo `patch_nemo_rl`; harmless where nothing is patched."""
-    NEMO_RL.unpatch()
-
-
-def patched_nemo_rl() -> AbstractContextManager[None]:
-    """`patch_nemo_rl` for the length of a `with` block; afterwards the state before it."""
-    return NEMO_RL.within()
+unpatch_nemo_rl = NEMO_RL.unpatch
+"""Undo `patch_nemo_rl`; harmless where nothing is patched."""
+patched_nemo_rl = NEMO_RL.within
+"""`patch_nemo_rl` for the length of a `with` block, by its arguments; afterwards the state before it."""
+is_patched = NEMO_RL.is_patched
+"""Whether `patch_nemo_rl` is in place now."""

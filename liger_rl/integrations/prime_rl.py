@@ -6,7 +6,6 @@ patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
-__all__ = ["fused_output", "patch_prime_rl", "patched_prime_rl", "unpatch_prime_rl"]
+__all__ = ["fused_output", "is_patched", "patch_prime_rl", "patched_prime_rl", "unpatch_prime_rl"]
 
 LAYERS = "prime_rl.trainer.models.layers"
 
@@ -81,7 +80,7 @@ def _forward_of(name: str) -> Callable[..., Any]:
         sampling_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if labels is None or temperature is None or getattr(self, "return_mask_logprobs", False):
-            # The caller wants something else than log-probabilities and entropies, or prime-rl raises.
+            # A call for something else than log-probabilities and entropies, or one that prime-rl refuses.
             replay = {} if sampling_mask is None else {"sampling_mask": sampling_mask}
             return PRIME_RL.original(f"{name}.forward")(self, hidden_states, labels, temperature, **replay)
         return fused_output(self, hidden_states, labels, temperature, sampling_mask)
@@ -101,6 +100,7 @@ PRIME_RL = Framework(
     (0, 10),
     _row("lm_head", "FusedOutputLinear"),
     _row("lm_head_gemma", "GemmaFusedOutputLinear", optional=True),
+    gain="float32 logits, products over a sampling mask's ids alone, a gradient of the entropy",
     distributions=("prime-rl",),
 )
 
@@ -114,11 +114,9 @@ def patch_prime_rl() -> None:
     PRIME_RL.patch()
 
 
-def unpatch_prime_rl() -> None:
-    """Undo `patch_prime_rl`; harmless where nothing is patched."""
-    PRIME_RL.unpatch()
-
-
-def patched_prime_rl() -> AbstractContextManager[None]:
-    """`patch_prime_rl` for the length of a `with` block; afterwards the state before it."""
-    return PRIME_RL.within()
+unpatch_prime_rl = PRIME_RL.unpatch
+"""Undo `patch_prime_rl`; harmless where nothing is patched."""
+patched_prime_rl = PRIME_RL.within
+"""`patch_prime_rl` for the length of a `with` block, by its arguments; afterwards the state before it."""
+is_patched = PRIME_RL.is_patched
+"""Whether `patch_prime_rl` is in place now."""

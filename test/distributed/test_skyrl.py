@@ -121,7 +121,7 @@ def its_calls(module, rank):
 
 
 def beside_its_own(rank):
-    module, gathered = skyrl_modules.load(integration.MEGATRON_MODULE), []
+    module, gathered = skyrl_modules.load(integration.MODULES["megatron"]), []
     before = {name: value for name, value in vars(module).items() if callable(value)}
     theirs = its_calls(module, rank)
     with patched_skyrl("megatron"), pytest.MonkeyPatch.context() as patch:
@@ -156,7 +156,7 @@ OURS = """
 from types import SimpleNamespace
 import skyrl_modules
 from liger_rl.integrations import skyrl as integration
-ChunkedDistributedLogprob = skyrl_modules.load(integration.MEGATRON_MODULE).ChunkedDistributedLogprob
+ChunkedDistributedLogprob = skyrl_modules.load(integration.MODULES["megatron"]).ChunkedDistributedLogprob
 FusedLinearChunkedDistributedLogprob = SimpleNamespace(
     apply=lambda *arguments: integration.fused_lm_head_logprob_apply("torch", *arguments)
 )
@@ -241,7 +241,7 @@ def test_its_wrapper_of_huggingface_models(ranks, remove_padding, sharded):
 
 
 def other_parameters(rank):
-    module = skyrl_modules.load(integration.MEGATRON_MODULE)
+    module = skyrl_modules.load(integration.MODULES["megatron"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["skyrl"], "__version__", "0.3.0", raising=False)
         patch.setattr(module, "from_parallel_hidden_to_logprobs", lambda hidden: None)
