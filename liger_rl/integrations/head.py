@@ -1,12 +1,12 @@
 """The lm_head of a HuggingFace model: checked, tried out, and asked for something other than logits.
 
-A head that listens answers the request of the thread that calls it. A request changes nothing that threads share, so
-another thread's plain forward gets its logits at the same time.
+A head that listens answers the request of its thread. Other threads' plain forwards get logits at the same time.
 
 To learn the model's softcap and scale, `probed_transform` lets the head answer with a few known logits. The model's
 output for them must be one of the transforms that its config names.
 """
 
+import math
 import sys
 import threading
 from collections import OrderedDict
@@ -26,20 +26,20 @@ from liger_rl.integrations.peft import Head, read_head
 from liger_rl.kernels import reference
 from liger_rl.kernels.transform import LogitTransform
 
-# HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
+# HuggingFace's names; the probe tells whether a model multiplies by its scale or divides.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-SOFTCAP_NAMES = ("final_logit_softcapping",)
+SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
 PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 
-# Modules whose hooks and forwards shard a layer. FSDP's gather its weight around the call, and stay. A tensor-parallel
-# plan's move hidden states in, which stay, and logits out, which do not exist in a fused call.
+# Modules whose hooks and forwards shard a layer. FSDP's gather its weight around the call, and run. A tensor-parallel
+# plan moves hidden states in, which runs, and logits out, which a fused call does not have.
 TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
 LISTENER = -1  # the key of no other hook: torch counts them from 0
 
-# Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance and keep what it was in
-# `module._old_forward`, which they call between moving the inputs in and the outputs out.
+# Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance. They keep the replaced
+# forward in `module._old_forward`, and call it between moving the inputs in and the outputs out.
 KEPT_FORWARDS = ("forward", "_old_forward")
 
 
@@ -67,7 +67,7 @@ def _is_sharded(linear: nn.Module) -> bool:
 
 
 def current_head(model: Any, linear_type: type) -> Head:
-    """The head as it is now, listening, if what was tried at swap time still holds: the product has no hooks."""
+    """The head as it is now, listening. Raises if it is no longer as it was tried out at swap time."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
     check_bypassed(head, name, linear_type, but=SHARDING)
@@ -101,9 +101,8 @@ def check_bypassed(head: Head, name: str, linear_type: type, *, but: tuple[str, 
 def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
     """Replace class `before`'s forward, where the instance keeps it, by class `after`'s.
 
-    Returns:
-        Whether a call of the module now reaches `after`'s forward. False: the instance has a forward that does not call
-        its class's, and nothing is changed.
+    -> whether a call of the module now reaches `after`'s forward. False: the instance has a forward that does not call
+    its class's, and nothing is changed.
     """
     attributes = module.__dict__
     if "forward" not in attributes:
@@ -117,10 +116,7 @@ def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
 
 
 def runs_own_forward(module: nn.Module) -> bool:
-    """Whether a call of the module runs its class's forward, at most with its inputs moved to its weights' device.
-
-    False: the instance has another function, or a hook that does more (offload, a user's).
-    """
+    """Whether a call of the module runs its class's forward, at most with its inputs moved to its weights' device."""
     attributes = module.__dict__
     if "forward" not in attributes:
         return True
@@ -152,17 +148,13 @@ class Request:
 _thread = threading.local()
 
 
-def _latest_request() -> Request | None:
-    return getattr(_thread, "request", None)
-
-
 @contextmanager
 def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Request]:
-    """Within it, in this thread alone, a call of `head` gives answer(hidden), (..., H) -> any tensor, for its logits.
+    """In this thread, a call of `head` gives answer(hidden), (..., H) -> any tensor, in place of its logits.
 
-    The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives.
+    The head's hooks run around `answer`: FSDP's gather the weight for it and for its backward.
     """
-    request = Request(head, answer, _latest_request())
+    request = Request(head, answer, getattr(_thread, "request", None))
     _thread.request = request
     try:
         yield request
@@ -171,14 +163,14 @@ def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Requ
 
 
 def _request_to(head: nn.Module) -> Request | None:
-    request = _latest_request()
+    request: Request | None = getattr(_thread, "request", None)
     while request is not None and request.head is not head:
         request = request.outer
     return request
 
 
 class _NoTokens(Tensor):
-    """Hidden states of no token, which a linear layer gives back: autocast would cast its weight for the product."""
+    """Hidden states of no token. A linear layer returns them, because autocast would cast its weight for a product."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -213,7 +205,7 @@ def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
 
 
 class _ForLogits:
-    """A forward or a forward hook of `head` that is left out where the head gives something other than logits."""
+    """A forward or a forward hook of `head` that runs for logits alone."""
 
     def __init__(self, head: nn.Module, original: Callable) -> None:
         self.head, self.original = head, original
@@ -224,11 +216,10 @@ class _ForLogits:
 
 
 def listen(head: nn.Module) -> None:
-    """Let `head` answer requests. A call without one is as before. Harmless if it answers already.
+    """Let `head` answer requests. A call without a request is as before. Harmless if the head answers already.
 
-    Other pre-hooks run before the answer, because it needs what they make of the hidden states. Other hooks run after
-    it, because they get the answer. So hooks that were put on the head in the meantime change places with ours. Hooks
-    that shard logits are left out of an answer.
+    The answer takes the hidden states from the other pre-hooks, and the other hooks take the answer. So ours move to
+    the end and to the front. Hooks that shard logits do not run for an answer.
     """
     pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
     if torch.compiler.is_compiling() and not pre_hooks and not hooks:
@@ -251,7 +242,7 @@ def listen(head: nn.Module) -> None:
 
 
 def stop_listening(model: nn.Module) -> None:
-    """Undo `listen` wherever it was done. Adapters may have put another module in the head's place since."""
+    """Undo `listen` in every module, because adapters may have put another module in the head's place."""
     for module in model.modules():
         if module._forward_pre_hooks.pop(LISTENER, None) is None:
             continue
@@ -315,28 +306,20 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
 def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
-    """The transform that the model's own forward applies to its logits. The head has to listen."""
+    """The transform that the model's own forward applies to its logits. The head has to listen.
+
+    ValueError for another transform, and for a model of which a token changes the hidden states before it.
+    """
     name = type(model).__name__
     probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
-
-    def answer(hidden: Tensor) -> Tensor:
-        return probe.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
-
-    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    devices = [model.device] if model.device.type == "cuda" else []
-    try:
-        # Dropout in the probe must not move the caller's random numbers.
-        with torch.random.fork_rng(devices=devices), asking(head.module, answer) as request:
-            output = model(input_ids=ids, use_cache=False, return_dict=True)
-    except Exception as error:
-        raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
-    for module in filter(_is_fsdp, model.modules()):
-        # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
-        cast(Any, module).reshard()
-    if request.hidden is None or request.hidden.shape != (1, 2, head.linear.weight.shape[1]):
+    output, hidden = _forward_of_two_tokens(model, head, probe, last=2)
+    if hidden is None or hidden.shape != (1, 2, head.linear.weight.shape[1]):
         raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
+    change = _forward_of_two_tokens(model, head, probe, last=3)[1] - hidden
+    # Rounding may differ, because a mixture's experts get other groups of tokens.
+    if change[:, 0].abs().max() > torch.finfo(hidden.dtype).eps ** 0.5 * hidden[:, 0].abs().max():
+        raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
     seen = output.logits.float().cpu()
     candidates = list(_candidates(model))
     for transform in candidates:
@@ -347,6 +330,46 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
         f"the head of {name} cannot be swapped: it maps logits {PROBE_LOGITS} to {seen[0, -1].tolist()}, which none of "
         f"{candidates} does"
     )
+
+
+def shifts_labels(model: PreTrainedModel, head: Head) -> bool:
+    """Whether position t predicts labels[:, t + 1] in the model's own loss, or labels[:, t]. The head has to listen.
+
+    The first of two tokens has a label. With equal logits the loss is log V if position 0 predicts this label, and a
+    mean of no token otherwise. A model without a loss of its own counts as shifting.
+    """
+    labels = torch.tensor([[1, -100]], device=model.device)
+    equal = torch.zeros(head.linear.weight.shape[0], dtype=torch.float32, device="cpu")
+    try:
+        output, _ = _forward_of_two_tokens(model, head, equal, last=2, labels=labels)
+    except ValueError:
+        return True
+    loss = getattr(output, "loss", None)
+    return loss is None or not loss.item() > 0.5 * math.log(len(equal))
+
+
+@torch.no_grad()
+def _forward_of_two_tokens(
+    model: PreTrainedModel, head: Head, logits: Tensor, *, last: int, **inputs: Any
+) -> tuple[Any, Any]:
+    """The model's output and the head's input, for the ids (1, last) and a head that gives `logits` for each token."""
+
+    def answer(hidden: Tensor) -> Tensor:
+        return logits.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
+
+    ids = torch.tensor([[1, last]], device=model.device) % head.linear.weight.shape[0]
+    try:
+        # The same dropout each time, and the caller's random numbers do not move.
+        with _same_random_numbers(model.device), asking(head.module, answer) as request:
+            output = model(input_ids=ids, use_cache=False, return_dict=True, **inputs)
+    except Exception as error:
+        name = type(model).__name__
+        raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
+    for module in filter(_is_fsdp, model.modules()):
+        # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
+        cast(Any, module).reshard()
+    hidden: Any = request.hidden
+    return output, hidden.full_tensor() if is_dtensor(hidden) else hidden
 
 
 def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:

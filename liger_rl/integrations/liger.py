@@ -1,9 +1,4 @@
-"""liger-kernel's chunked GRPO and distillation losses, by their own signatures, on this package's head and losses.
-
-    from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss, patch_liger
-
-    loss_fn = LigerFusedLinearGRPOLoss(beta=0.04, loss_type="dapo")  # in place of liger_kernel.chunked_loss's
-    patch_liger()  # or: in all the code that imports it from there
+"""liger-kernel's chunked GRPO and distillation losses on this package's head and losses.
 
 Constructors, calls and results are those of liger-kernel 0.8.5.
 """
@@ -41,7 +36,7 @@ __all__ = [
 ]
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
-# Options that change what is computed only where the loss has them -> the value that asks for nothing.
+# Options that have no effect on the losses without them -> the value that is accepted there.
 SWITCHES = {"delta": None, "importance_sampling_level": "token"}
 
 
@@ -138,11 +133,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         _check_tensor("_input", _input, _input)
         if _input.dim() != 3:
             raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
-        tokens = rows, _ = tuple(_input.shape[:2])
-        _check_tensor("selected_token_ids", selected_token_ids, _input, tokens)
-        _check_tensor("attention_mask", attention_mask, _input, tokens)
+        rows, columns = _input.shape[:2]
+        _check_tensor("selected_token_ids", selected_token_ids, _input, (rows, columns))
+        _check_tensor("attention_mask", attention_mask, _input, (rows, columns))
         if vllm_is_ratio is not None:
-            _check_tensor("vllm_is_ratio", vllm_is_ratio, _input, tokens, (rows, 1), (rows,))
+            _check_tensor("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
         _check_tensor("lin_weight", lin_weight, _input)
         check_mask = _ask_for_other_values(attention_mask)
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
@@ -153,7 +148,16 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if self.beta == 0.0:
             ref_per_token_logps = None
         elif ref_per_token_logps is None:
-            ref_per_token_logps = self._reference(fused, selected_token_ids, counted, ref_input, ref_weight, ref_bias)
+            if ref_input is None or ref_weight is None:
+                raise ValueError(
+                    f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}"
+                )
+            _check_tensor("ref_input", ref_input, _input)
+            _check_tensor("ref_weight", ref_weight, _input)
+            ref_input, ref_weight, ref_bias = _head(ref_input, ref_weight, ref_bias)
+            ref_per_token_logps = fused.reference_logps(
+                ref_input, ref_weight, selected_token_ids, counted, bias=ref_bias
+            )
         elif ref_input is not None:
             warnings.warn("Both ref_per_token_logps and ref_input are given. Using ref_per_token_logps.", stacklevel=2)
         hidden, weight, bias = _head(_input, lin_weight, bias)
@@ -174,28 +178,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
         return loss, (*values, clipped)
 
-    def _reference(
-        self,
-        fused: FusedLinearGRPOLoss,
-        ids: Tensor,
-        counted: Tensor,
-        ref_input: Tensor | None,
-        ref_weight: Tensor | None,
-        ref_bias: Tensor | None,
-    ) -> Tensor:
-        if ref_input is None or ref_weight is None:
-            missing = "ref_input" if ref_input is None else "ref_weight"
-            raise ValueError(
-                f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}; "
-                f"got neither ref_per_token_logps nor {missing}"
-            )
-        _check_tensor("ref_input", ref_input, counted)
-        _check_tensor("ref_weight", ref_weight, counted)
-        hidden, weight, bias = _head(ref_input, ref_weight, ref_bias)
-        return fused.reference_logps(hidden, weight, ids, counted, bias=bias)
-
     def _fused(self) -> FusedLinearGRPOLoss:
-        """The module that computes it, from the options as they are now."""
+        """The module of the options as they are now."""
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"loss_type must be one of {list(LOSS_TYPES)}, as in liger-kernel, got {self.loss_type!r}; "
@@ -425,10 +409,6 @@ def patch_liger(*, modules: Collection[str] = ()) -> None:
 
     Args:
         modules: names of further packages or modules to patch, under whatever name they hold a class.
-
-    Raises:
-        ImportError: liger-kernel is not installed, or not of a supported version, which is named; nothing is changed.
-        TypeError: modules is not a collection of names; nothing is changed.
     """
     LIGER.patch(modules=modules)
 

@@ -41,9 +41,9 @@ def from_parallel_hidden_states_to_logprobs(
 ) -> Tensor:
     """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`.
 
-    Position t predicts target[:, t + 1]. The ranks of tp_group hold the vocabulary, and parts of the sequence in their
-    order. The ranks of cp_group hold the sequence in 2 x ranks chunks: rank r holds the chunks r and 2 x ranks - 1 - r.
-    docs/nemo_rl.md lists the differences from NeMo-RL's: a negative target masks its token, for example.
+    Position t predicts target[:, t + 1]. A negative target masks its token. docs/nemo_rl.md lists all differences from
+    NeMo-RL's. The ranks of tp_group hold the vocabulary, and parts of the sequence in their order. The ranks of
+    cp_group hold the sequence in 2 x ranks chunks: rank r holds the chunks r and 2 x ranks - 1 - r.
 
     Returns:
         (b, S - 1) float32 in nats, the same on every rank of both groups.
@@ -64,8 +64,8 @@ def from_parallel_hidden_states_to_logprobs(
             labels = labels.unflatten(1, (2 * cp, -1))[:, [rank, 2 * cp - 1 - rank]].flatten(1)
         logps = linear_logprobs(hidden, weight, labels.T.contiguous(), vocab_parallel=place).logps
         if cp_group is not None and cp > 1:
-            held = [chunk for rank in range(cp) for chunk in (rank, 2 * cp - 1 - rank)]
-            order = sorted(range(2 * cp), key=held.__getitem__)
+            chunks = [chunk for rank in range(cp) for chunk in (rank, 2 * cp - 1 - rank)]  # as the gather stacks them
+            order = sorted(range(2 * cp), key=chunks.__getitem__)
             logps = gathered_rows(logps, cp_group).unflatten(0, (2 * cp, -1))[order].flatten(0, 1)
     return logps.T[:, : target.shape[1] - 1]
 

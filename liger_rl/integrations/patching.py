@@ -44,7 +44,6 @@ class Patch:
         modules: packages and modules in which the function is replaced; the target's package by default.
         group: the row is applied if `Framework.patch` names this group; "" is always applied.
         since: the lowest version of the package that has the target.
-        optional: the row is left out if the target's module does not exist.
         needed: -> whether to apply the row, called at each `Framework.patch`.
     """
 
@@ -58,13 +57,12 @@ class Patch:
         modules: Collection[str] = (),
         group: str = "",
         since: Version = (0, 0),
-        optional: bool = False,
         needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self.module, _, self.name = target.partition(":")
         self.replacement, self.checked = replacement, checked or self.name
         self.parameters = parameters_of(replacement) if parameters == "" else parameters
-        self.group, self.since, self.optional, self.needed = group, since, optional, needed
+        self.group, self.since, self.needed = group, since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
         self.patched: frozenset[str] = frozenset()  # names of packages and modules; empty while nothing is applied
         self._original: Any = None
@@ -186,14 +184,12 @@ class Framework:
                     if patch.group:
                         check_version(self.name, version, patch.since, self.below)
                     continue
-                if patch.optional and not _is_module(patch.module):
-                    continue
                 originals.append((patch, patch.original if patch.patched else patch.find()))
             added = [patch.name for patch, _ in originals if not patch.patched]
             for patch, original in originals:
                 patch.put(original, modules)
         if added:
-            logger.info("patched %s %s: %s; %s", self.name, version, ", ".join(added), self.gain)
+            logger.info("patched %s %s: %s; %s", self.name, version, ", ".join(dict.fromkeys(added)), self.gain)
 
     def unpatch(self) -> None:
         """Undo the patch, in modules that were loaded since too. Harmless where nothing is patched."""
@@ -251,11 +247,3 @@ def _installed_version(*distributions: str) -> str | None:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
     return None
-
-
-def _is_module(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError:
-        return False
-    return True

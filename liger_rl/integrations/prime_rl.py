@@ -5,7 +5,9 @@ from liger_rl.integrations.prime_rl import patch_prime_rl
 patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given a model its head
 """
 
+import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -88,18 +90,26 @@ def _forward_of(name: str) -> Callable[..., Any]:
     return forward
 
 
-def _row(module: str, name: str, *, optional: bool = False) -> Patch:
-    # prime-rl's heads have sampling_mask since prime-rl#3431.
-    parameters = "self hidden_states labels temperature sampling_mask?"
-    return Patch(f"{LAYERS}.{module}:{name}.forward", _forward_of(name), parameters, optional=optional)
+def _has_gemma_head() -> bool:
+    with suppress(ModuleNotFoundError):
+        importlib.import_module(f"{LAYERS}.lm_head_gemma")
+        return True
+    return False
 
 
+# prime-rl's heads have sampling_mask since prime-rl#3431.
+PARAMETERS = "self hidden_states labels temperature sampling_mask?"
 PRIME_RL = Framework(
     "prime-rl",
     (0, 8),
     (0, 10),
-    _row("lm_head", "FusedOutputLinear"),
-    _row("lm_head_gemma", "GemmaFusedOutputLinear", optional=True),
+    Patch(f"{LAYERS}.lm_head:FusedOutputLinear.forward", _forward_of("FusedOutputLinear"), PARAMETERS),
+    Patch(
+        f"{LAYERS}.lm_head_gemma:GemmaFusedOutputLinear.forward",
+        _forward_of("GemmaFusedOutputLinear"),
+        PARAMETERS,
+        needed=_has_gemma_head,
+    ),
     gain="float32 logits, products over a sampling mask's ids alone, a gradient of the entropy",
     distributions=("prime-rl",),
 )

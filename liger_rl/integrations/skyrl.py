@@ -55,8 +55,8 @@ def fused_lm_head_logprob_apply(
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends.
 
-    Position t predicts target[:, t]. As in SkyRL the gradient of hidden is this rank's part. docs/skyrl.md lists the
-    differences from SkyRL's: a negative target masks its token, for example.
+    Position t predicts target[:, t]. A negative target masks its token. docs/skyrl.md lists all differences from
+    SkyRL's. As in SkyRL the gradient of hidden is this rank's part.
 
     Returns:
         (B, S) float32 in nats, the same on every rank of the group.
@@ -178,11 +178,8 @@ def forward(
 ) -> Any:
     """`HFModelWrapper.forward` without logits. Its model's head is swapped at the first call.
 
-    Without padding removed, positions whose log-probabilities the wrapper does not return are not projected: their
-    entropies in `output["entropy"]` are 0.
-
-    Raises:
-        ValueError: an option that is not reproduced, or a head (see `swap_lm_head`).
+    If padding is not removed, entropies in `output["entropy"]` are 0 where the wrapper returns no log-probability.
+    ValueError for an option that is not reproduced, and for a head that `swap_lm_head` refuses.
     """
     from liger_rl.integrations.transformers import swap_lm_head
 
@@ -209,7 +206,7 @@ def forward(
 
 
 def _at_temperature(name: str) -> Callable[..., Tensor]:
-    """In place of a function of SkyRL's that would divide the weight by the temperature before it calls the head."""
+    """SkyRL's function of that name, which otherwise divides the weight by the temperature before it calls the head."""
 
     def function(*arguments: Any, **keywords: Any) -> Tensor:
         original = SKYRL.original(name)
@@ -254,18 +251,13 @@ SKYRL = Framework(
 
 
 def patch_skyrl(backend: str) -> None:
-    """Put this package's head under SkyRL's training. Call it in every worker process. Patching twice is harmless.
+    """Put this package's head under SkyRL's training. Call it in every worker process. See docs/skyrl.md.
 
     Args:
         backend: as SkyRL's `trainer.strategy`. "megatron" replaces the fused head that SkyRL takes with
             `trainer.fused_lm_head_logprob=true`, whichever `fused_lm_head_logprob_backend` is. "fsdp" replaces
             `HFModelWrapper.forward` in every wrapper, made before or later, and swaps their models' heads (see
             `swap_lm_head`). It needs no option of SkyRL.
-
-    Raises:
-        ImportError: SkyRL is not installed, or not of a supported version, which is named; nothing is changed.
-        RuntimeError: its functions take other arguments; nothing is changed.
-        ValueError: another backend.
     """
     SKYRL.patch(_checked(backend))
 

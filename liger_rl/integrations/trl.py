@@ -34,20 +34,11 @@ NAME = "_ChunkedLogProbFunction"
 OUTPUTS = ("log_probs", "entropy", *EXTRAS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoreOptions:
-    """Options of `linear_logprobs` that TRL knows nothing of."""
-
-    grad_tolerance: Tolerance = "auto"
-    chunk_tokens: int | None = None
-    chunk_vocab: int | None = None
-
-
 @dataclass
 class FusedLogProbs:
     """In place of `trl.trainer.utils._ChunkedLogProbFunction`. Trainers call its `apply`."""
 
-    options: CoreOptions
+    options: dict[str, Any]  # of `linear_logprobs`, which TRL does not know
 
     def apply(
         self,
@@ -84,12 +75,12 @@ class FusedLogProbs:
             extras=[name for name in EXTRAS if name in outputs],
             compute_dtype=None if under_autocast else hidden.dtype,
             gather=trl_adapters.gathered_head,
-            **vars(self.options),
+            **self.options,
         )
         return result[: len(OUTPUTS)]
 
 
-_op = FusedLogProbs(CoreOptions())
+_op = FusedLogProbs({})
 # TRL passes the arguments by position. TRL 1.15 has the op only where Triton is.
 _op_patch = Patch(f"trl.trainer.utils:{NAME}", _op, f"ctx {parameters_of(_op.apply)}", checked=f"{NAME}.forward")
 # A new version is supported once its trainers pass the tests.
@@ -108,23 +99,18 @@ TRL = Framework(
 def patch_trl(
     *, grad_tolerance: Tolerance = "auto", chunk_tokens: int | None = None, chunk_vocab: int | None = None
 ) -> None:
-    """Put this package's head behind TRL's trainers, whether they exist already or are built later.
+    """Put this package's head behind TRL's trainers, whether they exist already or are built later. See docs/trl.md.
 
-    The trainers then take LoRA adapters on the lm_head too. Patching again only changes the options. Code outside of
-    TRL that has imported one of the names keeps what it has imported.
+    The trainers then take LoRA adapters on the lm_head too. Patching again changes the options.
 
     Args:
-        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`. The gradient of a divergence is exact.
-
-    Raises:
-        ImportError: TRL is not installed, or not of a supported version: 1.15, 1.16; nothing is changed.
-        RuntimeError: TRL's functions take other parameters; nothing is changed.
-        TypeError, ValueError: an option that `linear_logprobs` does not take; nothing is changed.
+        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
+            divergence is exact.
     """
-    options = CoreOptions(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
+    options: dict[str, Any] = dict(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
     TRL.version()
     # A call without tokens raises for an option that is refused.
-    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **vars(options))
+    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
     _apply(options)
 
 
@@ -152,8 +138,8 @@ def patched_trl(**options: Any) -> Iterator[None]:
             _apply(before)
 
 
-def _apply(options: CoreOptions) -> None:
+def _apply(options: dict[str, Any]) -> None:
     with LOCK:
         TRL.patch()
         _op.options = options
-        trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options.chunk_tokens, options.chunk_vocab
+        trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options["chunk_tokens"], options["chunk_vocab"]

@@ -37,12 +37,11 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
 
-    In spite of its name it returns log-probabilities, not their negatives. Position t predicts labels[t]. docs/verl.md
-    lists the differences from verl's: a negative label masks its token, for example.
+    It returns log-probabilities, not their negatives. Position t predicts labels[t]. A negative label masks its token.
+    docs/verl.md lists all differences from verl's.
 
     The ranks of dist_process_group hold the vocabulary in equal parts, in their order, and the same hidden states and
-    labels. As in verl the gradient of hidden is then this rank's part, and the gather before the head (Megatron's
-    sequence_parallel) adds the parts up.
+    labels. As in verl the gradient of hidden is then this rank's part, which the gather before the head adds up.
 
     Returns:
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
@@ -98,12 +97,9 @@ def fused_linear_for_ppo(
 
 
 def inputs_with_teacher(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`FSDPEngineWithLMHead.prepare_model_inputs`, with a teacher's ids of a token behind its label.
+    """`FSDPEngineWithLMHead.prepare_model_inputs`, with a teacher's K ids of a token behind its label.
 
-    verl's fused forwards hand `shift_labels` on as they are, so the head gets 1 + K ids for each token.
-
-    Raises:
-        ValueError: a teacher's lists with `use_fused_kernels`, but without `use_remove_padding`.
+    verl's fused forwards pass `shift_labels` on, so the head gets 1 + K ids for each token.
     """
     inputs, output_args = VERL.original("FSDPEngineWithLMHead.prepare_model_inputs")(self, micro_batch)
     teacher = _teacher(self, micro_batch)
@@ -133,8 +129,7 @@ def outputs_with_losses(
 def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
     """verl's `compute_forward_kl_topk` from float32 log-probabilities (..., K) at a teacher's ids.
 
-    The loss is sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`. The masses are
-    those before the clamp.
+    sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`; masses before the clamp.
     """
     student_mass, teacher_mass = (logps.detach().exp().sum(-1) for logps in (student, teacher))
     log_p, log_q = ((logps if lowest is None else logps.clamp(min=lowest)) for logps in (student, teacher))
@@ -183,10 +178,6 @@ def patch_verl(*, distillation: bool = False) -> None:
         distillation: also make verl's `forward_kl_topk` without logits, in its engine for FSDP, with
             `use_fused_kernels=True` and `use_remove_padding=True`. verl 0.8 to 0.10 has no such loss. The patch then
             imports verl's engines.
-
-    Raises:
-        ImportError: verl is not installed, or not of a supported version, which is named; nothing is changed.
-        RuntimeError: verl's functions take other parameters; nothing is changed.
     """
     VERL.patch(*(("distillation",) if distillation else ()))
 
