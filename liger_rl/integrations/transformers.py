@@ -87,11 +87,9 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
         shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
-        temperature: float > 0 that divides the logits; or (B, T), one for each token, at the place of its
-            log-probability.
-        support: a `Support` of B T rows, on any device: the ids that each token's sampler could have drawn. Row b T + t
-            belongs to the token whose log-probability is per_token_logps[b, t]. So with labels it holds the ids from
-            which labels[b, t] was drawn, at position t - 1, and the rows t = 0 are not used. See docs/support.md.
+        temperature: float > 0 that divides the logits; or (B, T), at the places of the log-probabilities.
+        support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
+            per_token_logps[b, t] was drawn. So with labels the rows t = 0 are not used. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
         grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
@@ -319,7 +317,9 @@ def _fused_forward(
     name = "labels" if shift_labels is None else "shift_labels"
     targets = _checked_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
     if support is not None:
-        _check_support(support, name, targets)
+        if not isinstance(support, Support):
+            raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+        support.to(targets.device).check_together(targets, name)
     if shift_labels is None:
         targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
         support = None if support is None else _shifted_support(support)
@@ -379,27 +379,17 @@ def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor
     return labels
 
 
-def _check_support(support: Any, name: str, labels: Tensor) -> None:
-    if not isinstance(support, Support):
-        raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
-    if support.tokens != labels.numel():
-        raise ValueError(
-            f"support must have a row for each of the B T = {labels.numel()} tokens of {name}, "
-            f"got {support.tokens} rows"
-        )
-
-
 def _shifted_support(support: Support) -> Support:
-    """Row i is the given row i + 1, for the position that predicts it; the first row is last, where nothing counts.
+    """Row i becomes row i - 1, for the position that predicts it. The first becomes the last, where nothing counts.
 
-    The ids of the first row move, because the host does not know their number and so cannot leave them out.
+    Its ids stay, because the host does not know their number.
     """
     ids, offsets = support.token_ids, support.offsets
     if ids.numel() == 0 or support.tokens == 0:
         return support
     start = offsets[1]
     places = (torch.arange(ids.numel(), device=ids.device) + start) % ids.numel()
-    # The two ends stay, for the checks of values that may still follow.
+    # The two ends stay for later checks of their values.
     shifted = torch.cat([offsets[:1], offsets[2:] - start, offsets[-1:]])
     return replace(support, token_ids=ids[places], offsets=shifted)
 

@@ -107,7 +107,11 @@ def patch_trl(
         grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
             divergence is exact.
     """
-    options: dict[str, Any] = dict(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
+    options: dict[str, Any] = {
+        "grad_tolerance": grad_tolerance,
+        "chunk_tokens": chunk_tokens,
+        "chunk_vocab": chunk_vocab,
+    }
     TRL.version()
     # A call without tokens raises for an option that is refused.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
