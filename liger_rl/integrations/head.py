@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, cast
 
@@ -285,9 +285,9 @@ def checked_head(model: PreTrainedModel) -> Head:
 
 def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
     """The head's own output on `hidden` against that of its parts, with the same random numbers in the dropout."""
-    with _same_random_numbers(hidden.device):
+    with _keeping_random_numbers(head.module):
         seen = head.module(hidden).float()
-    with _same_random_numbers(hidden.device):
+    with _keeping_random_numbers(head.module):
         bias, terms = head.bias(), head.low_rank(hidden)
     expected = nn.functional.linear(hidden, head.linear.weight).float()
     if bias is not None:
@@ -299,11 +299,9 @@ def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
         raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
 
 
-@contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
+def _keeping_random_numbers(module: nn.Module) -> AbstractContextManager[None]:
+    """After it the generators of the module's devices are as before. So each of two contexts has the same dropout."""
+    return torch.random.fork_rng(devices={p.device for p in module.parameters() if p.device.type == "cuda"})
 
 
 def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
@@ -345,7 +343,7 @@ def shifts_labels(model: PreTrainedModel, head: Head) -> bool:
     except ValueError:
         return True
     loss = getattr(output, "loss", None)
-    return loss is None or not loss.item() > 0.5 * math.log(len(equal))
+    return not isinstance(loss, Tensor) or not loss.mean().item() > 0.5 * math.log(len(equal))
 
 
 @torch.no_grad()
@@ -359,8 +357,7 @@ def _forward_of_two_tokens(
 
     ids = torch.tensor([[1, last]], device=model.device) % head.linear.weight.shape[0]
     try:
-        # The same dropout each time, and the caller's random numbers do not move.
-        with _same_random_numbers(model.device), asking(head.module, answer) as request:
+        with _keeping_random_numbers(model), asking(head.module, answer) as request:
             output = model(input_ids=ids, use_cache=False, return_dict=True, **inputs)
     except Exception as error:
         name = type(model).__name__
