@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -128,19 +129,15 @@ def runs_own_forward(module: nn.Module) -> bool:
     return only_moves and getattr(attributes.get("_old_forward"), "__func__", None) is class_forward
 
 
+@dataclass(eq=False)
 class Request:
-    """One thread's request to a head for something other than logits.
+    """One thread's request to a head for something other than logits."""
 
-    Attributes:
-        head: the module that answers; every other head gives its logits.
-        hidden: the head's input; None before the model called it.
-        output: answer(hidden).
-    """
-
-    def __init__(self, head: nn.Module, answer: Callable[[Tensor], Tensor], outer: "Request | None") -> None:
-        self.head, self.answer, self.outer = head, answer, outer
-        self.hidden: Tensor | None = None
-        self.output: Tensor | None = None
+    head: nn.Module  # every other head gives its logits
+    answer: Callable[[Tensor], Tensor]
+    outer: "Request | None"
+    hidden: Tensor | None = None  # the head's input; None before the model called it
+    output: Tensor | None = None  # answer(hidden)
 
 
 # Not a ContextVar, which torch.compile cannot trace, nor a class with a default, which torch 2.11 takes for the value
