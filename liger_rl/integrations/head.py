@@ -1,17 +1,18 @@
 """The lm_head of a HuggingFace model: checked, tried out, and asked for something other than logits.
 
-A head that listens answers the request of the thread that calls it. A request changes nothing that threads share, so
-another thread's plain forward gets its logits at the same time.
+A head that listens answers the request of its thread. Other threads' plain forwards get logits at the same time.
 
 To learn the model's softcap and scale, `probed_transform` lets the head answer with a few known logits. The model's
 output for them must be one of the transforms that its config names.
 """
 
+import math
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -26,20 +27,20 @@ from liger_rl.integrations.peft import Head, read_head
 from liger_rl.kernels import reference
 from liger_rl.kernels.transform import LogitTransform
 
-# HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
+# HuggingFace's names; the probe tells whether a model multiplies by its scale or divides.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-SOFTCAP_NAMES = ("final_logit_softcapping",)
+SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
 PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 
-# Modules whose hooks and forwards shard a layer. FSDP's gather its weight around the call, and stay. A tensor-parallel
-# plan's move hidden states in, which stay, and logits out, which do not exist in a fused call.
+# Modules whose hooks and forwards shard a layer. FSDP's gather its weight around the call, and run. A tensor-parallel
+# plan moves hidden states in, which runs, and logits out, which a fused call does not have.
 TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
 LISTENER = -1  # the key of no other hook: torch counts them from 0
 
-# Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance and keep what it was in
-# `module._old_forward`, which they call between moving the inputs in and the outputs out.
+# Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance. They keep the replaced
+# forward in `module._old_forward`, and call it between moving the inputs in and the outputs out.
 KEPT_FORWARDS = ("forward", "_old_forward")
 
 
@@ -67,33 +68,29 @@ def _is_sharded(linear: nn.Module) -> bool:
 
 
 def current_head(model: Any, linear_type: type) -> Head:
-    """The head as it is now, listening, if what was tried at swap time still holds: the product has no hooks."""
+    """The head as it is now, listening. Raises if it is no longer as it was tried out at swap time."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
-    hooks = hook_count(head, but=SHARDING)
-    if plain_type(head.linear) is not linear_type or hooks:
-        raise ValueError(
-            f"the head of {name} was a plain {linear_type.__name__} when it was swapped, "
-            f"now it is a {type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; "
-            "unswap first"
-        )
-    check_own_forwards(head, name, but=SHARDING)
+    check_bypassed(head, name, linear_type, but=SHARDING)
     listen(head.module)
     return head
 
 
-def hook_count(head: Head, *, but: tuple[str, ...] = ()) -> int:
-    """Forward hooks, except ours and those of the modules `but`, that are left out when the head is taken apart."""
-    return sum(
+def check_bypassed(head: Head, name: str, linear_type: type, *, but: tuple[str, ...] = ()) -> None:
+    """ValueError if the head of model `name`, taken apart, loses a hook, or a forward that was set on an instance.
+
+    Hooks and forwards from the modules `but` may be lost, as may ours.
+    """
+    hooks = sum(
         not _comes_from(hook, (*but, __name__))
         for module in head.bypassed()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
-
-
-def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> None:
-    """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart, and
-    does not come from the modules `but`."""
+    if plain_type(head.linear) is not linear_type or hooks:
+        raise ValueError(
+            f"the head of {name} must be a plain {linear_type.__name__} without hooks, found a "
+            f"{type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; undo that first"
+        )
     for module in head.bypassed():
         if not runs_own_forward(module) and not _comes_from(module.__dict__["forward"], but):
             raise ValueError(
@@ -105,9 +102,8 @@ def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> N
 def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
     """Replace class `before`'s forward, where the instance keeps it, by class `after`'s.
 
-    Returns:
-        Whether a call of the module now reaches `after`'s forward. False: the instance has a forward that does not call
-        its class's, and nothing is changed.
+    -> whether a call of the module now reaches `after`'s forward. False: the instance has a forward that does not call
+    its class's, and nothing is changed.
     """
     attributes = module.__dict__
     if "forward" not in attributes:
@@ -121,10 +117,7 @@ def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
 
 
 def runs_own_forward(module: nn.Module) -> bool:
-    """Whether a call of the module runs its class's forward, at most with its inputs moved to its weights' device.
-
-    False: the instance has another function, or a hook that does more (offload, a user's).
-    """
+    """Whether a call of the module runs its class's forward, at most with its inputs moved to its weights' device."""
     attributes = module.__dict__
     if "forward" not in attributes:
         return True
@@ -136,19 +129,15 @@ def runs_own_forward(module: nn.Module) -> bool:
     return only_moves and getattr(attributes.get("_old_forward"), "__func__", None) is class_forward
 
 
+@dataclass(eq=False)
 class Request:
-    """One thread's request to a head for something other than logits.
+    """One thread's request to a head for something other than logits."""
 
-    Attributes:
-        head: the module that answers; every other head gives its logits.
-        hidden: the head's input; None before the model called it.
-        output: answer(hidden).
-    """
-
-    def __init__(self, head: nn.Module, answer: Callable[[Tensor], Tensor], outer: "Request | None") -> None:
-        self.head, self.answer, self.outer = head, answer, outer
-        self.hidden: Tensor | None = None
-        self.output: Tensor | None = None
+    head: nn.Module  # every other head gives its logits
+    answer: Callable[[Tensor], Tensor]
+    outer: "Request | None"
+    hidden: Tensor | None = None  # the head's input; None before the model called it
+    output: Tensor | None = None  # answer(hidden)
 
 
 # Not a ContextVar, which torch.compile cannot trace, nor a class with a default, which torch 2.11 takes for the value
@@ -156,17 +145,13 @@ class Request:
 _thread = threading.local()
 
 
-def _latest_request() -> Request | None:
-    return getattr(_thread, "request", None)
-
-
 @contextmanager
 def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Request]:
-    """Within it, in this thread alone, a call of `head` gives answer(hidden), (..., H) -> any tensor, for its logits.
+    """In this thread, a call of `head` gives answer(hidden), (..., H) -> any tensor, in place of its logits.
 
-    The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives.
+    The head's hooks run around `answer`: FSDP's gather the weight for it and for its backward.
     """
-    request = Request(head, answer, _latest_request())
+    request = Request(head, answer, getattr(_thread, "request", None))
     _thread.request = request
     try:
         yield request
@@ -175,14 +160,14 @@ def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Requ
 
 
 def _request_to(head: nn.Module) -> Request | None:
-    request = _latest_request()
+    request: Request | None = getattr(_thread, "request", None)
     while request is not None and request.head is not head:
         request = request.outer
     return request
 
 
 class _NoTokens(Tensor):
-    """Hidden states of no token, which a linear layer gives back: autocast would cast its weight for the product."""
+    """Hidden states of no token. A linear layer returns them, because autocast would cast its weight for a product."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -217,7 +202,7 @@ def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
 
 
 class _ForLogits:
-    """A forward or a forward hook of `head` that is left out where the head gives something other than logits."""
+    """A forward or a forward hook of `head` that runs for logits alone."""
 
     def __init__(self, head: nn.Module, original: Callable) -> None:
         self.head, self.original = head, original
@@ -228,11 +213,10 @@ class _ForLogits:
 
 
 def listen(head: nn.Module) -> None:
-    """Let `head` answer requests. A call without one is as before. Harmless if it answers already.
+    """Let `head` answer requests. A call without a request is as before. Harmless if the head answers already.
 
-    Other pre-hooks run before the answer, because it needs what they make of the hidden states. Other hooks run after
-    it, because they get the answer. So hooks that were put on the head in the meantime change places with ours. Hooks
-    that shard logits are left out of an answer.
+    The answer takes the hidden states from the other pre-hooks, and the other hooks take the answer. So ours move to
+    the end and to the front. Hooks that shard logits do not run for an answer.
     """
     pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
     if torch.compiler.is_compiling() and not pre_hooks and not hooks:
@@ -255,7 +239,7 @@ def listen(head: nn.Module) -> None:
 
 
 def stop_listening(model: nn.Module) -> None:
-    """Undo `listen` wherever it was done. Adapters may have put another module in the head's place since."""
+    """Undo `listen` in every module, because adapters may have put another module in the head's place."""
     for module in model.modules():
         if module._forward_pre_hooks.pop(LISTENER, None) is None:
             continue
@@ -298,9 +282,9 @@ def checked_head(model: PreTrainedModel) -> Head:
 
 def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
     """The head's own output on `hidden` against that of its parts, with the same random numbers in the dropout."""
-    with _same_random_numbers(hidden.device):
+    with _keeping_random_numbers(head.module):
         seen = head.module(hidden).float()
-    with _same_random_numbers(hidden.device):
+    with _keeping_random_numbers(head.module):
         bias, terms = head.bias(), head.low_rank(hidden)
     expected = nn.functional.linear(hidden, head.linear.weight).float()
     if bias is not None:
@@ -312,35 +296,25 @@ def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
         raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
 
 
-@contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
+def _keeping_random_numbers(module: nn.Module) -> AbstractContextManager[None]:
+    """After it the generators of the module's devices are as before. So each of two contexts has the same dropout."""
+    return torch.random.fork_rng(devices={p.device for p in module.parameters() if p.device.type == "cuda"})
 
 
-@torch.no_grad()
 def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
-    """The transform that the model's own forward applies to its logits. The head has to listen."""
+    """The transform that the model's own forward applies to its logits. The head has to listen.
+
+    ValueError for another transform, and for a model of which a token changes the hidden states before it.
+    """
     name = type(model).__name__
     probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
-
-    def answer(hidden: Tensor) -> Tensor:
-        return probe.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
-
-    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    devices = [model.device] if model.device.type == "cuda" else []
-    try:
-        # Dropout in the probe must not move the caller's random numbers.
-        with torch.random.fork_rng(devices=devices), asking(head.module, answer) as request:
-            output = model(input_ids=ids, use_cache=False, return_dict=True)
-    except Exception as error:
-        raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
-    for module in filter(_is_fsdp, model.modules()):
-        # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
-        cast(Any, module).reshard()
-    if request.hidden is None or request.hidden.shape != (1, 2, head.linear.weight.shape[1]):
+    output, hidden = _forward_of_two_tokens(model, head, probe, last=2)
+    if hidden is None or hidden.shape != (1, 2, head.linear.weight.shape[1]):
         raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
+    change = _forward_of_two_tokens(model, head, probe, last=3)[1] - hidden
+    # Rounding may differ, because a mixture's experts get other groups of tokens.
+    if change[:, 0].abs().max() > torch.finfo(hidden.dtype).eps ** 0.5 * hidden[:, 0].abs().max():
+        raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
     seen = output.logits.float().cpu()
     candidates = list(_candidates(model))
     for transform in candidates:
@@ -351,6 +325,45 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
         f"the head of {name} cannot be swapped: it maps logits {PROBE_LOGITS} to {seen[0, -1].tolist()}, which none of "
         f"{candidates} does"
     )
+
+
+def shifts_labels(model: PreTrainedModel, head: Head) -> bool:
+    """Whether position t predicts labels[:, t + 1] in the model's own loss, or labels[:, t]. The head has to listen.
+
+    The first of two tokens has a label. With equal logits the loss is log V if position 0 predicts this label, and a
+    mean of no token otherwise. A model without a loss of its own counts as shifting.
+    """
+    labels = torch.tensor([[1, -100]], device=model.device)
+    equal = torch.zeros(head.linear.weight.shape[0], dtype=torch.float32, device="cpu")
+    try:
+        output, _ = _forward_of_two_tokens(model, head, equal, last=2, labels=labels)
+    except ValueError:
+        return True
+    loss = getattr(output, "loss", None)
+    return not isinstance(loss, Tensor) or not loss.mean().item() > 0.5 * math.log(len(equal))
+
+
+@torch.no_grad()
+def _forward_of_two_tokens(
+    model: PreTrainedModel, head: Head, logits: Tensor, *, last: int, **inputs: Any
+) -> tuple[Any, Any]:
+    """The model's output and the head's input, for the ids (1, last) and a head that gives `logits` for each token."""
+
+    def answer(hidden: Tensor) -> Tensor:
+        return logits.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
+
+    ids = torch.tensor([[1, last]], device=model.device) % head.linear.weight.shape[0]
+    try:
+        with _keeping_random_numbers(model), asking(head.module, answer) as request:
+            output = model(input_ids=ids, use_cache=False, return_dict=True, **inputs)
+    except Exception as error:
+        name = type(model).__name__
+        raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
+    for module in filter(_is_fsdp, model.modules()):
+        # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
+        cast(Any, module).reshard()
+    hidden: Any = request.hidden
+    return output, hidden.full_tensor() if is_dtensor(hidden) else hidden
 
 
 def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:

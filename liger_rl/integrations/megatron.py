@@ -6,14 +6,13 @@
                 output_processor=fused_output, output_processor_context={"entropy": True, "temperature": 0.8})
     out.logps, out.entropy  # (b, s) each
 
-The output layer is called as ever, so its checks and hooks run. For that call our product replaces the layer's own, and
-reads from its arguments how tensor and sequence parallelism are set.
+The output layer's checks and hooks run. For one call our product replaces the layer's own, and reads from its arguments
+how tensor and sequence parallelism are set.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,21 +57,18 @@ def fused_output(
     inference_context: Any = None,  # must be None
     scale_logits: Callable[[Tensor], Tensor],  # the model's, which must multiply by a number
     context: Mapping[str, Any] | None = None,
-    **others: Any,  # not used
+    **_: Any,
 ) -> FusedOutput:
-    """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19, called by it with keywords.
+    """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19.
 
-    Tensor parallel ranks hold the vocabulary in parts, as their `output_layer` says. With sequence parallelism the
-    hidden states are gathered, and their gradient is reduced and scattered. With context parallelism outputs are this
-    rank's tokens, as labels are. Tied embeddings and MuP's factor on logits are honoured. With
-    `gradient_accumulation_fusion` the weight's gradient is added to `weight.main_grad` in place.
+    `output_layer` says how tensor parallel ranks hold the vocabulary. With sequence parallelism the hidden states are
+    gathered, and their gradient is reduced and scattered. With context parallelism labels and outputs are this rank's
+    tokens. Tied embeddings and MuP's factor on logits are honoured. With `gradient_accumulation_fusion` the weight's
+    gradient is added to `weight.main_grad` in place.
 
     `context`, Megatron's `output_processor_context`, may hold temperature (a number or (b, s)), entropy, a support of
     b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and
     batch_invariant as in `linear_logprobs`.
-
-    Returns:
-        FusedOutput(logps, entropy, missing_target).
 
     Raises:
         ImportError: a version of Megatron-Core that is not supported.
@@ -84,15 +80,19 @@ def fused_output(
         raise ValueError(f"inference_context must be None, got {type(inference_context).__name__}")
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, whose log-probabilities are returned, got {type(labels).__name__}")
-    call = _Call(labels, loss_mask, _scale_of(scale_logits), _checked_options(context))
+    options = _checked_options(context)
+    options["transform"] = LogitTransform(temperature=options.pop("temperature", 1.0), scale=_scale_of(scale_logits))
     results: list[LogProbs] = []
 
     def product(input: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
-        results.append(_log_probs(input, weight, arguments, call))
+        results.append(_log_probs(input, weight, arguments, labels, loss_mask, options))
         return results[0].logps
 
-    with _in_place_of_product(output_layer, product):
+    output_layer._forward_impl = product
+    try:
         output, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+    finally:
+        del output_layer._forward_impl
     if len(results) != 1 or output is not results[0].logps:
         raise ValueError("output_layer must have no hooks that change its output, which is not logits here")
     return FusedOutput(results[0].logps, results[0].entropy, results[0].missing_target)
@@ -103,22 +103,19 @@ def fused_loss(**keywords: Any) -> Tensor:
     return fused_output(**keywords).logps.neg()
 
 
-class _Call(NamedTuple):
-    """The arguments of a call that the output layer does not get."""
-
-    labels: Tensor
-    loss_mask: Tensor | None
-    scale: float
-    options: dict[str, Any]
-
-
-def _log_probs(input: Tensor, weight: Tensor, arguments: Mapping[str, Any], call: _Call) -> LogProbs:
-    """`arguments` are those of ColumnParallelLinear's product."""
+def _log_probs(
+    input: Tensor,
+    weight: Tensor,
+    arguments: Mapping[str, Any],  # of ColumnParallelLinear's product
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    options: dict[str, Any],  # of `linear_logprobs`
+) -> LogProbs:
     if arguments.get("gtp_remat_size", 1) > 1:
         raise ValueError(f"gtp_remat_size of output_layer must be 1, got {arguments['gtp_remat_size']}")
     group = arguments["tp_group"]
     hidden = (gathered_rows(input, group) if arguments["sequence_parallel"] else input).transpose(0, 1)
-    for name, tensor in (("labels", call.labels), ("loss_mask", call.loss_mask)):
+    for name, tensor in (("labels", labels), ("loss_mask", loss_mask)):
         if tensor is not None and tensor.shape != hidden.shape[:2]:
             raise ValueError(f"{name} must be (b, s) = {tuple(hidden.shape[:2])}, got {tuple(tensor.shape)}")
     main_grad = None
@@ -126,14 +123,12 @@ def _log_probs(input: Tensor, weight: Tensor, arguments: Mapping[str, Any], call
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is not None and main_grad.dtype != torch.float32:
             raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
-    options = dict(call.options)
     result = linear_logprobs(
         hidden,
         weight,
-        call.labels,
-        mask=None if call.loss_mask is None else call.loss_mask != 0,
+        labels,
+        mask=None if loss_mask is None else loss_mask != 0,
         bias=arguments["bias"],
-        transform=LogitTransform(temperature=options.pop("temperature", 1.0), scale=call.scale),
         weight_grad=main_grad,
         vocab_parallel=vocab_shard(group, weight, sum_hidden_grad=arguments["allreduce_dgrad"]),
         **options,
@@ -161,7 +156,7 @@ def _check_layer(layer: Any, weight: Tensor) -> None:
     check_version("megatron-core", getattr(megatron.core, "__version__", None), (0, 18), (0, 20))
     methods = ("forward", "_forward_impl")
     if not isinstance(layer, ColumnParallelLinear) or any(
-        getattr(type(layer), name) is not getattr(ColumnParallelLinear, name) or name in vars(layer) for name in methods
+        name in vars(layer) or getattr(type(layer), name) is not getattr(ColumnParallelLinear, name) for name in methods
     ):
         raise TypeError(
             f"output_layer must be a ColumnParallelLinear with its own forward, got {type(layer).__name__}, which may "
@@ -182,21 +177,12 @@ def _scale_of(scale_logits: Callable[[Tensor], Tensor]) -> float:
     return scale
 
 
-@contextmanager
-def _in_place_of_product(layer: Any, product: Callable[..., Tensor]) -> Iterator[None]:
-    layer._forward_impl = product
-    try:
-        yield
-    finally:
-        del layer._forward_impl
-
-
 class _AddedToMainGrad(torch.autograd.Function):
     """The identity. Its backward marks the weight and gives it a placeholder gradient, as Megatron's product does.
 
     The hooks of Megatron's data parallelism read the mark and throw the placeholder away. Without a gradient they would
     run in another thread, at the same time as other hooks' collectives. They run after the weight's gradient has been
-    added, because the parameter waits for the head's node too.
+    added, because the parameter waits for the node of the head too.
     """
 
     @staticmethod

@@ -7,7 +7,7 @@
 Arguments, outputs and gradients are those of NeMo-RL 0.7.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,13 @@ from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.integrations.shards import vocab_shard
 from liger_rl.logprobs import linear_logprobs
 
-__all__ = ["from_parallel_hidden_states_to_logprobs", "patch_nemo_rl", "patched_nemo_rl", "unpatch_nemo_rl"]
+__all__ = [
+    "from_parallel_hidden_states_to_logprobs",
+    "is_patched",
+    "patch_nemo_rl",
+    "patched_nemo_rl",
+    "unpatch_nemo_rl",
+]
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -35,9 +41,9 @@ def from_parallel_hidden_states_to_logprobs(
 ) -> Tensor:
     """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`.
 
-    Position t predicts target[:, t + 1]. The ranks of tp_group hold the vocabulary, and parts of the sequence in their
-    order. The ranks of cp_group hold the sequence in 2 x ranks chunks: rank r holds the chunks r and 2 x ranks - 1 - r.
-    docs/nemo_rl.md lists the differences from NeMo-RL's: a negative target masks its token, for example.
+    Position t predicts target[:, t + 1]. A negative target masks its token. docs/nemo_rl.md lists all differences from
+    NeMo-RL's. The ranks of tp_group hold the vocabulary, and parts of the sequence in their order. The ranks of
+    cp_group hold the sequence in 2 x ranks chunks: rank r holds the chunks r and 2 x ranks - 1 - r.
 
     Returns:
         (b, S - 1) float32 in nats, the same on every rank of both groups.
@@ -58,8 +64,8 @@ def from_parallel_hidden_states_to_logprobs(
             labels = labels.unflatten(1, (2 * cp, -1))[:, [rank, 2 * cp - 1 - rank]].flatten(1)
         logps = linear_logprobs(hidden, weight, labels.T.contiguous(), vocab_parallel=place).logps
         if cp_group is not None and cp > 1:
-            held = [chunk for rank in range(cp) for chunk in (rank, 2 * cp - 1 - rank)]
-            order = sorted(range(2 * cp), key=held.__getitem__)
+            chunks = [chunk for rank in range(cp) for chunk in (rank, 2 * cp - 1 - rank)]  # as the gather stacks them
+            order = sorted(range(2 * cp), key=chunks.__getitem__)
             logps = gathered_rows(logps, cp_group).unflatten(0, (2 * cp, -1))[order].flatten(0, 1)
     return logps.T[:, : target.shape[1] - 1]
 
@@ -82,10 +88,8 @@ NEMO_RL = Framework(
     Patch(
         "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs",
         from_parallel_hidden_states_to_logprobs,
-        # 0.6.0 has other parameters, which 0.6 changed later.
-        "tensor_parallel_hidden_states output_weight_layer runtime_gather_output target vocab_start_index "
-        "vocab_end_index tp_group inference_only cp_group chunk_size",
-    ),
+    ),  # 0.6.0 has other parameters, and is refused
+    gain="float32 logits, two collectives in all",
 )
 
 
@@ -97,11 +101,9 @@ def patch_nemo_rl() -> None:
     NEMO_RL.patch()
 
 
-def unpatch_nemo_rl() -> None:
-    """Undo `patch_nemo_rl`; harmless where nothing is patched."""
-    NEMO_RL.unpatch()
-
-
-def patched_nemo_rl() -> AbstractContextManager[None]:
-    """`patch_nemo_rl` for the length of a `with` block; afterwards the state before it."""
-    return NEMO_RL.within()
+unpatch_nemo_rl = NEMO_RL.unpatch
+"""Undo `patch_nemo_rl`; harmless where nothing is patched."""
+patched_nemo_rl = NEMO_RL.within
+"""`patch_nemo_rl` for the length of a `with` block, by its arguments; afterwards the state before it."""
+is_patched = NEMO_RL.is_patched
+"""Whether `patch_nemo_rl` is in place now."""

@@ -5,14 +5,13 @@ from liger_rl.integrations.openrlhf import patch_openrlhf
 patch_openrlhf()  # before the actors are built or later, in every worker process
 """
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from liger_rl.integrations.patching import Framework, Patch
 
-__all__ = ["patch_openrlhf", "patched_openrlhf", "unpatch_openrlhf"]
+__all__ = ["is_patched", "patch_openrlhf", "patched_openrlhf", "unpatch_openrlhf"]
 
 
 def _forward(
@@ -28,10 +27,10 @@ def _forward(
     return_entropy: bool = False,
     **mm_inputs: Any,
 ) -> Any:
-    """In place of `Actor.forward`: log-probabilities by a fused call of the model. A call for logits stays OpenRLHF's.
+    """`Actor.forward` by a fused call of the model. A call for logits stays OpenRLHF's.
 
-    sequences (B, T), action_mask (B, A) of the last A tokens -> (B, A) log-probabilities, 0 where the mask is; without
-    an action_mask (B, T - 1). With return_output, (these, the model's output), whose `entropy` is (B, T - 1).
+    sequences (B, T), action_mask (B, A) of the last A tokens -> (B, A) log-probabilities, 0 where the mask is 0;
+    without an action_mask (B, T - 1). return_output adds the model's output, whose `entropy` is (B, T - 1).
     """
     original = OPENRLHF.original("Actor.forward")
     if (action_mask is None and not return_logprobs) or getattr(self, "is_vlm", False):
@@ -95,12 +94,8 @@ OPENRLHF = Framework(
     "openrlhf",
     (0, 11),
     (0, 12),
-    Patch(
-        "openrlhf.models.actor:Actor.forward",
-        _forward,
-        "self sequences action_mask attention_mask return_output allgather_logits return_logprobs ring_attn_group "
-        "packed_seq_lens return_entropy mm_inputs",
-    ),
+    Patch("openrlhf.models.actor:Actor.forward", _forward),
+    gain="no logits, and no work for prompts and padding in PPO",
     distributions=("openrlhf",),
 )
 
@@ -114,11 +109,9 @@ def patch_openrlhf() -> None:
     OPENRLHF.patch()
 
 
-def unpatch_openrlhf() -> None:
-    """Undo `patch_openrlhf`; harmless where nothing is patched."""
-    OPENRLHF.unpatch()
-
-
-def patched_openrlhf() -> AbstractContextManager[None]:
-    """`patch_openrlhf` for the length of a `with` block; afterwards the state before it."""
-    return OPENRLHF.within()
+unpatch_openrlhf = OPENRLHF.unpatch
+"""Undo `patch_openrlhf`; harmless where nothing is patched."""
+patched_openrlhf = OPENRLHF.within
+"""`patch_openrlhf` for the length of a `with` block, by its arguments; afterwards the state before it."""
+is_patched = OPENRLHF.is_patched
+"""Whether `patch_openrlhf` is in place now."""

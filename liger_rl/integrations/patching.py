@@ -1,11 +1,12 @@
 """A table of another package's functions and methods, each with its replacement; and the functions that apply it.
 
-VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours, "hidden weight ..."))
-patch_verl, unpatch_verl, patched_verl = VERL.functions()
+VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours), gain="float32 logits")
+unpatch_verl, patched_verl, is_patched = VERL.unpatch, VERL.within, VERL.is_patched
 """
 
 import importlib
 import inspect
+import logging
 import re
 import sys
 import threading
@@ -17,8 +18,15 @@ from typing import Any
 
 Version = tuple[int, int]
 
+logger = logging.getLogger("liger_rl")
+
 # Held while patches are applied or undone. Reentrant, because a patch may import a module that patches.
 LOCK = threading.RLock()
+
+
+def parameters_of(function: Callable) -> str:
+    """The names of its parameters, in their order."""
+    return " ".join(inspect.signature(function).parameters)
 
 
 class Patch:
@@ -30,31 +38,31 @@ class Patch:
     Args:
         target: "package.module:function" or "package.module:Class.method".
         replacement: the object in its place.
-        parameters: names of the target's parameters in their order; one that ends in "?" may be missing. None: any.
+        parameters: names of the target's parameters in their order; one that ends in "?" may be missing. "" stands for
+            the replacement's; None: any.
         checked: the name in the module that has these parameters, if it is not the target's.
         modules: packages and modules in which the function is replaced; the target's package by default.
         group: the row is applied if `Framework.patch` names this group; "" is always applied.
         since: the lowest version of the package that has the target.
-        optional: the row is left out if the target's module does not exist.
-        needed: -> whether to apply the row, asked at each `Framework.patch`.
+        needed: -> whether to apply the row, called at each `Framework.patch`.
     """
 
     def __init__(
         self,
         target: str,
         replacement: Any,
-        parameters: str | None = None,
+        parameters: str | None = "",
         *,
         checked: str = "",
         modules: Collection[str] = (),
         group: str = "",
         since: Version = (0, 0),
-        optional: bool = False,
         needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self.module, _, self.name = target.partition(":")
-        self.replacement, self.parameters, self.checked = replacement, parameters, checked or self.name
-        self.group, self.since, self.optional, self.needed = group, since, optional, needed
+        self.replacement, self.checked = replacement, checked or self.name
+        self.parameters = parameters_of(replacement) if parameters == "" else parameters
+        self.group, self.since, self.needed = group, since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
         self.patched: frozenset[str] = frozenset()  # names of packages and modules; empty while nothing is applied
         self._original: Any = None
@@ -81,7 +89,7 @@ class Patch:
             function: Any = module
             for name in self.checked.split("."):
                 function = getattr(function, name, None)
-            check_parameters(f"{self.module}.{self.checked}", function, self.parameters)
+            _check_parameters(f"{self.module}.{self.checked}", function, self.parameters)
         return original
 
     def put(self, original: Any, modules: Collection[str] = ()) -> None:
@@ -94,11 +102,10 @@ class Patch:
 
     def undo(self) -> None:
         """Put the original back in every place that was patched or has imported the replacement since."""
-        with LOCK:
-            for owner, name in self._places_of(self.replacement, self.patched):
-                if (owner, name) not in self._held_before:
-                    setattr(owner, name, self._original)
-            self._original, self.patched, self._held_before = None, frozenset(), set()
+        for owner, name in self._places_of(self.replacement, self.patched):
+            if (owner, name) not in self._held_before:
+                setattr(owner, name, self._original)
+        self._original, self.patched, self._held_before = None, frozenset(), set()
 
     def _places_of(self, value: Any, modules: Collection[str]) -> list[tuple[Any, str]]:
         if self._owner is not None:
@@ -122,6 +129,7 @@ class Framework:
         name: of the package as it is installed, such as "prime-rl"; it is imported as prime_rl.
         lowest, below: the supported versions, lowest <= version < below.
         patches: the rows.
+        gain: the advantage over the package's own functions, for the log.
         distributions: names under which the package's metadata may know its version; none: its `__version__` does.
         advice: for the owner of an older version.
     """
@@ -132,22 +140,23 @@ class Framework:
         lowest: Version,
         below: Version,
         *patches: Patch,
+        gain: str,
         distributions: tuple[str, ...] = (),
         advice: str = "",
     ) -> None:
         self.name, self.lowest, self.below, self.patches = name, lowest, below, patches
-        self.distributions, self.advice = distributions, advice
+        self.gain, self.distributions, self.advice = gain, distributions, advice
 
-    def version(self) -> Version:
-        """Major and minor number of the installed version; ImportError if there is none or it is not supported."""
+    def version(self) -> str:
+        """The installed version; ImportError if there is none or it is not supported."""
         try:
             package = importlib.import_module(self.name.replace("-", "_"))
         except ImportError as error:
             raise ImportError(f"{self.name} is not installed: {error}; nothing was patched") from error
-        installed = getattr(package, "__version__", None)
+        version = getattr(package, "__version__", None)
         if self.distributions:
-            installed = _installed_version(*self.distributions)
-        return check_version(self.name, installed, self.lowest, self.below, advice=self.advice)
+            version = _installed_version(*self.distributions)
+        return check_version(self.name, version, self.lowest, self.below, advice=self.advice)
 
     def original(self, name: str) -> Any:
         """The replaced object of that name, such as "Actor.forward"."""
@@ -157,7 +166,8 @@ class Framework:
     def patch(self, *groups: str, modules: Collection[str] = ()) -> None:
         """Apply the rows of no group and of `groups`, all of them or none. Those in place stay.
 
-        A row of a later version is left out. It raises ImportError if its group is named.
+        A row of a later version is left out. It raises ImportError if its group is named. A patch that was not in place
+        is logged to "liger_rl", at the level INFO.
 
         Args:
             groups: names of groups.
@@ -170,24 +180,26 @@ class Framework:
             for patch in self.patches:
                 if patch.group not in ("", *groups) or not patch.needed():
                     continue
-                if version < patch.since:
+                if _numbers(version) < patch.since:
                     if patch.group:
-                        check_version(self.name, ".".join(map(str, version)), patch.since, self.below)
-                    continue
-                if patch.optional and not _is_module(patch.module):
+                        check_version(self.name, version, patch.since, self.below)
                     continue
                 originals.append((patch, patch.original if patch.patched else patch.find()))
+            added = [patch.name for patch, _ in originals if not patch.patched]
             for patch, original in originals:
                 patch.put(original, modules)
+        if added:
+            logger.info("patched %s %s: %s; %s", self.name, version, ", ".join(dict.fromkeys(added)), self.gain)
 
     def unpatch(self) -> None:
+        """Undo the patch, in modules that were loaded since too. Harmless where nothing is patched."""
         with LOCK:
             for patch in self.patches:
                 patch.undo()
 
     @contextmanager
     def within(self, *groups: str, modules: Collection[str] = ()) -> Iterator[None]:
-        """`patch` inside the block, and afterwards the state before it."""
+        """The patch for the length of a `with` block, by the patch function's arguments; then the state before it."""
         with LOCK:
             before = [(patch, patch.patched) for patch in self.patches]
             self.patch(*groups, modules=modules)
@@ -201,24 +213,33 @@ class Framework:
                         if patched:
                             patch.put(patch.find(), patched)
 
+    def is_patched(self) -> bool:
+        """Whether the patch is in place now."""
+        return any(patch.patched for patch in self.patches)
 
-def check_parameters(name: str, function: Any, parameters: str) -> None:
+
+def _check_parameters(name: str, function: Any, parameters: str) -> None:
     """Raises RuntimeError unless `function` takes parameters of these names, in their order ("name?" may miss)."""
-    found = tuple(inspect.signature(function).parameters) if callable(function) else (str(function),)
-    expected = [p.rstrip("?") for p in parameters.split() if not p.endswith("?") or p[:-1] in found]
-    if list(found) != expected:
-        raise RuntimeError(f"{name} must take ({', '.join(expected)}), found ({', '.join(found)}); nothing was patched")
+    names = parameters_of(function).split() if callable(function) else [str(function)]
+    expected = [p.rstrip("?") for p in parameters.split() if not p.endswith("?") or p[:-1] in names]
+    if names != expected:
+        raise RuntimeError(f"{name} must take ({', '.join(expected)}), found ({', '.join(names)}); nothing was patched")
 
 
-def check_version(name: str, version: str | None, lowest: Version, below: Version, *, advice: str = "") -> Version:
-    """-> major and minor number; ImportError unless lowest <= these < below. `advice` is for an older version."""
-    match = re.match(r"(\d+)\.(\d+)", version or "")
-    numbers = None if match is None else (int(match[1]), int(match[2]))
-    if numbers is None or not lowest <= numbers < below:
+def check_version(name: str, version: str | None, lowest: Version, below: Version, *, advice: str = "") -> str:
+    """-> version; ImportError unless lowest <= version < below. `advice` is for an older version."""
+    numbers = _numbers(version)
+    if version is None or not lowest <= numbers < below:
         supported = f"{name} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
-        hint = advice if numbers is not None and numbers < lowest else ""
+        hint = advice if () < numbers < lowest else ""
         raise ImportError(f"{supported} is supported, found {version}; nothing was patched{hint}")
-    return numbers
+    return version
+
+
+def _numbers(version: str | None) -> tuple[int, ...]:
+    """Major and minor number; () of a version that has none."""
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return () if match is None else (int(match[1]), int(match[2]))
 
 
 def _installed_version(*distributions: str) -> str | None:
@@ -226,11 +247,3 @@ def _installed_version(*distributions: str) -> str | None:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
     return None
-
-
-def _is_module(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError:
-        return False
-    return True

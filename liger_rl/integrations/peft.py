@@ -1,7 +1,7 @@
-"""LoRA adapters on an lm_head, without merging them: what PEFT would add to the logits, as low-rank terms of the head.
+"""LoRA adapters on an lm_head as low-rank terms of its product, never merged.
 
-Everything is read at the time of the call, because adapters can be added, switched, merged and disabled between two
-calls. What is not understood is refused by name and never left out.
+Each call reads them anew, because adapters can be added, switched, merged and disabled between two calls. Any other
+kind of adapter is refused by name.
 """
 
 import sys
@@ -32,17 +32,11 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Head:
-    """An lm_head taken apart.
+    """An lm_head taken apart."""
 
-    Attributes:
-        module: what the model calls.
-        linear: the layer whose weight it is.
-        adapters: what is added to its output.
-    """
-
-    module: nn.Module
-    linear: Any
-    adapters: tuple[Adapter, ...] = ()
+    module: nn.Module  # the module that the model calls
+    linear: Any  # the layer with the weight
+    adapters: tuple[Adapter, ...] = ()  # their terms are added to its output
 
     def bias(self) -> Tensor | None:
         """(V,) of the layer and of the adapters together, float32 if there are any of those."""
@@ -72,11 +66,7 @@ def base_model(model: Any) -> Any:
 
 
 def read_head(module: nn.Module, owner: str) -> Head:
-    """An lm_head as it is now, with the adapters that are active now.
-
-    Args:
-        module: the model's output embeddings.
-        owner: name of the model's class, for messages.
+    """The output embeddings of a model of class `owner`, with the adapters that are active now.
 
     Raises:
         TypeError: a PEFT layer other than LoRA's on an `nn.Linear`, or other than modules_to_save.
@@ -125,7 +115,7 @@ def _adapter(layer: Any, name: str, owner: str) -> Adapter:
             "term of the logits; the fused head knows plain LoRA alone"
         )
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    for part, kind in ((a, nn.Linear), (b, nn.Linear), (dropout, (nn.Dropout, nn.Identity))):
-        if not isinstance(part, kind):
-            raise TypeError(f"adapter {name!r} on the head of {owner} holds a {type(part).__name__}, not known here")
+    for factor, kind in ((a, nn.Linear), (b, nn.Linear), (dropout, (nn.Dropout, nn.Identity))):
+        if not isinstance(factor, kind):
+            raise TypeError(f"adapter {name!r} on the head of {owner} holds a {type(factor).__name__}, not known here")
     return Adapter(a, b, dropout, float(layer.scaling[name]))

@@ -5,8 +5,9 @@ from liger_rl.integrations.prime_rl import patch_prime_rl
 patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given a model its head
 """
 
+import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
-__all__ = ["fused_output", "patch_prime_rl", "patched_prime_rl", "unpatch_prime_rl"]
+__all__ = ["fused_output", "is_patched", "patch_prime_rl", "patched_prime_rl", "unpatch_prime_rl"]
 
 LAYERS = "prime_rl.trainer.models.layers"
 
@@ -81,7 +82,7 @@ def _forward_of(name: str) -> Callable[..., Any]:
         sampling_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if labels is None or temperature is None or getattr(self, "return_mask_logprobs", False):
-            # The caller wants something else than log-probabilities and entropies, or prime-rl raises.
+            # A call for something else than log-probabilities and entropies, or one that prime-rl refuses.
             replay = {} if sampling_mask is None else {"sampling_mask": sampling_mask}
             return PRIME_RL.original(f"{name}.forward")(self, hidden_states, labels, temperature, **replay)
         return fused_output(self, hidden_states, labels, temperature, sampling_mask)
@@ -89,18 +90,27 @@ def _forward_of(name: str) -> Callable[..., Any]:
     return forward
 
 
-def _row(module: str, name: str, *, optional: bool = False) -> Patch:
-    # prime-rl's heads have sampling_mask since prime-rl#3431.
-    parameters = "self hidden_states labels temperature sampling_mask?"
-    return Patch(f"{LAYERS}.{module}:{name}.forward", _forward_of(name), parameters, optional=optional)
+def _has_gemma_head() -> bool:
+    with suppress(ModuleNotFoundError):
+        importlib.import_module(f"{LAYERS}.lm_head_gemma")
+        return True
+    return False
 
 
+# prime-rl's heads have sampling_mask since prime-rl#3431.
+PARAMETERS = "self hidden_states labels temperature sampling_mask?"
 PRIME_RL = Framework(
     "prime-rl",
     (0, 8),
     (0, 10),
-    _row("lm_head", "FusedOutputLinear"),
-    _row("lm_head_gemma", "GemmaFusedOutputLinear", optional=True),
+    Patch(f"{LAYERS}.lm_head:FusedOutputLinear.forward", _forward_of("FusedOutputLinear"), PARAMETERS),
+    Patch(
+        f"{LAYERS}.lm_head_gemma:GemmaFusedOutputLinear.forward",
+        _forward_of("GemmaFusedOutputLinear"),
+        PARAMETERS,
+        needed=_has_gemma_head,
+    ),
+    gain="float32 logits, products over a sampling mask's ids alone, a gradient of the entropy",
     distributions=("prime-rl",),
 )
 
@@ -114,11 +124,9 @@ def patch_prime_rl() -> None:
     PRIME_RL.patch()
 
 
-def unpatch_prime_rl() -> None:
-    """Undo `patch_prime_rl`; harmless where nothing is patched."""
-    PRIME_RL.unpatch()
-
-
-def patched_prime_rl() -> AbstractContextManager[None]:
-    """`patch_prime_rl` for the length of a `with` block; afterwards the state before it."""
-    return PRIME_RL.within()
+unpatch_prime_rl = PRIME_RL.unpatch
+"""Undo `patch_prime_rl`; harmless where nothing is patched."""
+patched_prime_rl = PRIME_RL.within
+"""`patch_prime_rl` for the length of a `with` block, by its arguments; afterwards the state before it."""
+is_patched = PRIME_RL.is_patched
+"""Whether `patch_prime_rl` is in place now."""

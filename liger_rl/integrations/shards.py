@@ -15,11 +15,8 @@ def vocab_shard(
 ) -> VocabParallel | None:
     """-> the shard that `weight` (V / ranks, H) is; None if one rank holds the whole vocabulary.
 
-    Args:
-        group: the ranks; None: this rank alone.
-        weight: this rank's rows.
-        bounds: vocab_start_index and vocab_end_index of the rows, if the caller states them.
-        sum_hidden_grad: as in `VocabParallel`. False: the caller's own backward adds the ranks' gradients of hidden.
+    `bounds` are the vocab_start_index and vocab_end_index that a caller states. Without `sum_hidden_grad` the caller's
+    own backward adds the ranks' gradients of hidden.
     """
     rows = weight.shape[0]
     if bounds is not None and bounds[1] - bounds[0] != rows:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,17 @@ from liger_rl.logprobs import linear_logprobs
 __all__ = [
     "fused_lm_head_logprob_apply",
     "fused_vocab_parallel_entropy_from_hidden",
+    "is_patched",
     "patch_skyrl",
     "patched_skyrl",
     "unpatch_skyrl",
 ]
 
-MEGATRON_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
-FSDP_MODULE = "skyrl.backends.skyrl_train.workers.model_wrapper"
+# Backend -> the module of SkyRL that is patched.
+MODULES = {
+    "megatron": "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
+    "fsdp": "skyrl.backends.skyrl_train.workers.model_wrapper",
+}
 
 # The temperature of SkyRL's running call, which would divide the weight by it: a copy of the weight and its gradient.
 _temperature: ContextVar[float] = ContextVar("temperature", default=1.0)
@@ -50,8 +55,8 @@ def fused_lm_head_logprob_apply(
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends.
 
-    Position t predicts target[:, t]. As in SkyRL the gradient of hidden is this rank's part. docs/skyrl.md lists the
-    differences from SkyRL's: a negative target masks its token, for example.
+    Position t predicts target[:, t]. A negative target masks its token. docs/skyrl.md lists all differences from
+    SkyRL's. As in SkyRL the gradient of hidden is this rank's part.
 
     Returns:
         (B, S) float32 in nats, the same on every rank of the group.
@@ -59,14 +64,13 @@ def fused_lm_head_logprob_apply(
     Raises:
         TypeError, ValueError: before anything is computed, naming the argument.
     """
-    place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
     with torch.no_grad() if inference_only else nullcontext():
         return linear_logprobs(
             hidden.to(weight.dtype),
             weight,
             target,
             transform=LogitTransform(temperature=_temperature.get()),
-            vocab_parallel=place,
+            vocab_parallel=vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index)),
         ).logps
 
 
@@ -79,13 +83,7 @@ def fused_vocab_parallel_entropy_from_hidden(
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_vocab_parallel_entropy_from_hidden`. It is differentiable. SkyRL's is not.
 
-    The gradient of hidden is this rank's part.
-
-    Returns:
-        (B, S) float32 in nats, the same on every rank of the group.
-
-    Raises:
-        TypeError, ValueError: before anything is computed, naming the argument.
+    Returns and raises as `fused_lm_head_logprob_apply`. The gradient of hidden is this rank's part.
     """
     entropy = linear_logprobs(
         hidden.to(lm_head_weight.dtype),
@@ -99,23 +97,29 @@ def fused_vocab_parallel_entropy_from_hidden(
     return entropy
 
 
+@dataclass
 class _PerToken:
     """Stands for logits in `HFModelWrapper.forward`, which divides them and then asks for values of tokens."""
 
-    def __init__(self, logps: Tensor, entropy: Tensor | None) -> None:
-        self.logps, self.entropy = logps, entropy
+    logps: Tensor
+    entropy: Tensor | None
 
     def div_(self, temperature: float) -> "_PerToken":
         """The values already have this temperature."""
         return self
 
 
+@dataclass
 class _FusedModel:
     """Stands for a wrapper's model in one forward, and returns values of tokens for logits."""
 
-    def __init__(self, model: nn.Module, columns: slice, entropy: bool, temperature: float) -> None:
-        self.model, self.columns, self.entropy, self.temperature = model, columns, entropy, temperature
-        self.config = model.config
+    model: nn.Module
+    columns: slice
+    entropy: bool
+    temperature: float
+
+    def __post_init__(self) -> None:
+        self.config = self.model.config
 
     def __call__(self, ids: Tensor, *, attention_mask: Tensor | None, position_ids: Tensor | None) -> Any:
         targets = torch.full_like(ids, -100)
@@ -133,11 +137,12 @@ class _FusedModel:
         return output
 
 
+@dataclass
 class _FusedWrapper:
     """Stands for an HFModelWrapper's `self` in one forward. No object that threads share changes."""
 
-    def __init__(self, wrapper: nn.Module, model: _FusedModel) -> None:
-        self.wrapper, self.model = wrapper, model
+    wrapper: nn.Module
+    model: _FusedModel
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapper, name)
@@ -151,11 +156,11 @@ class _FusedWrapper:
         return entropy if attention_mask is None else entropy * attention_mask
 
 
-def logprobs_from_logits(logits: Any, labels: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+def logprobs_from_logits(logits: Any, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """SkyRL's function, and the log-probabilities of a `_PerToken`."""
     if isinstance(logits, _PerToken):
         return logits.logps
-    return SKYRL.original("logprobs_from_logits")(logits, labels, *arguments, **keywords)
+    return SKYRL.original("logprobs_from_logits")(logits, labels, inplace_backward)
 
 
 def forward(
@@ -167,19 +172,18 @@ def forward(
     return_output: bool = False,
     compute_entropy: bool = False,
     entropy_requires_grad: bool = True,
-    **images: Any,
+    pixel_values: Any = None,
+    image_grid_thw: Any = None,
+    mm_token_type_ids: Any = None,
 ) -> Any:
     """`HFModelWrapper.forward` without logits. Its model's head is swapped at the first call.
 
-    Without padding removed, positions whose log-probabilities the wrapper does not return are not projected: their
-    entropies in `output["entropy"]` are 0.
-
-    Raises:
-        ValueError: an option that is not reproduced, or a head (see `swap_lm_head`).
+    If padding is not removed, entropies in `output["entropy"]` are 0 where the wrapper returns no log-probability.
+    ValueError for an option that is not reproduced, and for a head that `swap_lm_head` refuses.
     """
     from liger_rl.integrations.transformers import swap_lm_head
 
-    if self.is_vlm or any(value is not None for value in images.values()):
+    if self.is_vlm or any(value is not None for value in (pixel_values, image_grid_thw, mm_token_type_ids)):
         raise ValueError("is_vlm must be False: the heads of models with images are not swapped")
     if self.sequence_parallel_size > 1:
         raise ValueError(
@@ -202,7 +206,7 @@ def forward(
 
 
 def _at_temperature(name: str) -> Callable[..., Tensor]:
-    """In place of a function of SkyRL's that would divide the weight by the temperature before it calls the head."""
+    """SkyRL's function of that name, which otherwise divides the weight by the temperature before it calls the head."""
 
     def function(*arguments: Any, **keywords: Any) -> Tensor:
         original = SKYRL.original(name)
@@ -216,76 +220,46 @@ def _at_temperature(name: str) -> Callable[..., Tensor]:
     return function
 
 
-PLAIN, PACKED = "from_parallel_hidden_to_logprobs", "from_parallel_hidden_to_logprobs_packed_sequences"
-# Backend -> its module, and there name -> (replacement, parameters).
-BACKENDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
-    "megatron": (
-        MEGATRON_MODULE,
-        {
-            "_fused_lm_head_logprob_apply": (
-                fused_lm_head_logprob_apply,
-                "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
-            ),
-            "_fused_vocab_parallel_entropy_from_hidden": (
-                fused_vocab_parallel_entropy_from_hidden,
-                "hidden lm_head_weight tp_group chunk_size temperature",
-            ),
-            PLAIN: (
-                _at_temperature(PLAIN),
-                "hidden lm_head_weight target vocab_start_index vocab_end_index tp_group inference_only cp_group "
-                "chunk_size temperature fused_backend",
-            ),
-            PACKED: (
-                _at_temperature(PACKED),
-                "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index "
-                "group inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
-            ),
-        },
-    ),
-    "fsdp": (
-        FSDP_MODULE,
-        {
-            "logprobs_from_logits": (logprobs_from_logits, "logits labels inplace_backward"),
-            "HFModelWrapper.forward": (
-                forward,
-                "self sequences num_actions attention_mask temperature return_output compute_entropy "
-                "entropy_requires_grad pixel_values image_grid_thw mm_token_type_ids",
-            ),
-        },
-    ),
-}
+def _row(backend: str, name: str, replacement: Any, parameters: str = "") -> Patch:
+    return Patch(f"{MODULES[backend]}:{name}", replacement, parameters, group=backend)
+
+
 SKYRL = Framework(
     "skyrl",
     (0, 3),
     (0, 4),
-    *(
-        Patch(f"{module}:{name}", replacement, parameters, group=backend)
-        for backend, (module, rows) in BACKENDS.items()
-        for name, (replacement, parameters) in rows.items()
+    _row("megatron", "_fused_lm_head_logprob_apply", fused_lm_head_logprob_apply),
+    _row("megatron", "_fused_vocab_parallel_entropy_from_hidden", fused_vocab_parallel_entropy_from_hidden),
+    _row(
+        "megatron",
+        "from_parallel_hidden_to_logprobs",
+        _at_temperature("from_parallel_hidden_to_logprobs"),
+        "hidden lm_head_weight target vocab_start_index vocab_end_index tp_group inference_only cp_group chunk_size "
+        "temperature fused_backend",
     ),
+    _row(
+        "megatron",
+        "from_parallel_hidden_to_logprobs_packed_sequences",
+        _at_temperature("from_parallel_hidden_to_logprobs_packed_sequences"),
+        "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index group "
+        "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
+    ),
+    _row("fsdp", "logprobs_from_logits", logprobs_from_logits),
+    _row("fsdp", "HFModelWrapper.forward", forward),
+    gain="float32 logits; under FSDP no logits, and prompts are not projected",
 )
 
 
 def patch_skyrl(backend: str) -> None:
-    """Put this package's head under SkyRL's training. Call it in every worker process. Patching twice is harmless.
+    """Put this package's head under SkyRL's training. Call it in every worker process. See docs/skyrl.md.
 
     Args:
         backend: as SkyRL's `trainer.strategy`. "megatron" replaces the fused head that SkyRL takes with
             `trainer.fused_lm_head_logprob=true`, whichever `fused_lm_head_logprob_backend` is. "fsdp" replaces
             `HFModelWrapper.forward` in every wrapper, made before or later, and swaps their models' heads (see
             `swap_lm_head`). It needs no option of SkyRL.
-
-    Raises:
-        ImportError: SkyRL is not installed, or not of a supported version, which is named; nothing is changed.
-        RuntimeError: its functions take other arguments; nothing is changed.
-        ValueError: another backend.
     """
     SKYRL.patch(_checked(backend))
-
-
-def unpatch_skyrl() -> None:
-    """Undo `patch_skyrl`; harmless where nothing is patched. Swapped heads stay, and give logits as before."""
-    SKYRL.unpatch()
 
 
 def patched_skyrl(backend: str) -> AbstractContextManager[None]:
@@ -293,7 +267,13 @@ def patched_skyrl(backend: str) -> AbstractContextManager[None]:
     return SKYRL.within(_checked(backend))
 
 
+unpatch_skyrl = SKYRL.unpatch
+"""Undo `patch_skyrl`; harmless where nothing is patched. Swapped heads stay, and give logits as before."""
+is_patched = SKYRL.is_patched
+"""Whether `patch_skyrl` is in place now, for either backend."""
+
+
 def _checked(backend: str) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+    if backend not in MODULES:
+        raise ValueError(f"backend must be one of {list(MODULES)}, got {backend!r}")
     return backend

@@ -6,7 +6,6 @@ patch_torchtitan()  # before the trainer is built
 """
 
 import threading
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.logprobs import LogProbs, linear_logprobs
 
-__all__ = ["patch_torchtitan", "patched_torchtitan", "unpatch_torchtitan"]
+__all__ = ["is_patched", "patch_torchtitan", "patched_torchtitan", "unpatch_torchtitan"]
 
 # The losses of logits that ask for log-probabilities by the functions that are replaced, and for nothing else.
 SERVED = ("CrossEntropyLoss", "DAPOLoss", "GRPOLoss")
@@ -29,18 +28,14 @@ def _head() -> Any:
 
 def _check(loss: Any, head: nn.Module) -> None:
     """ValueError for what `loss` would not compute with the fused head as it does without."""
-    name = type(head).__name__
+    layer, inner = type(head).__name__, type(loss.loss_fn).__name__
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        raise ValueError(
-            f"the lm_head of ChunkedLossWrapper must have nn.Linear's forward, found a {name} with its own, "
-            "as torchtitan gives it for tensor parallelism; call unpatch_torchtitan()"
-        )
-    inner = type(loss.loss_fn).__name__
-    if inner not in SERVED:
-        raise ValueError(
-            f"the loss_fn of ChunkedLossWrapper must be one of {', '.join(SERVED)}, found {inner}; "
-            "call unpatch_torchtitan()"
-        )
+        reason = f"lm_head must have nn.Linear's forward, found a {layer} with its own, as for tensor parallelism"
+    elif inner not in SERVED:
+        reason = f"loss_fn must be one of {', '.join(SERVED)}, found {inner}"
+    else:
+        return
+    raise ValueError(f"ChunkedLossWrapper's {reason}; call unpatch_torchtitan()")
 
 
 def _set_lm_head(self: Any, lm_head: nn.Module) -> None:
@@ -52,19 +47,15 @@ def _chunked(
     self: Any, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
 ) -> Any:
     """In one chunk, in which the head hands its hidden states on, to the two functions that know its weight."""
-    head = self.lm_head
+    original, head = TORCHTITAN.original("ChunkedLossWrapper.__call__"), self.lm_head
     if head is None:
-        return TORCHTITAN.original("ChunkedLossWrapper.__call__")(
-            self, pred, labels, global_valid_tokens, **loss_inputs
-        )
+        return original(self, pred, labels, global_valid_tokens, **loss_inputs)
     _check(self, head)
     outer, chunks = _head(), self.num_chunks
     # A copy, because FSDP warns of a module that gives back a view.
     _thread.head, head.forward, self.num_chunks = head, Tensor.clone, 1
     try:
-        return TORCHTITAN.original("ChunkedLossWrapper.__call__")(
-            self, pred, labels, global_valid_tokens, **loss_inputs
-        )
+        return original(self, pred, labels, global_valid_tokens, **loss_inputs)
     finally:
         _thread.head, self.num_chunks = outer, chunks
         del head.forward
@@ -85,7 +76,7 @@ def _cross_entropy(
 
 
 def compute_logprobs(logits: Tensor, labels: Tensor, *, return_entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """In place of torchtitan's: in a chunked loss `logits` are the hidden states (B, L, H). The entropy is detached."""
+    """torchtitan's; in a chunked loss `logits` are the hidden states (B, L, H). The entropy is detached."""
     head = _head()
     if head is None:
         return TORCHTITAN.original("compute_logprobs")(logits, labels, return_entropy=return_entropy)
@@ -98,10 +89,11 @@ TORCHTITAN = Framework(
     "torchtitan",
     (0, 3),
     (0, 4),
-    Patch(f"{LOSSES}:ChunkedLossWrapper.set_lm_head", _set_lm_head, "self lm_head"),
-    Patch(f"{LOSSES}:ChunkedLossWrapper.__call__", _chunked, "self pred labels global_valid_tokens loss_inputs"),
-    Patch(f"{LOSSES}:CrossEntropyLoss.__call__", _cross_entropy, "self pred labels global_valid_tokens kwargs"),
-    Patch(f"{LOSSES}:compute_logprobs", compute_logprobs, "logits labels return_entropy"),
+    Patch(f"{LOSSES}:ChunkedLossWrapper.set_lm_head", _set_lm_head),
+    Patch(f"{LOSSES}:ChunkedLossWrapper.__call__", _chunked),
+    Patch(f"{LOSSES}:CrossEntropyLoss.__call__", _cross_entropy),
+    Patch(f"{LOSSES}:compute_logprobs", compute_logprobs),
+    gain="float32 log-probabilities without logits",
     distributions=("torchtitan",),
 )
 
@@ -115,11 +107,9 @@ def patch_torchtitan() -> None:
     TORCHTITAN.patch()
 
 
-def unpatch_torchtitan() -> None:
-    """Undo `patch_torchtitan`; harmless where nothing is patched."""
-    TORCHTITAN.unpatch()
-
-
-def patched_torchtitan() -> AbstractContextManager[None]:
-    """`patch_torchtitan` for the length of a `with` block; afterwards the state before it."""
-    return TORCHTITAN.within()
+unpatch_torchtitan = TORCHTITAN.unpatch
+"""Undo `patch_torchtitan`; harmless where nothing is patched."""
+patched_torchtitan = TORCHTITAN.within
+"""`patch_torchtitan` for the length of a `with` block, by its arguments; afterwards the state before it."""
+is_patched = TORCHTITAN.is_patched
+"""Whether `patch_torchtitan` is in place now."""

@@ -4,9 +4,8 @@
     out = model(input_ids, attention_mask=attention_mask, labels=labels, fused=True, entropy=True)
     out.per_token_logps, out.entropy, out.loss
 
-The model's own forward still runs. The thread that makes the call, and no other, asks its head for log-probabilities
-in place of logits. So whatever the model does before the head (a final norm, a scale) is in, for any architecture, and
-what it does after the head (a softcap, a scale) is tried out at swap time and has to be one that we know.
+The model's own forward runs, and its head answers with log-probabilities in place of logits. So any architecture works:
+everything before the head is in. A softcap or a scale behind the head is tried out at swap time.
 """
 
 import importlib.util
@@ -33,6 +32,7 @@ from liger_rl.integrations.head import (
     plain_type,
     probed_transform,
     rebind_forward,
+    shifts_labels,
     stop_listening,
 )
 from liger_rl.integrations.peft import base_model
@@ -45,21 +45,25 @@ HEAD_OPTIONS = (*HOW, "weight_grad")
 FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
 # Arguments of a plain forward that the fused one reads itself.
 CHECKED = ("ignore_index", "return_dict", "logits_to_keep")
+MODEL_FIELDS = ("aux_loss", "router_logits", "past_key_values", "hidden_states", "attentions")
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass
 class FusedCausalLMOutput(ModelOutput):
-    """What a swapped model returns with `fused=True`.
+    """The output of a swapped model with `fused=True`.
 
     Attributes:
-        loss: () mean negative log-likelihood of the labelled tokens (their sum over `num_items_in_batch` where that
-            is given), plus the model's weighted router loss if it has one: the plain forward's loss.
+        loss: () mean negative log-likelihood of the labelled tokens (their sum over `num_items_in_batch` if given),
+            plus the model's weighted router loss if it has one: the plain forward's loss. None with `labels` if the
+            plain forward does not shift them (Bart, Whisper, ...): its loss is not one of the next tokens.
         per_token_logps: (B, T) float32, log-probability in nats of labels[b, t] given the tokens before it; 0 where
-            the label is -100 and at t = 0, which nothing predicts. With `shift_labels`, of shift_labels[b, t].
+            the label is -100 and at t = 0. With `shift_labels`, of shift_labels[b, t].
         entropy: (B, T) float32 in nats, of the distribution that predicted each label; None unless asked for.
         missing_target: (B, T) bool, the label was not among the ids that its row of the support lists, and was added to
             them; None without a support.
-        aux_loss, router_logits, past_key_values, hidden_states, attentions: the model's own, as in its plain forward.
+        aux_loss, router_logits, past_key_values, hidden_states, attentions: as in the plain forward.
     """
 
     loss: Tensor | None = None
@@ -73,44 +77,31 @@ class FusedCausalLMOutput(ModelOutput):
     attentions: Any = None
 
 
-MODEL_FIELDS = ("aux_loss", "router_logits", "past_key_values", "hidden_states", "attentions")
-
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
 def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
-    The plain forward and `generate` are untouched, no parameter is copied or renamed and tied weights stay tied.
-    LoRA adapters on the head (PEFT) become low-rank terms of its product and are never merged; which of them are
-    active is read at each call.
+    The plain forward and `generate` are untouched, no parameter is copied or renamed, and tied weights stay tied.
+    LoRA adapters on the head (PEFT) become low-rank terms of its product. Each call reads which of them are active.
 
     Keyword args: Arguments of the fused call, beside the model's own:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
         shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
-        temperature: float > 0 that divides the logits; or (B, T), one for each token, at the place of its
-            log-probability.
-        support: a `Support` of B T rows, on any device: the ids that each token's sampler could have drawn. Row b T + t
-            belongs to the token whose log-probability is per_token_logps[b, t]. So with labels it holds the ids from
-            which labels[b, t] was drawn, at position t - 1, and the rows t = 0 are not used. See docs/support.md.
+        temperature: float > 0 that divides the logits; or (B, T), at the places of the log-probabilities.
+        support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
+            per_token_logps[b, t] was drawn. So with labels the rows t = 0 are not used. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
         grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
 
-    Any other argument must be one that the model takes, or the call raises TypeError: a parameter of its forward or of
-    its submodules' forwards, a key of a TypedDict that annotates their **kwargs, one of transformers' own
-    (`TransformersKwargs`), or a name that these forwards read from their **kwargs. What a remote model's bare **kwargs
-    reaches by any other way is not seen, and refused: set it before the call, or name it in the model's forward.
-
-    Threads may call one swapped model at once, some fused, some plain. A pickled or copied model is swapped as it is;
-    its class builds and loads plain models.
+    Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md). Threads
+    may call one swapped model at once, some fused, some plain. A pickled or copied model is swapped as it is; its
+    class builds and loads plain models.
 
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
-        liger_layers: also put liger-kernel's RMSNorm, RoPE and SwiGLU or GeGLU into the body, on CUDA, its fused cross
-            entropy left off. They stay in after `unswap_lm_head`, and RoPE is replaced for the whole process.
+        liger_layers: also put liger-kernel's RMSNorm, RoPE and SwiGLU or GeGLU into the body, on CUDA, without its
+            fused cross entropy. They stay after `unswap_lm_head`, and RoPE is replaced for the whole process.
 
     Raises:
         ImportError: liger_layers without liger-kernel.
@@ -143,7 +134,7 @@ def _check_liger_layers(model: Any) -> None:
             f"liger_layers=True needs {name} on a CUDA device, its layers are Triton kernels; it is on {model.device}"
         )
     if importlib.util.find_spec("liger_kernel") is None:
-        raise ImportError("liger_layers=True needs liger-kernel: pip install liger-kernel")
+        raise ImportError("liger-kernel is not installed, and liger_layers=True needs it")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -172,6 +163,7 @@ def _swap(swapped: Any) -> None:
         stop_listening(swapped)
         raise
     swapped._fused_transform = transform
+    swapped._fused_shift = shifts_labels(swapped, head)
     swapped._fused_head_type = plain_type(head.linear)
     swapped._fused_arguments = _arguments_of(swapped)
     swapped.__class__ = after
@@ -192,7 +184,7 @@ def unswap_lm_head(model: Model) -> Model:
     if not rebind_forward(swapped, after, before):
         raise ValueError(f"the forward of this {after.__name__} was replaced after the swap; undo that first")
     swapped.__class__ = before
-    del swapped._fused_transform, swapped._fused_head_type, swapped._fused_arguments
+    del swapped._fused_transform, swapped._fused_shift, swapped._fused_head_type, swapped._fused_arguments
     stop_listening(swapped)
     return model
 
@@ -203,16 +195,16 @@ def is_swapped(model: nn.Module) -> bool:
 
 
 def swapped_inside(model: nn.Module) -> Any:
-    """The swapped model in `model`, in whatever wraps it (PEFT, DDP, torch.compile); None where there is none."""
+    """The swapped model in `model` and its wrappers (PEFT, DDP, torch.compile); None if there is none."""
     return next((module for module in model.modules() if isinstance(module, _FusedHead)), None)
 
 
 def _arguments_of(model: nn.Module) -> frozenset[str]:
-    """Names that reach something in a forward of `model`, beside those of the fused head."""
+    """Names of arguments that a forward of `model` or of its submodules reads."""
     names = {*CHECKED, *_keys(TransformersKwargs)}
-    # Layers without parts, such as a linear one, are never given what the model is.
+    # The arguments of a model do not reach layers without submodules.
     for kind in {type(module) for module in model.modules() if any(True for _ in module.children())}:
-        for owner in kind.__mro__:  # a forward may hand its arguments to that of the class above
+        for owner in kind.__mro__:  # a forward may pass its arguments to that of a base class
             if issubclass(owner, nn.Module) and owner is not nn.Module and "forward" in vars(owner):
                 names |= _names_in(vars(owner)["forward"])
     return frozenset(names)
@@ -222,7 +214,7 @@ def _names_in(forward: Callable) -> set[str]:
     """Parameters of `forward`, keys of the TypedDict of its **kwargs, and every name that its code quotes."""
     try:
         parameters = inspect.signature(forward, eval_str=True).parameters
-    except NameError:  # an annotation of what is imported for type checkers alone
+    except NameError:  # an annotation whose import only type checkers run
         parameters = inspect.signature(forward).parameters
     names = {name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for parameter in parameters.values():
@@ -264,7 +256,7 @@ def _with_fused_head(model_class: Any) -> type:
     def forward(self, *args, fused: bool = False, **kwargs):
         if not fused:
             return model_class.forward(self, *args, **kwargs)
-        return _fused_forward(self, model_class.forward, args, kwargs)
+        return _fused_forward(self, model_class.forward, args, **kwargs)
 
     # The signature names the columns of a data set to the Trainer; accelerate would unwrap this forward away.
     forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
@@ -288,24 +280,36 @@ def _with_fused_head(model_class: Any) -> type:
     return type(model_class.__name__, (_FusedHead, model_class), body)
 
 
-def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCausalLMOutput:
-    unknown = [name for name in kwargs if name not in FUSED_OPTIONS and name not in model._fused_arguments]
+def _fused_forward(
+    model: Any,
+    plain_forward: Callable,
+    args: tuple,
+    /,
+    *,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    entropy: bool = False,
+    temperature: Any = 1.0,
+    support: Support | None = None,
+    num_items_in_batch: Any = None,
+    ignore_index: int = IGNORE_INDEX,
+    return_dict: bool | None = True,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> FusedCausalLMOutput:
+    options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
+    unknown = [name for name in kwargs if name not in model._fused_arguments]
     if unknown:
         raise TypeError(
             f"{type(model).__name__} takes no {', '.join(unknown)} with fused=True; it takes its own arguments and "
             f"{', '.join(FUSED_OPTIONS)}"
         )
-    labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-    entropy, temperature = kwargs.pop("entropy", False), kwargs.pop("temperature", 1.0)
-    support, count = kwargs.pop("support", None), kwargs.pop("num_items_in_batch", None)
-    options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
     if (labels is None) == (shift_labels is None):
         raise ValueError("labels or shift_labels must be given with fused=True, one of them, got both or neither")
-    if kwargs.pop("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
+    if ignore_index != IGNORE_INDEX:
         raise ValueError(f"ignore_index must be {IGNORE_INDEX} with fused=True")
-    if kwargs.pop("return_dict", True) is False:
+    if return_dict is False:
         raise ValueError("return_dict=False has no meaning with fused=True, which returns a FusedCausalLMOutput")
-    logits_to_keep = kwargs.pop("logits_to_keep", 0)
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
     if options.get("weight_grad") is not None and is_gathered(model):
@@ -313,7 +317,9 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     name = "labels" if shift_labels is None else "shift_labels"
     targets = _checked_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
     if support is not None:
-        _check_support(support, name, targets)
+        if not isinstance(support, Support):
+            raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+        support.to(targets.device).check_together(targets, name)
     if shift_labels is None:
         targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
         support = None if support is None else _shifted_support(support)
@@ -322,7 +328,6 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
-    kwargs["return_dict"] = True
 
     def per_token(hidden: Tensor) -> Tensor:
         """(..., H) -> (..., 1 to 3). It runs within the head's call, around which FSDP gathers the weight."""
@@ -342,19 +347,21 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         return torch.stack([column for column in (result.logps, result.entropy, missing) if column is not None], -1)
 
     with asking(head.module, per_token) as request:
-        output = plain_forward(model, *args, **kwargs)
+        output = plain_forward(model, *args, return_dict=True, **kwargs)
     assert request.output is not None  # seen at swap time: the forward calls its head
     logps, *columns = request.output.unbind(-1)
-    if count is None:
-        count = (targets >= 0).sum().clamp(min=1)
-    loss = -logps.sum() / (count.to(logps.device) if isinstance(count, Tensor) else count)
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets >= 0).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(logps.device)
+    loss = -logps.sum() / num_items_in_batch
     fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
     if fields["aux_loss"] is not None:
         loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
     if shift_labels is None:
         logps, *columns = (nn.functional.pad(column[:, :-1], (1, 0)) for column in (logps, *columns))
     return FusedCausalLMOutput(
-        loss=loss,
+        loss=loss if model._fused_shift or shift_labels is not None else None,
         per_token_logps=logps,
         entropy=columns[0] if entropy else None,
         missing_target=None if support is None else columns[-1].detach() != 0,
@@ -372,27 +379,17 @@ def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor
     return labels
 
 
-def _check_support(support: Any, name: str, labels: Tensor) -> None:
-    if not isinstance(support, Support):
-        raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
-    if support.tokens != labels.numel():
-        raise ValueError(
-            f"support must have a row for each of the B T = {labels.numel()} tokens of {name}, "
-            f"got {support.tokens} rows"
-        )
-
-
 def _shifted_support(support: Support) -> Support:
-    """Row i is the given row i + 1, for the position that predicts it; the first row is last, where nothing counts.
+    """Row i becomes row i - 1, for the position that predicts it. The first becomes the last, where nothing counts.
 
-    The ids of the first row move, because the host does not know their number and so cannot leave them out.
+    Its ids stay, because the host does not know their number.
     """
     ids, offsets = support.token_ids, support.offsets
     if ids.numel() == 0 or support.tokens == 0:
         return support
     start = offsets[1]
     places = (torch.arange(ids.numel(), device=ids.device) + start) % ids.numel()
-    # The two ends stay, for the checks of values that may still follow.
+    # The two ends stay for later checks of their values.
     shifted = torch.cat([offsets[:1], offsets[2:] - start, offsets[-1:]])
     return replace(support, token_ids=ids[places], offsets=shifted)
 

@@ -4,9 +4,8 @@
 
     patch_trl()  # then GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer, DistillationTrainer as ever
 
-TRL computes metrics itself, and every loss but DistillationTrainer's. Three things are replaced: the op for
-log-probabilities, entropies and statistics; the trainers' refusal of LoRA adapters on the lm_head (`trl_adapters`); and
-DistillationTrainer's loss with its op (`trl_divergence`).
+The patch replaces three things: the op for log-probabilities, entropies and statistics; the trainers' refusal of LoRA
+adapters on the lm_head (`trl_adapters`); and DistillationTrainer's loss with its op (`trl_divergence`).
 """
 
 from collections.abc import Collection, Iterator
@@ -20,12 +19,12 @@ from torch import Tensor
 from liger_rl.call.checks import check_floating
 from liger_rl.call.options import Tolerance
 from liger_rl.integrations import trl_adapters, trl_divergence
-from liger_rl.integrations.patching import LOCK, Framework, Patch
+from liger_rl.integrations.patching import LOCK, Framework, Patch, parameters_of
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
-__all__ = ["patch_trl", "patched_trl", "unpatch_trl"]
+__all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
 
 OLDER = (
     ": upgrade TRL; or, with TRL 1.10 to 1.12 and use_liger_kernel=True, call "
@@ -35,20 +34,11 @@ NAME = "_ChunkedLogProbFunction"
 OUTPUTS = ("log_probs", "entropy", *EXTRAS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoreOptions:
-    """Options of `linear_logprobs` that TRL knows nothing of."""
-
-    grad_tolerance: Tolerance = "auto"
-    chunk_tokens: int | None = None
-    chunk_vocab: int | None = None
-
-
 @dataclass
 class FusedLogProbs:
     """In place of `trl.trainer.utils._ChunkedLogProbFunction`. Trainers call its `apply`."""
 
-    options: CoreOptions
+    options: dict[str, Any]  # of `linear_logprobs`, which TRL does not know
 
     def apply(
         self,
@@ -64,11 +54,8 @@ class FusedLogProbs:
     ) -> tuple[Tensor | None, ...]:
         """-> (log-probabilities, entropy, log sum p^2, mean logit, top-1), None where not among `outputs`.
 
-        Each (N,) float32, top-1 bool; gradients through the first two. `chunk_size` is the width of TRL's tiles, a
-        constant of TRL's; it changes nothing here, where a tile fits the workspace or the patch's chunk_vocab.
-
-        Raises:
-            ValueError: a name in `outputs` that is not in `OUTPUTS`; and as `linear_logprobs`.
+        Each (N,) float32, top-1 bool; gradients through the first two. `chunk_size`, the width of TRL's tiles, is not
+        used. ValueError for another name in `outputs`, and as `linear_logprobs`.
         """
         unknown = sorted(set(outputs) - set(OUTPUTS))
         if unknown:
@@ -88,58 +75,63 @@ class FusedLogProbs:
             extras=[name for name in EXTRAS if name in outputs],
             compute_dtype=None if under_autocast else hidden.dtype,
             gather=trl_adapters.gathered_head,
-            **vars(self.options),
+            **self.options,
         )
         return result[: len(OUTPUTS)]
 
 
-_op = FusedLogProbs(CoreOptions())
-_OP = Patch(
-    f"trl.trainer.utils:{NAME}",
-    _op,
-    # TRL passes them by position, in this order. TRL 1.15 has the op only where Triton is.
-    "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
-    checked=f"{NAME}.forward",
-)
+_op = FusedLogProbs({})
+# TRL passes the arguments by position. TRL 1.15 has the op only where Triton is.
+_op_patch = Patch(f"trl.trainer.utils:{NAME}", _op, f"ctx {parameters_of(_op.apply)}", checked=f"{NAME}.forward")
 # A new version is supported once its trainers pass the tests.
-TRL = Framework("trl", (1, 15), (1, 17), _OP, *trl_adapters.ROWS, *trl_divergence.ROWS, advice=OLDER)
+TRL = Framework(
+    "trl",
+    (1, 15),
+    (1, 17),
+    _op_patch,
+    *trl_adapters.ROWS,
+    *trl_divergence.ROWS,
+    gain="float32 logits, no work for tokens without a gradient, LoRA on the lm_head",
+    advice=OLDER,
+)
 
 
 def patch_trl(
     *, grad_tolerance: Tolerance = "auto", chunk_tokens: int | None = None, chunk_vocab: int | None = None
 ) -> None:
-    """Put this package's head behind TRL's trainers, whether they exist already or are built later.
+    """Put this package's head behind TRL's trainers, whether they exist already or are built later. See docs/trl.md.
 
-    The trainers then take LoRA adapters on the lm_head too. Patching again only changes the options. Code outside of
-    TRL that has imported one of the names keeps what it has imported.
+    The trainers then take LoRA adapters on the lm_head too. Patching again changes the options.
 
     Args:
-        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`. The gradient of a divergence is exact.
-
-    Raises:
-        ImportError: TRL is not installed, or not of a supported version: 1.15, 1.16.
-        RuntimeError: TRL does not have what its version says.
-        TypeError, ValueError: an option that `linear_logprobs` does not take.
-
-    In each case nothing has been changed.
+        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
+            divergence is exact.
     """
-    options = CoreOptions(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
+    options: dict[str, Any] = {
+        "grad_tolerance": grad_tolerance,
+        "chunk_tokens": chunk_tokens,
+        "chunk_vocab": chunk_vocab,
+    }
     TRL.version()
-    # On no token at all, so that what the options are refused for is known before a run has begun.
-    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **vars(options))
+    # A call without tokens raises for an option that is refused.
+    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
     _apply(options)
 
 
-def unpatch_trl() -> None:
-    """Put TRL's own back; harmless where nothing is patched."""
-    TRL.unpatch()
+unpatch_trl = TRL.unpatch
+"""Undo `patch_trl`; harmless where nothing is patched."""
+
+
+def is_patched() -> bool:
+    """Whether `patch_trl` is in place now."""
+    return bool(_op_patch.patched)
 
 
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards the state before it."""
     with LOCK:
-        before = _op.options if _OP.patched else None
+        before = _op.options if is_patched() else None
         patch_trl(**options)
     try:
         yield
@@ -150,8 +142,8 @@ def patched_trl(**options: Any) -> Iterator[None]:
             _apply(before)
 
 
-def _apply(options: CoreOptions) -> None:
+def _apply(options: dict[str, Any]) -> None:
     with LOCK:
         TRL.patch()
         _op.options = options
-        trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options.chunk_tokens, options.chunk_vocab
+        trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options["chunk_tokens"], options["chunk_vocab"]

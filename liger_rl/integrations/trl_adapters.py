@@ -1,11 +1,11 @@
-"""LoRA adapters on the lm_head under TRL, whose op is given the head's weight and bias and no more.
+"""LoRA adapters on the lm_head under TRL, whose op gets the head's weight and bias alone.
 
-Two things are replaced beside the op. The first is the class by which TRL's trainers recognise a head that they refuse:
-ours accepts what `read_head` understands and raises for the rest. The second is the function that gives a model its
-fused forward: the new forward says, for the length of a call, which head the op is working for.
+Two things are replaced besides the op. One is the class by which TRL's trainers recognise a head that they refuse: ours
+accepts the layers that `read_head` understands and raises for all others. The other is the function that gives a model
+its fused forward: the new forward says, for the length of a call, which head the op is working for.
 
-A model keeps that forward after the patch is undone. It then computes as TRL's does. It raises if TRL's op would leave
-an adapter out.
+A model keeps that forward after the patch is undone. It then computes as TRL's does, and raises if TRL's op leaves an
+adapter out.
 """
 
 import functools
@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from liger_rl.integrations.head import check_own_forwards, hook_count
-from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.head import check_bypassed
+from liger_rl.integrations.patching import Patch, Version
 from liger_rl.integrations.peft import Head, read_head
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
@@ -59,49 +59,29 @@ def uses_peft() -> bool:
     return is_peft_available()
 
 
-# --- the refusal ------------------------------------------------------------------------------------------------------
-
-
-class _AsksTheReading(type):
-    def __instancecheck__(cls, layer: Any) -> bool:
+class _ReadsTheLayer(type):
+    def __instancecheck__(cls: Any, layer: Any) -> bool:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        if isinstance(layer, BaseTunerLayer):
-            _check_taken_apart(layer)
+        owner = "the trained model"
+        if issubclass(type(layer), BaseTunerLayer):
+            check_bypassed(read_head(layer, owner), owner, nn.Linear)
+            cls.accepted = True
         return False
 
 
-class RefusedLayer(metaclass=_AsksTheReading):
+class RefusedLayer(metaclass=_ReadsTheLayer):
     """In place of PEFT's `BaseTunerLayer` in TRL's trainers. They refuse a head that is an instance of it.
 
     No layer is an instance. A layer that the fused head cannot take apart raises TypeError or ValueError and says why.
     """
 
-
-def _check_taken_apart(layer: Any) -> None:
-    owner = "the trained model"
-    head = read_head(layer, owner)
-    hooks = hook_count(head)
-    if type(head.linear) is not nn.Linear or hooks:
-        raise ValueError(
-            f"the head of {owner} must be LoRA on a plain nn.Linear without hooks, which the fused head would leave "
-            f"out; found a {type(head.linear).__name__} with {hooks} hooks"
-        )
-    check_own_forwards(head, owner)
+    accepted = False  # whether an adapter has passed
 
 
-class RefusalPatch(Patch):
-    """The name of PEFT's class in each of the trainers' modules."""
-
-    def find(self) -> Any:
-        original = super().find()
-        for name in sorted(self.home):
-            if vars(importlib.import_module(name)).get("BaseTunerLayer") is not original:
-                raise RuntimeError(f"{name} has no BaseTunerLayer of PEFT's here; nothing was patched")
-        return original
-
-
-# --- the forward ------------------------------------------------------------------------------------------------------
+def refusal(trainer: str, replacement: type = RefusedLayer, *, since: Version = (0, 0)) -> Patch:
+    """The row of PEFT's class in one trainer's module."""
+    return Patch(f"{trainer}:BaseTunerLayer", replacement, None, modules=(trainer,), since=since, needed=uses_peft)
 
 
 def add_fused_lm_head(
@@ -110,7 +90,7 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """In place of `trl.trainer.utils.add_fused_lm_head`: the forward that it sets tells the op its head.
+    """`trl.trainer.utils.add_fused_lm_head`, of which the forward tells the op its head.
 
     Raises:
         TypeError, ValueError: adapters on the head that `read_head` does not understand, or any at all together with
@@ -121,8 +101,7 @@ def add_fused_lm_head(
             f"cast_lm_head_to_fp32 and an adapter on the head of {type(model).__name__} exclude each other in TRL, "
             "whose cast replaces the head's forward; leave one out and load the model anew"
         )
-    original: Callable[..., None] = FORWARD.original
-    original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
+    FORWARD.original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
     model.forward = MethodType(_naming_its_head(model.forward.__func__), model)
 
 
@@ -141,7 +120,7 @@ def naming_head(model: Any) -> Iterator[None]:
 
     Raises:
         TypeError, ValueError: adapters that `read_head` does not understand.
-        RuntimeError: nobody has asked for them within.
+        RuntimeError: the op has not read them within.
     """
     head = _read(model)
     if not head.adapters:
@@ -163,22 +142,15 @@ def naming_head(model: Any) -> Iterator[None]:
 def _read(model: Any) -> Head:
     owner = type(model).__name__
     head = read_head(model.get_output_embeddings(), owner)
-    for adapter in head.adapters:
-        for factor in (adapter.a.weight, adapter.b.weight):
-            # The mark is DeepSpeed's, on every parameter under ZeRO-3.
-            if isinstance(factor, DTensor) or hasattr(factor, "ds_id"):
-                raise ValueError(
-                    f"the adapters on the head of {owner} are sharded (FSDP2 or ZeRO-3), which the fused head does not "
-                    "gather; shard less, or leave lm_head out of target_modules"
-                )
+    factors = [factor.weight for adapter in head.adapters for factor in (adapter.a, adapter.b)]
+    # The mark is DeepSpeed's, on every parameter under ZeRO-3.
+    if any(isinstance(factor, DTensor) or hasattr(factor, "ds_id") for factor in factors):
+        raise ValueError(
+            f"the adapters on the head of {owner} are sharded (FSDP2 or ZeRO-3), which the fused head does not "
+            "gather; shard less, or leave lm_head out of target_modules"
+        )
     return head
 
 
-FORWARD = Patch(
-    "trl.trainer.utils:add_fused_lm_head",
-    add_fused_lm_head,
-    "model temperature cast_lm_head_to_fp32 outputs",
-    needed=uses_peft,
-)
-LAYER = "peft.tuners.tuners_utils:BaseTunerLayer"
-ROWS = (FORWARD, RefusalPatch(LAYER, RefusedLayer, modules=TRAINERS, needed=uses_peft))
+FORWARD = Patch("trl.trainer.utils:add_fused_lm_head", add_fused_lm_head, needed=uses_peft)
+ROWS = (FORWARD, *map(refusal, TRAINERS))

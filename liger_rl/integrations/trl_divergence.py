@@ -1,18 +1,15 @@
 """TRL's distillation on this package's divergence of two heads: the loss of DistillationTrainer, and the op in it.
 
-The loss divides the sum of all tokens' divergences by one number. So it knows each token's factor, and makes the
-gradients in the forward where that is free. The op gives the divergences to a caller whose factors it does not know,
-and makes them in the backward.
+The loss knows each token's factor, 1 / the divisor, and makes the gradients in the forward where that is free. The op
+does not know its caller's factors, and makes them in the backward.
 
-With PEFT two more things are replaced, so that a LoRA adapter on the student's lm_head is trained. One is the
-trainer's refusal of such an adapter. The other is the method that calls the loss with the head's weight and bias
-alone: the new one also says which head it is. Once an adapter was accepted, that method stays when the patch is undone,
-and raises if TRL's op would leave the adapter out.
+With PEFT two more things are replaced, to train a LoRA adapter on the student's lm_head: the trainer's refusal of such
+an adapter, and the method that calls the loss, which also has to say which head it is. Once an adapter was accepted,
+that method stays when the patch is undone, and raises if TRL's op would leave the adapter out.
 
 TRL 1.15 has none of this, and then nothing is replaced.
 """
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from liger_rl.call.options import HeadOptions
 from liger_rl.engines.pair.run import DivergenceCall, divergence_of, in_one_pass_if_free, measure_of
 from liger_rl.integrations import trl_adapters
-from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.patching import Patch, parameters_of
 from liger_rl.kernels.transform import LogitTransform
 
 MODULE, NAME = "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"
@@ -111,9 +108,6 @@ class FusedDivergence:
         )
 
 
-# --- the loss ---------------------------------------------------------------------------------------------------------
-
-
 def _chunked_divergence_loss(
     student_hidden_states: Tensor,  # (B, T, H)
     teacher_hidden_states: Tensor,  # (B, T, H')
@@ -165,55 +159,33 @@ def _unsharded(side: _Side) -> _Side:
     return side._replace(weight=side.weight.full_tensor().to(side.hidden.dtype), bias=bias)
 
 
-# --- adapters on the student's head -----------------------------------------------------------------------------------
+class RefusedStudentLayer(trl_adapters.RefusedLayer):
+    """The class for the trainer whose method must go on naming its head."""
 
-
-class _RemembersAdapters(type(trl_adapters.RefusedLayer)):  # type: ignore[misc]
-    def __instancecheck__(cls, layer: Any) -> bool:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        refused = super().__instancecheck__(layer)
-        METHOD.kept = METHOD.kept or isinstance(layer, BaseTunerLayer)
-        return refused
-
-
-class RefusedLayer(metaclass=_RemembersAdapters):
-    """`trl_adapters.RefusedLayer` for the trainer whose method must go on naming its head."""
+    accepted = False
 
 
 class _MethodPatch(Patch):
-    kept = False  # the replacement outlives the patch
+    """The replacement outlives the patch if an adapter was accepted."""
 
     def undo(self) -> None:
-        if not self.kept:
+        if not RefusedStudentLayer.accepted:
             super().undo()
 
 
-def _compute_loss(self: Any, unwrapped_student: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of the trainer's: says which head its loss is of."""
+def _compute_loss(self: Any, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+    """The trainer's, naming the head of its loss."""
     with trl_adapters.naming_head(unwrapped_student):
-        return METHOD.original(self, unwrapped_student, *args, **kwargs)
-
-
-def _names(function: Any) -> str:
-    return " ".join(inspect.signature(function).parameters)
+        return METHOD.original(self, unwrapped_student, inputs, num_items_in_batch)
 
 
 op = FusedDivergence()
 METHOD = _MethodPatch(
-    f"{TRAINER}:DistillationTrainer._compute_loss",
-    _compute_loss,
-    "self unwrapped_student inputs num_items_in_batch",
-    since=SINCE,
-    needed=trl_adapters.uses_peft,
+    f"{TRAINER}:DistillationTrainer._compute_loss", _compute_loss, since=SINCE, needed=trl_adapters.uses_peft
 )
 ROWS = (
-    Patch(f"{MODULE}:{NAME}", op, f"ctx {_names(op.apply)}", checked=f"{NAME}.forward", since=SINCE),
-    Patch(
-        f"{TRAINER}:{LOSS}", _chunked_divergence_loss, _names(_chunked_divergence_loss), modules=(TRAINER,), since=SINCE
-    ),
+    Patch(f"{MODULE}:{NAME}", op, f"ctx {parameters_of(op.apply)}", checked=f"{NAME}.forward", since=SINCE),
+    Patch(f"{TRAINER}:{LOSS}", _chunked_divergence_loss, modules=(TRAINER,), since=SINCE),
     METHOD,
-    trl_adapters.RefusalPatch(
-        trl_adapters.LAYER, RefusedLayer, modules=(TRAINER,), since=SINCE, needed=trl_adapters.uses_peft
-    ),
+    trl_adapters.refusal(TRAINER, RefusedStudentLayer, since=SINCE),
 )

@@ -10,7 +10,6 @@ Arguments, outputs, signs and gradients are those of verl 0.9.1.
 """
 
 import importlib
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
-__all__ = ["linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
+__all__ = ["is_patched", "linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -38,12 +37,11 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
 
-    In spite of its name it returns log-probabilities, not their negatives. Position t predicts labels[t]. docs/verl.md
-    lists the differences from verl's: a negative label masks its token, for example.
+    It returns log-probabilities, not their negatives. Position t predicts labels[t]. A negative label masks its token.
+    docs/verl.md lists all differences from verl's.
 
     The ranks of dist_process_group hold the vocabulary in equal parts, in their order, and the same hidden states and
-    labels. As in verl the gradient of hidden is then this rank's part, and the gather before the head (Megatron's
-    sequence_parallel) adds the parts up.
+    labels. As in verl the gradient of hidden is then this rank's part, which the gather before the head adds up.
 
     Returns:
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
@@ -76,55 +74,47 @@ def linear_cross_entropy(
         vocab_parallel=vocab_shard(dist_process_group, weight),
     )
     assert entropy is not None
-    if reduction.lower() == "none":
-        return logprobs, entropy
-    return logprobs.sum() if reduction.lower() == "sum" else logprobs.mean(), entropy
+    reduced = logprobs if reduction.lower() == "none" else getattr(logprobs, reduction.lower())()
+    return reduced, entropy
 
 
 def fused_linear_for_ppo(
-    module: Any,  # verl's, or None; not used
+    self: Any,  # verl's module, or None; not used
     hidden_states: Tensor,  # (N, H) or (B, T, H)
     vocab_weights: Tensor,  # (V, H)
     input_ids: Tensor,  # (N,) or (B, T), the predicted ids; or K for each, (N, K) or (B, T, K)
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """In place of `verl.utils.experimental.torch_functional.FusedLinearForPPO.forward` of verl 0.5 to 0.10.
+    """`verl.utils.experimental.torch_functional.FusedLinearForPPO.forward` of verl 0.5 to 0.10, all in float32.
 
-    The module's chunk_size and impl_backend have no effect. Entropies are float32. verl's "torch" backend rounds them,
-    and all logits, to the dtype of hidden_states.
+    The module's chunk_size and impl_backend have no effect.
 
     Returns:
-        (log_probs, entropy): float32 in nats, differentiable, shaped like input_ids and like hidden_states without H.
-
-    Raises:
-        TypeError, ValueError: as `linear_cross_entropy`.
+        (log_probs, entropy): as `linear_cross_entropy`, shaped like input_ids and like hidden_states without H.
     """
     log_probs, entropy = linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature)
     return log_probs.view(input_ids.shape), entropy.view(hidden_states.shape[:-1])
 
 
-def inputs_with_teacher(engine: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """In place of `FSDPEngineWithLMHead.prepare_model_inputs`: a teacher's ids of a token stand behind its label.
+def inputs_with_teacher(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`FSDPEngineWithLMHead.prepare_model_inputs`, with a teacher's K ids of a token behind its label.
 
-    verl's fused forwards hand `shift_labels` on as they are, so the head gets 1 + K ids for each token.
-
-    Raises:
-        ValueError: a teacher's lists with `use_fused_kernels`, but without `use_remove_padding`.
+    verl's fused forwards pass `shift_labels` on, so the head gets 1 + K ids for each token.
     """
-    inputs, others = VERL.original("FSDPEngineWithLMHead.prepare_model_inputs")(engine, micro_batch)
-    teacher = _teacher(engine, micro_batch)
+    inputs, output_args = VERL.original("FSDPEngineWithLMHead.prepare_model_inputs")(self, micro_batch)
+    teacher = _teacher(self, micro_batch)
     if teacher is not None:
         if "shift_labels" not in inputs:
             raise ValueError("use_remove_padding must be True for top-K distillation with use_fused_kernels, got False")
         inputs["shift_labels"] = torch.cat([inputs["shift_labels"][..., None], teacher[0]], dim=-1)
-    return inputs, others
+    return inputs, output_args
 
 
 def outputs_with_losses(
-    engine: Any, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
+    self: Any, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
 ) -> dict[str, Any]:
-    """In place of `FSDPEngineWithLMHead.prepare_model_outputs`: the losses that it makes from logits otherwise."""
-    teacher = _teacher(engine, micro_batch)
+    """`FSDPEngineWithLMHead.prepare_model_outputs`, with the losses that it would make from logits."""
+    teacher = _teacher(self, micro_batch)
     # VeOmni's engine derives from this one. It gives its models no such labels, because they compute the losses.
     if teacher is not None and getattr(output, "fused_linear_aux", None) is None:
         logps = output.log_probs.view(*teacher[0].shape[:-1], 1 + teacher[0].shape[-1])
@@ -132,15 +122,14 @@ def outputs_with_losses(
         settings = logits_processor_func.keywords["distillation_config"].distillation_loss
         output.fused_linear_aux = forward_kl_topk(logps[..., 1:], teacher[1].float(), settings.log_prob_min_clamp)
     return VERL.original("FSDPEngineWithLMHead.prepare_model_outputs")(
-        engine, output, output_args, micro_batch, logits_processor_func
+        self, output, output_args, micro_batch, logits_processor_func
     )
 
 
 def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
     """verl's `compute_forward_kl_topk` from float32 log-probabilities (..., K) at a teacher's ids.
 
-    The loss is sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`. The masses are
-    those before the clamp.
+    sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`; masses before the clamp.
     """
     student_mass, teacher_mass = (logps.detach().exp().sum(-1) for logps in (student, teacher))
     log_p, log_q = ((logps if lowest is None else logps.clamp(min=lowest)) for logps in (student, teacher))
@@ -161,68 +150,41 @@ def _teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None:
     return ids, logps
 
 
-KERNEL = "verl.utils.kernel.linear_cross_entropy"
-ENGINE = "verl.workers.engine.fsdp.transformer_impl"
-OUTPUTS = "self output output_args micro_batch logits_processor_func"
+ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 VERL = Framework(
     "verl",
     (0, 5),
     (0, 11),
     Patch(
-        f"{KERNEL}:linear_cross_entropy",
+        "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy",
         linear_cross_entropy,
-        "ctx hidden weight labels temperature reduction dist_process_group",
+        f"ctx {parameters_of(linear_cross_entropy)}",
         checked="LinearCrossEntropy.forward",
     ),
-    Patch(
-        "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward",
-        fused_linear_for_ppo,
-        "self hidden_states vocab_weights input_ids temperature",
-    ),
-    Patch(
-        f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_inputs",
-        inputs_with_teacher,
-        "self micro_batch",
-        group="distillation",
-        since=(0, 8),
-    ),
-    Patch(
-        f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs",
-        outputs_with_losses,
-        OUTPUTS,
-        group="distillation",
-        since=(0, 8),
-    ),
+    Patch("verl.utils.experimental.torch_functional:FusedLinearForPPO.forward", fused_linear_for_ppo),
+    Patch(f"{ENGINE}.prepare_model_inputs", inputs_with_teacher, group="distillation", since=(0, 8)),
+    Patch(f"{ENGINE}.prepare_model_outputs", outputs_with_losses, group="distillation", since=(0, 8)),
+    gain="float32 logits and entropies on every device, whichever fused backend is set",
 )
 
 
 def patch_verl(*, distillation: bool = False) -> None:
-    """Put this module's functions in place of verl's two fused backends, in all of verl's modules.
+    """Put this module's functions in place of verl's fused backends, in all of verl's modules.
 
-    `linear_cross_entropy` for `impl_backend=triton` and for Megatron, `fused_linear_for_ppo` for `impl_backend=torch`,
-    the default, and `liger`. verl uses them with `use_fused_kernels=True`. Its models for FSDP look the functions up at
-    each forward, those for Megatron import them once: all get them. Call it in every worker process. Patching twice is
-    harmless. Code outside of verl that has imported `linear_cross_entropy` keeps what it has imported.
+    `linear_cross_entropy` serves `impl_backend=triton` and Megatron. `fused_linear_for_ppo` serves the default
+    `impl_backend=torch` and `liger`. verl calls them with `use_fused_kernels=True`. Call it in every worker process.
 
     Args:
         distillation: also make verl's `forward_kl_topk` without logits, in its engine for FSDP, with
-            `use_fused_kernels=True` and `use_remove_padding=True`, where verl 0.8 to 0.10 has no such loss. Its engines
-            are imported then.
-
-    Raises:
-        ImportError: verl is not installed, or not of a supported version, which is named.
-        RuntimeError: verl's functions do not take what those of its version take.
-
-    In each case nothing is changed.
+            `use_fused_kernels=True` and `use_remove_padding=True`. verl 0.8 to 0.10 has no such loss. The patch then
+            imports verl's engines.
     """
     VERL.patch(*(("distillation",) if distillation else ()))
 
 
-def unpatch_verl() -> None:
-    """Undo `patch_verl`, in verl's modules that were loaded since too; harmless where nothing is patched."""
-    VERL.unpatch()
-
-
-def patched_verl() -> AbstractContextManager[None]:
-    """`patch_verl()` for the length of a `with` block."""
-    return VERL.within()
+unpatch_verl = VERL.unpatch
+"""Undo `patch_verl`; harmless where nothing is patched."""
+patched_verl = VERL.within
+"""`patch_verl()` for the length of a `with` block; afterwards the state before it."""
+is_patched = VERL.is_patched
+"""Whether `patch_verl` is in place now."""

@@ -51,7 +51,7 @@ def tiny_wrapper(*, remove_padding: bool = False) -> nn.Module:
         vocab_size=52, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    module = load(integration.FSDP_MODULE)
+    module = load(integration.MODULES["fsdp"])
     return module.HFModelWrapper(
         transformers.LlamaForCausalLM(config),
         use_flash_attention_2=remove_padding,

@@ -120,7 +120,7 @@ def its_calls(module, rank):
 
 
 def beside_its_own(rank):
-    module, gathered = skyrl_modules.load(integration.MEGATRON_MODULE), []
+    module, gathered = skyrl_modules.load(integration.MODULES["megatron"]), []
     before = {name: value for name, value in vars(module).items() if callable(value)}
     theirs = its_calls(module, rank)
     with patched_skyrl("megatron"), pytest.MonkeyPatch.context() as patch:
@@ -155,7 +155,7 @@ OURS = """
 from types import SimpleNamespace
 import skyrl_modules
 from liger_rl.integrations import skyrl as integration
-ChunkedDistributedLogprob = skyrl_modules.load(integration.MEGATRON_MODULE).ChunkedDistributedLogprob
+ChunkedDistributedLogprob = skyrl_modules.load(integration.MODULES["megatron"]).ChunkedDistributedLogprob
 FusedLinearChunkedDistributedLogprob = SimpleNamespace(
     apply=lambda *arguments: integration.fused_lm_head_logprob_apply("torch", *arguments)
 )

@@ -16,10 +16,13 @@ from hf_models import (  # noqa: E402
     BATCH,
     CONFIGS,
     HEADS,
+    HIDDEN,
+    LENGTH,
     SIZES,
     VOCAB,
     assert_same_as_full_logits,
     build,
+    from_logits,
     full,
     gradients,
     make_batch,
@@ -100,6 +103,40 @@ def test_vision_language_models(name, attention):
     assert (model(**other, fused=True).per_token_logps - with_image).abs().max() > 1e-3, "the image has no effect"
     text = {n: v.clamp(min=9) if n == "input_ids" else v for n, v in make_batch().items()}
     torch.testing.assert_close(model(**text, fused=True).loss, model(**text).loss)
+
+
+DECODER = {
+    "vocab_size": VOCAB, "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+XLM = {"vocab_size": VOCAB, "n_words": VOCAB, "emb_dim": HIDDEN, "n_layers": 1, "n_heads": 4, "pad_token_id": 0}
+UNSHIFTED = {
+    **dict.fromkeys(("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "Marian", "MBart", "Mvp"), DECODER),
+    **dict.fromkeys(("Pegasus", "PLBart", "TrOCR", "Whisper"), DECODER),
+    "XLM": {**XLM, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", UNSHIFTED)
+def test_a_class_that_does_not_shift_its_labels(name):
+    """Its loss of the labels is that of the fused call's shift_labels. The fused call's labels have no such loss."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**UNSHIFTED[name])
+    model = randomised(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    ids = torch.randint(9, VOCAB, (BATCH, 9))
+    plain = model(input_ids=ids, labels=ids)
+    fused = swap_lm_head(model)(input_ids=ids, labels=ids, fused=True)
+    assert fused.loss is None
+    torch.testing.assert_close(fused.per_token_logps, from_logits(plain.logits, ids)[0], rtol=1e-5, atol=1e-5)
+    unshifted = model(input_ids=ids, shift_labels=ids, fused=True)
+    torch.testing.assert_close(unshifted.loss, plain.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_recurrent_gemma_has_another_name_for_its_softcap():
+    sizes = {**HEADS, "num_key_value_heads": 1, "num_hidden_layers": 3, "lru_width": HIDDEN}
+    config = transformers.RecurrentGemmaConfig(**sizes, attention_window_size=LENGTH, logits_soft_cap=3.0)
+    assert_same_as_full_logits(randomised(transformers.AutoModelForCausalLM.from_config(config)), make_batch())
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

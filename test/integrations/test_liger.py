@@ -151,7 +151,7 @@ def test_reference_from_hidden_states(with_bias, device):
     found, expected = both(options, call)
     assert_same(found, expected)
     assert not torch.allclose(found[2][0], given[2][0])
-    with pytest.warns(UserWarning, match="ref_per_token_logps is used"):
+    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
         found = run(LigerFusedLinearGRPOLoss, options, call | {"ref_per_token_logps": ref_logps})
     assert torch.equal(found[0], given[0])
 

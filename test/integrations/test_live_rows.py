@@ -10,9 +10,8 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, full, gradients  # noqa: E402
 from liger_rl import PRESETS, FusedLinearGRPOLoss, PolicyBatch, Support, TopEntropyMask, ppo_loss_fn  # noqa: E402
-from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+from liger_rl.integrations.transformers import is_swapped, swap_lm_head  # noqa: E402
 from liger_rl.step import ranks as step_ranks  # noqa: E402
-from liger_rl.step.model_body import body_of  # noqa: E402
 from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 
 BATCH, LENGTH = 6, 13
@@ -188,22 +187,17 @@ def test_without_a_mask_only_what_follows_the_completions_leaves():
     assert calls[-1] == ((4, 11), True, set())
 
 
-def test_what_follows_the_completions_stays_where_it_is_seen():
-    model, loss = build("Llama", is_causal=False), FusedLinearGRPOLoss("dapo")
-    batch = make_batch("left")
-    batch["completion_mask"][:, 11:] = False
-    assert_as_padded(model, with_columns(model, batch), loss, max_tokens=20)
-
-
 BERT = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "max_position_embeddings": 64, "pad_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 XLM = {"vocab_size": VOCAB, "n_words": VOCAB, "emb_dim": 32, "n_layers": 1, "n_heads": 4, "pad_token_id": 0}
 OF_BOTH_SIDES = {
+    "Bert": BERT,
     "BigBird": BERT,
     "CpmAnt": {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48},
     "Doge": HEADS,
+    "Llama": {**CONFIGS["Llama"], "is_causal": False},
     "MegatronBert": BERT,
     "RemBert": {**BERT, "input_embedding_size": 32, "output_embedding_size": 32},
     "RoFormer": {**BERT, "embedding_size": 32},
@@ -213,7 +207,7 @@ OF_BOTH_SIDES = {
 
 
 @pytest.mark.parametrize("name", OF_BOTH_SIDES)
-def test_what_is_no_causal_model_is_known(name):
+def test_models_that_are_not_causal_are_refused(name):
     """Transformers loads these for causal language modelling. A last token changes what they say of those before it."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**OF_BOTH_SIDES[name]))
@@ -224,7 +218,9 @@ def test_what_is_no_causal_model_is_known(name):
     if name == "Doge" and torch.allclose(before, after, atol=1e-6):
         pytest.skip("Doge is causal in transformers 5.23")
     assert not torch.allclose(before, after, atol=1e-6)
-    assert not body_of(model, swap_lm_head(model), given, ids, None).causal
+    with pytest.raises(ValueError, match=f"must be a causal LM; a token of this {type(model).__name__} changes"):
+        swap_lm_head(model)
+    assert not is_swapped(model)
 
 
 def test_a_mask_with_holes_stays():

@@ -162,6 +162,25 @@ def test_patching_and_undoing_twice(system):
         assert system.globals == before
 
 
+def test_a_patch_is_logged_once_and_can_be_asked_for(system, caplog):
+    module = importlib.import_module(f"liger_rl.integrations.{system.package.removesuffix('_kernel')}")
+    caplog.set_level("INFO", logger="liger_rl")
+    assert not module.is_patched()
+    with system.patched():
+        assert module.is_patched()
+        system.patch()
+    assert not module.is_patched()
+    system.patch()
+    assert module.is_patched()
+    system.unpatch()
+    assert not module.is_patched()
+    name = system.package.replace("_", "-")
+    messages = [record.message for record in caplog.records if record.name == "liger_rl"]
+    assert len(messages) == 2  # of the block and of the call behind it
+    for message in messages:
+        assert re.match(rf"patched {name} \d+\.\d+\S*: .*\b{system.name}\b.*; \w+", message)
+
+
 def test_patched_within_a_block(system):
     original = system.now
     with system.patched():
@@ -337,7 +356,7 @@ def stand_in(monkeypatch, framework):
 
 
 @pytest.mark.parametrize("short", ["nemo_rl", "openrlhf", "prime_rl", "skyrl", "torchtitan", "verl"])
-def test_every_row_is_put_in_place_and_taken_back(short, monkeypatch):
+def test_every_row_is_put_in_place_and_taken_back(short, monkeypatch, caplog):
     """In modules made from the table; each framework's own tests run with its own modules."""
     module = importlib.import_module(f"liger_rl.integrations.{short}")
     (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
@@ -349,12 +368,17 @@ def test_every_row_is_put_in_place_and_taken_back(short, monkeypatch):
     checkouts.say_version(monkeypatch, framework.name, version)
     groups = {patch.group for patch in framework.patches}
     before = [patch.find() for patch in framework.patches]
+    caplog.set_level("INFO", logger="liger_rl")
     with framework.within(*groups):
+        assert module.is_patched()
         assert [patch.original for patch in framework.patches] == before
         for patch in framework.patches:
             owner, _, attribute = patch.name.rpartition(".")
             home = sys.modules[patch.module]
             assert vars(vars(home)[owner] if owner else home)[attribute] is patch.replacement
+    assert not module.is_patched()
+    names = ", ".join(patch.name for patch in framework.patches)
+    assert caplog.messages == [f"patched {framework.name} {version}: {names}; {framework.gain}"]
     assert [patch.find() for patch in framework.patches] == before
 
 

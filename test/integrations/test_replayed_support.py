@@ -97,7 +97,7 @@ def test_a_missing_target_is_named_where_its_token_is():
     ("support", "error", "message"),
     [
         ([[1]], TypeError, "support must be a Support or None, got list"),
-        (Support.from_vllm([[1], [2]]), ValueError, "row for each of the B T = 42 tokens of labels, got 2 rows"),
+        (Support.from_vllm([[1], [2]]), ValueError, "row for each of the 42 tokens of labels, got 2 rows"),
     ],
 )
 def test_a_support_that_does_not_fit_raises_before_the_model_runs(support, error, message):

@@ -20,7 +20,7 @@ import trl_runs
 from distillation_runs import assert_same_run, build, run, train
 from head_calls import Products
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl_divergence import LOSS, METHOD, FusedDivergence, op
+from liger_rl.integrations.trl_divergence import LOSS, METHOD, FusedDivergence, RefusedStudentLayer, op
 from liger_rl.integrations.trl_divergence import _chunked_divergence_loss as patched_loss
 
 NAME = "ChunkedDivergenceFunction"
@@ -271,7 +271,7 @@ def test_an_adapter_on_the_head_is_trained(models, tmp_path, monkeypatch):
         adapted_under_the_patch(models, tmp_path).train()
     with patched_trl(), pytest.raises(ValueError, match="DoraLinearVariant"):
         adapted(models, tmp_path, use_dora=True)
-    monkeypatch.setattr(METHOD, "kept", False)
+    monkeypatch.setattr(RefusedStudentLayer, "accepted", False)
     METHOD.undo()
     assert vars(DistillationTrainer)["_compute_loss"] is before
 

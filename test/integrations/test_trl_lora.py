@@ -410,7 +410,7 @@ def test_a_trl_that_is_not_what_its_version_says_is_left_as_it_is(module, name, 
         assert vars(trl_utils)["_ChunkedLogProbFunction"] is op
     patch_trl()
     assert not set(whole) & set(patched_names())
-    assert vars(trl_utils)["_ChunkedLogProbFunction"].options.chunk_vocab is None
+    assert vars(trl_utils)["_ChunkedLogProbFunction"].options["chunk_vocab"] is None
 
 
 def test_without_peft_there_is_nothing_to_lift(monkeypatch):
