@@ -170,6 +170,25 @@ def test_rows_of_every_kind(transform, dtype, more, place):
     assert torch.equal(short.values["logps"], found.values["logps"])
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_nan_of_a_token_without_a_gradient(entropy, place):
+    """It stays out of all gradients. With a gradient it reaches them."""
+    case = case_of(rows_of([3, 5, 4, 9]), place, bias=True)
+
+    def gradients(value: float, slope: float) -> dict[str, Tensor]:
+        leaves = case.x.leaves()
+        leaves.hidden.data[1] = value
+        found, slopes = call(leaves, support=case.support, entropy=entropy), torch.ones(4, device=place)
+        slopes[1] = slope
+        outputs = [found.logps, found.entropy] if entropy else [found.logps]
+        torch.autograd.backward(outputs, [slopes] * len(outputs))
+        return leaves.grads()
+
+    expected, found = gradients(0.0, 0.0), gradients(math.nan, 0.0)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    assert gradients(math.nan, 1.0)["weight"].isnan().any()
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 300, V, 0])
 def test_rows_of_one_size(size, place):
     if size == 300 and engine.kernels_for(place) is slots_triton and not CUDA:

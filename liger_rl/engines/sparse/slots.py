@@ -10,6 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from liger_rl.engines.interface import has_gradient
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, times_derivative
 from liger_rl.kernels.segments import (
     BAD_ENDS,
@@ -191,8 +192,8 @@ def slot_gradients(
     The gradient is exactly 0 in slots without a row of the weight, and in slots of SINGLE rows.
     """
     tokens, token = TokenGradients.of(statistics, *grads), slots.tokens.long()
-    needed = slots.ids < slots.rows
-    needed = needed & (slots.kinds == SEVERAL)[token]
+    # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
+    needed = (slots.ids < slots.rows) & ((slots.kinds == SEVERAL) & has_gradient(tokens))[token]
     z = torch.where(needed, z, 0.0)
     log_p = torch.where(needed, z - tokens.lse[token], 0.0)
     p = log_p.exp()

@@ -470,17 +470,24 @@ def _slot_gradients_kernel(
     needed = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
     token = tl.load(slot_tokens + slot, mask=needed, other=0).to(tl.int64)
     needed = needed & (tl.load(kinds + token, mask=needed, other=0) == SEVERAL)
+    g = tl.load(grad_logps + token, mask=needed, other=0.0)
+    e = 0.0
+    has_gradient = g != 0.0
+    if entropies is not None:
+        e = tl.load(grad_entropies + token, mask=needed, other=0.0)
+        has_gradient = has_gradient | (e != 0.0)
+    # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
+    needed = needed & has_gradient
     z = tl.load(logits + slot, mask=needed, other=0.0)
     log_p = z - tl.load(lse_of + token, mask=needed, other=0.0)
     p = tl.exp(log_p)
     is_target = slot == tl.load(starts + token, mask=needed, other=-1)
-    g = tl.load(grad_logps + token, mask=needed, other=0.0)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     grad = tl.where(is_target, g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0)), -g * p)
     if entropies is not None:
         log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
         moment = p * (log_p + tl.load(entropies + token, mask=needed, other=0.0))
-        grad -= tl.load(grad_entropies + token, mask=needed, other=0.0) * moment
+        grad -= e * moment
     if temperatures is not None:
         temperature = tl.load(temperatures + token, mask=needed, other=1.0)
         grad = grad / temperature
