@@ -91,7 +91,7 @@ def topk_divergence(
     )  # fmt: skip
     student = log_probs(call)
     listed = counted_tokens(teacher_ids, None if mask is None else mask[..., None])
-    # A token with NaN may have no gradient, but 0 * NaN is NaN inside of `_forward_kl`. The sum's gradient is a factor 1.
+    # A token with NaN may have no gradient, and 0 * NaN is NaN in the backward of `_forward_kl`. A sum's has no NaN.
     undefined = student.logps.isnan().any(-1)
     logps = student.logps.masked_fill(undefined[..., None], 0.0)
     divergence = _forward_kl(logps, teacher_logps.float(), listed, tail)

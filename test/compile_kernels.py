@@ -43,7 +43,7 @@ from liger_rl.engines.sparse import bounds_triton as sparse_triton
 from liger_rl.engines.sparse import listing_triton, slots_triton
 from liger_rl.kernels import compiled, devices, epilogue, segments_triton, softmax
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.segments import Base, Factors, Rows, Segments
+from liger_rl.kernels.segments import Base, Entries, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     EXTRAS,
@@ -183,11 +183,11 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
-    limits, found = listing_triton.Limits.empty(N, N, CPU), listing_triton.Lists.empty(2 * N, CPU)
+    limits, found = listing_triton.Limits.empty(N, N, CPU), Entries.empty(2 * N, CPU)
     listing_triton.find_limits(parts, chosen, span, limits)
     given = targets, ones(N)
     listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, transform, found, starts)
-    listing_triton.order_by_id(found, V)
+    segments_triton.order_by_id(found, (found.ids, torch.arange(2 * N)), V)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     segments_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
@@ -205,15 +205,12 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
     factors = Factors(hidden, weight, *factors)
-    temperatures = ones(N) if entropy else None
-    logits = segments_triton.dots(factors, slots, transform, temperatures)
+    transform = transform.of_tokens(ones(N) if entropy else None)
+    logits = segments_triton.dots(factors, slots, transform)
     slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
     slots_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
-    by_id = (slots.ids, torch.arange(logits.numel())) if entropy else None
     grads = ones(N), ones(N) if entropy else None
-    coefficients, _ = slots_triton.slot_gradients(
-        logits, slots, statistics(entropy), grads, transform, temperatures, by_id
-    )
+    coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), grads, transform)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
@@ -279,7 +276,7 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
         student = pair_epilogue.Student(head, targets, 0)
         sparse_pair_triton.make_parts(student, head, measure, tokens, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
-    limits, found = listing_triton.Limits.empty(N, N, CPU), listing_triton.Lists.empty(2 * N, CPU)
+    limits, found = listing_triton.Limits.empty(N, N, CPU), Entries.empty(2 * N, CPU)
     listing_triton.find_limits(parts, chosen, span, limits)
     listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, transform, found, starts)
 

@@ -136,26 +136,25 @@ def test_added_ids_continue_the_power_law():
 def test_lists_are_those_of_the_engine(monkeypatch, tolerance):
     """The engine in Triton's interpreter, in float16, keeps these parts and lists these ids."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.engines.sparse import listing_triton
     from liger_rl.kernels import segments, segments_triton
 
     monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     run_triton(monkeypatch, epilogue=True)
     monkeypatch.setattr(segments_triton, "segment_sums", segments.segment_sums)
     shares, lengths = [], []
-    plan_parts, order_by_id = lists.plan_parts, listing_triton.order_by_id
+    plan_parts, order_by_id = lists.plan_parts, segments_triton.order_by_id
 
     def planned(choice):
         kept = plan_parts(choice)
         shares.append(kept.share)
         return kept
 
-    def ordered(entries, rows):
+    def ordered(entries, *given):
         lengths.append(entries.ids.numel())
-        return order_by_id(entries, rows)
+        return order_by_id(entries, *given)
 
     monkeypatch.setattr(lists, "plan_parts", planned)
-    monkeypatch.setattr(listing_triton, "order_by_id", ordered)
+    monkeypatch.setattr(segments_triton, "order_by_id", ordered)
     torch.manual_seed(0)
     n, vocab = 32, 1000
     hidden, weight, factors = torch.randn(n, 32).half(), 0.6 * torch.randn(vocab, 32).half(), torch.randn(n)

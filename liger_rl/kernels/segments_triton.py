@@ -14,7 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.segments import LONG_ROW, PARTIAL_BYTES, Base, Factors, Segments, Slots
+from liger_rl.kernels.segments import (
+    LONG_ROW,
+    PARTIAL_BYTES,
+    Base,
+    Entries,
+    EntriesById,
+    Factors,
+    Ordered,
+    Segments,
+    Slots,
+)
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -38,6 +48,7 @@ BY_LONG_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
 # Four segments for each program, because there are many ids, and most of them are in no row.
 BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
+ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program of `_by_id_kernel`
 
 
 @triton.jit
@@ -87,7 +98,6 @@ def _dots_kernel(
     slot_ids,
     slot_tokens,
     starts,
-    temperatures,
     logits,
     tokens,
     rows,
@@ -112,18 +122,12 @@ def _dots_kernel(
             if bias is not None:
                 x += tl.load(bias + row, mask=has_row, other=0.0).to(tl.float32)
             z, _square = transformed(x, steps)
-            if temperatures is not None:
-                z = z / tl.load(temperatures + token)
+            if steps.temperatures is not None:
+                z = z / tl.load(steps.temperatures + token)
             tl.store(logits + slot, z, mask=has_row)
 
 
-def dots(
-    factors: Factors,
-    slots: Slots,
-    transform: LogitTransform,
-    temperatures: Tensor | None,
-    launch: Launch = DOTS,
-) -> Tensor:
+def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Launch = DOTS) -> Tensor:
     """As `segments.dots`; the last dimensions must be contiguous."""
     hidden, weight, bias, low_inputs, low_weight = factors
     n, positions = slots.kinds.numel(), slots.ids.numel()
@@ -146,7 +150,6 @@ def dots(
             slots.ids,
             slots.tokens,
             slots.starts,
-            temperatures,
             logits,
             n,
             slots.rows,
@@ -164,6 +167,51 @@ def dots(
 
 def _columns(columns: int, launch: Launch) -> int:
     return min(launch.columns, max(16, 1 << (columns - 1).bit_length()))
+
+
+@triton.jit(do_not_specialize=["count", "rows", "searches"])
+def _by_id_kernel(
+    ids,  # (count,) int32, ascending
+    order,  # (count,) int64: positions before the sort
+    entries,  # `Entries`
+    coefficients,  # (count,), written, as are the next two
+    tokens,  # (count,)
+    starts,  # (rows + 1,) int64
+    count,
+    rows,
+    searches,  # steps of a binary search for a position
+    STEP: tl.constexpr,
+):
+    blocks = tl.cdiv(count, STEP)
+    if tl.program_id(0) < blocks:
+        place = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
+        inside = place < count
+        before = tl.load(order + place, mask=inside, other=0)
+        tl.store(coefficients + place, tl.load(entries.coefficients + before, mask=inside, other=0.0), mask=inside)
+        tl.store(tokens + place, tl.load(entries.tokens + before, mask=inside, other=0), mask=inside)
+    else:
+        row = (tl.program_id(0) - blocks).to(tl.int64) * STEP + tl.arange(0, STEP)
+        low = row * 0
+        high = low + count
+        for _ in range(searches):
+            middle = (low + high) // 2
+            under = (low < high) & (tl.load(ids + middle, mask=low < high, other=0).to(tl.int64) < row)
+            low = tl.where(under, middle + 1, low)
+            high = tl.where(under, high, middle)
+        tl.store(starts + row, low, mask=row <= rows)
+
+
+def order_by_id(entries: Entries, ordered: Ordered, rows: int) -> EntriesById:
+    """As `segments.order_by_id`."""
+    (ids, order), count = ordered, ordered[0].numel()
+    coefficients, tokens = torch.empty_like(entries.coefficients), torch.empty_like(entries.tokens)
+    starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
+    with on(ids.device):
+        _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
+            ids, order, entries, coefficients, tokens, starts, count, rows, count.bit_length(),
+            STEP=ORDERED, num_warps=ORDERING_WARPS,
+        )  # fmt: skip
+    return EntriesById(Segments(starts, ids, by_id=True), coefficients, tokens)
 
 
 @triton.jit

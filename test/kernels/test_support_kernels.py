@@ -44,8 +44,7 @@ def test_slots(keep_single, distinct, first, rows, dtype, monkeypatch):
     """Rows in one block and in many; where the promise of distinct rows is broken, repeated ids count."""
     given = {"keep_single": keep_single, "distinct": distinct, "first": first, "rows": rows, "dtype": dtype}
     mine, theirs = (slots_of(kernels, **given) for kernels in (slots_triton, slots_torch))
-    for name in ("ROW_BLOCK", "SLOT_BLOCK"):
-        monkeypatch.setattr(slots_triton, name, 16)
+    monkeypatch.setattr(slots_triton, "ROW_BLOCK", 16)
     for one, other in zip(slots_of(slots_triton, **given), mine, strict=True):
         assert one == other if isinstance(one, int) else torch.equal(one, other)
     for name, values in theirs._asdict().items():
@@ -94,10 +93,10 @@ def test_logits_fold_and_gradients(transform, shape):
     n = slots.kinds.numel()
     hidden, weight = torch.randn(n, H).to(DEVICE, torch.bfloat16), torch.randn(V, H).to(DEVICE) / 4
     factors = listed.Factors(hidden[:, :-3], weight[:, :-3], torch.randn(V).to(DEVICE))
-    temperatures = None if transform.temperature != 1.0 else (0.5 + torch.rand(n)).to(DEVICE)
+    transform = transform.of_tokens(None if transform.temperature != 1.0 else (0.5 + torch.rand(n)).to(DEVICE))
     launch = segments_triton.Launch(*shape[:2], 4, shape[2])
-    z = listed.dots(factors, slots, transform, temperatures)
-    found = segments_triton.dots(factors, slots, transform, temperatures, launch)
+    z = listed.dots(factors, slots, transform)
+    found = segments_triton.dots(factors, slots, transform, launch)
     there = slots.ids < V
     torch.testing.assert_close(found[there], z[there], rtol=1e-5, atol=1e-5)
     targets = slots.ids[slots.starts[:-1]].long()
@@ -112,19 +111,16 @@ def test_logits_fold_and_gradients(transform, shape):
                 if truth is not None:
                     torch.testing.assert_close(part, truth, rtol=1e-5, atol=1e-5)
         g, e = torch.randn(2, n, device=DEVICE)
-        given = (z, slots, theirs, (g, e if entropy else None), transform, temperatures)
-        by_id = torch.sort(slots.ids, stable=True)
-        (mine, pairs), (truth, others) = (
-            kernels.slot_gradients(*given, by_id) for kernels in (slots_triton, slots_torch)
-        )
+        given = (z, slots, theirs, (g, e if entropy else None), transform)
+        mine, truth = (kernels.slot_gradients(*given) for kernels in (slots_triton, slots_torch))
         torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
         assert (mine[~there] == 0).all()
-        assert torch.equal(pairs.coefficients, mine[by_id.indices])
-        assert torch.equal(pairs.tokens, others.tokens)
-        assert torch.equal(pairs.segments.starts, others.segments.starts)
-        alone, nothing = slots_triton.slot_gradients(*given)
-        assert torch.equal(alone, mine)
-        assert nothing is None
+        ordered = torch.sort(slots.ids, stable=True)
+        entries = listed.Entries(slots.ids, mine, slots.tokens)
+        by_id, others = (kernels.order_by_id(entries, ordered, V) for kernels in (slots_triton, slots_torch))
+        assert torch.equal(by_id.coefficients, mine[ordered.indices])
+        assert torch.equal(by_id.tokens, others.tokens)
+        assert torch.equal(by_id.segments.starts, others.segments.starts)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS[1:])
@@ -134,14 +130,15 @@ def test_temperatures_of_tokens(transform):
     n, wanted, token = slots.kinds.numel(), slots.ids < V, slots.tokens.long()
     hidden, weight, bias = torch.randn(n, H, device=DEVICE), torch.randn(V, H, device=DEVICE), torch.randn(V).to(DEVICE)
     temperatures = (0.5 + torch.rand(n)).to(DEVICE)
-    z = listed.dots(listed.Factors(hidden, weight, bias), slots, transform, temperatures)
+    transform = transform.of_tokens(temperatures)
+    z = listed.dots(listed.Factors(hidden, weight, bias), slots, transform)
     x = oracles.linear_logits(hidden, weight, bias)[token, slots.ids.clamp(max=V - 1).long()].requires_grad_()
     capped = oracles.transformed(x, softcap=transform.softcap, scale=transform.scale) / temperatures.double()[token]
     torch.testing.assert_close(z[wanted].double(), capped[wanted], rtol=1e-5, atol=1e-5)
     targets = slots.ids[slots.starts[:-1]].long()
     statistics, _ = slots_torch.statistics(z, slots, targets, entropy=True, extras=())
     g, e = torch.randn(2, n, device=DEVICE)
-    found, _ = slots_torch.slot_gradients(z, slots, statistics, (g, e), transform, temperatures)
+    found = slots_torch.slot_gradients(z, slots, statistics, (g, e), transform)
     total = 0.0
     for t in (slots.kinds == listed.SEVERAL).nonzero().flatten().tolist():
         own = slice(int(slots.starts[t]), int(slots.starts[t + 1]))

@@ -4,8 +4,10 @@
 
 - `list_tiles` gathers, for each tile, the tokens that keep it, and `make_parts` computes these parts again;
 - `find_limits` finds, for each token, the largest size up to which all entries may be dropped together;
-- `write_lists` lists the larger entries, and writes the sum of the dropped entries as the part's rest;
-- `order_by_id` sorts the entries of all tokens by their ids.
+- `write_lists` lists the larger entries, and writes the sum of the dropped entries as the part's rest.
+
+A token's list has its target first, then its other ids, tile by tile, ascending. If parts include targets, a target is
+listed among the other ids, if it is large enough.
 
 Each result is written by one program, in a fixed order: no atomics, the same bits on every run.
 """
@@ -18,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.engines.sparse.bounds_triton import ChosenParts
-from liger_rl.engines.sparse.slots_triton import first_of
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
-from liger_rl.kernels.segments import Segments
+from liger_rl.kernels.segments import Entries
 from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms, transformed
 from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of
@@ -31,27 +32,10 @@ LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
 ROWS = 128  # tokens of a program's product
 COUNTED, COUNTING_WARPS = 4096, 8  # entries of a step of `_limits_kernel`
 WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
-ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program of `_by_id_kernel`
 UNIT = 2.0**15  # a part stores this number for an entry of the token's scale; float16 ends at twice as much
 LEVEL_BITS = 7  # last bits of a float16 that are 0 in a level's size: eight levels for each power of 2
 STORED_UNIT, BITS = tl.constexpr(UNIT), tl.constexpr(LEVEL_BITS)
 LARGEST_HALF, ROUNDED_DOWN = tl.constexpr(65504.0), tl.constexpr(1.0 - 2.0**-10)
-
-
-class Lists(NamedTuple):
-    """The listed entries of consecutive tokens: a token's target first, then its other ids, tile by tile, ascending.
-
-    Where parts include targets, a target is listed among the other ids, if it is large enough.
-    """
-
-    ids: Tensor  # (E,) int32
-    coefficients: Tensor  # (E,) float32, dL/dx
-    tokens: Tensor  # (E,) int32
-
-    @classmethod
-    def empty(cls, entries: int, device: torch.device) -> "Lists":
-        dtypes = torch.int32, torch.float32, torch.int32
-        return cls(*(torch.empty(entries, dtype=dtype, device=device) for dtype in dtypes))
 
 
 class Span(NamedTuple):
@@ -301,7 +285,7 @@ def _write_kernel(
     at_target,  # (n,) float32
     limits,  # (n,) float32
     before,  # (parts of all spans + 1,) int64: number of listed entries in all earlier parts, without targets
-    lists,  # `Lists` with room for `most`
+    lists,  # `Entries` with room for `most`
     starts,  # (n + 1,) int64: the first entry of each token
     most,
     first,
@@ -397,7 +381,7 @@ def write_lists(
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx; None if parts include the targets' entries
     span: Span,
     transform: LogitTransform,
-    out: Lists,  # of all spans; entries past the end of its memory are not written
+    out: Entries,  # of all spans; entries past the end of its memory are not written
     starts: Tensor,  # (n + 1,) int64, written: first entry of each token of the span, and of the token after the span
 ) -> None:
     tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
@@ -407,45 +391,3 @@ def write_lists(
             out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
             TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count", "rows", "searches"])
-def _by_id_kernel(
-    ids,  # (count,) int32, ascending
-    order,  # (count,) int64: positions before the sort
-    lists,  # `Lists`
-    coefficients,  # (count,)
-    tokens,  # (count,)
-    starts,  # (rows + 1,) int64
-    count,
-    rows,
-    searches,  # steps of a binary search for a position
-    STEP: tl.constexpr,
-):
-    blocks = tl.cdiv(count, STEP)
-    if tl.program_id(0) < blocks:
-        place = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
-        inside = place < count
-        before = tl.load(order + place, mask=inside, other=0)
-        tl.store(coefficients + place, tl.load(lists.coefficients + before, mask=inside, other=0.0), mask=inside)
-        tl.store(tokens + place, tl.load(lists.tokens + before, mask=inside, other=0), mask=inside)
-    else:
-        row = (tl.program_id(0) - blocks).to(tl.int64) * STEP + tl.arange(0, STEP)
-        tl.store(starts + row, first_of(row, ids, count, searches), mask=row <= rows)
-
-
-def order_by_id(lists: Lists, rows: int) -> tuple[Segments, Tensor, Tensor]:
-    """-> segments of the entries of each id under `rows`, and the entries' coefficients and tokens, sorted by id.
-
-    The entries of one id keep the order of the lists.
-    """
-    ids, order = torch.sort(lists.ids, stable=True)
-    coefficients, tokens = torch.empty_like(lists.coefficients), torch.empty_like(lists.tokens)
-    starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
-    count = ids.numel()
-    with on(ids.device):
-        _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
-            ids, order, lists, coefficients, tokens, starts, count, rows, count.bit_length(),
-            STEP=ORDERED, num_warps=ORDERING_WARPS,
-        )  # fmt: skip
-    return Segments(starts, ids, by_id=True), coefficients, tokens

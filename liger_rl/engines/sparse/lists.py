@@ -14,7 +14,7 @@ from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.dense.two_pass import unwritten
 from liger_rl.engines.interface import Gradients, Needs
 from liger_rl.kernels import gemm
-from liger_rl.kernels.segments import Base, Segments
+from liger_rl.kernels.segments import Base, Entries, Segments
 from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
 from liger_rl.kernels.transform import LogitTransform
 
@@ -150,7 +150,7 @@ def list_gradients(
 
     def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Any, HostAnswer]:
         room = min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n
-        limits, entries = listing_triton.Limits.empty(n, kept, device), listing_triton.Lists.empty(room, device)
+        limits, entries = listing_triton.Limits.empty(n, kept, device), Entries.empty(room, device)
         parts = torch.empty(max(span[-1] for span in spans), width, dtype=torch.float16, device=device)
         for span in (listing_triton.Span(*span) for span in spans):
             tile_lists = listing_triton.list_tiles(chosen, span)
@@ -182,11 +182,12 @@ def list_gradients(
     listed = int(counted.wait()) + targets_per_token * n
     if listed > entries.ids.numel():
         return None, kept
-    entries = listing_triton.Lists._make(part[:listed] for part in entries)
+    entries = Entries._make(values[:listed] for values in entries)
 
     grad_hidden = grad_weight = grad_bias = None
     if needs[1] or (bias is not None and needs[2]):
-        by_id, coefficients, tokens = listing_triton.order_by_id(entries, vocab)
+        ordered = torch.sort(entries.ids, stable=True)
+        by_id, coefficients, tokens = segments_triton.order_by_id(entries, ordered, vocab)
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
         by_token = Segments(starts, entries.tokens)

@@ -24,7 +24,7 @@ from liger_rl.engines.dense import two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.sparse import slots
 from liger_rl.kernels.devices import compiles
-from liger_rl.kernels.segments import Factors, Rows, Slots
+from liger_rl.kernels.segments import Entries, Factors, Rows, Slots
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 
@@ -100,7 +100,7 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
     """Statistics over the tokens' listed ids; 0 for a token whose row is empty."""
     slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
-    logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
+    logits = kernels.dots(_factors(head), slots, options.transform.of_tokens(head.temperatures))
     outputs = {"entropy": options.entropy, "extras": options.extras}
     if shard is None:
         statistics, sizes = kernels.statistics(logits, slots, targets, **outputs)
@@ -166,15 +166,12 @@ def _by_ids(
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
     in_order = needs[1] or needs[2] or needs[4]
     grad_weight = grad_bias = grad_low = None
-    coefficients, pairs = kernels.slot_gradients(
-        saved.logits,
-        slots,
-        statistics,
-        grads,
-        options.transform.of_logits,
-        head.temperatures,
-        listed.by_id() if in_order else None,
-    )
+    transform = options.transform.of_tokens(head.temperatures)
+    coefficients = kernels.slot_gradients(saved.logits, slots, statistics, grads, transform)
+    pairs = None
+    if in_order:
+        entries = Entries(slots.ids, coefficients, slots.tokens)
+        pairs = kernels.order_by_id(entries, listed.by_id(), slots.rows)
 
     def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or left is None or not needed:
