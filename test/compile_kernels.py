@@ -179,7 +179,7 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
     chosen, _ = sparse_triton.choose_parts(bounds, tail, 1e-3, transform, torch.bfloat16, signed=entropy)
-    span, parts = listing_triton.Span(0, N, 0, N), ones(N, BLOCK_VOCAB, dtype=torch.float16)
+    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, BLOCK_VOCAB, CPU)
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
@@ -266,7 +266,7 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     head, targets = pair_epilogue.Factors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
     tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
-    span, parts = listing_triton.Span(0, N, 0, N), ones(N, TILE_VOCAB, dtype=torch.float16)
+    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, TILE_VOCAB, CPU)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
         bounds = sparse_pair_triton.part_bounds(TileSums.unwritten(N, V, CPU, measure), measure, tokens, targets)

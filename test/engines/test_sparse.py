@@ -133,7 +133,7 @@ def test_parts_that_there_is_no_room_for(room, plans, monkeypatch):
     grad[7] = 0.0
     mask = torch.arange(tokens, device=DEVICE) % 11 != 5
     expected = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
-    monkeypatch.setattr(lists, "PARTS_BYTES", room * 2 * BLOCK_VOCAB)
+    monkeypatch.setattr(lists, "PARTS_BYTES", room * lists.BYTES_PER_ENTRY * BLOCK_VOCAB)
     found = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
     assert plans[0] == plans[1]
     assert plans[0].ends[-1] > room

@@ -22,6 +22,7 @@ from liger_rl.engines.pair.reference import (
     TileSums,
 )
 from liger_rl.kernels.devices import PORTABLE, TMA, family_of
+from tolerances import stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
@@ -150,12 +151,13 @@ def test_parts(measure, more, family, monkeypatch):
     scale = expected.abs().amax((0, 2)).nan_to_num(1.0).clamp(min=1e-3)
     chosen = ChosenParts(rank, starts, scale, scale, scale)
     cut, student = 130, Student(case.heads[0], case.targets, 0)
-    out = torch.full((int(starts[-1]), TILE), torch.nan, dtype=torch.float16, device=DEVICE)
+    out = listing_triton.Parts.empty(int(starts[-1]), TILE, DEVICE)
+    out.high.fill_(-1)  # NaN
     for first, last in ((0, cut), (cut, N)):
         base, end = int(starts[first]), int(starts[last])
         span = Span(first, last, base, end - base)
         lists = listing_triton.list_tiles(chosen, span)
-        made = out[base:end]
+        made = listing_triton.Parts._make(values[base:end] for values in out)
         sparse_pair_triton.make_parts(student, case.heads[1], measure, case.tokens, chosen, lists, span, made)
     kept = (expected / scale[:, None]).transpose(0, 1)[keep.T]
-    torch.testing.assert_close(out.float() / listing_triton.UNIT, kept, rtol=2e-3, atol=2e-5)
+    torch.testing.assert_close(stored(out), kept, rtol=2e-3, atol=2e-5)

@@ -39,7 +39,7 @@ from liger_rl.engines.sparse.bounds_triton import (
     ChosenParts,
     padded_tiles,
 )
-from liger_rl.engines.sparse.listing_triton import STORED_UNIT, Span, TileLists, rows_of_tile
+from liger_rl.engines.sparse.listing_triton import Parts, Span, TileLists, rows_of_tile, store_parts
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.softmax import flushed_exp, transformed
@@ -225,7 +225,7 @@ def _logits(
 
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
-    out,  # (room, TILE_VOCAB) float16
+    out,  # `Parts`
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (vocab, H)
     bias,
@@ -273,11 +273,11 @@ def _parts_kernel(
         grad *= tl.load(tokens.grad + row)[:, None]
         column = first + tl.arange(0, ENTRIES)
         grad = with_other_gradients(grad, p, log_p, row, inside, tl.load(targets + row), column, tokens)
-        grad *= STORED_UNIT / tl.load(chosen.scale + row)[:, None]
+        grad *= 1.0 / tl.load(chosen.scale + row)[:, None]
         part = tl.load(chosen.starts + row) - base
         part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
-        place = out + part[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
-        tl.store(place, tl.where((column < vocab)[None, :], grad, 0.0).to(tl.float16), mask=inside[:, None])
+        place = part[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
+        store_parts(out, place, tl.where((column < vocab)[None, :], grad, 0.0), inside[:, None])
 
 
 def make_parts(
@@ -288,10 +288,10 @@ def make_parts(
     chosen: ChosenParts,
     lists: TileLists,
     span: Span,
-    out: Tensor,  # (span.room or more, TILE_VOCAB) float16
+    out: Parts,
 ) -> None:
-    """Write the span's kept parts of dL/dz, with the targets' entries, in units of scale / UNIT of each token."""
-    (tiles, n), family = chosen.rank.shape, family_of(out.device)
+    """Write the span's kept parts of dL/dz, with the targets' entries, in units of each token's scale."""
+    (tiles, n), family = chosen.rank.shape, family_of(chosen.rank.device)
     student_arguments, teacher_arguments = (
         (
             matrix(hidden, 1, family.step, tma=False),
@@ -302,7 +302,7 @@ def make_parts(
         )
         for hidden, weight, bias, transform in (student.factors, teacher)
     )
-    with on(out.device):
+    with on(chosen.rank.device):
         _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
             out, *student_arguments, *teacher_arguments, student.targets.contiguous(), tokens.contiguous(), chosen,
             lists, span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,

@@ -32,10 +32,9 @@ LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
 ROWS = 128  # tokens of a program's product
 COUNTED, COUNTING_WARPS = 4096, 8  # entries of a step of `_limits_kernel`
 WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
-UNIT = 2.0**15  # a part stores this number for an entry of the token's scale; float16 ends at twice as much
-LEVEL_BITS = 7  # last bits of a float16 that are 0 in a level's size: eight levels for each power of 2
-STORED_UNIT, BITS = tl.constexpr(UNIT), tl.constexpr(LEVEL_BITS)
-LARGEST_HALF, ROUNDED_DOWN = tl.constexpr(65504.0), tl.constexpr(1.0 - 2.0**-10)
+LEVEL_BITS = tl.constexpr(4)  # last bits of `Parts.high` that are 0 in a level: eight levels for each power of 2
+# Sums of squares take `Parts.high` alone, whose numbers are off by at most 2^-8, relative.
+ROUNDING_OF_SQUARES = tl.constexpr(1.0 - 2.0**-7)
 
 
 class Span(NamedTuple):
@@ -49,6 +48,36 @@ class Span(NamedTuple):
     last: int
     base: int
     room: int
+
+
+class Parts(NamedTuple):
+    """Entries of kept parts, relative to the scale of their token: the first 24 bits of float32 numbers.
+
+    `high` decides which entries are listed. `low` is read for listed entries only. Float16 would round them by up to
+    2^-11, which is more than a tolerance of 3e-4.
+    """
+
+    high: Tensor  # (room, width) int16: sign, exponent and 7 bits of the mantissa
+    low: Tensor  # (room, width) uint8: the next 8 bits of the mantissa
+
+    @classmethod
+    def empty(cls, room: int, width: int, device: torch.device) -> "Parts":
+        high = torch.empty(room, width, dtype=torch.int16, device=device)
+        return cls(high, torch.empty(room, width, dtype=torch.uint8, device=device))
+
+
+@triton.jit
+def store_parts(parts, place, values, mask):
+    bits = values.to(tl.int32, bitcast=True)
+    tl.store(parts.high + place, (bits >> 16).to(tl.int16), mask=mask)
+    tl.store(parts.low + place, (bits >> 8).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _stored(high, low):
+    """-> float32 numbers. `low` is int32. The bits that are not stored are in the middle of their range."""
+    bits = (high.to(tl.int32) << 16) | (low << 8) | 128
+    return bits.to(tl.float32, bitcast=True)
 
 
 class TileLists(NamedTuple):
@@ -115,7 +144,7 @@ def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.const
 
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
-    out,  # (room, TILE_VOCAB) float16
+    out,  # `Parts`
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (V, H)
     bias,
@@ -147,7 +176,7 @@ def _parts_kernel(
             logits = tl.dot(left, load(weight, first, step * STEP, TILE_VOCAB, STEP).T, logits)
         lse = tl.load(gradients.lse + row)[:, None]
         target = (tl.load(targets + row) - first)[:, None]
-        per_scale = STORED_UNIT / tl.load(chosen.scale + row)[:, None]
+        per_scale = 1.0 / tl.load(chosen.scale + row)[:, None]
         g, e, entropy = token_terms(gradients, row, inside)
         ENTROPY: tl.constexpr = gradients.grad_entropy is not None
         if ENTROPY:
@@ -165,7 +194,7 @@ def _parts_kernel(
             if steps.cap is not None:
                 grad *= 1.0 - square
             grad = tl.where(known & (column[None, :] != target), grad * per_scale, 0.0)
-            tl.store(out + part[:, None] * TILE_VOCAB + column[None, :], grad.to(tl.float16), mask=inside[:, None])
+            store_parts(out, part[:, None] * TILE_VOCAB + column[None, :], grad, inside[:, None])
 
 
 def make_parts(
@@ -178,9 +207,9 @@ def make_parts(
     chosen: ChosenParts,
     lists: TileLists,
     span: Span,
-    out: Tensor,  # (span.room or more, BLOCK_VOCAB) float16
+    out: Parts,
 ) -> None:
-    """Write the span's kept parts of dL/dz, in units of scale / UNIT of each token; 0 at targets."""
+    """Write the span's kept parts of dL/dz, in units of each token's scale; 0 at targets."""
     tiles, n = chosen.rank.shape
     family = family_of(hidden.device)
     halved = transform.softcap is not None or tokens.grad_entropy is not None
@@ -199,26 +228,21 @@ def make_parts(
 
 @triton.jit
 def _level(value):
-    """-> the largest level whose size is at most `value` >= 0."""
-    return tl.minimum(value, LARGEST_HALF).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> BITS
+    """-> the largest level whose size is at most `value` in [0, 2]."""
+    return value.to(tl.int32, bitcast=True) >> (16 + LEVEL_BITS)
 
 
 @triton.jit
-def _size(level):
-    """-> the size of a level: a float16 whose last BITS bits are 0, as float32."""
-    return (level << BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _is_listed(value, limit):
-    return (tl.abs(value.to(tl.float32)) <= limit) == 0  # comparisons with NaN are false, so NaN is listed
+def _magnitude(high):
+    """-> `Parts.high` as integers in the order of sizes. NaN is larger than all numbers."""
+    return high.to(tl.int32) & 0x7FFF
 
 
 @triton.jit(do_not_specialize=["first", "last", "base", "room"])
 def _limits_kernel(
-    parts,  # (room, TILE_VOCAB) float16
+    parts,  # `Parts`
     chosen,  # `ChosenParts`
-    limits,  # (n,) float32: the largest size that is not listed
+    limits,  # (n,) int32: the largest magnitude that is not listed
     counts,  # (room,) int32, zeros: number of listed entries of each part
     first,
     last,
@@ -231,11 +255,11 @@ def _limits_kernel(
     begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
     end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
     end = tl.where(_parts_of(chosen, last, base, room) > 0, end, begin)
-    tolerated = tl.load(chosen.room + token) * (STORED_UNIT * STORED_UNIT)
+    tolerated = tl.load(chosen.room + token) * ROUNDING_OF_SQUARES
     tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # NaN becomes 0, too
-    # All entries up to the low level fit in any case. One entry of the high level or more does not fit.
-    low = _level(tl.sqrt(tolerated / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDED_DOWN)
-    high = _level(tl.sqrt(tolerated)) + 1
+    # All entries up to the low level fit in any case. One entry of the high level or more does not fit. None exceeds 1.
+    low = _level(tl.minimum(tl.sqrt(tolerated / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDING_OF_SQUARES, 2.0))
+    high = _level(tl.minimum(tl.sqrt(tolerated), 2.0)) + 1
     # A step tries three levels, so it reads the parts half as often as halving.
     while low + 1 < high:
         step = tl.maximum((high - low) // 4, 1)
@@ -247,11 +271,12 @@ def _limits_kernel(
         under_third = tl.zeros((COUNTED,), tl.float32)
         for start in range(begin, end, COUNTED):
             place = start + tl.arange(0, COUNTED)
-            value = tl.abs(tl.load(parts + place, mask=place < end, other=0.0).to(tl.float32))
+            stored = tl.load(parts.high + place, mask=place < end, other=0)
+            magnitude, value = _magnitude(stored), _stored(stored, 128)
             square = value * value
-            under_first += tl.where(value <= _size(first_level), square, 0.0)
-            under_second += tl.where(value <= _size(second_level), square, 0.0)
-            under_third += tl.where(value <= _size(third_level), square, 0.0)
+            under_first += tl.where(magnitude <= first_level << LEVEL_BITS, square, 0.0)
+            under_second += tl.where(magnitude <= second_level << LEVEL_BITS, square, 0.0)
+            under_third += tl.where(magnitude <= third_level << LEVEL_BITS, square, 0.0)
         first_fits = tl.sum(under_first) <= tolerated
         second_fits = tl.sum(under_second) <= tolerated
         third_fits = tl.sum(under_third) <= tolerated
@@ -263,27 +288,27 @@ def _limits_kernel(
             first_fits, tl.where(second_fits, tl.where(third_fits, third_level, second_level), first_level), low
         )
         low = tl.minimum(low, most - 1)
-    limit = _size(low)
+    limit = low << LEVEL_BITS
     tl.store(limits + token, limit)
     PARTS: tl.constexpr = COUNTED // TILE_VOCAB
     column = tl.arange(0, TILE_VOCAB)[None, :]
     for start in range(begin // TILE_VOCAB, end // TILE_VOCAB, PARTS):
         part = start + tl.arange(0, PARTS)
         inside = part < end // TILE_VOCAB
-        value = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        number = tl.sum(_is_listed(value, limit).to(tl.int32), 1)
+        stored = tl.load(parts.high + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0)
+        number = tl.sum((_magnitude(stored) > limit).to(tl.int32), 1)
         tl.store(counts + part, number, mask=inside)
 
 
 @triton.jit(do_not_specialize=["most", "first", "last", "base", "room"])
 def _write_kernel(
-    parts,  # (room, TILE_VOCAB) float16
+    parts,  # `Parts`
     chosen,  # `ChosenParts`
     tile_lists,  # `TileLists`
     entries,  # (V,) shares of the tail
     targets,  # (n,) ids; None if parts include the targets' entries
     at_target,  # (n,) float32
-    limits,  # (n,) float32
+    limits,  # (n,) int32
     before,  # (parts of all spans + 1,) int64: number of listed entries in all earlier parts, without targets
     lists,  # `Entries` with room for `most`
     starts,  # (n + 1,) int64: the first entry of each token
@@ -321,9 +346,11 @@ def _write_kernel(
             tl.load(tile_lists.token_of + part, mask=inside, other=first),
             tl.load(tile_lists.tile_of + part, mask=inside, other=0),
         )
-        stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        kept = _is_listed(stored, tl.load(limits + token)[:, None])
-        grad = stored.to(tl.float32) * (tl.load(chosen.scale + token) / STORED_UNIT)[:, None]
+        stored_at = part[:, None] * TILE_VOCAB + column
+        high = tl.load(parts.high + stored_at, mask=inside[:, None], other=0)
+        kept = _magnitude(high) > tl.load(limits + token)[:, None]
+        low = tl.load(parts.low + stored_at, mask=kept, other=128).to(tl.int32)
+        grad = _stored(high, low) * tl.load(chosen.scale + token)[:, None]
         left = tl.where(kept, 0.0, grad)
         rest = tl.sum(left, 1)
         share = tl.load(entries + tile[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
@@ -346,25 +373,25 @@ def _write_kernel(
 class Limits(NamedTuple):
     """The limits between dropped and listed entries, and the numbers of listed entries."""
 
-    sizes: Tensor  # (n,) float32: the largest stored size that is dropped
+    largest: Tensor  # (n,) int32: the largest magnitude that is dropped
     before: Tensor  # (room + 1,) int64: number of listed entries in all earlier parts, without targets
 
     @classmethod
     def empty(cls, n: int, room: int, device: torch.device) -> "Limits":
         before = torch.zeros(room + 1, dtype=torch.int64, device=device)
-        return cls(torch.empty(n, dtype=torch.float32, device=device), before)
+        return cls(torch.empty(n, dtype=torch.int32, device=device), before)
 
 
-def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> None:
+def find_limits(parts: Parts, chosen: ChosenParts, span: Span, out: Limits) -> None:
     """Find, for each token of the span, the largest size up to which all entries may be dropped together.
 
-    `parts` is (span.room or more, width). Earlier spans must have been written to `out` before.
+    `parts` has `span.room` parts or more. Earlier spans must have been written to `out` before.
     """
-    counts = torch.zeros(span.room, dtype=torch.int32, device=parts.device)
-    with on(parts.device):
+    counts = torch.zeros(span.room, dtype=torch.int32, device=chosen.rank.device)
+    with on(chosen.rank.device):
         _limits_kernel[(span.last - span.first,)](
-            parts, chosen, out.sizes, counts, *span,
-            TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
+            parts, chosen, out.largest, counts, *span,
+            TILE_VOCAB=parts.high.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
         )  # fmt: skip
     before = out.before[span.base + 1 : span.base + span.room + 1]
     torch.cumsum(counts, 0, out=before)
@@ -373,7 +400,7 @@ def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> 
 
 
 def write_lists(
-    parts: Tensor,
+    parts: Parts,
     chosen: ChosenParts,  # `chosen.rest` gets the sums that are dropped from kept parts
     of_parts: TileLists,
     tail: Tail,
@@ -384,10 +411,11 @@ def write_lists(
     out: Entries,  # of all spans; entries past the end of its memory are not written
     starts: Tensor,  # (n + 1,) int64, written: first entry of each token of the span, and of the token after the span
 ) -> None:
-    tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
-    with on(parts.device):
-        _write_kernel[(triton.cdiv(span.room, width) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
-            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, limits.before, out, starts,
-            out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
-            TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
+    tokens, width = span.last - span.first, parts.high.shape[1]
+    together = max(WRITTEN // width, 1)
+    with on(chosen.rank.device):
+        _write_kernel[(triton.cdiv(span.room, together) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
+            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.largest, limits.before, out,
+            starts, out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
+            TILE_VOCAB=width, PARTS=together, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
 from liger_rl.kernels.transform import LogitTransform
 
 PARTS_BYTES = 192 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
+BYTES_PER_ENTRY = 3  # of a kept part
 BYTES_PER_ID = 52  # of a listed id, with the memory of the sort
 # Memory for lists, as a share of the entries of kept parts. At an entropy of 0.5 nats a 250th of them are listed, at 2
 # nats a 50th.
@@ -151,7 +152,7 @@ def list_gradients(
     def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Any, HostAnswer]:
         room = min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n
         limits, entries = listing_triton.Limits.empty(n, kept, device), Entries.empty(room, device)
-        parts = torch.empty(max(span[-1] for span in spans), width, dtype=torch.float16, device=device)
+        parts = listing_triton.Parts.empty(max(span[-1] for span in spans), width, device)
         for span in (listing_triton.Span(*span) for span in spans):
             tile_lists = listing_triton.list_tiles(chosen, span)
             make_parts(chosen, tile_lists, span, parts)
@@ -161,7 +162,7 @@ def list_gradients(
             )
         return entries, HostAnswer(limits.before[-1:])
 
-    most = PARTS_BYTES // (2 * width)
+    most = PARTS_BYTES // (BYTES_PER_ENTRY * width)
     room = max(min(most, int(choice.most * n * tiles)), 1)
     entries, counted = write([(0, n, 0, room)], room)
     kept = plan_parts(choice)
