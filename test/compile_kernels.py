@@ -183,10 +183,9 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
-    limits, found = listing_triton.Limits.empty(N, N, CPU), Entries.empty(2 * N, CPU)
-    listing_triton.find_limits(parts, chosen, span, limits)
+    before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
     given = targets, ones(N)
-    listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, transform, found, starts)
+    listing_triton.write_lists(parts, chosen, of_tiles, tail, given, span, transform, before, found, starts)
     segments_triton.order_by_id(found, (found.ids, torch.arange(2 * N)), V)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
@@ -276,9 +275,8 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
         student = pair_epilogue.Student(head, targets, 0)
         sparse_pair_triton.make_parts(student, head, measure, tokens, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
-    limits, found = listing_triton.Limits.empty(N, N, CPU), Entries.empty(2 * N, CPU)
-    listing_triton.find_limits(parts, chosen, span, limits)
-    listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, transform, found, starts)
+    before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
+    listing_triton.write_lists(parts, chosen, of_tiles, tail, None, span, transform, before, found, starts)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:

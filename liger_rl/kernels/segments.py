@@ -148,6 +148,11 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform) -> Tensor:
     return transformed(x[:, None], bias, slots.transform(transform)).squeeze(1)
 
 
+def ones_of(hidden: Tensor) -> Tensor:
+    """(N, 1) float32 ones: the table of a bias's gradient."""
+    return torch.ones(1, 1, device=hidden.device).expand(hidden.shape[0], 1)
+
+
 def _pieces(positions: int, columns: int) -> list[slice]:
     step = max(1, GATHERED // max(columns, 1))
     return [slice(start, start + step) for start in range(0, positions, step)]

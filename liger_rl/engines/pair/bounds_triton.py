@@ -38,10 +38,11 @@ from liger_rl.engines.sparse.bounds_triton import (
     CUTS,
     ChosenParts,
     padded_tiles,
+    store_shares,
 )
-from liger_rl.engines.sparse.listing_triton import Parts, Span, TileLists, rows_of_tile, store_parts
+from liger_rl.engines.sparse.listing_triton import Parts, Span, TileLists, picked_product, rows_of_tile, store_parts
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.matrix_triton import load, load_picked, matrix
+from liger_rl.kernels.matrix_triton import matrix
 from liger_rl.kernels.softmax import flushed_exp, transformed
 from liger_rl.kernels.statistics import PartBounds, Tail
 from liger_rl.kernels.transform import LogitSteps
@@ -179,14 +180,7 @@ def _tail_kernel(grads, scales, tail, vocab, TILE_VOCAB: tl.constexpr, SAMPLES: 
         size = tl.abs(tl.load(place, mask=entry < vocab, other=0.0)) * tl.load(scales + sample)
         total += tl.where(size < float("inf"), size, 0.0)  # one token's NaN must not reach the gradients of others
         place += vocab
-    known = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1)
-    for _ in range(CUTS):
-        total = tl.minimum(total, 2.0 * tl.sum(total) / known)
-    whole = tl.sum(total)
-    # A sum of finite numbers may overflow to inf.
-    share = tl.where((whole > 0.0) & (whole < float("inf")), total / whole, 0.0)
-    tl.store(tail.entries + entry, share)
-    tl.store(tail.squares + tile, tl.sum(share * share))
+    store_shares(tail, total, tile, vocab, TILE_VOCAB, CUTS)
 
 
 def tail_of(grads: Tensor, scales: Tensor) -> Tail:
@@ -212,10 +206,7 @@ def _logits(
     ENTRIES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """-> transformed logits (rows, ENTRIES) of gathered rows; columns past the last entry are undefined."""
-    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
-    for step in range(tl.cdiv(size, STEP)):
-        left = load_picked(hidden, row, step * STEP, STEP)
-        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
+    total = picked_product(hidden, row, weight, first, size, ENTRIES, STEP)
     if bias is not None:
         column = first + tl.arange(0, ENTRIES)
         total += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
@@ -256,7 +247,9 @@ def _parts_kernel(
     # Neighbouring programs read the same gathered rows.
     slices: tl.constexpr = TILE_VOCAB // ENTRIES
     entry = tl.program_id(0) % slices * ENTRIES
-    tile, row, inside = rows_of_tile(tl.program_id(0) // slices, lists, tiles, width, ROWS, TILES)
+    tile, row, part, inside = rows_of_tile(
+        tl.program_id(0) // slices, chosen, lists, tiles, count, base, width, ROWS, TILES
+    )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB + entry
         z = _logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)
@@ -274,8 +267,6 @@ def _parts_kernel(
         column = first + tl.arange(0, ENTRIES)
         grad = with_other_gradients(grad, p, log_p, row, inside, tl.load(targets + row), column, tokens)
         grad *= 1.0 / tl.load(chosen.scale + row)[:, None]
-        part = tl.load(chosen.starts + row) - base
-        part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
         place = part[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
         store_parts(out, place, tl.where((column < vocab)[None, :], grad, 0.0), inside[:, None])
 

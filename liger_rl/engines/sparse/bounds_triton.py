@@ -283,6 +283,20 @@ def draw_tokens(bounds: PartBounds, index: Tensor | None) -> Drawn:
 
 
 @triton.jit
+def store_shares(tail, size, tile, vocab, TILE_VOCAB: tl.constexpr, CUTS: tl.constexpr):
+    """Write the shares of a tile's entries, from sums (TILE_VOCAB,) of their gradients' sizes."""
+    known = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1)
+    # Tokens list the few large entries of a tile. A share of a rest on a listed entry would replace nothing.
+    for _ in range(CUTS):
+        size = tl.minimum(size, 2.0 * tl.sum(size) / known)
+    total = tl.sum(size)
+    # A sum of finite numbers may overflow to inf.
+    share = tl.where((total > 0.0) & (total < float("inf")), size / total, 0.0)
+    tl.store(tail.entries + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB), share)
+    tl.store(tail.squares + tile, tl.sum(share * share))
+
+
+@triton.jit
 def _shares_kernel(
     logits,  # (V, SAMPLES) float32
     bias,
@@ -317,14 +331,7 @@ def _shares_kernel(
     not_target = known[:, None] & (tl.load(targets + row)[None, :] != entry[:, None])
     # One token's NaN must not reach other tokens' gradients.
     size = tl.sum(tl.where(not_target & (grad < float("inf")), grad, 0.0), 1)
-    # Tokens list the few large entries of a tile. A share of a rest on a listed entry would replace nothing.
-    for _ in range(CUTS):
-        size = tl.minimum(size, 2.0 * tl.sum(size) / tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1))
-    total = tl.sum(size, 0)
-    # A sum of finite numbers may overflow to inf.
-    share = tl.where((total > 0.0) & (total < float("inf")), size / total, 0.0)
-    tl.store(tail.entries + entry, share)
-    tl.store(tail.squares + tile, tl.sum(share * share))
+    store_shares(tail, size, tile, vocab, TILE_VOCAB, CUTS)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 `bounds_triton` chooses the kept parts. Then
 
 - `list_tiles` gathers, for each tile, the tokens that keep it, and `make_parts` computes these parts again;
-- `find_limits` finds, for each token, the largest size up to which all entries may be dropped together;
-- `write_lists` lists the larger entries, and writes the sum of the dropped entries as the part's rest.
+- `write_lists` finds, for each token, the largest size up to which all entries may be dropped together. It lists the
+  larger entries, and writes the sum of the dropped entries as the part's rest.
 
 A token's list has its target first, then its other ids, tile by tile, ascending. If parts include targets, a target is
 listed among the other ids, if it is large enough.
@@ -127,8 +127,8 @@ def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
 
 
 @triton.jit
-def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """-> the tile of a chunk, ROWS tokens that keep it, and a mask of the tokens that exist.
+def rows_of_tile(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """-> the tile of a chunk, ROWS tokens that keep it, their parts in a span, and a mask of the tokens that exist.
 
     A chunk past the last one gets the tile number `TILES`, which is no tile.
     """
@@ -139,7 +139,21 @@ def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.const
     before = tl.sum(tl.where(tile < here, chunks, 0), 0)
     place = (chunk - before) * ROWS + tl.arange(0, ROWS)
     inside = place < tl.sum(tl.where(tile == here, kept, 0), 0)
-    return here, tl.load(lists.tokens + here.to(tl.int64) * width + place, mask=inside, other=0), inside
+    here_long = here.to(tl.int64)
+    token = tl.load(lists.tokens + here_long * width + place, mask=inside, other=0)
+    part = tl.load(chosen.starts + token) - base
+    part += tl.load(chosen.rank + here_long * count + token, mask=inside, other=0).to(tl.int64)
+    return here, token, part, inside
+
+
+@triton.jit
+def picked_product(hidden, row, weight, first, size, ENTRIES: tl.constexpr, STEP: tl.constexpr):
+    """-> (rows, ENTRIES) float32, hidden[row] @ weight[first : first + ENTRIES].T, over `size` columns."""
+    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
+    for step in range(tl.cdiv(size, STEP)):
+        left = load_picked(hidden, row, step * STEP, STEP)
+        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["base", "width"])
@@ -165,15 +179,12 @@ def _parts_kernel(
     STEP: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    tile, row, inside = rows_of_tile(tl.program_id(0), lists, tiles, width, ROWS, TILES)
+    tile, row, part, inside = rows_of_tile(
+        tl.program_id(0), chosen, lists, tiles, count, base, width, ROWS, TILES
+    )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB
-        part = tl.load(chosen.starts + row) - base
-        part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
-        logits = tl.zeros((ROWS, TILE_VOCAB), tl.float32)
-        for step in range(tl.cdiv(size, STEP)):
-            left = load_picked(hidden, row, step * STEP, STEP)
-            logits = tl.dot(left, load(weight, first, step * STEP, TILE_VOCAB, STEP).T, logits)
+        logits = picked_product(hidden, row, weight, first, size, TILE_VOCAB, STEP)
         lse = tl.load(gradients.lse + row)[:, None]
         target = (tl.load(targets + row) - first)[:, None]
         per_scale = 1.0 / tl.load(chosen.scale + row)[:, None]
@@ -370,52 +381,36 @@ def _write_kernel(
         tl.store(lists.tokens + place, token[:, None] + tl.zeros((PARTS, TILE_VOCAB), tl.int32), mask=kept)
 
 
-class Limits(NamedTuple):
-    """The limits between dropped and listed entries, and the numbers of listed entries."""
-
-    largest: Tensor  # (n,) int32: the largest magnitude that is dropped
-    before: Tensor  # (room + 1,) int64: number of listed entries in all earlier parts, without targets
-
-    @classmethod
-    def empty(cls, n: int, room: int, device: torch.device) -> "Limits":
-        before = torch.zeros(room + 1, dtype=torch.int64, device=device)
-        return cls(torch.empty(n, dtype=torch.int32, device=device), before)
-
-
-def find_limits(parts: Parts, chosen: ChosenParts, span: Span, out: Limits) -> None:
-    """Find, for each token of the span, the largest size up to which all entries may be dropped together.
-
-    `parts` has `span.room` parts or more. Earlier spans must have been written to `out` before.
-    """
-    counts = torch.zeros(span.room, dtype=torch.int32, device=chosen.rank.device)
-    with on(chosen.rank.device):
-        _limits_kernel[(span.last - span.first,)](
-            parts, chosen, out.largest, counts, *span,
-            TILE_VOCAB=parts.high.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
-        )  # fmt: skip
-    before = out.before[span.base + 1 : span.base + span.room + 1]
-    torch.cumsum(counts, 0, out=before)
-    if span.base:
-        before += out.before[span.base]
-
-
 def write_lists(
-    parts: Parts,
+    parts: Parts,  # `span.room` parts or more
     chosen: ChosenParts,  # `chosen.rest` gets the sums that are dropped from kept parts
     of_parts: TileLists,
     tail: Tail,
-    limits: Limits,
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx; None if parts include the targets' entries
     span: Span,
     transform: LogitTransform,
+    before: Tensor,  # (parts + 1,) int64: number of listed entries in all earlier parts, without targets; zeros
     out: Entries,  # of all spans; entries past the end of its memory are not written
     starts: Tensor,  # (n + 1,) int64, written: first entry of each token of the span, and of the token after the span
 ) -> None:
-    tokens, width = span.last - span.first, parts.high.shape[1]
+    """Drop the smallest entries of each token of the span, as many as fit its room, and list the other entries.
+
+    Earlier spans must have been written before.
+    """
+    device, tokens, width = starts.device, span.last - span.first, parts.high.shape[1]
+    limits = torch.empty(starts.numel(), dtype=torch.int32, device=device)
+    counts = torch.zeros(span.room, dtype=torch.int32, device=device)
     together = max(WRITTEN // width, 1)
-    with on(chosen.rank.device):
+    with on(device):
+        _limits_kernel[(tokens,)](
+            parts, chosen, limits, counts, *span, TILE_VOCAB=width, COUNTED=COUNTED, num_warps=COUNTING_WARPS
+        )
+        sums = before[span.base + 1 : span.base + span.room + 1]
+        torch.cumsum(counts, 0, out=sums)
+        if span.base:
+            sums += before[span.base]
         _write_kernel[(triton.cdiv(span.room, together) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
-            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.largest, limits.before, out,
-            starts, out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
+            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits, before, out, starts,
+            out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
             TILE_VOCAB=width, PARTS=together, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip
