@@ -84,7 +84,7 @@ def _dots(left, right, right_stride, row, has_row, columns, SLOTS: tl.constexpr,
     return tl.sum(total, 1)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["tokens"])
 def _dots_kernel(
     hidden,
     hidden_stride,
@@ -95,12 +95,9 @@ def _dots_kernel(
     low_inputs_stride,
     low_weight,
     low_weight_stride,
-    slot_ids,
-    slot_tokens,
-    starts,
+    slots,  # `Slots`
     logits,
     tokens,
-    rows,
     columns,
     rank,
     steps,  # LogitSteps
@@ -109,11 +106,11 @@ def _dots_kernel(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    token, first, last = _span(tl.program_id(0).to(tl.int64), slot_tokens, starts, tokens, PIECE)
+    token, first, last = _span(tl.program_id(0).to(tl.int64), slots.tokens, slots.starts, tokens, PIECE)
     for start in range(first, last, SLOTS):
         slot = start + tl.arange(0, SLOTS)
-        row = tl.load(slot_ids + slot, mask=slot < last, other=rows).to(tl.int64)
-        has_row = row < rows
+        row = tl.load(slots.ids + slot, mask=slot < last, other=slots.rows).to(tl.int64)
+        has_row = row < slots.rows
         if tl.max(has_row.to(tl.int32)) > 0:
             x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, has_row, columns, SLOTS, COLUMNS)
             if low_inputs is not None:
@@ -147,12 +144,9 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Laun
             0 if low_inputs is None else low_inputs.stride(0),
             low_weight,
             0 if low_weight is None else low_weight.stride(0),
-            slots.ids,
-            slots.tokens,
-            slots.starts,
+            slots,
             logits,
             n,
-            slots.rows,
             columns,
             rank,
             LogitSteps.of(transform),

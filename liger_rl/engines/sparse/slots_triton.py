@@ -213,18 +213,14 @@ def make_slots(
     return Slots(ids, tokens, starts, kinds, missing, numbers, rows, first)
 
 
-@triton.jit(do_not_specialize=["rows", "first_id"])
+@triton.jit
 def _fold_kernel(
     logits,  # (slots,)
-    slot_ids,
-    starts,  # (tokens + 1,)
-    kinds,  # (tokens,)
+    slots,  # `Slots`
     targets,
     state,  # `Fold` (tokens,), written unless FINISH
     out,  # `TokenStatistics` (tokens,), written if FINISH
     counts,
-    rows,
-    first_id,
     FINISH: tl.constexpr,
     BLOCK: tl.constexpr,
     SINGLE: tl.constexpr = SINGLE,
@@ -233,12 +229,12 @@ def _fold_kernel(
     SUM_SQ: tl.constexpr = out.log_sum_sq_probs is not None if FINISH else state.sum_sq_exp is not None
     RIVAL: tl.constexpr = out.is_top1 is not None if FINISH else state.rival is not None
     token = tl.program_id(0).to(tl.int64)
-    begin = tl.load(starts + token)
-    end = tl.load(starts + token + 1)
-    kind = tl.load(kinds + token)
+    begin = tl.load(slots.starts + token)
+    end = tl.load(slots.starts + token + 1)
+    kind = tl.load(slots.kinds + token)
     target = tl.load(targets + token).to(tl.int64)
-    target_row = tl.load(slot_ids + begin)
-    at_target = tl.load(logits + begin, mask=target_row < rows, other=0.0)
+    target_row = tl.load(slots.ids + begin)
+    at_target = tl.load(logits + begin, mask=target_row < slots.rows, other=0.0)
     peak = LOWEST
     total = 0.0
     moment = 0.0
@@ -248,19 +244,19 @@ def _fold_kernel(
     count = 0.0
     for start in range(begin, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        row = tl.load(slot_ids + slot, mask=slot < end, other=rows + 1)
-        has_row = row < rows
+        row = tl.load(slots.ids + slot, mask=slot < end, other=slots.rows + 1)
+        has_row = row < slots.rows
         z = tl.load(logits + slot, mask=has_row, other=float("-inf"))
         peak, total, moment, total_sq = folded(z, peak, total, moment, total_sq, MOMENT, SUM_SQ)
         if counts is not None:
             logit_sum += tl.sum(tl.where(has_row, z, 0.0))
-            count += tl.sum(tl.where(row <= rows, 1.0, 0.0))
+            count += tl.sum(tl.where(row <= slots.rows, 1.0, 0.0))
         if RIVAL:
-            before = row.to(tl.int64) + first_id < target
+            before = row.to(tl.int64) + slots.first < target
             rival = tl.maximum(rival, tl.max(tl.where(before, z, float("-inf"))))
     # A row with a single id needs no logit. With several shards, only the one that has the id writes its sums.
-    local = target - first_id
-    nothing = (kind == SINGLE) & (target_row > rows) & (local >= 0) & (local < rows)
+    local = target - slots.first
+    nothing = (kind == SINGLE) & (target_row > slots.rows) & (local >= 0) & (local < slots.rows)
     peak = tl.where(nothing, 0.0, peak)
     total = tl.where(nothing, 1.0, total)
     total_sq = tl.where(nothing, 1.0, total_sq)
@@ -341,36 +337,32 @@ def _launch_fold(
         return counts
     with on(z.device):
         _fold_kernel[(n,)](
-            z, slots.ids, slots.starts, slots.kinds, targets.contiguous(), state, out, counts, slots.rows, slots.first,
+            z, slots, targets.contiguous(), state, out, counts,
             FINISH=out is not None, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS,
         )  # fmt: skip
     return counts
 
 
-@triton.jit(do_not_specialize=["positions", "rows"])
+@triton.jit(do_not_specialize=["positions"])
 def _slot_gradients_kernel(
     logits,  # (positions,)
-    slot_ids,
-    slot_tokens,
-    starts,  # (tokens + 1,)
-    kinds,  # (tokens,) each from here on
-    lse_of,
+    slots,  # `Slots`
+    lse_of,  # (tokens,) each from here on
     logps,
     grad_logps,
     entropies,
     grad_entropies,
     out,  # (positions,)
     positions,
-    rows,
     steps,  # LogitSteps
     BLOCK: tl.constexpr,
     SEVERAL: tl.constexpr = SEVERAL,
 ):
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < positions
-    needed = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
-    token = tl.load(slot_tokens + slot, mask=needed, other=0).to(tl.int64)
-    needed = needed & (tl.load(kinds + token, mask=needed, other=0) == SEVERAL)
+    needed = tl.load(slots.ids + slot, mask=inside, other=slots.rows) < slots.rows
+    token = tl.load(slots.tokens + slot, mask=needed, other=0).to(tl.int64)
+    needed = needed & (tl.load(slots.kinds + token, mask=needed, other=0) == SEVERAL)
     g = tl.load(grad_logps + token, mask=needed, other=0.0)
     e = 0.0
     entropy = 0.0
@@ -384,7 +376,7 @@ def _slot_gradients_kernel(
     needed = needed & has_gradient
     z = tl.load(logits + slot, mask=needed, other=0.0)
     log_p = z - tl.load(lse_of + token, mask=needed, other=0.0)
-    is_target = slot == tl.load(starts + token, mask=needed, other=-1)
+    is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
     grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY)
@@ -414,10 +406,7 @@ def slot_gradients(
     with on(z.device):
         _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
             z,
-            slots.ids,
-            slots.tokens,
-            slots.starts,
-            slots.kinds,
+            slots,
             statistics.lse.contiguous(),
             statistics.logps.contiguous(),
             grad_logps.contiguous(),
@@ -425,7 +414,6 @@ def slot_gradients(
             None if grad_entropy is None else grad_entropy.contiguous(),
             out,
             positions,
-            slots.rows,
             LogitSteps.of(transform),
             BLOCK=GRAD_BLOCK,
             num_warps=GRAD_WARPS,
