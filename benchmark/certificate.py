@@ -2,7 +2,7 @@
 
 The rule is the one of `liger_rl/engines/sparse/certified.py`. docs/design.md states it under "Lists of ids". It runs on
 any device and in any shape. The loss is the sum of a_i logp_i with normal a_i. Logits and products are float32, and no
-result is rounded to 16 bits. Everything else is float64. Listed entries are float16 numbers, as in the engine.
+result is rounded to 16 bits. Everything else is float64. Listed entries keep 24 bits of float32, as in the engine.
 """
 
 from itertools import pairwise
@@ -27,8 +27,8 @@ BYTES_AT_ONCE = {"cpu": 32 << 20, "cuda": 1 << 30}  # of float64 probabilities
 TILE_SHARE, HALVINGS, CUTS, TILE_MULTIPLE = 0.5, 10, 6, 8
 SLACK, SLACK_OF_LSE = 2e-3, 2e-6
 SLACK_OF_SUM, SLACK_OF_TERM, SLACK_OF_SHARES = 2.0**-16, 2.0**-23, 1.0 + 2.0**-6
-BUDGET_ROUNDING = 1.0 - 1e-3
-UNIT, LEVEL_BITS = 2.0**15, 7
+BUDGET_ROUNDING, ENTRY_ROUNDING = 1.0 - 1e-3, 2.0**-16
+LEVEL_BITS, ROUNDING_OF_SQUARES = 4, 1.0 - 2.0**-7
 
 
 class Tokens(NamedTuple):
@@ -114,7 +114,7 @@ def tail_of(head: Head, tokens: Tokens, factors: Tensor) -> Tail:
 def choose(tokens: Tokens, tail: Tail, tolerance: float) -> Choice:
     """As `sparse_triton.choose_parts`."""
     energy = tokens.most.square() + tokens.rest.square() * tail.squares * SLACK_OF_SHARES
-    tolerated = tolerance**2 * BUDGET_ROUNDING * tokens.least
+    tolerated = (tolerance**2 * BUDGET_ROUNDING - ENTRY_ROUNDING**2) * tokens.least
     ceiling = TILE_SHARE * tolerated
     width = -(-energy.shape[1] // TILE_MULTIPLE) * TILE_MULTIPLE
     low, high = torch.full_like(ceiling, 1.0 / (1 << (width - 1).bit_length())), torch.ones_like(ceiling)
@@ -131,19 +131,20 @@ def choose(tokens: Tokens, tail: Tail, tolerance: float) -> Choice:
 def listed_gradient(p: Tensor, tokens: Tokens, tail: Tail, choice: Choice) -> tuple[Tensor, Tensor]:
     """-> the listed entries and the spread sums in place of `p` (n, tiles, BLOCK_VOCAB), and ids of each token, (n,).
 
-    The largest size under which a token's entries may be left out is one of a few float16 numbers.
+    The largest size under which a token's entries may be left out is one of a few numbers, eight for each power of 2.
     """
     kept = ~choice.dropped[:, :, None]
-    stored = torch.where(kept, p * (UNIT / choice.scale)[:, None, None], 0.0).half()
-    values = stored.double()
-    # The lowest level that is no smaller than an entry: a float16 without its last bits.
-    level = (stored.view(torch.int16).long() + (1 << LEVEL_BITS) - 1) >> LEVEL_BITS
-    energy = torch.zeros(len(p), (0x7C00 >> LEVEL_BITS) + 1, dtype=torch.float64, device=p.device)
-    energy.scatter_add_(1, level.flatten(1), values.square().flatten(1))
-    limit = (energy.cumsum(1) <= (choice.room * UNIT**2)[:, None]).sum(1) - 1
+    bits = torch.where(kept, p / choice.scale[:, None, None], 0.0).float().view(torch.int32)
+    high = ((bits >> 16 << 16) | 1 << 15).view(torch.float32).double()
+    values = ((bits >> 8 << 8) | 1 << 7).view(torch.float32).double()
+    # The lowest level that is no smaller than an entry.
+    level = ((bits >> 16).long() + (1 << LEVEL_BITS) - 1) >> LEVEL_BITS
+    energy = torch.zeros(len(p), (0x4000 >> LEVEL_BITS) + 1, dtype=torch.float64, device=p.device)
+    energy.scatter_add_(1, level.flatten(1), high.square().flatten(1))
+    limit = (energy.cumsum(1) <= (choice.room * ROUNDING_OF_SQUARES)[:, None]).sum(1).sub(1).clamp(min=0)
     listed = kept & (level > limit[:, None, None])
-    values = values * (choice.scale / UNIT)[:, None, None]
-    left = torch.where(listed, 0.0, values)
+    scale = choice.scale[:, None, None]
+    values, left = values * scale, torch.where(kept & ~listed, high * scale, 0.0)
     rest = left.sum(2)
     away = left - rest[:, :, None] * tail.shares
     helps = away.square().sum(2) <= left.square().sum(2)

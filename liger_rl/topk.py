@@ -91,7 +91,11 @@ def topk_divergence(
     )  # fmt: skip
     student = log_probs(call)
     listed = counted_tokens(teacher_ids, None if mask is None else mask[..., None])
-    return TopKDivergence(_forward_kl(student.logps, teacher_logps.float(), listed, tail), student)
+    # A token with NaN may have no gradient, and 0 * NaN is NaN in the backward of `_forward_kl`. A sum's has no NaN.
+    undefined = student.logps.isnan().any(-1)
+    logps = student.logps.masked_fill(undefined[..., None], 0.0)
+    divergence = _forward_kl(logps, teacher_logps.float(), listed, tail)
+    return TopKDivergence(torch.where(undefined, student.logps.sum(-1), divergence), student)
 
 
 def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> None:

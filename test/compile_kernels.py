@@ -45,7 +45,7 @@ from liger_rl.engines.sparse import bounds_triton as sparse_triton
 from liger_rl.engines.sparse import listing_triton, slots_triton
 from liger_rl.kernels import compiled, devices, epilogue, segments_triton, softmax
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.segments import Base, Factors, Rows, Segments
+from liger_rl.kernels.segments import Base, Entries, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     EXTRAS,
@@ -177,15 +177,14 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
     chosen, _ = sparse_triton.choose_parts(bounds, tail, 1e-3, transform, torch.bfloat16, signed=entropy)
-    span, parts = listing_triton.Span(0, N, 0, N), ones(N, BLOCK_VOCAB, dtype=torch.float16)
+    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, BLOCK_VOCAB, CPU)
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
-    limits, found = listing_triton.Limits.empty(N, N, CPU), listing_triton.Lists.empty(2 * N, CPU)
-    listing_triton.find_limits(parts, chosen, span, limits)
+    before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
     given = targets, ones(N)
-    listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, transform, found, starts)
-    listing_triton.order_by_id(found, V)
+    listing_triton.write_lists(parts, chosen, of_tiles, tail, given, span, transform, before, found, starts)
+    segments_triton.order_by_id(found, (found.ids, torch.arange(2 * N)), V)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     segments_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
@@ -203,15 +202,12 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
     factors = Factors(hidden, weight, *factors)
-    temperatures = ones(N) if entropy else None
-    logits = segments_triton.dots(factors, slots, transform, temperatures)
+    transform = transform.of_tokens(ones(N) if entropy else None)
+    logits = segments_triton.dots(factors, slots, transform)
     slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
     slots_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
-    by_id = (slots.ids, torch.arange(logits.numel())) if entropy else None
     grads = ones(N), ones(N) if entropy else None
-    coefficients, _ = slots_triton.slot_gradients(
-        logits, slots, statistics(entropy), grads, transform, temperatures, by_id
-    )
+    coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), grads, transform)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
@@ -268,7 +264,7 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     head, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
     tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
-    span, parts = listing_triton.Span(0, N, 0, N), ones(N, TILE_VOCAB, dtype=torch.float16)
+    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, TILE_VOCAB, CPU)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
         bounds = sparse_pair_triton.part_bounds(TileSums.unwritten(N, V, CPU, measure), measure, tokens, targets)
@@ -277,9 +273,8 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
         of_tiles = listing_triton.list_tiles(chosen, span)
         sparse_pair_triton.make_parts(head, head, targets, measure, tokens, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
-    limits, found = listing_triton.Limits.empty(N, N, CPU), listing_triton.Lists.empty(2 * N, CPU)
-    listing_triton.find_limits(parts, chosen, span, limits)
-    listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, transform, found, starts)
+    before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
+    listing_triton.write_lists(parts, chosen, of_tiles, tail, None, span, transform, before, found, starts)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:

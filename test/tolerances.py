@@ -48,6 +48,11 @@ def interpret_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sparse_triton, "SAMPLES", 8)
 
 
+def stored(parts) -> Tensor:
+    """The float32 numbers of kept parts, whose last 8 bits are not stored."""
+    return ((parts.high.int() << 16) | (parts.low.int() << 8)).view(torch.float32)
+
+
 def recorded_plans(monkeypatch: pytest.MonkeyPatch) -> list:
     """Of each backward with a tolerance: the parts that it keeps."""
     plans, plan_parts = [], lists.plan_parts

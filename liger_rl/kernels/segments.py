@@ -61,6 +61,11 @@ class Slots(NamedTuple):
     def by_token(self) -> "Segments":
         return Segments(self.starts, self.tokens)
 
+    def transform(self, transform: LogitTransform) -> LogitTransform:
+        """The transform of the slots, from the transform of the tokens."""
+        temperature = transform.temperature
+        return transform.of_tokens(temperature[self.tokens.long()] if isinstance(temperature, Tensor) else None)
+
 
 class Factors(NamedTuple):
     """The factors of logits: hidden @ weight.T + low_inputs @ low_weight.T + bias, in float32."""
@@ -85,10 +90,23 @@ class Segments(NamedTuple):
         return self.starts.numel() - 1
 
 
-class Pairs(NamedTuple):
-    """The slots in a stable order by row of the weight, and each slot's coefficient in that row's gradient."""
+class Entries(NamedTuple):
+    """Entries of dL/dx at (token, id) pairs, token after token."""
 
-    segments: Segments
+    ids: Tensor  # (S,) int32, rows of the weight; V' or more for an entry without a row
+    coefficients: Tensor  # (S,) float32, dL/dx
+    tokens: Tensor  # (S,) int32
+
+    @classmethod
+    def empty(cls, number: int, device: torch.device) -> "Entries":
+        dtypes = torch.int32, torch.float32, torch.int32
+        return cls(*(torch.empty(number, dtype=dtype, device=device) for dtype in dtypes))
+
+
+class EntriesById(NamedTuple):
+    """Entries in a stable order by id."""
+
+    segments: Segments  # of each row of the weight
     coefficients: Tensor  # (S,) float32
     tokens: Tensor  # (S,) int32
 
@@ -106,15 +124,18 @@ class Base(NamedTuple):
         return rows if self.shares is None else rows * self.shares[:segments, None]
 
 
-Ordered = tuple[Tensor, Tensor]  # `Slots.ids` sorted stably (S,) int32, and their slots before the sort (S,) int64
+Ordered = tuple[Tensor, Tensor]  # ids sorted stably (S,) int32, and their positions before the sort (S,) int64
 
 
-def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures: Tensor | None) -> Tensor:
-    """-> transformed logits z (S,) float32; undefined in slots without a row of the weight.
+def order_by_id(entries: Entries, ordered: Ordered, rows: int) -> EntriesById:
+    """The entries in the order of `ordered`, and the segments of ids in [0, rows)."""
+    ids, order = ordered
+    starts = torch.searchsorted(ids, torch.arange(rows + 1, dtype=ids.dtype, device=ids.device))
+    return EntriesById(Segments(starts, ids, by_id=True), entries.coefficients[order], entries.tokens[order])
 
-    Args:
-        temperatures: (N,) float32, one for each token, or None. With them the transform's own temperature must be 1.
-    """
+
+def dots(factors: Factors, slots: Slots, transform: LogitTransform) -> Tensor:
+    """-> transformed logits z (S,) float32; undefined in slots without a row of the weight."""
     has_row = slots.ids < slots.rows
     row, token = torch.where(has_row, slots.ids, 0).long(), slots.tokens.long()
     x = torch.zeros(row.numel(), dtype=torch.float32, device=row.device)
@@ -123,11 +144,13 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures
             continue
         for piece in _pieces(row.numel(), left.shape[1]):
             x[piece] += (left[token[piece]].float() * right[row[piece]].float()).sum(1)
-    bias = None if factors.bias is None or slots.rows == 0 else factors.bias[row]
-    z = transformed(x, bias, transform)
-    if temperatures is not None:
-        z = z / temperatures[token]
-    return z
+    bias = None if factors.bias is None or slots.rows == 0 else factors.bias[row, None]
+    return transformed(x[:, None], bias, slots.transform(transform)).squeeze(1)
+
+
+def ones_of(hidden: Tensor) -> Tensor:
+    """(N, 1) float32 ones: the table of a bias's gradient."""
+    return torch.ones(1, 1, device=hidden.device).expand(hidden.shape[0], 1)
 
 
 def _pieces(positions: int, columns: int) -> list[slice]:

@@ -14,7 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.segments import LONG_ROW, PARTIAL_BYTES, Base, Factors, Segments, Slots
+from liger_rl.kernels.segments import (
+    LONG_ROW,
+    PARTIAL_BYTES,
+    Base,
+    Entries,
+    EntriesById,
+    Factors,
+    Ordered,
+    Segments,
+    Slots,
+)
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -38,6 +48,7 @@ BY_LONG_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
 # Four segments for each program, because there are many ids, and most of them are in no row.
 BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
+ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program of `_by_id_kernel`
 
 
 @triton.jit
@@ -73,7 +84,7 @@ def _dots(left, right, right_stride, row, has_row, columns, SLOTS: tl.constexpr,
     return tl.sum(total, 1)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["tokens"])
 def _dots_kernel(
     hidden,
     hidden_stride,
@@ -84,13 +95,9 @@ def _dots_kernel(
     low_inputs_stride,
     low_weight,
     low_weight_stride,
-    slot_ids,
-    slot_tokens,
-    starts,
-    temperatures,
+    slots,  # `Slots`
     logits,
     tokens,
-    rows,
     columns,
     rank,
     steps,  # LogitSteps
@@ -99,11 +106,11 @@ def _dots_kernel(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    token, first, last = _span(tl.program_id(0).to(tl.int64), slot_tokens, starts, tokens, PIECE)
+    token, first, last = _span(tl.program_id(0).to(tl.int64), slots.tokens, slots.starts, tokens, PIECE)
     for start in range(first, last, SLOTS):
         slot = start + tl.arange(0, SLOTS)
-        row = tl.load(slot_ids + slot, mask=slot < last, other=rows).to(tl.int64)
-        has_row = row < rows
+        row = tl.load(slots.ids + slot, mask=slot < last, other=slots.rows).to(tl.int64)
+        has_row = row < slots.rows
         if tl.max(has_row.to(tl.int32)) > 0:
             x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, has_row, columns, SLOTS, COLUMNS)
             if low_inputs is not None:
@@ -112,18 +119,12 @@ def _dots_kernel(
             if bias is not None:
                 x += tl.load(bias + row, mask=has_row, other=0.0).to(tl.float32)
             z, _square = transformed(x, steps)
-            if temperatures is not None:
-                z = z / tl.load(temperatures + token)
+            if steps.temperatures is not None:
+                z = z / tl.load(steps.temperatures + token)
             tl.store(logits + slot, z, mask=has_row)
 
 
-def dots(
-    factors: Factors,
-    slots: Slots,
-    transform: LogitTransform,
-    temperatures: Tensor | None,
-    launch: Launch = DOTS,
-) -> Tensor:
+def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Launch = DOTS) -> Tensor:
     """As `segments.dots`; the last dimensions must be contiguous."""
     hidden, weight, bias, low_inputs, low_weight = factors
     n, positions = slots.kinds.numel(), slots.ids.numel()
@@ -143,13 +144,9 @@ def dots(
             0 if low_inputs is None else low_inputs.stride(0),
             low_weight,
             0 if low_weight is None else low_weight.stride(0),
-            slots.ids,
-            slots.tokens,
-            slots.starts,
-            temperatures,
+            slots,
             logits,
             n,
-            slots.rows,
             columns,
             rank,
             LogitSteps.of(transform),
@@ -164,6 +161,51 @@ def dots(
 
 def _columns(columns: int, launch: Launch) -> int:
     return min(launch.columns, max(16, 1 << (columns - 1).bit_length()))
+
+
+@triton.jit(do_not_specialize=["count", "rows", "searches"])
+def _by_id_kernel(
+    ids,  # (count,) int32, ascending
+    order,  # (count,) int64: positions before the sort
+    entries,  # `Entries`
+    coefficients,  # (count,), written, as are the next two
+    tokens,  # (count,)
+    starts,  # (rows + 1,) int64
+    count,
+    rows,
+    searches,  # steps of a binary search for a position
+    STEP: tl.constexpr,
+):
+    blocks = tl.cdiv(count, STEP)
+    if tl.program_id(0) < blocks:
+        place = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
+        inside = place < count
+        before = tl.load(order + place, mask=inside, other=0)
+        tl.store(coefficients + place, tl.load(entries.coefficients + before, mask=inside, other=0.0), mask=inside)
+        tl.store(tokens + place, tl.load(entries.tokens + before, mask=inside, other=0), mask=inside)
+    else:
+        row = (tl.program_id(0) - blocks).to(tl.int64) * STEP + tl.arange(0, STEP)
+        low = row * 0
+        high = low + count
+        for _ in range(searches):
+            middle = (low + high) // 2
+            under = (low < high) & (tl.load(ids + middle, mask=low < high, other=0).to(tl.int64) < row)
+            low = tl.where(under, middle + 1, low)
+            high = tl.where(under, high, middle)
+        tl.store(starts + row, low, mask=row <= rows)
+
+
+def order_by_id(entries: Entries, ordered: Ordered, rows: int) -> EntriesById:
+    """As `segments.order_by_id`."""
+    (ids, order), count = ordered, ordered[0].numel()
+    coefficients, tokens = torch.empty_like(entries.coefficients), torch.empty_like(entries.tokens)
+    starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
+    with on(ids.device):
+        _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
+            ids, order, entries, coefficients, tokens, starts, count, rows, count.bit_length(),
+            STEP=ORDERED, num_warps=ORDERING_WARPS,
+        )  # fmt: skip
+    return EntriesById(Segments(starts, ids, by_id=True), coefficients, tokens)
 
 
 @triton.jit

@@ -91,6 +91,25 @@ def close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
 # --- values and gradients ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_nan_of_a_token_without_a_gradient(entropy, place):
+    """It stays out of all gradients. With a gradient it reaches them."""
+    case = case_of(rows_of([3, 5, 4, 9]), place, bias=True)
+
+    def gradients(value: float, slope: float) -> dict[str, Tensor]:
+        leaves = case.x.leaves()
+        leaves.hidden.data[1] = value
+        found, slopes = call(leaves, support=case.support, entropy=entropy), torch.ones(4, device=place)
+        slopes[1] = slope
+        outputs = [found.logps, found.entropy] if entropy else [found.logps]
+        torch.autograd.backward(outputs, [slopes] * len(outputs))
+        return leaves.grads()
+
+    expected, found = gradients(0.0, 0.0), gradients(math.nan, 0.0)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    assert gradients(math.nan, 1.0)["weight"].isnan().any()
+
+
 def test_a_single_id_leaves_nothing(place):
     """Whatever its row of the weight and the gradient from above hold; a missing target is no single id."""
     case = case_of([[4], [5, 5], [6], [7, 8]], place)

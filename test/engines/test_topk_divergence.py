@@ -43,6 +43,25 @@ def divergence_of(log_p: Tensor, ids: Tensor, teacher: Tensor, mask: Tensor, tai
 
 
 @pytest.mark.parametrize("tail", TAILS)
+def test_nan_of_a_token_without_a_gradient(tail, device):
+    """It stays out of all gradients. With a gradient it reaches them."""
+    x = problem((4,), device=device, bias=True)
+    ids, teacher = (part.to(device) for part in lists((4,), 3, 129, share=1.0))
+
+    def gradients(value: float, slope: float) -> tuple[Tensor, ...]:
+        leaves = x.leaves()
+        leaves.hidden.data[1] = value
+        found = topk_divergence(leaves.hidden, leaves.weight, ids, teacher, tail=tail, bias=leaves.bias).divergence
+        assert found[1].isnan() == math.isnan(value)
+        slopes = torch.ones(4, device=device)
+        slopes[1] = slope
+        return torch.autograd.grad(found, (leaves.hidden, leaves.weight, leaves.bias), slopes)
+
+    assert all(map(torch.equal, gradients(math.nan, 0.0), gradients(0.0, 0.0)))
+    assert gradients(math.nan, 1.0)[1].isnan().any()
+
+
+@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("count", [1, 4, 20])
 @pytest.mark.parametrize("transform", [{}, CAPPED], ids=["plain", "all"])
 def test_oracle(tail, count, transform, device):

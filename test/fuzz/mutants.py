@@ -45,7 +45,7 @@ MUTANTS = (
     ("entropy bonus over every token", "losses/penalties.py", "torch.where(kept, entropy, 0.0).sum()", "entropy.sum()"),
     ("sampler ratio not bounded below", "losses/corrections.py", "ratio.clamp(low, high)", "ratio.clamp(max=high)"),
     ("a repeated id counts twice", "engines/sparse/slots.py", "if not distinct:", "if False:"),
-    ("the target's gradient is another id's", "engines/sparse/slots.py", "torch.where(own, tokens.at_target[token], -tokens.grad_logps[token] * p)", "-tokens.grad_logps[token] * p"),
+    ("the target's gradient is another id's", "engines/sparse/slots.py", "torch.where(is_target, tokens.at_target[token], -tokens.grad_logps[token] * log_p.exp())", "-tokens.grad_logps[token] * log_p.exp()"),
     ("tokens whose row is empty get nothing", "call/support.py", "return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None", "return None"),
     ("a target that its row does not list is left out", "engines/sparse/slots.py", "missing = counts & (end > begin) & (first_hit == pairs)", "missing = counts & (end > begin) & (first_hit == pairs); counts = counts & ~missing; kinds = torch.where(missing, IGNORED, kinds).to(torch.uint8)"),
     ("gradients of a repeated target do not add up", "engines/dense/several.py", "torch.where(same, part[:, None, :], 0.0).sum(2)", "part"),

@@ -10,6 +10,7 @@ from liger_rl.kernels import devices
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
+from tolerances import stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.engines.sparse import bounds_triton as sparse_triton
@@ -97,10 +98,10 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
     chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
     span = listing_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
-    parts = torch.zeros(span.room, BLOCK_VOCAB, dtype=torch.float16, device=DEVICE)
+    parts = listing_triton.Parts.empty(span.room, BLOCK_VOCAB, DEVICE)
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(*inputs[:3], targets, gradients, transform, chosen, of_tiles, span, parts)
-    values = (*statistics[:3], *known, kept.values, kept.peaks, tile, parts)
+    values = (*statistics[:3], *known, kept.values, kept.peaks, tile, stored(parts))
     return inputs, statistics, [part for part in values if part is not None]
 
 

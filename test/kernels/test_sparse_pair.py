@@ -28,6 +28,7 @@ from liger_rl.engines.pair.reference import (
 from liger_rl.kernels.devices import PORTABLE, TMA, family_of
 from liger_rl.kernels.reference import transformed
 from liger_rl.kernels.transform import HeadFactors
+from tolerances import stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
@@ -157,15 +158,16 @@ def test_parts(measure, more, family, monkeypatch):
     scale = expected.abs().amax((0, 2)).nan_to_num(1.0).clamp(min=1e-3)
     chosen = ChosenParts(rank, starts, scale, scale, scale)
     cut, targets = 130, case.targets
-    out = torch.full((int(starts[-1]), TILE), torch.nan, dtype=torch.float16, device=DEVICE)
+    out = listing_triton.Parts.empty(int(starts[-1]), TILE, DEVICE)
+    out.high.fill_(-1)  # NaN
     for first, last in ((0, cut), (cut, N)):
         base, end = int(starts[first]), int(starts[last])
         span = Span(first, last, base, end - base)
         lists = listing_triton.list_tiles(chosen, span)
-        made = out[base:end]
+        made = listing_triton.Parts._make(values[base:end] for values in out)
         sparse_pair_triton.make_parts(*case.heads, targets, measure, case.tokens, chosen, lists, span, made)
     kept = (expected / scale[:, None]).transpose(0, 1)[keep.T]
-    torch.testing.assert_close(out.float() / listing_triton.UNIT, kept, rtol=2e-3, atol=2e-5)
+    torch.testing.assert_close(stored(out), kept, rtol=2e-3, atol=2e-5)
 
 
 def split(tile: Tile, at: slice) -> Tile:

@@ -100,7 +100,7 @@ class _Targets:
             first=0,
         )
         factors = Factors(rows.hidden, rows.weight)
-        self.x = segments_triton.dots(factors, slots, IDENTITY, None).view(n, count)
+        self.x = segments_triton.dots(factors, slots, IDENTITY).view(n, count)
 
     def logps(self, log_probabilities: Callable[[Tensor], Tensor]) -> Tensor:
         """Log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""

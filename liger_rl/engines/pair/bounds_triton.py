@@ -37,10 +37,11 @@ from liger_rl.engines.sparse.bounds_triton import (
     CUTS,
     ChosenParts,
     padded_tiles,
+    store_shares,
 )
-from liger_rl.engines.sparse.listing_triton import STORED_UNIT, Span, TileLists, rows_of_tile
+from liger_rl.engines.sparse.listing_triton import Parts, Span, TileLists, picked_product, rows_of_tile, store_parts
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.matrix_triton import load, load_picked, matrix
+from liger_rl.kernels.matrix_triton import matrix
 from liger_rl.kernels.softmax import flushed_exp, transformed
 from liger_rl.kernels.statistics import PartBounds, Tail
 from liger_rl.kernels.transform import HeadFactors, LogitSteps
@@ -180,14 +181,7 @@ def _tail_kernel(
         size = tl.abs(tl.load(place, mask=entry < vocab, other=0.0)) * tl.load(scales + sample)
         total += tl.where(size < float("inf"), size, 0.0)  # one token's NaN must not reach the gradients of others
         place += stride
-    known = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1)
-    for _ in range(CUTS):
-        total = tl.minimum(total, 2.0 * tl.sum(total) / known)
-    whole = tl.sum(total)
-    # A sum of finite numbers may overflow to inf.
-    share = tl.where((whole > 0.0) & (whole < float("inf")), total / whole, 0.0)
-    tl.store(tail.entries + entry, share)
-    tl.store(tail.squares + tile, tl.sum(share * share))
+    store_shares(tail, total, tile, vocab, TILE_VOCAB, CUTS)
 
 
 def tail_of(grads: Tensor, scales: Tensor) -> Tail:
@@ -213,10 +207,7 @@ def _logits(
     ENTRIES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """-> transformed logits (rows, ENTRIES) of gathered rows; columns past the last entry are undefined."""
-    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
-    for step in range(tl.cdiv(size, STEP)):
-        left = load_picked(hidden, row, step * STEP, STEP)
-        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
+    total = picked_product(hidden, row, weight, first, size, ENTRIES, STEP)
     if bias is not None:
         column = first + tl.arange(0, ENTRIES)
         total += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
@@ -226,7 +217,7 @@ def _logits(
 
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
-    out,  # (room, TILE_VOCAB) float16
+    out,  # `Parts`
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (vocab, H)
     bias,
@@ -257,7 +248,9 @@ def _parts_kernel(
     # Neighbouring programs read the same gathered rows.
     slices: tl.constexpr = TILE_VOCAB // ENTRIES
     entry = tl.program_id(0) % slices * ENTRIES
-    tile, row, inside = rows_of_tile(tl.program_id(0) // slices, lists, tiles, width, ROWS, TILES)
+    tile, row, part, inside = rows_of_tile(
+        tl.program_id(0) // slices, chosen, lists, tiles, count, base, width, ROWS, TILES
+    )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB + entry
         z = _logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)
@@ -271,11 +264,9 @@ def _parts_kernel(
         grad = pair_gradient(
             flushed_exp(log_p), flushed_exp(log_q), log_p, log_p, log_q, row, True, hit, tokens, beta, KIND
         )
-        grad *= STORED_UNIT / tl.load(chosen.scale + row)[:, None]
-        part = tl.load(chosen.starts + row) - base
-        part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
-        place = out + part[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
-        tl.store(place, tl.where((column < vocab)[None, :], grad, 0.0).to(tl.float16), mask=inside[:, None])
+        grad *= 1.0 / tl.load(chosen.scale + row)[:, None]
+        place = part[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
+        store_parts(out, place, tl.where((column < vocab)[None, :], grad, 0.0), inside[:, None])
 
 
 def make_parts(
@@ -287,10 +278,10 @@ def make_parts(
     chosen: ChosenParts,
     lists: TileLists,
     span: Span,
-    out: Tensor,  # (span.room or more, TILE_VOCAB) float16
+    out: Parts,
 ) -> None:
-    """Write the span's kept parts of dL/dz, with the targets' entries, in units of scale / UNIT of each token."""
-    (tiles, n), family = chosen.rank.shape, family_of(out.device)
+    """Write the span's kept parts of dL/dz, with the targets' entries, in units of each token's scale."""
+    (tiles, n), family = chosen.rank.shape, family_of(chosen.rank.device)
     student_arguments, teacher_arguments = (
         (
             matrix(hidden, 1, family.step, tma=False),
@@ -301,7 +292,7 @@ def make_parts(
         )
         for hidden, weight, bias, transform in (student, teacher)
     )
-    with on(out.device):
+    with on(chosen.rank.device):
         _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
             out, *student_arguments, *teacher_arguments, targets.contiguous(), tokens.contiguous(), chosen,
             lists, span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,

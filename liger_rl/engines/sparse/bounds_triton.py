@@ -62,7 +62,8 @@ SLACK_OF_SUM = tl.constexpr(2.0**-16)  # a sum of BLOCK_VOCAB terms, each with a
 SLACK_OF_TERM = tl.constexpr(2.0**-23)  # a term that is computed again from lse: relative to the term, times |lse|
 SLACK_OF_SHARES = tl.constexpr(1.0 + 2.0**-6)  # squared rounding of rests and shares to the products' dtype
 SLACK_OF_DERIVATIVE = tl.constexpr(1e-5)
-BUDGET_ROUNDING = 1.0 - 1e-3  # lowers the tolerated energy by the rounding of float32 sums and of float16 entries
+# Rounding in a token's tolerated energy: of float32 sums, relative to it; of listed entries, relative to the gradient.
+BUDGET_ROUNDING, ENTRY_ROUNDING = 1.0 - 1e-3, 2.0**-16
 LOG_4 = tl.constexpr(1.3862943611198906)
 
 
@@ -282,6 +283,20 @@ def draw_tokens(bounds: PartBounds, index: Tensor | None) -> Drawn:
 
 
 @triton.jit
+def store_shares(tail, size, tile, vocab, TILE_VOCAB: tl.constexpr, CUTS: tl.constexpr):
+    """Write the shares of a tile's entries, from sums (TILE_VOCAB,) of their gradients' sizes."""
+    known = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1)
+    # Tokens list the few large entries of a tile. A share of a rest on a listed entry would replace nothing.
+    for _ in range(CUTS):
+        size = tl.minimum(size, 2.0 * tl.sum(size) / known)
+    total = tl.sum(size)
+    # A sum of finite numbers may overflow to inf.
+    share = tl.where((total > 0.0) & (total < float("inf")), size / total, 0.0)
+    tl.store(tail.entries + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB), share)
+    tl.store(tail.squares + tile, tl.sum(share * share))
+
+
+@triton.jit
 def _shares_kernel(
     logits,  # (V, SAMPLES) float32
     bias,
@@ -316,14 +331,7 @@ def _shares_kernel(
     not_target = known[:, None] & (tl.load(targets + row)[None, :] != entry[:, None])
     # One token's NaN must not reach other tokens' gradients.
     size = tl.sum(tl.where(not_target & (grad < float("inf")), grad, 0.0), 1)
-    # Tokens list the few large entries of a tile. A share of a rest on a listed entry would replace nothing.
-    for _ in range(CUTS):
-        size = tl.minimum(size, 2.0 * tl.sum(size) / tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1))
-    total = tl.sum(size, 0)
-    # A sum of finite numbers may overflow to inf.
-    share = tl.where((total > 0.0) & (total < float("inf")), size / total, 0.0)
-    tl.store(tail.entries + entry, share)
-    tl.store(tail.squares + tile, tl.sum(share * share))
+    store_shares(tail, size, tile, vocab, TILE_VOCAB, CUTS)
 
 
 @triton.jit
@@ -405,7 +413,7 @@ def _choose_kernel(
     tiles,
     count,
     width,  # padded tiles
-    factor,  # tolerance^2
+    factor,  # tolerance^2, less the rounding
     steps,
     SHARE: tl.constexpr,
     SIGNED: tl.constexpr,  # a part's entries may have both signs
@@ -512,7 +520,7 @@ def choose_parts(
     tokens_per_program = max(CHOSEN // tiles_per_program, 1)
     with on(device):
         _choose_kernel[(triton.cdiv(n, tokens_per_program),)](
-            bounds, tail.squares, chosen, numbers, tiles, n, width, tolerance**2 * BUDGET_ROUNDING,
+            bounds, tail.squares, chosen, numbers, tiles, n, width, tolerance**2 * BUDGET_ROUNDING - ENTRY_ROUNDING**2,
             LogitSteps.of(transform),
             SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=tokens_per_program, TILES=tiles_per_program,
             num_warps=CHOOSING_WARPS,

@@ -84,7 +84,7 @@ def workspace(shape: HeadShape) -> int:
     tiles = -(-shape.vocab // BLOCK_VOCAB)
     statistics = 4 * (2 + shape.options.entropy) * n * tiles
     listed = n * lists.BYTES_PER_ID * lists.most_ids(shape.vocab) + 2 * PARTIAL_BYTES
-    parts = max(lists.PARTS_BYTES, 2 * BLOCK_TOKENS * BLOCK_VOCAB * tiles)
+    parts = max(lists.PARTS_BYTES, lists.BYTES_PER_ENTRY * BLOCK_TOKENS * BLOCK_VOCAB * tiles)
     rows = n * (size * (s + c + 4) + tiles * (8 + 2 * c))
     shared = tiles * size * (c + 8) + 4 * (SAMPLES + 1) * shape.vocab
     copy = shape.vocab * size * c * shape.casts_weight

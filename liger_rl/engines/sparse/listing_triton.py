@@ -3,9 +3,11 @@
 `bounds_triton` chooses the kept parts. Then
 
 - `list_tiles` gathers, for each tile, the tokens that keep it, and `make_parts` computes these parts again;
-- `find_limits` finds, for each token, the largest size up to which all entries may be dropped together;
-- `write_lists` lists the larger entries, and writes the sum of the dropped entries as the part's rest;
-- `order_by_id` sorts the entries of all tokens by their ids.
+- `write_lists` finds, for each token, the largest size up to which all entries may be dropped together. It lists the
+  larger entries, and writes the sum of the dropped entries as the part's rest.
+
+A token's list has its target first, then its other ids, tile by tile, ascending. If parts include targets, a target is
+listed among the other ids, if it is large enough.
 
 Each result is written by one program, in a fixed order: no atomics, the same bits on every run.
 """
@@ -18,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.engines.sparse.bounds_triton import ChosenParts
-from liger_rl.engines.sparse.slots_triton import first_of
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
-from liger_rl.kernels.segments import Segments
+from liger_rl.kernels.segments import Entries
 from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms, transformed
 from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of
@@ -31,27 +32,9 @@ LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
 ROWS = 128  # tokens of a program's product
 COUNTED, COUNTING_WARPS = 4096, 8  # entries of a step of `_limits_kernel`
 WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
-ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program of `_by_id_kernel`
-UNIT = 2.0**15  # a part stores this number for an entry of the token's scale; float16 ends at twice as much
-LEVEL_BITS = 7  # last bits of a float16 that are 0 in a level's size: eight levels for each power of 2
-STORED_UNIT, BITS = tl.constexpr(UNIT), tl.constexpr(LEVEL_BITS)
-LARGEST_HALF, ROUNDED_DOWN = tl.constexpr(65504.0), tl.constexpr(1.0 - 2.0**-10)
-
-
-class Lists(NamedTuple):
-    """The listed entries of consecutive tokens: a token's target first, then its other ids, tile by tile, ascending.
-
-    Where parts include targets, a target is listed among the other ids, if it is large enough.
-    """
-
-    ids: Tensor  # (E,) int32
-    coefficients: Tensor  # (E,) float32, dL/dx
-    tokens: Tensor  # (E,) int32
-
-    @classmethod
-    def empty(cls, entries: int, device: torch.device) -> "Lists":
-        dtypes = torch.int32, torch.float32, torch.int32
-        return cls(*(torch.empty(entries, dtype=dtype, device=device) for dtype in dtypes))
+LEVEL_BITS = tl.constexpr(4)  # last bits of `Parts.high` that are 0 in a level: eight levels for each power of 2
+# Sums of squares take `Parts.high` alone, whose numbers are off by at most 2^-8, relative.
+ROUNDING_OF_SQUARES = tl.constexpr(1.0 - 2.0**-7)
 
 
 class Span(NamedTuple):
@@ -65,6 +48,36 @@ class Span(NamedTuple):
     last: int
     base: int
     room: int
+
+
+class Parts(NamedTuple):
+    """Entries of kept parts, relative to the scale of their token: the first 24 bits of float32 numbers.
+
+    `high` decides which entries are listed. `low` is read for listed entries only. Float16 would round them by up to
+    2^-11, which is more than a tolerance of 3e-4.
+    """
+
+    high: Tensor  # (room, width) int16: sign, exponent and 7 bits of the mantissa
+    low: Tensor  # (room, width) uint8: the next 8 bits of the mantissa
+
+    @classmethod
+    def empty(cls, room: int, width: int, device: torch.device) -> "Parts":
+        high = torch.empty(room, width, dtype=torch.int16, device=device)
+        return cls(high, torch.empty(room, width, dtype=torch.uint8, device=device))
+
+
+@triton.jit
+def store_parts(parts, place, values, mask):
+    bits = values.to(tl.int32, bitcast=True)
+    tl.store(parts.high + place, (bits >> 16).to(tl.int16), mask=mask)
+    tl.store(parts.low + place, (bits >> 8).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _stored(high, low):
+    """-> float32 numbers. `low` is int32. The bits that are not stored are in the middle of their range."""
+    bits = (high.to(tl.int32) << 16) | (low << 8) | 128
+    return bits.to(tl.float32, bitcast=True)
 
 
 class TileLists(NamedTuple):
@@ -114,8 +127,8 @@ def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
 
 
 @triton.jit
-def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """-> the tile of a chunk, ROWS tokens that keep it, and a mask of the tokens that exist.
+def rows_of_tile(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """-> the tile of a chunk, ROWS tokens that keep it, their parts in a span, and a mask of the tokens that exist.
 
     A chunk past the last one gets the tile number `TILES`, which is no tile.
     """
@@ -126,12 +139,26 @@ def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.const
     before = tl.sum(tl.where(tile < here, chunks, 0), 0)
     place = (chunk - before) * ROWS + tl.arange(0, ROWS)
     inside = place < tl.sum(tl.where(tile == here, kept, 0), 0)
-    return here, tl.load(lists.tokens + here.to(tl.int64) * width + place, mask=inside, other=0), inside
+    here_long = here.to(tl.int64)
+    token = tl.load(lists.tokens + here_long * width + place, mask=inside, other=0)
+    part = tl.load(chosen.starts + token) - base
+    part += tl.load(chosen.rank + here_long * count + token, mask=inside, other=0).to(tl.int64)
+    return here, token, part, inside
+
+
+@triton.jit
+def picked_product(hidden, row, weight, first, size, ENTRIES: tl.constexpr, STEP: tl.constexpr):
+    """-> (rows, ENTRIES) float32, hidden[row] @ weight[first : first + ENTRIES].T, over `size` columns."""
+    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
+    for step in range(tl.cdiv(size, STEP)):
+        left = load_picked(hidden, row, step * STEP, STEP)
+        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
-    out,  # (room, TILE_VOCAB) float16
+    out,  # `Parts`
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (V, H)
     bias,
@@ -152,18 +179,15 @@ def _parts_kernel(
     STEP: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    tile, row, inside = rows_of_tile(tl.program_id(0), lists, tiles, width, ROWS, TILES)
+    tile, row, part, inside = rows_of_tile(
+        tl.program_id(0), chosen, lists, tiles, count, base, width, ROWS, TILES
+    )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB
-        part = tl.load(chosen.starts + row) - base
-        part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
-        logits = tl.zeros((ROWS, TILE_VOCAB), tl.float32)
-        for step in range(tl.cdiv(size, STEP)):
-            left = load_picked(hidden, row, step * STEP, STEP)
-            logits = tl.dot(left, load(weight, first, step * STEP, TILE_VOCAB, STEP).T, logits)
+        logits = picked_product(hidden, row, weight, first, size, TILE_VOCAB, STEP)
         lse = tl.load(gradients.lse + row)[:, None]
         target = (tl.load(targets + row) - first)[:, None]
-        per_scale = STORED_UNIT / tl.load(chosen.scale + row)[:, None]
+        per_scale = 1.0 / tl.load(chosen.scale + row)[:, None]
         g, e, entropy = token_terms(gradients, row, inside)
         ENTROPY: tl.constexpr = gradients.grad_entropy is not None
         if ENTROPY:
@@ -181,7 +205,7 @@ def _parts_kernel(
             if steps.cap is not None:
                 grad *= 1.0 - square
             grad = tl.where(known & (column[None, :] != target), grad * per_scale, 0.0)
-            tl.store(out + part[:, None] * TILE_VOCAB + column[None, :], grad.to(tl.float16), mask=inside[:, None])
+            store_parts(out, part[:, None] * TILE_VOCAB + column[None, :], grad, inside[:, None])
 
 
 def make_parts(
@@ -194,9 +218,9 @@ def make_parts(
     chosen: ChosenParts,
     lists: TileLists,
     span: Span,
-    out: Tensor,  # (span.room or more, BLOCK_VOCAB) float16
+    out: Parts,
 ) -> None:
-    """Write the span's kept parts of dL/dz, in units of scale / UNIT of each token; 0 at targets."""
+    """Write the span's kept parts of dL/dz, in units of each token's scale; 0 at targets."""
     tiles, n = chosen.rank.shape
     family = family_of(hidden.device)
     halved = transform.softcap is not None or tokens.grad_entropy is not None
@@ -215,26 +239,21 @@ def make_parts(
 
 @triton.jit
 def _level(value):
-    """-> the largest level whose size is at most `value` >= 0."""
-    return tl.minimum(value, LARGEST_HALF).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> BITS
+    """-> the largest level whose size is at most `value` in [0, 2]."""
+    return value.to(tl.int32, bitcast=True) >> (16 + LEVEL_BITS)
 
 
 @triton.jit
-def _size(level):
-    """-> the size of a level: a float16 whose last BITS bits are 0, as float32."""
-    return (level << BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _is_listed(value, limit):
-    return (tl.abs(value.to(tl.float32)) <= limit) == 0  # comparisons with NaN are false, so NaN is listed
+def _magnitude(high):
+    """-> `Parts.high` as integers in the order of sizes. NaN is larger than all numbers."""
+    return high.to(tl.int32) & 0x7FFF
 
 
 @triton.jit(do_not_specialize=["first", "last", "base", "room"])
 def _limits_kernel(
-    parts,  # (room, TILE_VOCAB) float16
+    parts,  # `Parts`
     chosen,  # `ChosenParts`
-    limits,  # (n,) float32: the largest size that is not listed
+    limits,  # (n,) int32: the largest magnitude that is not listed
     counts,  # (room,) int32, zeros: number of listed entries of each part
     first,
     last,
@@ -247,11 +266,11 @@ def _limits_kernel(
     begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
     end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
     end = tl.where(_parts_of(chosen, last, base, room) > 0, end, begin)
-    tolerated = tl.load(chosen.room + token) * (STORED_UNIT * STORED_UNIT)
+    tolerated = tl.load(chosen.room + token) * ROUNDING_OF_SQUARES
     tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # NaN becomes 0, too
-    # All entries up to the low level fit in any case. One entry of the high level or more does not fit.
-    low = _level(tl.sqrt(tolerated / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDED_DOWN)
-    high = _level(tl.sqrt(tolerated)) + 1
+    # All entries up to the low level fit in any case. One entry of the high level or more does not fit. None exceeds 1.
+    low = _level(tl.minimum(tl.sqrt(tolerated / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDING_OF_SQUARES, 2.0))
+    high = _level(tl.minimum(tl.sqrt(tolerated), 2.0)) + 1
     # A step tries three levels, so it reads the parts half as often as halving.
     while low + 1 < high:
         step = tl.maximum((high - low) // 4, 1)
@@ -263,11 +282,12 @@ def _limits_kernel(
         under_third = tl.zeros((COUNTED,), tl.float32)
         for start in range(begin, end, COUNTED):
             place = start + tl.arange(0, COUNTED)
-            value = tl.abs(tl.load(parts + place, mask=place < end, other=0.0).to(tl.float32))
+            stored = tl.load(parts.high + place, mask=place < end, other=0)
+            magnitude, value = _magnitude(stored), _stored(stored, 128)
             square = value * value
-            under_first += tl.where(value <= _size(first_level), square, 0.0)
-            under_second += tl.where(value <= _size(second_level), square, 0.0)
-            under_third += tl.where(value <= _size(third_level), square, 0.0)
+            under_first += tl.where(magnitude <= first_level << LEVEL_BITS, square, 0.0)
+            under_second += tl.where(magnitude <= second_level << LEVEL_BITS, square, 0.0)
+            under_third += tl.where(magnitude <= third_level << LEVEL_BITS, square, 0.0)
         first_fits = tl.sum(under_first) <= tolerated
         second_fits = tl.sum(under_second) <= tolerated
         third_fits = tl.sum(under_third) <= tolerated
@@ -279,29 +299,29 @@ def _limits_kernel(
             first_fits, tl.where(second_fits, tl.where(third_fits, third_level, second_level), first_level), low
         )
         low = tl.minimum(low, most - 1)
-    limit = _size(low)
+    limit = low << LEVEL_BITS
     tl.store(limits + token, limit)
     PARTS: tl.constexpr = COUNTED // TILE_VOCAB
     column = tl.arange(0, TILE_VOCAB)[None, :]
     for start in range(begin // TILE_VOCAB, end // TILE_VOCAB, PARTS):
         part = start + tl.arange(0, PARTS)
         inside = part < end // TILE_VOCAB
-        value = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        number = tl.sum(_is_listed(value, limit).to(tl.int32), 1)
+        stored = tl.load(parts.high + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0)
+        number = tl.sum((_magnitude(stored) > limit).to(tl.int32), 1)
         tl.store(counts + part, number, mask=inside)
 
 
 @triton.jit(do_not_specialize=["most", "first", "last", "base", "room"])
 def _write_kernel(
-    parts,  # (room, TILE_VOCAB) float16
+    parts,  # `Parts`
     chosen,  # `ChosenParts`
     tile_lists,  # `TileLists`
     entries,  # (V,) shares of the tail
     targets,  # (n,) ids; None if parts include the targets' entries
     at_target,  # (n,) float32
-    limits,  # (n,) float32
+    limits,  # (n,) int32
     before,  # (parts of all spans + 1,) int64: number of listed entries in all earlier parts, without targets
-    lists,  # `Lists` with room for `most`
+    lists,  # `Entries` with room for `most`
     starts,  # (n + 1,) int64: the first entry of each token
     most,
     first,
@@ -337,9 +357,11 @@ def _write_kernel(
             tl.load(tile_lists.token_of + part, mask=inside, other=first),
             tl.load(tile_lists.tile_of + part, mask=inside, other=0),
         )
-        stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        kept = _is_listed(stored, tl.load(limits + token)[:, None])
-        grad = stored.to(tl.float32) * (tl.load(chosen.scale + token) / STORED_UNIT)[:, None]
+        stored_at = part[:, None] * TILE_VOCAB + column
+        high = tl.load(parts.high + stored_at, mask=inside[:, None], other=0)
+        kept = _magnitude(high) > tl.load(limits + token)[:, None]
+        low = tl.load(parts.low + stored_at, mask=kept, other=128).to(tl.int32)
+        grad = _stored(high, low) * tl.load(chosen.scale + token)[:, None]
         left = tl.where(kept, 0.0, grad)
         rest = tl.sum(left, 1)
         share = tl.load(entries + tile[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
@@ -359,93 +381,36 @@ def _write_kernel(
         tl.store(lists.tokens + place, token[:, None] + tl.zeros((PARTS, TILE_VOCAB), tl.int32), mask=kept)
 
 
-class Limits(NamedTuple):
-    """The limits between dropped and listed entries, and the numbers of listed entries."""
-
-    sizes: Tensor  # (n,) float32: the largest stored size that is dropped
-    before: Tensor  # (room + 1,) int64: number of listed entries in all earlier parts, without targets
-
-    @classmethod
-    def empty(cls, n: int, room: int, device: torch.device) -> "Limits":
-        before = torch.zeros(room + 1, dtype=torch.int64, device=device)
-        return cls(torch.empty(n, dtype=torch.float32, device=device), before)
-
-
-def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> None:
-    """Find, for each token of the span, the largest size up to which all entries may be dropped together.
-
-    `parts` is (span.room or more, width). Earlier spans must have been written to `out` before.
-    """
-    counts = torch.zeros(span.room, dtype=torch.int32, device=parts.device)
-    with on(parts.device):
-        _limits_kernel[(span.last - span.first,)](
-            parts, chosen, out.sizes, counts, *span,
-            TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
-        )  # fmt: skip
-    before = out.before[span.base + 1 : span.base + span.room + 1]
-    torch.cumsum(counts, 0, out=before)
-    if span.base:
-        before += out.before[span.base]
-
-
 def write_lists(
-    parts: Tensor,
+    parts: Parts,  # `span.room` parts or more
     chosen: ChosenParts,  # `chosen.rest` gets the sums that are dropped from kept parts
     of_parts: TileLists,
     tail: Tail,
-    limits: Limits,
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx; None if parts include the targets' entries
     span: Span,
     transform: LogitTransform,
-    out: Lists,  # of all spans; entries past the end of its memory are not written
+    before: Tensor,  # (parts + 1,) int64: number of listed entries in all earlier parts, without targets; zeros
+    out: Entries,  # of all spans; entries past the end of its memory are not written
     starts: Tensor,  # (n + 1,) int64, written: first entry of each token of the span, and of the token after the span
 ) -> None:
-    tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
-    with on(parts.device):
-        _write_kernel[(triton.cdiv(span.room, width) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
-            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, limits.before, out, starts,
-            out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
-            TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
-        )  # fmt: skip
+    """Drop the smallest entries of each token of the span, as many as fit its room, and list the other entries.
 
-
-@triton.jit(do_not_specialize=["count", "rows", "searches"])
-def _by_id_kernel(
-    ids,  # (count,) int32, ascending
-    order,  # (count,) int64: positions before the sort
-    lists,  # `Lists`
-    coefficients,  # (count,)
-    tokens,  # (count,)
-    starts,  # (rows + 1,) int64
-    count,
-    rows,
-    searches,  # steps of a binary search for a position
-    STEP: tl.constexpr,
-):
-    blocks = tl.cdiv(count, STEP)
-    if tl.program_id(0) < blocks:
-        place = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
-        inside = place < count
-        before = tl.load(order + place, mask=inside, other=0)
-        tl.store(coefficients + place, tl.load(lists.coefficients + before, mask=inside, other=0.0), mask=inside)
-        tl.store(tokens + place, tl.load(lists.tokens + before, mask=inside, other=0), mask=inside)
-    else:
-        row = (tl.program_id(0) - blocks).to(tl.int64) * STEP + tl.arange(0, STEP)
-        tl.store(starts + row, first_of(row, ids, count, searches), mask=row <= rows)
-
-
-def order_by_id(lists: Lists, rows: int) -> tuple[Segments, Tensor, Tensor]:
-    """-> segments of the entries of each id under `rows`, and the entries' coefficients and tokens, sorted by id.
-
-    The entries of one id keep the order of the lists.
+    Earlier spans must have been written before.
     """
-    ids, order = torch.sort(lists.ids, stable=True)
-    coefficients, tokens = torch.empty_like(lists.coefficients), torch.empty_like(lists.tokens)
-    starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
-    count = ids.numel()
-    with on(ids.device):
-        _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
-            ids, order, lists, coefficients, tokens, starts, count, rows, count.bit_length(),
-            STEP=ORDERED, num_warps=ORDERING_WARPS,
+    device, tokens, width = starts.device, span.last - span.first, parts.high.shape[1]
+    limits = torch.empty(starts.numel(), dtype=torch.int32, device=device)
+    counts = torch.zeros(span.room, dtype=torch.int32, device=device)
+    together = max(WRITTEN // width, 1)
+    with on(device):
+        _limits_kernel[(tokens,)](
+            parts, chosen, limits, counts, *span, TILE_VOCAB=width, COUNTED=COUNTED, num_warps=COUNTING_WARPS
+        )
+        sums = before[span.base + 1 : span.base + span.room + 1]
+        torch.cumsum(counts, 0, out=sums)
+        if span.base:
+            sums += before[span.base]
+        _write_kernel[(triton.cdiv(span.room, together) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
+            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits, before, out, starts,
+            out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
+            TILE_VOCAB=width, PARTS=together, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip
-    return Segments(starts, ids, by_id=True), coefficients, tokens

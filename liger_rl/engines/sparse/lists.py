@@ -14,11 +14,12 @@ from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.dense.two_pass import unwritten
 from liger_rl.engines.interface import Gradients, Needs
 from liger_rl.kernels import gemm
-from liger_rl.kernels.segments import Base, Segments
+from liger_rl.kernels.segments import Base, Entries, Segments, ones_of
 from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
 from liger_rl.kernels.transform import LogitTransform
 
 PARTS_BYTES = 192 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
+BYTES_PER_ENTRY = 3  # of a kept part
 BYTES_PER_ID = 52  # of a listed id, with the memory of the sort
 # Memory for lists, as a share of the entries of kept parts. At an entropy of 0.5 nats a 250th of them are listed, at 2
 # nats a 50th.
@@ -148,20 +149,19 @@ def list_gradients(
     (tiles, n), targets_per_token = chosen.rank.shape, int(targets is not None)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
 
-    def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Any, HostAnswer]:
-        room = min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n
-        limits, entries = listing_triton.Limits.empty(n, kept, device), listing_triton.Lists.empty(room, device)
-        parts = torch.empty(max(span[-1] for span in spans), width, dtype=torch.float16, device=device)
+    def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Entries, HostAnswer]:
+        entries = Entries.empty(min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n, device)
+        parts = listing_triton.Parts.empty(max(span[-1] for span in spans), width, device)
+        before = torch.zeros(kept + 1, dtype=torch.int64, device=device)
         for span in (listing_triton.Span(*span) for span in spans):
             tile_lists = listing_triton.list_tiles(chosen, span)
             make_parts(chosen, tile_lists, span, parts)
-            listing_triton.find_limits(parts, chosen, span, limits)
             listing_triton.write_lists(
-                parts, chosen, tile_lists, tail, limits, targets, span, transform, entries, starts
+                parts, chosen, tile_lists, tail, targets, span, transform, before, entries, starts
             )
-        return entries, HostAnswer(limits.before[-1:])
+        return entries, HostAnswer(before[-1:])
 
-    most = PARTS_BYTES // (2 * width)
+    most = PARTS_BYTES // (BYTES_PER_ENTRY * width)
     room = max(min(most, int(choice.most * n * tiles)), 1)
     entries, counted = write([(0, n, 0, room)], room)
     kept = plan_parts(choice)
@@ -170,33 +170,31 @@ def list_gradients(
     if kept.ends[-1] > room:
         del entries
         entries, counted = write(kept.spans(most), kept.ends[-1])
-    rest = chosen.rest
     # The device runs these products while the host waits for the length of the lists.
     hidden_base = weight_base = None
     if needs[0]:
-        hidden_base = Base(gemm.matmul(rest, bounds_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
+        hidden_base = Base(gemm.matmul(chosen.rest, bounds_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
     if needs[1]:
         finite_hidden = hidden if finite is None or kept.wanted == n else hidden[finite]
-        weight_base = Base(gemm.matmul(rest.T, finite_hidden), tail.entries, width)
+        weight_base = Base(gemm.matmul(chosen.rest.T, finite_hidden), tail.entries, width)
         del finite_hidden
     listed = int(counted.wait()) + targets_per_token * n
     if listed > entries.ids.numel():
         return None, kept
-    entries = listing_triton.Lists._make(part[:listed] for part in entries)
+    entries = Entries._make(values[:listed] for values in entries)
 
     grad_hidden = grad_weight = grad_bias = None
-    if needs[1] or (bias is not None and needs[2]):
-        by_id, coefficients, tokens = listing_triton.order_by_id(entries, vocab)
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
         by_token = Segments(starts, entries.tokens)
         segments_triton.segment_sums(by_token, entries.coefficients, entries.ids, weight, grad_hidden, base=hidden_base)
-    if needs[1]:
-        grad_weight = unwritten(weight, vocab, weight_dtype)
-        segments_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=weight_base)
-    if bias is not None and needs[2]:
-        grad_bias = unwritten(bias, vocab)
-        ones = torch.ones(1, 1, device=device).expand(n, 1)
-        base = Base(gemm.column_sums(rest)[:, None], tail.entries, width)
-        segments_triton.segment_sums(by_id, coefficients, tokens, ones, grad_bias[:vocab, None], base=base)
+    if needs[1] or (bias is not None and needs[2]):
+        by_id = segments_triton.order_by_id(entries, torch.sort(entries.ids, stable=True), vocab)
+        if needs[1]:
+            grad_weight = unwritten(weight, vocab, weight_dtype)
+            segments_triton.segment_sums(*by_id, hidden, grad_weight[:vocab], base=weight_base)
+        if bias is not None and needs[2]:
+            grad_bias = unwritten(bias, vocab)
+            base = Base(gemm.column_sums(chosen.rest)[:, None], tail.entries, width)
+            segments_triton.segment_sums(*by_id, ones_of(hidden), grad_bias[:vocab, None], base=base)
     return Gradients(grad_hidden, grad_weight, grad_bias), kept

@@ -10,7 +10,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, times_derivative
+from liger_rl.engines.interface import has_gradient
+from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
 from liger_rl.kernels.segments import (
     BAD_ENDS,
     COUNTED,
@@ -19,13 +20,11 @@ from liger_rl.kernels.segments import (
     LONG_ROW,
     SEVERAL,
     SINGLE,
-    Ordered,
-    Pairs,
     Rows,
-    Segments,
     Slots,
 )
 from liger_rl.kernels.segments import dots as dots
+from liger_rl.kernels.segments import order_by_id as order_by_id
 from liger_rl.kernels.segments import segment_sums as segment_sums
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -183,30 +182,19 @@ def slot_gradients(
     statistics: TokenStatistics,
     grads: tuple[Tensor, Tensor | None],  # (N,) float32, of log-probabilities and entropies
     transform: LogitTransform,
-    temperatures: Tensor | None,
-    by_id: Ordered | None = None,
-) -> tuple[Tensor, Pairs | None]:
-    """-> dL/dx (S,) float32 of the logits before the transform, and the same sorted by id if `by_id` is given.
+) -> Tensor:
+    """-> dL/dx (S,) float32 of the logits before the transform.
 
-    The gradient is exactly 0 in slots without a row of the weight, and in slots of SINGLE rows.
+    It is exactly 0 in slots without a row of the weight, in slots of SINGLE rows, and for tokens without a gradient.
     """
     tokens, token = TokenGradients.of(statistics, *grads), slots.tokens.long()
-    needed = slots.ids < slots.rows
-    needed = needed & (slots.kinds == SEVERAL)[token]
+    # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
+    needed = (slots.ids < slots.rows) & ((slots.kinds == SEVERAL) & has_gradient(tokens))[token]
     z = torch.where(needed, z, 0.0)
     log_p = torch.where(needed, z - tokens.lse[token], 0.0)
-    p = log_p.exp()
-    position = torch.arange(z.numel(), device=z.device)
-    own = position == slots.starts[token]
-    grad_z = torch.where(own, tokens.at_target[token], -tokens.grad_logps[token] * p)
+    is_target = torch.arange(z.numel(), device=z.device) == slots.starts[token]
+    grad_z = torch.where(is_target, tokens.at_target[token], -tokens.grad_logps[token] * log_p.exp())
     if tokens.grad_entropy is not None and tokens.entropy is not None:
-        log_p = log_p.clamp(min=LOWEST_LOG_PROBABILITY)
-        grad_z = grad_z - tokens.grad_entropy[token] * p * (log_p + tokens.entropy[token])
-    if temperatures is not None:
-        grad_z, z = grad_z / temperatures[token], z * temperatures[token]
-    grad = torch.where(needed, times_derivative(grad_z, z, transform), 0.0)
-    if by_id is None:
-        return grad, None
-    ids, order = by_id
-    starts = torch.searchsorted(ids, torch.arange(slots.rows + 1, dtype=ids.dtype, device=ids.device))
-    return grad, Pairs(Segments(starts, ids, by_id=True), grad[order], slots.tokens[order])
+        grad_z = grad_z - tokens.grad_entropy[token] * entropy_term(log_p, tokens.entropy[token])
+    grad = times_derivative(grad_z[:, None], z[:, None], slots.transform(transform)).squeeze(1)
+    return torch.where(needed, grad, 0.0)

@@ -23,7 +23,7 @@ from liger_rl.engines.dense import two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.sparse import slots
 from liger_rl.kernels.devices import compiles
-from liger_rl.kernels.segments import Factors, Rows, Slots
+from liger_rl.kernels.segments import Entries, Factors, Rows, Slots, ones_of
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 
@@ -99,7 +99,7 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
     """Statistics over the tokens' listed ids; 0 for a token whose row is empty."""
     slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
-    logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
+    logits = kernels.dots(_factors(head), slots, options.transform.of_tokens(head.temperatures))
     outputs = {"entropy": options.entropy, "extras": options.extras}
     if shard is None:
         statistics, sizes = kernels.statistics(logits, slots, targets, **outputs)
@@ -163,44 +163,36 @@ def _by_ids(
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
-    in_order = needs[1] or needs[2] or needs[4]
-    grad_weight = grad_bias = grad_low = None
-    coefficients, pairs = kernels.slot_gradients(
-        saved.logits,
-        slots,
-        statistics,
-        grads,
-        options.transform.of_logits,
-        head.temperatures,
-        listed.by_id() if in_order else None,
-    )
+    transform = options.transform.of_tokens(head.temperatures)
+    coefficients = kernels.slot_gradients(saved.logits, slots, statistics, grads, transform)
 
-    def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
-        if table is None or left is None or not needed:
+    def sum_by_token(table: Tensor | None, values: Tensor | None, needed: bool) -> Tensor | None:
+        if table is None or values is None or not needed:
             return None
-        out = torch.empty_like(left, dtype=left.dtype if shard is None else torch.float32)
+        out = torch.empty_like(values, dtype=values.dtype if shard is None else torch.float32)
         segments = slots.by_token._replace(all_short=listed.all_short)
         kernels.segment_sums(segments, coefficients, slots.ids, table, out)
         return out
 
-    grad_hidden, grad_inputs = by_token(weight, hidden, needs[0]), by_token(low_weight, low_inputs, needs[3])
+    grad_hidden, grad_inputs = sum_by_token(weight, hidden, needs[0]), sum_by_token(low_weight, low_inputs, needs[3])
     pending = None
     if shard is not None:
         pending = shard.pending_sum(grad_hidden, grad_inputs)
         pending.start()
-    if pairs is not None:
+    grad_weight = grad_bias = grad_low = None
+    if needs[1] or needs[2] or needs[4]:
+        by_id = kernels.order_by_id(Entries(slots.ids, coefficients, slots.tokens), listed.by_id(), slots.rows)
         if needs[1] and head.weight_grad is not None:
-            kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
+            kernels.segment_sums(*by_id, hidden, head.weight_grad, add=True)
         elif needs[1]:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-            kernels.segment_sums(*pairs, hidden, grad_weight)
+            kernels.segment_sums(*by_id, hidden, grad_weight)
         if bias is not None and needs[2]:
             grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-            ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
-            kernels.segment_sums(*pairs, ones, grad_bias[:, None])
+            kernels.segment_sums(*by_id, ones_of(hidden), grad_bias[:, None])
         if low_inputs is not None and low_weight is not None and needs[4]:
             grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
-            kernels.segment_sums(*pairs, low_inputs, grad_low)
+            kernels.segment_sums(*by_id, low_inputs, grad_low)
     if pending is not None:
         pending.wait()
     if grad_hidden is not None:
