@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+# Imported from here, so that tests of models are skipped without it.
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
-from liger_rl.integrations.transformers import (  # noqa: E402
-    FusedCausalLMOutput,
-    is_swapped,
-    swap_lm_head,
-)
+from liger_rl.integrations.transformers import FusedCausalLMOutput, is_swapped, swap_lm_head  # noqa: E402
 
 VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 14
 SIZES = {

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
-
-from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch  # noqa: E402
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Segments, Support, ppo_loss_fn  # noqa: E402
-from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
-from liger_rl.step.policy_step import completion_logps, policy_step  # noqa: E402
+from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch
+from liger_rl import FusedLinearGRPOLoss, Segments, Support
+from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.step.policy_step import completion_logps, policy_step
+from step_calls import assert_same_metrics, expected_step, packed, rows_of
 
 
 def sizes_of(batch: dict[str, Tensor]) -> Tensor:
@@ -113,29 +112,21 @@ def test_a_policy_step_replays(loss_type):
     loss = FusedLinearGRPOLoss(loss_type, beta=0.1, temperature=0.7, entropy_coef=0.01, metrics="with_entropy")
     support, allowed = sampled(batch, without=(0, 6))
     logps, entropy = full(model, batch, allowed, 0.7)
-    mask = batch["labels"] >= 0
-    columns = {
+    mask = batch.pop("labels") >= 0
+    batch |= {
         "advantages": torch.tensor([1.0, -0.5, 2.0]),
         "completion_mask": mask,
         "old_per_token_logps": logps.detach() + 0.2 * torch.randn(logps.shape),
         "ref_per_token_logps": logps.detach() + 0.2 * torch.randn(logps.shape),
     }
-    terms = loss.terms
-    expected = ppo_loss_fn(
-        logps, PolicyBatch(**columns), terms.objective, terms.reduction, entropy=entropy, kl=terms.kl,
-        entropy_bonus=terms.entropy_bonus, metrics=terms.metrics,
-    )  # fmt: skip
-    expected_gradients = gradients(model, expected.loss)
-    del batch["labels"]
-    batch |= {"support": support, **columns}
-    step = policy_step(model, batch, loss)
-    torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    total, metrics, expected, _ = expected_step(model, batch, loss, (logps, entropy))
+    step = policy_step(model, {**batch, "support": support}, loss)
+    torch.testing.assert_close(step.loss.detach(), total, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(step.per_token_logps, logps.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(completion_logps(model, batch, loss), step.per_token_logps, rtol=0, atol=0)
+    assert torch.equal(completion_logps(model, {**batch, "support": support}, loss), step.per_token_logps)
     assert step.metrics["missing_target"].item() == pytest.approx(1 / int(mask.sum()))
-    assert step.metrics["entropy"].item() == pytest.approx(expected.metrics["entropy"].item(), rel=1e-4)
-    assert_same_gradients(gradients(model, step.loss), expected_gradients)
-    del batch["support"]
+    assert_same_metrics({name: step.metrics[name] for name in metrics}, metrics)
+    assert_same_gradients(gradients(model, step.loss), expected)
     assert "missing_target" not in policy_step(model, batch, loss).metrics
 
 
@@ -147,34 +138,36 @@ def test_micro_batches_take_their_rows():
     whole = gradients(model, policy_step(model, {**batch, "support": support}, loss).loss)
     model.zero_grad()
     for rows in (torch.tensor([2, 0]), slice(1, 2)):
-        part = {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
-        policy_step(model, {**part, "support": support.take(rows, batch=3)}, loss).loss.backward()
+        micro_batch = {**rows_of(batch, rows), "support": support.take(rows, batch=3)}
+        policy_step(model, micro_batch, loss).loss.backward()
     assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, whole)
 
 
-def test_a_packed_row_replays():
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_packed_row_is_the_padded_batch(replay):
+    """Sequences one after the other, told apart by position_ids, per-sequence ratios included."""
     model, batch = build("Llama", attention="eager"), make_batch()
-    loss = FusedLinearGRPOLoss("grpo", metrics="none")
+    loss = FusedLinearGRPOLoss("gspo", metrics="basic")
     support, _ = sampled(batch)
-    mask, real = batch.pop("labels") >= 0, batch["attention_mask"].bool()
-    batch |= {"advantages": torch.tensor([1.0, -0.5, 2.0]), "completion_mask": mask}
-    expected = policy_step(model, {**batch, "support": support}, loss)
-    rows = torch.arange(3)[:, None].expand_as(real)[real]
-    packed = {
-        "input_ids": batch["input_ids"][real][None],
-        "position_ids": (batch["attention_mask"].cumsum(-1) - 1)[real][None],
-        "completion_mask": mask[real][None],
-        "advantages": batch["advantages"][rows][None],
-        "segments": Segments(index=rows, count=3),
-        "support": support.take(real.flatten(), batch=support.tokens),
-    }
-    step = policy_step(model, packed, loss)
+    batch |= {"advantages": torch.tensor([1.0, -0.5, 2.0]), "completion_mask": batch.pop("labels") >= 0}
+    batch["old_per_token_logps"] = completion_logps(model, batch, loss) + 0.1 * torch.randn(batch["input_ids"].shape)
+    row, sequence = packed(batch)
+    real = batch["attention_mask"].bool()
+    row["segments"] = Segments(index=sequence, count=3)
+    if replay:
+        batch["support"] = support
+        row["support"] = support.take(real.flatten(), batch=support.tokens)
+    expected = policy_step(model, batch, loss)
+    expected_gradients = gradients(model, expected.loss)
+    step = policy_step(model, row, loss)
     torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert step.per_token_logps.shape == row["input_ids"].shape
     torch.testing.assert_close(step.per_token_logps[0], expected.per_token_logps[real], rtol=1e-5, atol=1e-5)
-    assert step.metrics == {}
+    assert_same_metrics(step.metrics, expected.metrics)
+    assert_same_gradients(gradients(model, step.loss), expected_gradients)
 
 
-def rows_of(support: Support) -> list[list[int]]:
+def listed(support: Support) -> list[list[int]]:
     bounds, ids = support.offsets.tolist(), support.token_ids.tolist()
     return [ids[first:last] for first, last in pairwise(bounds)]
 
@@ -192,14 +185,14 @@ def test_take_and_placed(dtype, device):
     }
     for sequences, expected in picked.values():
         part = support.take(sequences, batch=3)
-        assert rows_of(part) == expected
+        assert listed(part) == expected
         assert (part.token_ids.dtype, part.missing_target, part.may_be_empty) == (dtype, "error", False)
         assert part.distinct
     mask = torch.tensor([[False, True, True], [True, True, False], [False, True, True]], device=device)
     given = iter(rows)
-    assert rows_of(support.placed(mask)) == [next(given) if counts else [] for counts in mask.flatten().tolist()]
+    assert listed(support.placed(mask)) == [next(given) if counts else [] for counts in mask.flatten().tolist()]
     nothing = Support.from_vllm([]).to(device)
-    assert rows_of(nothing.placed(torch.zeros(3, dtype=torch.bool, device=device))) == [[], [], []]
+    assert listed(nothing.placed(torch.zeros(3, dtype=torch.bool, device=device))) == [[], [], []]
     assert support.to("cpu").offsets.device.type == "cpu"
 
 
