@@ -1,4 +1,4 @@
-"""A process group of one rank."""
+"""A process group of one rank, and models for TRL."""
 
 import pytest
 import torch.distributed as dist
@@ -16,3 +16,13 @@ def lone_rank():
     KEPT.append((dist.group.WORLD, mesh))
     yield mesh
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def path_of(tmp_path_factory):
+    """-> the path of each of TRL's models, and of a teacher's."""
+    import trl_runs
+
+    directory = tmp_path_factory.mktemp("models")
+    models = {name: trl_runs.save_model(name, directory) for name in trl_runs.MODELS}
+    return {**models, "teacher": trl_runs.save_model("granite", directory, seed=1)}

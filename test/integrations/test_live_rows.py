@@ -112,7 +112,9 @@ LLAMA_4 = {**HEADS, "num_local_experts": 2, "intermediate_size_mlp": 48, "attent
 POSITIONS_THAT_MATTER = {
     # A row's padding counts on from its last position, which may be the last that the model has.
     "a short table": ("GPT2", {"n_positions": LENGTH}, {"padding": "left"}, {}),
-    "a short table, packed": ("GPT2", {"n_positions": LENGTH}, {"padding": "left", "positions": True}, {"packing": True}),
+    "a short table, packed": (
+        "GPT2", {"n_positions": LENGTH}, {"padding": "left", "positions": True}, {"packing": True},
+    ),
     # A row that begins late and is padded on its right would count on, past the last position of the short factors.
     "two sets of factors": (
         "Phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 16}, {"padding": "both"}, {},
