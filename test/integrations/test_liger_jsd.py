@@ -1,24 +1,16 @@
 """The drop-in for liger-kernel's distillation loss against liger-kernel itself, in float64 too, and what it refuses."""
 
-import inspect
-
 import pytest
 import torch
 
-chunked_loss = pytest.importorskip("liger_kernel.chunked_loss", reason="the integration needs liger-kernel")
+pytest.importorskip("liger_kernel.chunked_loss", reason="the integration needs liger-kernel")
 
-from liger_kernel.chunked_loss import jsd_loss  # noqa: E402
+from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss as THEIRS
 
-import oracles  # noqa: E402
-from head_calls import Products  # noqa: E402
-from liger_rl.integrations.liger import (  # noqa: E402
-    LigerFusedLinearJSDLoss,
-    patch_liger,
-    patched_liger,
-    unpatch_liger,
-)
+import oracles
+from head_calls import Products
+from liger_rl.integrations.liger import LigerFusedLinearJSDLoss
 
-THEIRS = jsd_loss.LigerFusedLinearJSDLoss
 SIZES = (12, 20, 61)  # H, H', V
 LEAVES = ("student_input", "student_weight", "student_bias")
 
@@ -46,28 +38,17 @@ def problem(shape=(23,), dtype=torch.float32, device="cpu", *, ignored=-100, bia
 
 def run(loss_class, options, call, factor=1.0):
     leaves = {name: call[name].detach().clone().requires_grad_() for name in LEAVES if call[name] is not None}
-    found = loss_class(**{"compiled": False, **options})(**{**call, **leaves})
-    loss, *parts = found if isinstance(found, tuple) else (found,)
+    result = loss_class(**{"compiled": False, **options})(**{**call, **leaves})
+    loss, *parts = result if isinstance(result, tuple) else (result,)
     return loss.detach(), torch.autograd.grad(loss * factor, list(leaves.values())), [part.detach() for part in parts]
 
 
-def assert_same(found, expected, rtol=1e-5):
-    torch.testing.assert_close(found[0], expected[0], rtol=rtol, atol=rtol / 10)
-    for mine, theirs in zip(found[1], expected[1], strict=True):
+def assert_same(result, expected, rtol=1e-5):
+    torch.testing.assert_close(result[0], expected[0], rtol=rtol, atol=rtol / 10)
+    for mine, theirs in zip(result[1], expected[1], strict=True):
         assert theirs.any()
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol * theirs.abs().max().item())
-    for mine, theirs in zip(found[2], expected[2], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol / 10)
-
-
-def test_signatures_are_theirs():
-    for name in ("__init__", "forward"):
-        ours, theirs = (inspect.signature(getattr(c, name)) for c in (LigerFusedLinearJSDLoss, THEIRS))
-        assert list(ours.parameters) == list(theirs.parameters)
-        for parameter in theirs.parameters.values():
-            assert ours.parameters[parameter.name].default == parameter.default, parameter.name
-    made = LigerFusedLinearJSDLoss()
-    assert {n: v for n, v in vars(THEIRS()).items() if not n.startswith("_")}.items() <= vars(made).items()
+    torch.testing.assert_close(result[2], expected[2], rtol=rtol, atol=rtol / 10)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -131,8 +112,7 @@ def test_zero3_parameters_are_kept_for_a_second_pass():
     for part in (leaves["student_weight"], leaves["student_bias"], call["teacher_weight"], call["teacher_bias"]):
         part.data.zero_()
     loss.backward()
-    for mine, other in zip((part.grad for part in leaves.values()), truth[1], strict=True):
-        assert torch.equal(mine, other)
+    torch.testing.assert_close([part.grad for part in leaves.values()], list(truth[1]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +135,3 @@ def test_bad_input(options, changed, error, message):
     call = problem() | ({"teacher_bias": None} if "teacher_weight" in changed else {})
     with pytest.raises(error, match=message):
         LigerFusedLinearJSDLoss(**options)(**{**call, **changed})
-
-
-def test_the_patch_takes_both_losses():
-    assert chunked_loss.LigerFusedLinearJSDLoss is THEIRS
-    with patched_liger():
-        assert chunked_loss.LigerFusedLinearJSDLoss is jsd_loss.LigerFusedLinearJSDLoss is LigerFusedLinearJSDLoss
-    patch_liger()
-    assert chunked_loss.LigerFusedLinearJSDLoss is LigerFusedLinearJSDLoss
-    unpatch_liger()
-    assert chunked_loss.LigerFusedLinearJSDLoss is jsd_loss.LigerFusedLinearJSDLoss is THEIRS
