@@ -125,6 +125,10 @@ def full(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -
     return from_logits(model(**inputs).logits, batch["labels"], temperature)
 
 
+def fused_logps(model: nn.Module, batch: dict) -> Tensor:
+    return model(**batch, fused=True).per_token_logps
+
+
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
