@@ -218,13 +218,9 @@ def test_a_quantised_body_with_a_plain_head():
 
 @pytest.mark.parametrize(("body", "head"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_head_of_another_dtype_runs_under_autocast_as_the_models_own(body, head):
-    """Without autocast neither does: the model's own head refuses to multiply two dtypes.
-
-    The body's roundings make up the error of both, so what the head adds is seen in its own inputs: it rounds them
-    to autocast's dtype and nothing after that.
-    """
-    exact_model, batch = build("Llama").bfloat16().float(), make_batch()
-    exact, _ = full(exact_model, batch)
+    """Without autocast neither does: the model's own head refuses to multiply two dtypes."""
+    batch = make_batch()
+    exact, _ = full(build("Llama").bfloat16().float(), batch)
     model = build("Llama").bfloat16().to(getattr(torch, body))
     model.lm_head.to(getattr(torch, head))
     with pytest.raises(RuntimeError, match="dtype"):
@@ -232,20 +228,10 @@ def test_a_head_of_another_dtype_runs_under_autocast_as_the_models_own(body, hea
     swap_lm_head(model)
     with pytest.raises(TypeError, match=rf"weight must be torch\.{body} from hidden \(or run under autocast\)"):
         model(**batch, fused=True)
-    seen = []
-    handle = model.lm_head.register_forward_pre_hook(lambda head, args: seen.append(args[0].detach()))
     with torch.autocast("cpu", torch.bfloat16):
-        plain, _ = full(model, batch)
-        handle.remove()
-        fused = model(**batch, fused=True)
+        plain, fused = full(model, batch)[0], model(**batch, fused=True)
     error = oracles.norm_error(fused.per_token_logps, exact)
     assert error <= oracles.norm_budget(plain, exact, torch.bfloat16)
-    live = batch["labels"][:, 1:] >= 0
-    factors = seen[0][:, :-1][live].bfloat16().float(), model.lm_head.weight.detach().bfloat16().float()
-    targets = batch["labels"][:, 1:][live]
-    of_head, eager = (logps(*factors, targets)[0] for logps in (oracles.logprobs, oracles.eager_logprobs))
-    error = oracles.max_error(fused.per_token_logps[:, 1:][live], of_head)
-    assert error <= oracles.error_budget(eager, of_head, torch.float32)
     assert gradients(model, fused.loss)["lm_head.weight"].dtype == getattr(torch, head)
 
 

@@ -489,12 +489,6 @@ BAD_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "error", "options"), BAD_OPTIONS)
-def test_bad_options(name, error, options):
-    with pytest.raises(error, match=name):
-        LigerFusedLinearGRPOLoss(**options)
-
-
 BAD_ARGUMENTS = [
     ("_input", ValueError, {"_input": torch.zeros(BATCH * LENGTH, HIDDEN)}),
     ("_input", TypeError, {"_input": [0.0]}),
@@ -517,6 +511,12 @@ BAD_ARGUMENTS = [
     ("vllm_is_ratio", TypeError, {"vllm_is_ratio": 1.0}),
     ("num_items_in_batch", ValueError, {"num_items_in_batch": torch.ones(2)}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "error", "options"), BAD_OPTIONS)
+def test_bad_options(name, error, options):
+    with pytest.raises(error, match=name):
+        LigerFusedLinearGRPOLoss(**options)
 
 
 @pytest.mark.parametrize(("name", "error", "arguments"), BAD_ARGUMENTS)

@@ -72,12 +72,6 @@ def test_values_and_gradients(softcap, one_temperature, replay, device):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
 
-def test_one_temperature_is_a_number():
-    assert integration._as_number(torch.full((2, 3), 0.5)) == 0.5
-    assert integration._as_number(torch.tensor([[0.5, 1.0]])).shape == (2,)
-    assert integration._as_number(torch.empty(0, 3)).shape == (0,)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -38,7 +38,7 @@ def sampled(batch: dict[str, Tensor], *, without: tuple[int, int] | None = None)
     return Support.from_padded(padded), allowed
 
 
-def full(model: nn.Module, batch: dict[str, Tensor], allowed: Tensor, temperature: float = 1.0):
+def full(model: nn.Module, batch: dict[str, Tensor], allowed: Tensor, temperature: float | Tensor = 1.0):
     """(B, T) log-probabilities and entropies over the allowed ids; position t - 1 predicts token t."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     logits = model(**inputs).logits
@@ -48,23 +48,30 @@ def full(model: nn.Module, batch: dict[str, Tensor], allowed: Tensor, temperatur
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi", "Cohere"])
 @pytest.mark.parametrize("shift", [False, True], ids=["labels", "shift_labels"])
-def test_a_fused_call_is_that_of_the_masked_logits(name, shift, device):
+@pytest.mark.parametrize("temperatures", ["one", "of tokens"])
+def test_a_fused_call_is_that_of_the_masked_logits(name, shift, temperatures, device):
+    """A row and a temperature stand where their token's log-probability does."""
     model, batch = build(name, device), make_batch(device)
     support, allowed = sampled(batch)
-    logps, entropy = full(model, batch, allowed, 0.8)
+    labels, temperature = batch["labels"], 0.8
+    if temperatures == "of tokens":
+        temperature = 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(4)).to(device)
+    cooled = temperature if temperatures == "one" else temperature[:, 1:, None]
+    logps, entropy = full(model, batch, allowed, cooled)
     g = torch.randn(logps.shape, generator=torch.Generator().manual_seed(3)).to(device)
     expected = gradients(model, (g * logps + 0.3 * g * entropy).sum())
     swap_lm_head(model)
-    labels = batch.pop("labels")
     if shift:
         # A row belongs to the position whose label it allows.
         labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         support = support.take(torch.arange(1, support.tokens + 1) % support.tokens, batch=support.tokens)
-        g, logps, entropy = (nn.functional.pad(part[:, 1:], (0, 1)) for part in (g, logps, entropy))
-    given = {"shift_labels" if shift else "labels": labels}
-    out = model(**batch, **given, fused=True, entropy=True, temperature=0.8, support=support)
-    torch.testing.assert_close(out.per_token_logps, logps, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.entropy, entropy, rtol=1e-5, atol=1e-5)
+        g, logps, entropy = (nn.functional.pad(values[:, 1:], (0, 1)) for values in (g, logps, entropy))
+        if temperatures == "of tokens":
+            temperature = nn.functional.pad(temperature[:, 1:], (0, 1), value=1.0)
+    del batch["labels"]
+    batch["shift_labels" if shift else "labels"] = labels
+    out = model(**batch, fused=True, entropy=True, temperature=temperature, support=support)
+    torch.testing.assert_close((out.per_token_logps, out.entropy), (logps, entropy), rtol=1e-5, atol=1e-5)
     assert out.missing_target.shape == labels.shape
     assert not out.missing_target.any()
     assert_same_gradients(gradients(model, (g * out.per_token_logps + 0.3 * g * out.entropy).sum()), expected)
@@ -231,24 +238,3 @@ def test_what_the_sampler_drew_has_its_probability():
     mismatch = drawn - completion_logps(model, batch, loss)[:, 3:]
     assert mismatch.max() > 0.01
     assert mismatch.max() <= -math.log(0.9) + 1e-5
-
-
-@pytest.mark.parametrize("shift", [False, True], ids=["labels", "shift_labels"])
-def test_a_temperature_for_each_token(shift, device):
-    """It stands where its token's log-probability does."""
-    model, batch = build("Llama", device), make_batch(device)
-    labels = batch.pop("labels")
-    temperature = 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(4)).to(device)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-    cooled = model(**inputs).logits[:, :-1] / temperature[:, 1:, None]
-    expected = from_logits(nn.functional.pad(cooled, (0, 0, 0, 1)), labels, 1.0)[0]
-    swap_lm_head(model)
-    given = {"labels": labels, "temperature": temperature}
-    if shift:
-        given = {
-            "shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100),
-            "temperature": nn.functional.pad(temperature[:, 1:], (0, 1), value=1.0),
-        }
-        expected = nn.functional.pad(expected[:, 1:], (0, 1))
-    found = model(**batch, **given, fused=True).per_token_logps
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,4 @@
-"""A model with a swapped head against its own full logits: same numbers, same gradients, nothing else changed.
-
-Tolerances come from the plain forward: against a float64 copy of the model, the fused head may be at most twice as
-far off as the plain forward in the same dtype, plus one rounding.
-"""
+"""A model with a swapped head against its own full logits: same numbers, same gradients, nothing else changed."""
 
 import copy
 import functools
@@ -42,33 +38,8 @@ def swapped(name: str = "Llama", device="cpu", **overrides) -> transformers.PreT
     return swap_lm_head(build(name, device, **overrides))
 
 
-def assert_close(actual: Tensor, plain: Tensor, exact: Tensor, what: str, rounding: float, slack: float = 2.0) -> None:
-    """|actual - exact| <= slack |plain - exact| + rounding, in the Euclidean norm."""
-    assert actual.shape == plain.shape == exact.shape, what
-    error = (actual.double() - exact.double()).norm().item()
-    allowed = (plain.double() - exact.double()).norm().item()
-    assert error <= slack * allowed + rounding, f"{what}: error {error:.2e}, the plain forward's is {allowed:.2e}"
-
-
 def whole(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensors[key].double().flatten() for key in sorted(tensors)])
-
-
-def assert_gradients_close(actual: dict, plain: dict, exact: dict) -> None:
-    """Together within twice the plain forward's error and one rounding, each parameter within four times its own.
-
-    A small parameter's error is a draw of few roundings, most of them made in the layers before the head: two draws
-    of one spread differ by more than two sums of all of them do (on a GPU by up to 2.6).
-    """
-    assert actual.keys() == plain.keys() == exact.keys()
-    eps = torch.finfo(next(iter(plain.values())).dtype).eps
-    size = whole(exact).norm().item()
-    assert size > 1e-2, "a gradient that is all but zero would test nothing"
-    assert_close(whole(actual), whole(plain), whole(exact), "gradient", eps * size)
-    for key in plain:
-        # Parameters that cannot change the loss (a key's bias) have gradients of nothing but rounding.
-        rounding = eps * max(exact[key].double().norm().item(), 0.1 * size)
-        assert_close(actual[key], plain[key], exact[key], f"gradient of {key}", rounding, slack=4.0)
 
 
 # --- the same numbers -------------------------------------------------------------------------------------------------
@@ -85,51 +56,38 @@ LOW_PRECISION = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, torch.float32) for name in ("Llama", "Gemma2")), *((name, torch.bfloat16) for name in LOW_PRECISION)],
-)
-def test_log_probabilities_entropy_loss_and_gradients_are_those_of_the_full_logits(name, dtype, device):
-    """Every architecture in float32: test_architectures.py. In bfloat16 most of either error is rounding in the layers
-    before the head. Given the hidden states that they make, the head is as exact as float32 logits.
+@pytest.mark.parametrize(("name", "transform"), LOW_PRECISION.items())
+def test_a_bfloat16_model_is_as_close_to_float64_as_with_full_logits(name, transform, device):
+    """Most of either error is rounding in the layers before the head. Given the hidden states that they make, the head
+    is as exact as float32 logits. In float32: test_architectures.py.
     """
-    model = build(name, device).to(dtype)
+    model = build(name, device).bfloat16()
     ids = torch.randint(3, VOCAB, (8, 48), generator=torch.Generator().manual_seed(1)).to(device)
     batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(48, device=device) < 2, -100)}
-    (exact_loss, exact, exact_gradients), (_, plain, plain_gradients) = (
+    seen, head = [], model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda head, args: seen.append(args[0].detach()))
+    exact, plain = (
         (
-            (output := m(**batch)).loss.item(),
-            from_logits(output.logits.detach(), batch["labels"]),
-            gradients(m, output.loss),
+            *from_logits((output := m(**batch)).logits.detach(), batch["labels"]),
+            whole(gradients(m, output.loss)),
         )
         for m in (copy.deepcopy(model).double(), model)
     )
-    assert exact[0].std() > 0.5, "logits too flat to tell conventions apart"
-    seen, head = [], model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda head, args: seen.append(args[0].detach()))
-    model(**batch)
     handle.remove()
-
     output = swap_lm_head(model)(**batch, fused=True, entropy=True)
     assert isinstance(output, FusedCausalLMOutput)
-    assert output.loss.dtype == torch.float32
+    assert output.loss.dtype == output.per_token_logps.dtype == output.entropy.dtype == torch.float32
     dead = nn.functional.pad(batch["labels"][:, 1:] == -100, (1, 0), value=True)
-    eps, results = torch.finfo(dtype).eps, (output.per_token_logps.detach(), output.entropy.detach())
-    for what, values, theirs, truth in zip(("logps", "entropy"), results, plain, exact, strict=True):
-        assert values.dtype == torch.float32
-        assert torch.equal(values == 0, dead)
-        assert_close(values, theirs, truth, what, eps * truth.norm().item())
-    if dtype == torch.float32:
-        # A mean is no further off than the mean of its terms is, plus the roundings of its sum.
-        token_error = (plain[0] - exact[0])[~dead].abs().mean().item()
-        assert abs(output.loss.item() - exact_loss) <= 2 * token_error + 4 * eps * exact_loss
-    assert_gradients_close(gradients(model, output.loss), plain_gradients, exact_gradients)
+    outputs = (output.per_token_logps.detach(), output.entropy.detach())
+    assert all(torch.equal(values == 0, dead) for values in outputs)
+    for values, theirs, truth in zip((*outputs, whole(gradients(model, output.loss))), plain, exact, strict=True):
+        assert oracles.norm_error(values, truth) <= oracles.norm_budget(theirs, truth, torch.bfloat16)
     of_head = []
     for wide in (torch.float64, torch.float32):
         bias = None if head.bias is None else head.bias.detach().to(wide)
-        z = nn.functional.linear(seen[0].to(wide), head.weight.detach().to(wide), bias)
-        of_head.append(from_logits(oracles.transformed(z, **LOW_PRECISION[name]), batch["labels"]))
-    for values, truth, eager in zip(results, *of_head, strict=True):
+        z = nn.functional.linear(seen[-1].to(wide), head.weight.detach().to(wide), bias)
+        of_head.append(from_logits(oracles.transformed(z, **transform), batch["labels"]))
+    for values, truth, eager in zip(outputs, *of_head, strict=True):
         assert oracles.max_error(values, truth) <= oracles.error_budget(eager, truth, torch.float32)
 
 
@@ -185,8 +143,8 @@ def test_autocast():
         plain = observed(False)
         swap_lm_head(model)
         fused = observed(True)
-    for what, *tensors in zip(("logps", "gradient"), fused, plain, exact, strict=True):
-        assert_close(*tensors, what, torch.finfo(torch.bfloat16).eps * tensors[-1].norm().item())
+    for values, theirs, truth in zip(fused, plain, exact, strict=True):
+        assert oracles.norm_error(values, truth) <= oracles.norm_budget(theirs, truth, torch.bfloat16)
     with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
         model(**batch, fused=True)
     assert casts.dtypes == [torch.bfloat16]
@@ -406,13 +364,13 @@ def test_a_training_loop_of_transformers(tmp_path):
 
 
 def in_threads(*calls) -> list[list]:
-    """What each of `calls` gives, 50 times over, while the others run in threads of their own."""
+    """What each of `calls` gives, 20 times over, while the others run in threads of their own."""
     results, start = [[] for _ in calls], threading.Barrier(len(calls))
 
     def run(call, found):
         start.wait()
         with torch.no_grad():
-            for _ in range(50):
+            for _ in range(20):
                 found.append(call())
 
     threads = [threading.Thread(target=run, args=pair) for pair in zip(calls, results, strict=True)]
@@ -425,7 +383,7 @@ def in_threads(*calls) -> list[list]:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert [len(found) for found in results] == [50] * len(calls), "a thread raised"
+    assert [len(found) for found in results] == [20] * len(calls), "a thread raised"
     return results
 
 

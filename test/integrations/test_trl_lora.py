@@ -190,28 +190,6 @@ def test_what_is_active_at_the_call(options, change, terms, path_of, device):
     assert seen[-1] == terms
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_low_precision_is_no_further_from_float64(autocast, path_of, device):
-    """Adapters in float32 on a bfloat16 model, as PEFT makes them."""
-    with patched_trl():
-        model = fused_model(path_of["qwen3"], device=device, dtype=torch.bfloat16, target_modules=["lm_head"])
-        batch = batch_on(device, masked=False)
-        base, head, targets = model.get_base_model(), model.get_output_embeddings(), batch["labels"][:, 1:]
-        for factor in (head.lora_A, head.lora_B):
-            torch.nn.init.normal_(factor["default"].weight, std=0.3)  # no longer what bfloat16 can hold
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            hidden = base.base_model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].double()
-            logps = model(**batch, fused_lm_head=True).log_probs
-            eager, _ = oracles.logits_logprobs(model(**batch).logits[:, :-1].float() / 0.9, targets)
-        a, b = (factor["default"].weight.double() for factor in (head.lora_A, head.lora_B))
-        z = (hidden @ head.base_layer.weight.double().T + hidden @ a.T @ b.T) / 0.9
-    truth, _ = oracles.logits_logprobs(z, targets)
-    if autocast:  # which rounds the factors of the adapter for both
-        assert oracles.norm_error(logps, truth) <= oracles.norm_budget(eager, truth, torch.bfloat16)
-    else:  # float32 against bfloat16 logits: 0.001
-        assert oracles.norm_error(logps, truth) < 0.01 * oracles.norm_error(eager, truth)
-
-
 def test_dropout(path_of, device):
     """Drawn in training for every row that the op is given, as `nn.Dropout` draws it; not in evaluation."""
     with patched_trl():
