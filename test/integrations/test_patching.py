@@ -6,7 +6,6 @@ A stand-in has modules, functions and methods as the rows name them. Each framew
 import importlib
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,6 +17,7 @@ import pytest
 import checkouts
 from liger_rl.integrations import liger
 from liger_rl.integrations.patching import Framework, Patch
+from threads import in_threads
 
 # Module of the integration -> the versions that it supports, as its refusal says them, and its patch's arguments.
 SUPPORTED = {
@@ -185,29 +185,16 @@ def test_modules_that_import_the_name(system, before, monkeypatch):
 
 def test_threads_that_patch_and_undo(system):
     """Whatever their order, the package ends up whole: all of it patched, or nothing."""
-    before, failures, interval = system.state(), [], sys.getswitchinterval()
+    before = system.state()
     with system.patched():
         whole = system.replaced(before)
 
-    def work(i):
-        try:
-            for _ in range(5):
-                (system.patch if i % 2 else system.unpatch)()
-                with system.patched():
-                    pass
-        except BaseException as error:
-            failures.append(error)
+    def within_after(change):
+        change()
+        with system.patched():
+            pass
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    sys.setswitchinterval(1e-6)  # turns as often as Python lets them
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
+    in_threads(*[partial(within_after, system.patch), partial(within_after, system.unpatch)] * 2, times=5)
     assert system.replaced(before) in (set(), whole)
     system.patch()
     assert system.replaced(before) == whole

@@ -1,7 +1,6 @@
 """One call for a step: how it is called, what wraps its model, and what is refused. The numbers: test_live_rows.py."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from liger_rl import FusedLinearGRPOLoss, Segments
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head
 from liger_rl.step.policy_step import PolicyStep, completion_logps, policy_step
 from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, make_batch, rows_of
+from threads import in_threads
 
 
 def gemma(**options) -> transformers.PreTrainedModel:
@@ -166,6 +166,6 @@ def test_threads_take_steps_of_one_model_that_none_has_swapped_yet():
     model, loss = gemma(), FusedLinearGRPOLoss("dapo")
     batches = [make_batch(), rows_of(make_batch(), slice(3))]
     alone = [policy_step(copy.deepcopy(model), batch, loss).loss for batch in batches]
-    with ThreadPoolExecutor(2) as pool:
-        losses = list(pool.map(lambda i: policy_step(model, batches[i % 2], loss).loss, range(20)))
-    assert all(torch.equal(value, alone[i % 2]) for i, value in enumerate(losses))
+    calls = [lambda batch=batch: policy_step(model, batch, loss).loss for batch in batches]
+    for losses, value in zip(in_threads(*calls, times=10), alone, strict=True):
+        assert all(torch.equal(loss, value) for loss in losses)

@@ -152,15 +152,6 @@ def test_the_dtype_of_the_hidden_states_is_that_of_the_products(dtypes):
     assert [g.dtype for g in grads] == [dtypes[0], dtypes[1], dtypes[1]]
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_frozen_inputs_get_none(frozen):
-    *leaves, targets = inputs()
-    for i, leaf in enumerate(leaves):
-        leaf.requires_grad_(i not in frozen)
-    ours().apply(*leaves, targets, 1.0, 64)[0].sum().backward()
-    assert [leaf.grad is None for leaf in leaves] == [i in frozen for i in range(3)]
-
-
 @pytest.mark.parametrize(
     ("position", "value", "message"),
     [
