@@ -27,7 +27,7 @@ def test_distillation(model, beta, teacher, tmp_path):
     student = trl_runs.save_model(model, tmp_path)
     plain, patched = trl_runs.pair("Distillation", student, tmp_path, teacher=teacher, beta=beta, max_steps=STEPS)
     assert patched.calls == STEPS
-    trl_runs.assert_same_run(patched, plain)
+    trl_runs.assert_same_run(patched, plain, by_step=True)
 
 
 def gkd(student, teacher, directory):
@@ -53,4 +53,4 @@ def test_gkd_is_left_alone(teacher, tmp_path):
     patch_trl()
     patched = gkd(student, teacher, tmp_path)
     assert patched.calls == 0
-    trl_runs.assert_same_log(patched, plain)
+    trl_runs.assert_same_log(patched, plain, by_step=True)
