@@ -295,6 +295,13 @@ def test_swap_and_unswap_leave_parameters_attributes_and_random_numbers_alone():
     assert torch.equal(results[0][1], results[1][1])
 
 
+def test_the_default_device_has_no_say(device):
+    """Scripts build and swap their models under `torch.device`."""
+    model, batch = build("Llama", device), make_batch(device)
+    with torch.device(device):
+        assert swap_lm_head(model)(**batch, fused=True).loss.isfinite()
+
+
 @pytest.mark.parametrize("name", ["GPT2", "OPT", "Cohere"])
 def test_tied_weights_stay_tied(name):
     model, batch = build(name), make_batch()
@@ -352,9 +359,7 @@ def test_a_training_loop_of_transformers(tmp_path):
         trainer.train()
         return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
-    with torch.device("cpu"):  # scripts build and swap their models under `torch.device`
-        model = swapped()
-    plain, fused = trained(build("Llama")), trained(model, fused=True)
+    plain, fused = trained(build("Llama")), trained(swapped(), fused=True)
     assert len(fused) == 8
     assert fused[-1] < 0.8 * fused[0]
     torch.testing.assert_close(fused, plain, rtol=1e-3, atol=0)
