@@ -103,6 +103,13 @@ def test_a_negative_label_masks_its_token():
     torch.testing.assert_close(mean, logprobs.sum() / TOKENS)  # of all tokens, as verl divides
 
 
+def test_logits_far_under_zero():
+    """A running maximum that starts at 0 has nothing left of them."""
+    arguments = torch.ones(3, 1), torch.linspace(-220, -200, VOCAB)[:, None], torch.tensor([0, 60, 136])
+    outputs = tuple(values.double() for values in linear_cross_entropy(*arguments))
+    torch.testing.assert_close(outputs, oracles.logprobs(*arguments), rtol=1e-5, atol=1e-4)
+
+
 def test_several_ids_of_a_row():
     hidden, weight, _ = problem()
     ids = torch.randint(VOCAB, (1, TOKENS, 3))
