@@ -135,15 +135,15 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_gradients(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Together to 1e-5 of their size, each to 1e-4 of its own or 1e-5 of the whole's."""
-    assert found.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     size = math.sqrt(sum(g.double().square().sum().item() for g in expected.values()))
-    error = math.sqrt(sum((found[n] - g).double().square().sum().item() for n, g in expected.items()))
+    error = math.sqrt(sum((grads[n] - g).double().square().sum().item() for n, g in expected.items()))
     assert size > 1e-3, "a gradient that is all but zero would test nothing"
     assert error <= 1e-5 * size
     for name, grad in expected.items():
-        assert (found[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5 * size, name
+        assert (grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5 * size, name
 
 
 def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

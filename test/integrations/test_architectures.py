@@ -208,7 +208,7 @@ class _Int8Linear(nn.Module):
 
 def test_a_quantised_body_with_a_plain_head():
     model = build("Llama")
-    for parent in [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]:
+    for parent in [block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)]:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(parent, name, _Int8Linear(child))

@@ -49,9 +49,9 @@ def swift_methods():
     """The methods of ms-swift's GRPO trainer that build liger-kernel's loss and call it."""
     tree = ast.parse((checkouts.source("ms-swift") / "rlhf_trainers" / "grpo_trainer.py").read_text())
     (trainer,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "GRPOTrainer"]
-    wanted = {"_prepare_liger_loss", "compute_liger_loss"}
-    methods = [node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
-    assert {method.name for method in methods} == wanted
+    needed = {"_prepare_liger_loss", "compute_liger_loss"}
+    methods = [node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name in needed]
+    assert {method.name for method in methods} == needed
     for method in methods:
         method.decorator_list = []
     names = {"_ForwardRedirection": nullcontext, "gather_object": lambda values: values}

@@ -60,19 +60,19 @@ def test_same_numbers(beta, weights, temperature, device):
         options = {"weight_hard_loss": weights[0], "weight_soft_loss": weights[1], "beta": beta, **more}
         options |= {"temperature": temperature, "chunk_size": 5}
         call = problem(device=device, ignored=options.get("ignore_index", -100))
-        found, expected = (run(loss, options, call, factor=3.0) for loss in (LigerFusedLinearJSDLoss, THEIRS))
-        assert_same(found, expected)
-        assert len(found[2]) == (2 if more else 0)
+        result, expected = (run(loss, options, call, factor=3.0) for loss in (LigerFusedLinearJSDLoss, THEIRS))
+        assert_same(result, expected)
+        assert len(result[2]) == (2 if more else 0)
 
 
 def test_other_shapes_no_bias_and_nothing_that_counts():
     for call in (problem((3, 5)), problem(bias=False), problem((6,)) | {"true_labels": torch.full((6,), -100)}):
-        found, expected = (run(loss, {}, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
+        result, expected = (run(loss, {}, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
         if (call["true_labels"] == -100).all():
-            assert found[0] == expected[0] == 0
-            assert not any(grad.any() for grad in found[1])
+            assert result[0] == expected[0] == 0
+            assert not any(grad.any() for grad in result[1])
         else:
-            assert_same(found, expected)
+            assert_same(result, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"weight_hard_loss": 0.0, "beta": 0.1}])
@@ -81,9 +81,9 @@ def test_16_bit_inputs_are_no_further_from_float64_than_theirs(options, dtype):
     call = problem((96,), dtype)
     wide = {name: part.double() if isinstance(part, torch.Tensor) else part for name, part in call.items()}
     truth = run(THEIRS, options, wide | {"true_labels": call["true_labels"]})
-    found, theirs = (run(loss, options, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
-    assert abs(found[0] - truth[0]) < 1e-5
-    for mine, other, gold in zip(found[1], theirs[1], truth[1], strict=True):
+    result, theirs = (run(loss, options, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
+    assert abs(result[0] - truth[0]) < 1e-5
+    for mine, other, gold in zip(result[1], theirs[1], truth[1], strict=True):
         assert oracles.norm_error(mine, gold) <= oracles.norm_budget(other, gold, dtype)
 
 

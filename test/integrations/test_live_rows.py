@@ -125,12 +125,14 @@ POSITIONS_THAT_MATTER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options", "given", "how"), POSITIONS_THAT_MATTER.values(), ids=POSITIONS_THAT_MATTER)
-def test_positions_that_matter(name, options, given, how, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "options", "batch_options", "step_options"), POSITIONS_THAT_MATTER.values(), ids=POSITIONS_THAT_MATTER
+)
+def test_positions_that_matter(name, options, batch_options, step_options, monkeypatch):
     monkeypatch.setitem(CONFIGS, "Llama4Text", LLAMA_4)
     monkeypatch.setitem(CONFIGS, "HunYuanDenseV1", HEADS)
     model, loss = build(name, **options), FusedLinearGRPOLoss("gspo")
-    assert_as_padded(model, with_columns(model, make_batch(**given)), loss, **how)
+    assert_as_padded(model, with_columns(model, make_batch(**batch_options)), loss, **step_options)
     if name == "HunYuanDenseV1":
         refused(model, make_batch(), loss, "row 1 of input_ids is no run of tokens", packing=True)
 

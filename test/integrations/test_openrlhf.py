@@ -74,8 +74,8 @@ def batch():
 
 def outcome(actor, weights, *arguments, **options):
     actor.zero_grad()
-    found = actor(*arguments, **options)
-    logps, output = found if options.get("return_output") else (found, None)
+    result = actor(*arguments, **options)
+    logps, output = result if options.get("return_output") else (result, None)
     total = (logps * weights[:, : logps.shape[1]]).sum()
     entropy = None
     if options.get("return_entropy"):

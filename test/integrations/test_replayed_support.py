@@ -191,13 +191,13 @@ def test_take_and_placed(dtype, device):
         "none": (slice(0, 0), []),
     }
     for sequences, expected in picked.values():
-        part = support.take(sequences, batch=3)
-        assert listed(part) == expected
-        assert (part.token_ids.dtype, part.missing_target, part.may_be_empty) == (dtype, "error", False)
-        assert part.distinct
+        taken = support.take(sequences, batch=3)
+        assert listed(taken) == expected
+        assert (taken.token_ids.dtype, taken.missing_target, taken.may_be_empty) == (dtype, "error", False)
+        assert taken.distinct
     mask = torch.tensor([[False, True, True], [True, True, False], [False, True, True]], device=device)
-    given = iter(rows)
-    assert listed(support.placed(mask)) == [next(given) if counts else [] for counts in mask.flatten().tolist()]
+    remaining = iter(rows)
+    assert listed(support.placed(mask)) == [next(remaining) if counts else [] for counts in mask.flatten().tolist()]
     nothing = Support.from_vllm([]).to(device)
     assert listed(nothing.placed(torch.zeros(3, dtype=torch.bool, device=device))) == [[], [], []]
     assert support.to("cpu").offsets.device.type == "cpu"
@@ -223,11 +223,11 @@ def test_what_the_sampler_drew_has_its_probability():
     model = swap_lm_head(build("Llama")).eval()
     model.generation_config.eos_token_id = None
     prompt = torch.randint(9, VOCAB, (4, 3))
-    given = model.generate(
+    generated = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=True, top_p=0.9,
         top_k=0, temperature=1.3, output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
-    scores, ids = torch.stack(given.scores, 1), given.sequences
+    scores, ids = torch.stack(generated.scores, 1), generated.sequences
     drawn = scores.log_softmax(-1).gather(-1, ids[:, 3:, None]).squeeze(-1)
     mask = torch.arange(9).expand(4, 9) >= 3
     batch = {"input_ids": ids, "completion_mask": mask, "attention_mask": torch.ones_like(ids)}

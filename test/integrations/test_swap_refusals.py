@@ -82,7 +82,7 @@ def test_arguments_of_the_model_go_through():
     model, batch = swapped("Mixtral"), make_batch()
     seen = []
     model.model.layers[1].self_attn.register_forward_pre_hook(lambda m, a, kw: seen.append(kw), with_kwargs=True)
-    given = {
+    inputs = {
         "position_ids": torch.arange(LENGTH).expand(BATCH, -1),
         "cu_seq_lens_q": torch.tensor([0, LENGTH]),
         "max_length_q": LENGTH,
@@ -92,8 +92,8 @@ def test_arguments_of_the_model_go_through():
         "ignore_index": -100,
         "return_dict": True,
     }
-    assert model(**batch, **given, fused=True).aux_loss is None
-    assert seen[0]["cu_seq_lens_q"] is given["cu_seq_lens_q"]
+    assert model(**batch, **inputs, fused=True).aux_loss is None
+    assert seen[0]["cu_seq_lens_q"] is inputs["cu_seq_lens_q"]
     assert seen[0]["max_length_q"] == LENGTH
 
 

@@ -107,8 +107,8 @@ def test_under_fsdp(kind, lone_rank):
     hidden, (labels, more) = torch.randn(BATCH, TOKENS, HIDDEN), inputs(kind)
     model = Model()
     other = step(loss_of(kind), copy.deepcopy(model), hidden, labels, more)
-    for part in (model.body, model.lm_head):
-        fully_shard(part, mesh=lone_rank, mp_policy=MixedPrecisionPolicy())
+    for module in (model.body, model.lm_head):
+        fully_shard(module, mesh=lone_rank, mp_policy=MixedPrecisionPolicy())
     with patched_torchtitan():
         mine = step(loss_of(kind), model, hidden, labels, more)
     assert "forward" not in vars(model.lm_head)

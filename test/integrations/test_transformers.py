@@ -385,8 +385,8 @@ def test_threads_that_share_a_model_get_what_each_of_them_asks_for(body):
     ]
     with torch.no_grad():
         expected = [call() for call in calls]
-    for found, value in zip(in_threads(*calls, times=20 if body == "eager" else 5), expected, strict=True):
-        assert all(torch.equal(result, value) for result in found)
+    for results, value in zip(in_threads(*calls, times=20 if body == "eager" else 5), expected, strict=True):
+        assert all(torch.equal(result, value) for result in results)
     assert not torch.equal(expected[1], expected[2])
 
 
@@ -447,9 +447,9 @@ def test_pickled_models_are_swapped_in_another_process(tmp_path):
     pairs = [(swapped(name).eval(), make_batch()) for name in ("Llama", "GPT2")]
     torch.save(pairs, tmp_path / "models")
     subprocess.run([sys.executable, "-c", LOAD, tmp_path / "models", tmp_path / "results"], check=True)
-    for (model, batch), found in zip(pairs, torch.load(tmp_path / "results"), strict=True):
-        assert torch.equal(found[0], fused_logps(model, batch))
-        assert torch.equal(found[1], model(**batch).logits)
+    for (model, batch), results in zip(pairs, torch.load(tmp_path / "results"), strict=True):
+        assert torch.equal(results[0], fused_logps(model, batch))
+        assert torch.equal(results[1], model(**batch).logits)
 
 
 @pytest.mark.parametrize(

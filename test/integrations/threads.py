@@ -9,11 +9,11 @@ def in_threads(*calls: Callable, times: int) -> list[list]:
     """What each of `calls` gives, `times` over, while the others run in threads of their own; raises as one does."""
     results, failures, start = [[] for _ in calls], [], threading.Barrier(len(calls))
 
-    def run(call: Callable, given: list) -> None:
+    def run(call: Callable, values: list) -> None:
         start.wait()
         try:
             for _ in range(times):
-                given.append(call())
+                values.append(call())
         except BaseException as error:
             failures.append(error)
 
