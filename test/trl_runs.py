@@ -5,36 +5,17 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+import transformers
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 
 from liger_rl.integrations import trl as integration
 from liger_rl.integrations.trl import patched_trl
+from liger_rl.integrations.trl_divergence import FusedDivergence
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
 SIZES = {
@@ -53,13 +34,12 @@ SIZES = {
     "initializer_range": 0.2,
 }
 MODELS = {
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, final_logit_softcapping=20.0)),
+    "qwen3": transformers.Qwen3Config(**SIZES),
+    "gemma2": transformers.Gemma2Config(**SIZES, final_logit_softcapping=20.0),
     # A scale of the logits, a divisor of them; Cohere's head is the embeddings, too.
-    "cohere": (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.5)),
-    "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=2.0)),
+    "cohere": transformers.CohereConfig(**SIZES, logit_scale=0.5),
+    "granite": transformers.GraniteConfig(**SIZES, logits_scaling=2.0),
 }
-PROMPTS = ["w1 w2", "w3 w4 w5", "w6", "w7 w8"]
 CPU_ARGS = {
     "report_to": [],
     "use_cpu": True,
@@ -76,12 +56,17 @@ CPU_ARGS = {
     "lr_scheduler_type": "constant",
     "seed": 3,
 }
+PROMPTS = ["w1 w2", "w3 w4 w5", "w6", "w7 w8"]
+CHOSEN = [" w9 w10 w11", " w12 w13", " w14 w15 w16 w17", " w18"]
+REJECTED = [" w19", " w20 w21 w22", " w23 w24", " w25 w26 w27 w28"]
+PREFERENCES = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
+VERDICTS = {"prompt": PROMPTS * 2, "completion": [*CHOSEN, *REJECTED], "label": [True] * 4 + [False] * 4}
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
     splitter = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
     splitter.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=splitter, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
     )
 
@@ -89,42 +74,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def save_model(name: str, directory, *, seed: int = 0, head_gain: float = 1.0) -> str:
     """-> path, of which a trainer makes its reference model too; the head's weight is `head_gain` times as large."""
     torch.manual_seed(seed)
-    model_class, config = MODELS[name]
-    model = model_class(config)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name])
     model.lm_head.weight.data *= head_gain
     path = str(directory / f"{name}-{seed}")
     model.save_pretrained(path)
     return path
-
-
-def preferences() -> Dataset:
-    return Dataset.from_dict(
-        {
-            "prompt": PROMPTS,
-            "chosen": [" w9 w10 w11", " w12 w13", " w14 w15 w16 w17", " w18"],
-            "rejected": [" w19", " w20 w21 w22", " w23 w24", " w25 w26 w27 w28"],
-        }
-    )
-
-
-def verdicts() -> Dataset:
-    columns = preferences()
-    return Dataset.from_dict(
-        {
-            "prompt": PROMPTS * 2,
-            "completion": [*columns["chosen"], *columns["rejected"]],
-            "label": [True] * len(PROMPTS) + [False] * len(PROMPTS),
-        }
-    )
-
-
-def texts() -> Dataset:
-    columns = preferences()
-    return Dataset.from_dict({"prompt": PROMPTS, "completion": columns["chosen"]})
-
-
-def prompts() -> Dataset:
-    return Dataset.from_dict({"prompt": PROMPTS})
 
 
 def evenness(completion_ids, **columns) -> list[float]:
@@ -134,14 +88,15 @@ def evenness(completion_ids, **columns) -> list[float]:
 
 SCORED = {"num_generations": 4, "max_completion_length": 10, "per_device_train_batch_size": 8, "temperature": 0.9}
 PAIRED = {"per_device_train_batch_size": 4, "max_length": 16}
+# Prefix of the trainer's and the config's name -> columns of the data set, options of the config.
 TRAINERS = {
-    "grpo": (GRPOTrainer, GRPOConfig, prompts, {**SCORED, "num_iterations": 2, "beta": 0.1}),
-    "rloo": (RLOOTrainer, RLOOConfig, prompts, {**SCORED, "num_iterations": 2, "beta": 0.1}),
-    "dpo": (DPOTrainer, DPOConfig, preferences, PAIRED),
-    "kto": (KTOTrainer, KTOConfig, verdicts, PAIRED),
-    "sft": (SFTTrainer, SFTConfig, texts, PAIRED),
+    "GRPO": ({"prompt": PROMPTS}, {**SCORED, "num_iterations": 2, "beta": 0.1}),
+    "RLOO": ({"prompt": PROMPTS}, {**SCORED, "num_iterations": 2, "beta": 0.1}),
+    "DPO": (PREFERENCES, PAIRED),
+    "KTO": (VERDICTS, PAIRED),
+    "SFT": ({"prompt": PROMPTS, "completion": CHOSEN}, PAIRED),
 }
-
+DISTILLATION = {"per_device_train_batch_size": 4, "temperature": 0.9, "max_completion_length": 8}
 
 CLOCKS = ("step_time", "train_runtime")
 # Bounds of the clip so narrow that steps of this size pass them.
@@ -174,24 +129,60 @@ GRPO_STEPS, SEEDS = 8, (3, 4, 5)
 class Run(NamedTuple):
     log: dict[str, list[float]]  # by name, a value of each step
     weights: dict[str, Tensor]  # of the trained model
-    calls: int  # of our op
+    calls: int  # of our op or our divergence
 
 
 @contextmanager
 def counted_calls():
-    """-> a list that grows by the number of tokens of every call of our op."""
+    """-> a list that grows by the number of low-rank terms of every call of our op or our divergence."""
     calls: list[int] = []
-    plain = integration.linear_logprobs
+    logprobs, divergence = integration.linear_logprobs, FusedDivergence.call
 
-    def counting(hidden, *args, **options):
-        calls.append(hidden.shape[0])
-        return plain(hidden, *args, **options)
+    def counting(*args, low_rank=(), **options):
+        calls.append(len(low_rank))
+        return logprobs(*args, low_rank=low_rank, **options)
 
-    integration.linear_logprobs = counting
-    try:
+    def counting_divergence(*args):
+        made = divergence(*args)
+        calls.append(len(made.low_rank))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "linear_logprobs", counting)
+        patch.setattr(FusedDivergence, "call", counting_divergence)
         yield calls
-    finally:
-        integration.linear_logprobs = plain
+
+
+def build(kind: str, path, directory, *, dtype="float32", teacher: str | None = None, peft_config=None, **options):
+    """A trainer of `kind`, a key of TRAINERS or "Distillation", of the model at a path or of a model."""
+    columns, fixed = TRAINERS[kind] if teacher is None else ({"prompt": PROMPTS}, DISTILLATION)
+    arguments = {**CPU_ARGS, "output_dir": str(directory), **fixed, **options}
+    extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
+    if teacher is not None:
+        path, extra["teacher_model"] = (
+            transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in (path, teacher)
+        )
+    elif isinstance(path, str):
+        arguments["model_init_kwargs"] = {"dtype": dtype}
+    torch.manual_seed(0)  # of the adapters
+    return getattr(trl, f"{kind}Trainer")(
+        model=path,
+        args=getattr(trl, f"{kind}Config")(**arguments),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+        **extra,
+    )
+
+
+def run(trainer) -> Run:
+    with counted_calls() as calls:
+        trainer.train()
+    log: dict[str, list[float]] = {}
+    for entry in trainer.state.log_history:
+        for name, value in entry.items() if "train_runtime" not in entry else ():
+            log.setdefault(name, []).append(value)
+    return Run(log, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, len(calls))
 
 
 def train(
@@ -201,62 +192,49 @@ def train(
     *,
     patch,
     script=None,
-    dtype="float32",
-    peft_config=None,
     prepare: Callable[[Any], None] | None = None,
     built_before=False,
     **options,
 ) -> Run:
-    """One run of `kind`, a key of TRAINERS, of the model at a path or of a model.
+    """One run of `build(kind, path, directory, **options)`.
 
     `prepare` is given the trainer before it trains. With `built_before` the patch comes when the trainer is there.
 
     With a `script`, a list of what the policy has said in each of its turns, a GRPO run says that, and not what it
     would say itself; an empty list is filled with the run's own.
     """
-    trainer_class, config_class, dataset, fixed = TRAINERS[kind]
-    arguments = {**CPU_ARGS, "output_dir": str(directory), **fixed, **options}
-    if isinstance(path, str):
-        arguments["model_init_kwargs"] = {"dtype": dtype}
-    torch.manual_seed(0)  # of the adapters
-    extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
-    with counted_calls() as calls, ExitStack() as held:
+    with ExitStack() as held:
         if patch and not built_before:
             held.enter_context(patched_trl())
-        trainer = trainer_class(
-            model=path,
-            args=config_class(**arguments),
-            train_dataset=dataset(),
-            processing_class=tokenizer(),
-            peft_config=peft_config,
-            **extra,
-        )
+        trainer = build(kind, path, directory, **options)
         if patch and built_before:
             held.enter_context(patched_trl())
-        calls.clear()  # the patch has tried its options
         if script is not None:
             _follow(trainer, script)
         if prepare is not None:
             prepare(trainer)
-        trainer.train()
-    log: dict[str, list[float]] = {}
-    for entry in trainer.state.log_history:
-        if "train_runtime" in entry:
-            continue
-        for name, value in entry.items():
-            log.setdefault(name, []).append(value)
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return Run(log, weights, len(calls))
+        return run(trainer)
 
 
-def assert_same_run(patched: Run, plain: Run) -> None:
-    """Every step's log and the final weights, to float32 rounding: of the largest value of its kind in the run."""
+def pair(kind, path, directory, **options) -> tuple[Run, Run]:
+    """-> the runs without the patch and with it."""
+    plain, patched = (train(kind, path, directory, patch=patch, **options) for patch in (False, True))
+    return plain, patched
+
+
+def assert_same_run(patched: Run, plain: Run, **how) -> None:
     assert plain.calls == 0
     assert patched.calls >= len(plain.log["loss"])
+    assert_same_log(patched, plain, **how)
+
+
+def assert_same_log(patched: Run, plain: Run, *, by_step: bool = False) -> None:
+    """Every step's log and the final weights, to float32 rounding: of the largest value of its kind in the run, or
+    `by_step` of the step's own."""
     assert patched.log.keys() == plain.log.keys()
     for name in plain.log:
         if name not in CLOCKS:
-            assert not any(_differs(patched, plain, name)), name
+            assert not any(_differs(patched, plain, name, by_step)), name
     assert weight_distance(patched, plain) <= 1e-6
 
 
@@ -267,10 +245,7 @@ def grpo_pair(name: str, path: str, directory, **options) -> tuple[Run, Run]:
     """
     options = GRPO_RUNS[name] | {"max_steps": GRPO_STEPS} | options
     for seed in SEEDS:
-        script: list = []
-        plain, patched = (
-            train("grpo", path, directory, patch=patch, script=script, seed=seed, **options) for patch in (False, True)
-        )
+        plain, patched = pair("GRPO", path, directory, script=[], seed=seed, **options)
         if not parted_at_a_bound(patched, plain):
             break
     return plain, patched
@@ -305,9 +280,10 @@ def parted_at_a_bound(patched: Run, plain: Run) -> bool:
     return any("clip_ratio" in name for name in names) and not names & {"loss", "policy_loss", "kl", "entropy"}
 
 
-def _differs(a: Run, b: Run, name: str) -> list[bool]:
-    found, expected = torch.tensor([a.log[name], b.log[name]], dtype=torch.float64)
-    same = (found - expected).abs() <= 1e-5 * max(expected.abs().max().item(), 1.0)
+def _differs(a: Run, b: Run, name: str, by_step: bool = False) -> list[bool]:
+    values, expected = torch.tensor([a.log[name], b.log[name]], dtype=torch.float64)
+    sizes = expected.abs() if by_step else expected.abs().max()
+    same = (values - expected).abs() <= 1e-5 * sizes.clamp(min=1.0)
     return (~same).tolist()  # a NaN is not the same
 
 

@@ -17,4 +17,5 @@ install --no-deps --no-build-isolation .
 export OMP_NUM_THREADS=1
 "$environment/bin/python" -m pytest -p no:cacheprovider -o addopts= -W ignore::DeprecationWarning \
   test/kernels test/losses/test_fused.py test/test_kernels_compile.py test/engines/test_logprobs.py \
-  test/engines/test_compile.py test/grpo/test_grpo.py test/integrations/test_transformers.py
+  test/engines/test_compile.py test/grpo/test_grpo.py test/integrations/test_transformers.py \
+  test/integrations/test_swap_refusals.py

@@ -10,7 +10,7 @@ The weights are five times as large as transformers would draw them, and AdamW's
 a gradient so small that its step is all rounding, and training is smooth instead of chaotic.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
-from liger_rl import (  # noqa: E402
-    FusedLinearGRPOLoss,
-    KLPenalty,
-    PolicyBatch,
-    PPOClip,
-    SequenceMean,
-    ppo_loss_fn,
-)
+from liger_rl import FusedLinearGRPOLoss, KLPenalty, PolicyBatch, PPOClip, SequenceMean, ppo_loss_fn  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
 from texts import sampled  # noqa: E402
 
@@ -43,11 +36,10 @@ SIZES = {
     "max_position_embeddings": LENGTH,
     "initializer_range": 0.1,
 }
-SOFTCAP = {"gemma2": 30.0}
 CONFIGS = {
-    "llama": ("LlamaConfig", SIZES),
-    "qwen3": ("Qwen3Config", SIZES),
-    "gemma2": ("Gemma2Config", {**SIZES, "final_logit_softcapping": SOFTCAP["gemma2"]}),
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES),
+    "gemma2": transformers.Gemma2Config(**SIZES, final_logit_softcapping=30.0),
 }
 on_every_model = pytest.mark.parametrize("name", CONFIGS)
 on_both_precisions = pytest.mark.parametrize(
@@ -62,7 +54,7 @@ SEED = 0
 SLACK = 2.0
 
 PROMPT, STEPS_PER_BATCH = 32, 4
-EPSILON_LOW, EPSILON_HIGH, BETA = 0.2, 0.28, 0.04
+CLIP, BETA = {"epsilon_low": 0.2, "epsilon_high": 0.28}, 0.04
 
 
 def make_batches(seed: int) -> list[Tensor]:
@@ -71,10 +63,8 @@ def make_batches(seed: int) -> list[Tensor]:
 
 
 def make_model(name: str, seed: int, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    config_class, options = CONFIGS[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, config_class)(**options)
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype)
 
 
 def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -189,132 +179,103 @@ def test_language_modelling(name, dtype, exact_dtype):
 # --- policy optimisation ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Completions:
-    """A batch of sampled rows, as a policy loss sees it; columns are (B, T - 1), aligned with ids[:, 1:]."""
+def make_completions(seed: int, order: tuple[int, ...]) -> list[tuple[Tensor, PolicyBatch]]:
+    """Token ids, and columns (B, T - 1) of ids[:, 1:].
 
-    ids: Tensor
-    mask: Tensor
-    advantages: Tensor  # (B,)
-
-
-def make_completions(seed: int, order: tuple[int, ...]) -> list[Completions]:
-    """A prompt of PROMPT tokens each, completions of different lengths, rewards normalised over the group of rows."""
+    A prompt of PROMPT tokens each, completions of different lengths, rewards normalised over the group of rows.
+    """
     generator = torch.Generator().manual_seed(seed + 1000)
-    completions = []
+    completions, rows = [], list(order)
     for ids in make_batches(seed):
         lengths = torch.randint(PROMPT + 24, LENGTH + 1, (ROWS,), generator=generator)
         position = torch.arange(1, LENGTH)
         mask = (position >= PROMPT) & (position < lengths[:, None])
         rewards = torch.rand(ROWS, generator=generator)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        rows = list(order)
-        completions.append(Completions(ids[rows], mask[rows], advantages[rows]))
+        completions.append((ids[rows], PolicyBatch(advantages=advantages[rows], completion_mask=mask[rows])))
     return completions
 
 
-def literal_grpo(logps: Tensor, old: Tensor, reference: Tensor, batch: Completions) -> tuple[Tensor, Tensor, Tensor]:
+def literal_grpo(logps: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor, Tensor]:
     """-> the mean over rows of the mean over tokens of clipped policy loss and KL; ratios; which of them are clipped.
 
     J = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) - beta (exp(ref - logp) - (ref - logp) - 1), r = exp(logp - old)
     """
-    advantages = batch.advantages[:, None]
-    ratio = torch.exp(logps - old)
-    clipped = torch.clip(ratio, 1 - EPSILON_LOW, 1 + EPSILON_HIGH)
-    divergence = torch.exp(reference - logps) - (reference - logps) - 1
+    advantages, mask, low, high = batch.advantages[:, None], batch.completion_mask, *CLIP.values()
+    ratio = torch.exp(logps - batch.old_per_token_logps)
+    clipped = torch.clip(ratio, 1 - low, 1 + high)
+    difference = batch.ref_per_token_logps - logps
+    divergence = torch.exp(difference) - difference - 1
     per_token = -torch.min(ratio * advantages, clipped * advantages) + BETA * divergence
-    per_row = (per_token * batch.mask).sum(1) / batch.mask.sum(1)
-    cut = torch.where(advantages > 0, ratio > 1 + EPSILON_HIGH, ratio < 1 - EPSILON_LOW)
-    return per_row.mean(), ratio[batch.mask], cut[batch.mask]
+    per_row = (per_token * mask).sum(1) / mask.sum(1)
+    cut = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
+    return per_row.mean(), ratio[mask], cut[mask]
 
 
-class FullLogits:
+def loss_from_logits(model, ids: Tensor, batch: PolicyBatch, run: Run) -> Tensor:
     """Logits of the whole vocabulary and the formula above."""
-
-    def __init__(self, name: str) -> None:
-        self.logps = logps_from_logits
-
-    def loss(self, model, batch: Completions, old: Tensor, reference: Tensor, run: Run) -> Tensor:
-        loss, ratio, cut = literal_grpo(self.logps(model, batch.ids), old, reference, batch)
-        run.largest_ratio = max(run.largest_ratio, ratio.max().item())
-        run.clip_ratio = max(run.clip_ratio, cut.float().mean().item())
-        return loss
+    loss, ratio, cut = literal_grpo(logps_from_logits(model, ids), batch)
+    run.largest_ratio = max(run.largest_ratio, ratio.max().item())
+    run.clip_ratio = max(run.clip_ratio, cut.float().mean().item())
+    return loss
 
 
-class FusedModule:
+def head_of(model, ids: Tensor) -> tuple[FusedLinearGRPOLoss, Tensor, Tensor, Tensor]:
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    module = FusedLinearGRPOLoss("grpo", **CLIP, beta=BETA, softcap=softcap)
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    return module, hidden, model.lm_head.weight, ids[:, 1:]
+
+
+def logps_of_module(model, ids: Tensor) -> Tensor:
+    module, *head = head_of(model, ids)
+    return module.reference_logps(*head)
+
+
+def loss_of_module(model, ids: Tensor, batch: PolicyBatch, run: Run) -> Tensor:
     """Hidden states and FusedLinearGRPOLoss."""
-
-    def __init__(self, name: str) -> None:
-        self.module = FusedLinearGRPOLoss(
-            "grpo",
-            epsilon_low=EPSILON_LOW,
-            epsilon_high=EPSILON_HIGH,
-            beta=BETA,
-            softcap=SOFTCAP.get(name),
-        )
-
-    def logps(self, model, ids: Tensor) -> Tensor:
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        return self.module.reference_logps(hidden, model.lm_head.weight, ids[:, 1:])
-
-    def loss(self, model, batch: Completions, old: Tensor, reference: Tensor, run: Run) -> Tensor:
-        hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1]
-        output = self.module(
-            hidden,
-            model.lm_head.weight,
-            batch.ids[:, 1:],
-            batch.advantages,
-            batch.mask,
-            old_per_token_logps=old,
-            ref_per_token_logps=reference,
-        )
-        run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
-        return output.loss
+    module, *head = head_of(model, ids)
+    columns = {name: getattr(batch, name) for name in ("old_per_token_logps", "ref_per_token_logps")}
+    output = module(*head, batch.advantages, batch.completion_mask, **columns)
+    run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
+    return output.loss
 
 
-class SwappedHead:
+def loss_from_swapped_head(model, ids: Tensor, batch: PolicyBatch, run: Run) -> Tensor:
     """A swapped model's log-probabilities and ppo_loss_fn."""
+    logps = logps_from_swapped_head(model, ids)
+    output = ppo_loss_fn(logps, batch, PPOClip(**CLIP), SequenceMean(), kl=KLPenalty(beta=BETA))
+    run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
+    return output.loss
 
-    def __init__(self, name: str) -> None:
-        self.logps = logps_from_swapped_head
 
-    def loss(self, model, batch: Completions, old: Tensor, reference: Tensor, run: Run) -> Tensor:
-        output = ppo_loss_fn(
-            self.logps(model, batch.ids),
-            PolicyBatch(
-                advantages=batch.advantages,
-                completion_mask=batch.mask,
-                old_per_token_logps=old,
-                ref_per_token_logps=reference,
-            ),
-            PPOClip(epsilon_low=EPSILON_LOW, epsilon_high=EPSILON_HIGH),
-            SequenceMean(),
-            kl=KLPenalty(beta=BETA),
-        )
-        run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
-        return output.loss
+METHODS = {
+    "full logits": (logps_from_logits, loss_from_logits),
+    "module": (logps_of_module, loss_of_module),
+    "swapped head": (logps_from_swapped_head, loss_from_swapped_head),
+}
 
 
 @cache
 def policy(
-    name: str, dtype: torch.dtype, order: tuple[int, ...] = ROW_ORDERS[0], *, method=FullLogits, seed: int = SEED
+    name: str, dtype: torch.dtype, order: tuple[int, ...] = ROW_ORDERS[0], *, method="full logits", seed: int = SEED
 ) -> Run:
-    model, run, method = make_model(name, seed, dtype), Run(), method(name)
-    if isinstance(method, SwappedHead):
+    model, run, (logps, loss_of) = make_model(name, seed, dtype), Run(), METHODS[method]
+    if method == "swapped head":
         swap_lm_head(model)
     batches, optimizer = make_completions(seed, order), make_optimizer(model, lr=5e-4)
     with torch.no_grad():
-        references = [method.logps(model, batch.ids) for batch in batches]
-    for batch, reference in zip(batches, references, strict=True):
+        references = [logps(model, ids) for ids, _ in batches]
+    for (ids, batch), reference in zip(batches, references, strict=True):
         with torch.no_grad():
-            old = method.logps(model, batch.ids)
+            batch = replace(batch, old_per_token_logps=logps(model, ids), ref_per_token_logps=reference)
         for _ in range(STEPS_PER_BATCH):
-            loss = method.loss(model, batch, old, reference, run)
+            loss = loss_of(model, ids, batch, run)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             run.losses.append(loss.item())
-    return run.finish(model, method.logps, order, seed)
+    return run.finish(model, logps, order, seed)
 
 
 def assert_the_policy_moves(run: Run) -> None:
@@ -325,7 +286,7 @@ def assert_the_policy_moves(run: Run) -> None:
     assert run.clip_ratio > 0.05
 
 
-@pytest.mark.parametrize("method", [FusedModule, SwappedHead])
+@pytest.mark.parametrize("method", ["module", "swapped head"])
 @on_both_precisions
 @on_every_model
 def test_policy_optimisation(name, dtype, exact_dtype, method):

@@ -24,21 +24,21 @@ def test_grpo_on_gemma2(name, tmp_path):
     trl_runs.assert_same_grpo_run(name, trl_runs.save_model("gemma2", tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["kto", "rloo"])
+@pytest.mark.parametrize("kind", ["KTO", "RLOO"])
 def test_other_trainers_on_gemma2(kind, tmp_path):
     path = trl_runs.save_model("gemma2", tmp_path)
-    plain, patched = (trl_runs.train(kind, path, tmp_path, patch=patch) for patch in (False, True))
+    plain, patched = trl_runs.pair(kind, path, tmp_path)
     trl_runs.assert_same_run(patched, plain)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("kind", ["grpo", "sft", "dpo"])
+@pytest.mark.parametrize("kind", ["GRPO", "SFT", "DPO"])
 def test_bfloat16_is_no_further_from_float32(kind, model, tmp_path):
-    options = {**CALM, "entropy_coef": 0.02} if kind == "grpo" else CALM
+    options = {**CALM, "entropy_coef": 0.02} if kind == "GRPO" else CALM
     distances = {False: {}, True: {}}
     for seed in range(SEEDS):
         path = trl_runs.save_model(model, tmp_path, seed=seed, head_gain=HEAD_GAIN)
-        script = [] if kind == "grpo" else None  # the same completions for all three
+        script = [] if kind == "GRPO" else None  # the same completions for all three
         exact = trl_runs.train(kind, path, tmp_path, patch=False, script=script, seed=seed, **options)
         for patch, sums in distances.items():
             run = trl_runs.train(

@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+# Imported from here, so that tests of models are skipped without it.
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
-from liger_rl.integrations.transformers import (  # noqa: E402
-    FusedCausalLMOutput,
-    is_swapped,
-    swap_lm_head,
-)
+from liger_rl.integrations.transformers import FusedCausalLMOutput, is_swapped, swap_lm_head  # noqa: E402
 
 VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 14
 SIZES = {
@@ -128,21 +125,25 @@ def full(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -
     return from_logits(model(**inputs).logits, batch["labels"], temperature)
 
 
+def fused_logps(model: nn.Module, batch: dict) -> Tensor:
+    return model(**batch, fused=True).per_token_logps
+
+
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_gradients(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Together to 1e-5 of their size, each to 1e-4 of its own or 1e-5 of the whole's."""
-    assert found.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     size = math.sqrt(sum(g.double().square().sum().item() for g in expected.values()))
-    error = math.sqrt(sum((found[n] - g).double().square().sum().item() for n, g in expected.items()))
+    error = math.sqrt(sum((grads[n] - g).double().square().sum().item() for n, g in expected.items()))
     assert size > 1e-3, "a gradient that is all but zero would test nothing"
     assert error <= 1e-5 * size
     for name, grad in expected.items():
-        assert (found[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5 * size, name
+        assert (grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5 * size, name
 
 
 def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -31,9 +31,7 @@ def test_the_table_is_found():
 def test_the_line(framework):
     names = {}
     if "(model)" in LINES[framework]:
-        hf = pytest.importorskip("transformers", reason="transformers is not installed")
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-        names["model"] = hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=8, num_hidden_layers=1, head_dim=8, **sizes))
+        names["model"] = importlib.import_module("hf_models").build("Qwen3")
     imported, call = LINES[framework].split("; ")
     exec(imported, names)  # which needs no framework, but transformers for its models
     try:
@@ -51,9 +49,9 @@ def swift_methods():
     """The methods of ms-swift's GRPO trainer that build liger-kernel's loss and call it."""
     tree = ast.parse((checkouts.source("ms-swift") / "rlhf_trainers" / "grpo_trainer.py").read_text())
     (trainer,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "GRPOTrainer"]
-    wanted = {"_prepare_liger_loss", "compute_liger_loss"}
-    methods = [node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
-    assert {method.name for method in methods} == wanted
+    needed = {"_prepare_liger_loss", "compute_liger_loss"}
+    methods = [node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name in needed]
+    assert {method.name for method in methods} == needed
     for method in methods:
         method.decorator_list = []
     names = {"_ForwardRedirection": nullcontext, "gather_object": lambda values: values}

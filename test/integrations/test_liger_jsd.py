@@ -1,24 +1,16 @@
 """The drop-in for liger-kernel's distillation loss against liger-kernel itself, in float64 too, and what it refuses."""
 
-import inspect
-
 import pytest
 import torch
 
-chunked_loss = pytest.importorskip("liger_kernel.chunked_loss", reason="the integration needs liger-kernel")
+pytest.importorskip("liger_kernel.chunked_loss", reason="the integration needs liger-kernel")
 
-from liger_kernel.chunked_loss import jsd_loss  # noqa: E402
+from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss as THEIRS
 
-import oracles  # noqa: E402
-from head_calls import Products  # noqa: E402
-from liger_rl.integrations.liger import (  # noqa: E402
-    LigerFusedLinearJSDLoss,
-    patch_liger,
-    patched_liger,
-    unpatch_liger,
-)
+import oracles
+from head_calls import Products
+from liger_rl.integrations.liger import LigerFusedLinearJSDLoss
 
-THEIRS = jsd_loss.LigerFusedLinearJSDLoss
 SIZES = (12, 20, 61)  # H, H', V
 LEAVES = ("student_input", "student_weight", "student_bias")
 
@@ -46,28 +38,17 @@ def problem(shape=(23,), dtype=torch.float32, device="cpu", *, ignored=-100, bia
 
 def run(loss_class, options, call, factor=1.0):
     leaves = {name: call[name].detach().clone().requires_grad_() for name in LEAVES if call[name] is not None}
-    found = loss_class(**{"compiled": False, **options})(**{**call, **leaves})
-    loss, *parts = found if isinstance(found, tuple) else (found,)
+    result = loss_class(**{"compiled": False, **options})(**{**call, **leaves})
+    loss, *parts = result if isinstance(result, tuple) else (result,)
     return loss.detach(), torch.autograd.grad(loss * factor, list(leaves.values())), [part.detach() for part in parts]
 
 
-def assert_same(found, expected, rtol=1e-5):
-    torch.testing.assert_close(found[0], expected[0], rtol=rtol, atol=rtol / 10)
-    for mine, theirs in zip(found[1], expected[1], strict=True):
+def assert_same(result, expected, rtol=1e-5):
+    torch.testing.assert_close(result[0], expected[0], rtol=rtol, atol=rtol / 10)
+    for mine, theirs in zip(result[1], expected[1], strict=True):
         assert theirs.any()
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol * theirs.abs().max().item())
-    for mine, theirs in zip(found[2], expected[2], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol / 10)
-
-
-def test_signatures_are_theirs():
-    for name in ("__init__", "forward"):
-        ours, theirs = (inspect.signature(getattr(c, name)) for c in (LigerFusedLinearJSDLoss, THEIRS))
-        assert list(ours.parameters) == list(theirs.parameters)
-        for parameter in theirs.parameters.values():
-            assert ours.parameters[parameter.name].default == parameter.default, parameter.name
-    made = LigerFusedLinearJSDLoss()
-    assert {n: v for n, v in vars(THEIRS()).items() if not n.startswith("_")}.items() <= vars(made).items()
+    torch.testing.assert_close(result[2], expected[2], rtol=rtol, atol=rtol / 10)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -79,19 +60,19 @@ def test_same_numbers(beta, weights, temperature, device):
         options = {"weight_hard_loss": weights[0], "weight_soft_loss": weights[1], "beta": beta, **more}
         options |= {"temperature": temperature, "chunk_size": 5}
         call = problem(device=device, ignored=options.get("ignore_index", -100))
-        found, expected = (run(loss, options, call, factor=3.0) for loss in (LigerFusedLinearJSDLoss, THEIRS))
-        assert_same(found, expected)
-        assert len(found[2]) == (2 if more else 0)
+        result, expected = (run(loss, options, call, factor=3.0) for loss in (LigerFusedLinearJSDLoss, THEIRS))
+        assert_same(result, expected)
+        assert len(result[2]) == (2 if more else 0)
 
 
 def test_other_shapes_no_bias_and_nothing_that_counts():
     for call in (problem((3, 5)), problem(bias=False), problem((6,)) | {"true_labels": torch.full((6,), -100)}):
-        found, expected = (run(loss, {}, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
+        result, expected = (run(loss, {}, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
         if (call["true_labels"] == -100).all():
-            assert found[0] == expected[0] == 0
-            assert not any(grad.any() for grad in found[1])
+            assert result[0] == expected[0] == 0
+            assert not any(grad.any() for grad in result[1])
         else:
-            assert_same(found, expected)
+            assert_same(result, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"weight_hard_loss": 0.0, "beta": 0.1}])
@@ -100,9 +81,9 @@ def test_16_bit_inputs_are_no_further_from_float64_than_theirs(options, dtype):
     call = problem((96,), dtype)
     wide = {name: part.double() if isinstance(part, torch.Tensor) else part for name, part in call.items()}
     truth = run(THEIRS, options, wide | {"true_labels": call["true_labels"]})
-    found, theirs = (run(loss, options, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
-    assert abs(found[0] - truth[0]) < 1e-5
-    for mine, other, gold in zip(found[1], theirs[1], truth[1], strict=True):
+    result, theirs = (run(loss, options, call) for loss in (LigerFusedLinearJSDLoss, THEIRS))
+    assert abs(result[0] - truth[0]) < 1e-5
+    for mine, other, gold in zip(result[1], theirs[1], truth[1], strict=True):
         assert oracles.norm_error(mine, gold) <= oracles.norm_budget(other, gold, dtype)
 
 
@@ -131,8 +112,7 @@ def test_zero3_parameters_are_kept_for_a_second_pass():
     for part in (leaves["student_weight"], leaves["student_bias"], call["teacher_weight"], call["teacher_bias"]):
         part.data.zero_()
     loss.backward()
-    for mine, other in zip((part.grad for part in leaves.values()), truth[1], strict=True):
-        assert torch.equal(mine, other)
+    torch.testing.assert_close([part.grad for part in leaves.values()], list(truth[1]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +135,3 @@ def test_bad_input(options, changed, error, message):
     call = problem() | ({"teacher_bias": None} if "teacher_weight" in changed else {})
     with pytest.raises(error, match=message):
         LigerFusedLinearJSDLoss(**options)(**{**call, **changed})
-
-
-def test_the_patch_takes_both_losses():
-    assert chunked_loss.LigerFusedLinearJSDLoss is THEIRS
-    with patched_liger():
-        assert chunked_loss.LigerFusedLinearJSDLoss is jsd_loss.LigerFusedLinearJSDLoss is LigerFusedLinearJSDLoss
-    patch_liger()
-    assert chunked_loss.LigerFusedLinearJSDLoss is LigerFusedLinearJSDLoss
-    unpatch_liger()
-    assert chunked_loss.LigerFusedLinearJSDLoss is jsd_loss.LigerFusedLinearJSDLoss is THEIRS

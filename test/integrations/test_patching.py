@@ -1,291 +1,24 @@
-"""What holds for every patch of another package: TRL, liger-kernel and a package with verl's modules."""
+"""What holds for every patch of another package: of TRL and liger-kernel themselves, of the rest in stand-ins.
+
+A stand-in has modules, functions and methods as the rows name them. Each framework's own tests run with its own.
+"""
 
 import importlib
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import metadata
+from contextlib import AbstractContextManager
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 import checkouts
-from liger_rl.integrations.patching import Framework
-
-# The ways in which verl 0.9.1 looks its functions up, in files of the same names.
-VERL_FILES = {
-    "__init__.py": '__version__ = "0.9.1"\n',
-    "utils/kernel/linear_cross_entropy.py": """
-class LinearCrossEntropy:
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
-        raise NotImplementedError
-
-    @staticmethod
-    def apply(*args):
-        return "verl's own", args
-
-linear_cross_entropy = LinearCrossEntropy.apply
-""",
-    "utils/experimental/torch_functional.py": """
-class FusedLinearForPPO:
-    def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
-        return "verl's own", self
-""",
-    "models/transformers/dense_common.py": """
-def forward_with_torch_backend(*args):
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-    return FusedLinearForPPO().forward(*args)
-
-def forward_with_triton_backend(*args):
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    return linear_cross_entropy(*args)
-""",
-    "models/mcore/model_forward_fused.py": """
-from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-def fused(*args):
-    return linear_cross_entropy(*args)
-""",
-}
-VERL_MODELS = ("transformers.dense_common", "mcore.model_forward_fused")
-
-
-@dataclass
-class System:
-    package: str
-    home: str  # the module that defines what is replaced
-    name: str
-    replaced: set[str]  # names in that module
-    fake_version: Callable[[str | None], None]
-
-    def call(self, verb: str) -> Any:
-        short = self.package.removesuffix("_kernel")
-        return getattr(importlib.import_module(f"liger_rl.integrations.{short}"), f"{verb}_{short}")
-
-    def patch(self) -> None:
-        self.call("patch")()
-
-    def unpatch(self) -> None:
-        self.call("unpatch")()
-
-    def patched(self) -> Any:
-        return self.call("patched")()
-
-    @property
-    def globals(self) -> dict[str, Any]:
-        return vars(importlib.import_module(self.home))
-
-    @property
-    def now(self) -> Any:
-        return self.globals[self.name]
-
-
-@pytest.fixture
-def trl(monkeypatch):
-    pytest.importorskip("trl", reason="TRL is not installed")
-
-    def fake_version(version):
-        monkeypatch.setattr(sys.modules["trl"], "__version__", version)
-
-    importlib.import_module("trl.trainer.grpo_trainer")
-    names = {"_ChunkedLogProbFunction"}
-    if importlib.util.find_spec("peft") is not None:
-        names.add("add_fused_lm_head")
-    return System("trl", "trl.trainer.utils", "_ChunkedLogProbFunction", names, fake_version)
-
-
-@pytest.fixture
-def liger(monkeypatch):
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-
-    def fake_version(version):
-        def installed(name):
-            if version is None:
-                raise metadata.PackageNotFoundError(name)
-            return version
-
-        monkeypatch.setattr(metadata, "version", installed)
-
-    name, home = "LigerFusedLinearGRPOLoss", "liger_kernel.chunked_loss.grpo_loss"
-    return System("liger_kernel", home, name, {name}, fake_version)
-
-
-@pytest.fixture
-def verl(tmp_path, monkeypatch):
-    for name, text in VERL_FILES.items():
-        path = tmp_path / "verl" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-
-    def loaded():
-        return [name for name in sys.modules if name.split(".")[0] == "verl"]
-
-    for name in loaded():  # a real one, back afterwards
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    name, home = "linear_cross_entropy", "verl.utils.kernel.linear_cross_entropy"
-
-    def fake_version(version):
-        monkeypatch.setattr(importlib.import_module("verl"), "__version__", version)
-
-    system = System("verl", home, name, {name}, fake_version)
-    yield system
-    system.unpatch()
-    for name in loaded():
-        del sys.modules[name]
-
-
-@pytest.fixture(params=["trl", "liger", "verl"])
-def system(request) -> System:
-    return request.getfixturevalue(request.param)
-
-
-def test_patching_and_undoing_twice(system):
-    before = dict(system.globals)
-    system.unpatch()  # of what was never done
-    assert system.globals == before
-    system.patch()
-    first = system.now
-    assert {name for name, value in before.items() if system.globals[name] is not value} == system.replaced
-    system.patch()
-    assert system.now is first
-    for _ in range(2):
-        system.unpatch()
-        assert system.globals == before
-
-
-def test_a_patch_is_logged_once_and_can_be_asked_for(system, caplog):
-    module = importlib.import_module(f"liger_rl.integrations.{system.package.removesuffix('_kernel')}")
-    caplog.set_level("INFO", logger="liger_rl")
-    assert not module.is_patched()
-    with system.patched():
-        assert module.is_patched()
-        system.patch()
-    assert not module.is_patched()
-    system.patch()
-    assert module.is_patched()
-    system.unpatch()
-    assert not module.is_patched()
-    name = system.package.replace("_", "-")
-    messages = [record.message for record in caplog.records if record.name == "liger_rl"]
-    assert len(messages) == 2  # of the block and of the call behind it
-    for message in messages:
-        assert re.match(rf"patched {name} \d+\.\d+\S*: .*\b{system.name}\b.*; \w+", message)
-
-
-def test_patched_within_a_block(system):
-    original = system.now
-    with system.patched():
-        ours = system.now
-        with system.patched():
-            assert system.now is ours
-        assert system.now is ours
-        with system.patched():
-            system.unpatch()
-            assert system.now is original
-        assert system.now is ours
-    assert ours is not original is system.now
-    with pytest.raises(KeyboardInterrupt), system.patched():
-        raise KeyboardInterrupt
-    assert system.now is original
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_modules_that_import_the_name(system, before, monkeypatch):
-    """Those of the package, under whatever name, before the patch or while it is there; others keep what they hold."""
-    original, modules = system.now, {}
-    for name in (f"{system.package}.trainer.another", "user_code", f"{system.package}_user_code"):
-        modules[name] = ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, modules[name])
-    inside, *outside = modules.values()
-
-    def imported(module):
-        exec(f"from {system.home} import {system.name}, {system.name} as renamed", vars(module))
-
-    for module in (inside, *outside) if before else outside:
-        imported(module)
-    system.patch()
-    if not before:
-        imported(inside)
-    assert inside.renamed is vars(inside)[system.name] is system.now is not original
-    assert all(module.renamed is original for module in outside)
-    system.unpatch()
-    assert all(module.renamed is vars(module)[system.name] is original for module in modules.values())
-
-
-def test_threads_that_patch_and_undo(system):
-    """Whatever their order, the package ends up whole: all of it patched, or nothing."""
-    before, failures, interval = dict(system.globals), [], sys.getswitchinterval()
-
-    def replaced():
-        return {name for name in system.replaced if system.globals[name] is not before[name]}
-
-    def work(i):
-        try:
-            for _ in range(5):
-                (system.patch if i % 2 else system.unpatch)()
-                with system.patched():
-                    pass
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    sys.setswitchinterval(1e-6)  # turns as often as Python lets them
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
-    assert replaced() in (set(), system.replaced)
-    system.patch()
-    assert replaced() == system.replaced
-    system.unpatch()
-    assert not replaced()
-
-
-@pytest.mark.parametrize("loaded_before", [True, False])
-def test_verls_two_kinds_of_models(verl, loaded_before):
-    """Those for FSDP look their functions up at each forward, those for Megatron import one once."""
-
-    def outputs():
-        dense, fused = (importlib.import_module(f"verl.models.{name}") for name in VERL_MODELS)
-        arguments = (torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2).long())
-        functions = (dense.forward_with_triton_backend, dense.forward_with_torch_backend, fused.fused)
-        return [function(*arguments) for function in functions]
-
-    if loaded_before:
-        assert [output[0] for output in outputs()] == ["verl's own"] * 3
-    verl.patch()
-    assert all(isinstance(output[0], torch.Tensor) for output in outputs())
-    verl.unpatch()
-    assert [output[0] for output in outputs()] == ["verl's own"] * 3
-
-
-@pytest.mark.parametrize(
-    ("file", "parameter"),
-    [("utils/experimental/torch_functional.py", "input_ids"), ("utils/kernel/linear_cross_entropy.py", "reduction")],
-)
-def test_one_function_that_is_not_verls_leaves_both(verl, file, parameter, tmp_path):
-    path = tmp_path / "verl" / file
-    path.write_text(VERL_FILES[file].replace(parameter, "another"), encoding="utf-8")
-    torch_backend = importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
-    before, forward = verl.now, torch_backend.forward
-    with pytest.raises(RuntimeError, match=f"{parameter}.*nothing was patched"):
-        verl.patch()
-    assert verl.now is before
-    assert torch_backend.forward is forward
-
+from liger_rl.integrations import liger
+from liger_rl.integrations.patching import Framework, Patch
+from threads import in_threads
 
 # Module of the integration -> the versions that it supports, as its refusal says them, and its patch's arguments.
 SUPPORTED = {
@@ -298,104 +31,285 @@ SUPPORTED = {
     "trl": ("trl >= 1.15, < 1.17", ()),
     "verl": ("verl >= 0.5, < 0.11", ()),
 }
+REAL = {"liger": "liger_kernel.chunked_loss", "trl": "trl.trainer.grpo_trainer"}
+STAND_INS = [name for name in SUPPORTED if name not in REAL]
 
 
-def patch_function(short: str) -> Callable:
-    return getattr(importlib.import_module(f"liger_rl.integrations.{short}"), f"patch_{short}")
+class System(NamedTuple):
+    framework: Framework
+    patch: Callable[[], None]
+    unpatch: Callable[[], None]
+    patched: Callable[[], AbstractContextManager[None]]
+
+    def state(self) -> dict[tuple, Any]:
+        """Place -> what it holds, of every row."""
+        places = {}
+        for patch in self.framework.patches:
+            owner, _, attribute = patch.name.rpartition(".")
+            for name in {patch.module, *patch.home} & sys.modules.keys():
+                holder = vars(sys.modules[name]).get(owner) if owner else sys.modules[name]
+                if attribute in vars(holder or object):
+                    places[name, owner, attribute] = vars(holder)[attribute]
+        return places
+
+    def replaced(self, before: dict[tuple, Any]) -> set[tuple]:
+        return {place for place, value in self.state().items() if value is not before[place]}
 
 
-@pytest.mark.parametrize("short", SUPPORTED)
-def test_other_versions_are_refused(short, monkeypatch):
-    """By the module's or the metadata's word, before any other module of the package is imported."""
-    supported, arguments = SUPPORTED[short]
-    package = supported.split()[0]
-    lowest, below = re.findall(r"\d+\.(\d+)", supported)
-    major = re.search(r"\d+", supported)[0]
-    module = ModuleType(package.replace("-", "_"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for version in (
-        f"{major}.{int(lowest) - 1}.9",
-        f"{major}.{below}.0",
-        f"{major}.{below}.0.dev0",
-        "unknown",
-        "",
-        None,
-    ):
-        module.__version__ = version
-        checkouts.say_version(monkeypatch, package, version)
-        with pytest.raises(ImportError) as raised:
-            patch_function(short)(*arguments)
-        assert str(raised.value).startswith(f"{supported} is supported, found {version}; nothing was patched")
+def system_of(name: str) -> System:
+    module = importlib.import_module(f"liger_rl.integrations.{name}")
+    (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
+    functions = [getattr(module, f"{verb}_{name}") for verb in ("patch", "unpatch", "patched")]
+    arguments = SUPPORTED[name][1]
+    return System(framework, partial(functions[0], *arguments), functions[1], partial(functions[2], *arguments))
 
 
-@pytest.mark.parametrize("short", SUPPORTED)
-def test_without_the_package(short, monkeypatch):
-    """As if it were not found, loaded before or not."""
-    supported, arguments = SUPPORTED[short]
-    package = supported.split()[0]
-    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
-    with pytest.raises(ImportError, match=f"{package} is not installed: .*; nothing was patched"):
-        patch_function(short)(*arguments)
+def say(monkeypatch, framework: Framework, version: str | None) -> None:
+    sys.modules[framework.name.replace("-", "_")].__version__ = version
+    checkouts.say_version(monkeypatch, framework.name, version)
 
 
-def stand_in(monkeypatch, framework):
-    """Modules with functions and methods as the rows name them."""
-    for patch in framework.patches:
+def newest(framework: Framework) -> str:
+    return f"{framework.below[0]}.{framework.below[1] - 1}"
+
+
+def add_function(patch: Patch, name: str, parameters: str) -> None:
+    owner, _, attribute = name.rpartition(".")
+    home = sys.modules[patch.module]
+    if owner:
+        home = vars(home).setdefault(owner, type(owner, (), {}))
+    exec(f"def function({parameters}): pass", values := {})
+    setattr(home, attribute, values["function"])
+
+
+def stand_in(name: str, monkeypatch) -> System:
+    system = system_of(name)
+    top = system.framework.name.replace("-", "_")
+    for loaded in [loaded for loaded in sys.modules if loaded.split(".")[0] == top]:
+        monkeypatch.delitem(sys.modules, loaded)
+    for patch in system.framework.patches:
         for i in range(patch.module.count(".") + 1):
             module = ModuleType(patch.module.rsplit(".", i)[0])
             module.__path__ = []
             monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
         parameters = ", ".join(name.rstrip("?") for name in (patch.parameters or "").split())
-        for name in {patch.name, patch.checked}:
-            owner, _, attribute = name.rpartition(".")
-            home = sys.modules[patch.module]
-            if owner:
-                home = vars(home).setdefault(owner, type(owner, (), {}))
-            exec(f"def function({parameters}): pass", values := {})
-            setattr(home, attribute, values["function"])
+        for function in {patch.name, patch.checked}:
+            add_function(patch, function, parameters)
+    say(monkeypatch, system.framework, newest(system.framework))
+    return system
 
 
-@pytest.mark.parametrize("short", ["nemo_rl", "openrlhf", "prime_rl", "skyrl", "torchtitan", "verl"])
-def test_every_row_is_put_in_place_and_taken_back(short, monkeypatch, caplog):
-    """In modules made from the table; each framework's own tests run with its own modules."""
-    module = importlib.import_module(f"liger_rl.integrations.{short}")
-    (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
-    for name in [name for name in sys.modules if name.split(".")[0] == framework.name.replace("-", "_")]:
-        monkeypatch.delitem(sys.modules, name)
-    stand_in(monkeypatch, framework)
-    version = ".".join(map(str, (framework.below[0], framework.below[1] - 1)))
-    sys.modules[framework.name.replace("-", "_")].__version__ = version
-    checkouts.say_version(monkeypatch, framework.name, version)
-    groups = {patch.group for patch in framework.patches}
-    before = [patch.find() for patch in framework.patches]
-    caplog.set_level("INFO", logger="liger_rl")
-    with framework.within(*groups):
-        assert module.is_patched()
-        assert [patch.original for patch in framework.patches] == before
+@pytest.fixture(params=SUPPORTED)
+def system(request, monkeypatch):
+    if request.param in REAL:
+        pytest.importorskip(REAL[request.param], reason=f"{request.param} is not installed")
+        made = system_of(request.param)
+        for patch in made.framework.patches:
+            for module in (patch.module, *patch.home) if patch.needed() else ():
+                if "." in module:
+                    importlib.import_module(module)  # each is a place
+        yield made
+        return
+    made = stand_in(request.param, monkeypatch)
+    yield made
+    made.unpatch()
+
+
+def test_patching_and_undoing_twice(system):
+    before = system.state()
+    system.unpatch()  # of what was never done
+    assert system.state() == before
+    system.patch()
+    first = system.state()
+    replaced = system.replaced(before)
+    assert replaced
+    system.patch()
+    assert system.state() == first
+    for _ in range(2):
+        system.unpatch()
+        assert system.state() == before
+
+
+def test_every_row_is_put_in_place_and_taken_back(system):
+    before, framework = system.state(), system.framework
+    with framework.within(*{patch.group for patch in framework.patches}):
         for patch in framework.patches:
-            owner, _, attribute = patch.name.rpartition(".")
-            home = sys.modules[patch.module]
-            assert vars(vars(home)[owner] if owner else home)[attribute] is patch.replacement
-    assert not module.is_patched()
-    names = ", ".join(patch.name for patch in framework.patches)
-    assert caplog.messages == [f"patched {framework.name} {version}: {names}; {framework.gain}"]
-    assert [patch.find() for patch in framework.patches] == before
+            assert patch.replacement in system.state().values()
+            assert any(patch.original is value for value in before.values())
+    assert system.state() == before
 
 
-def test_another_version_changes_nothing(system):
-    before = dict(system.globals)
-    system.fake_version("0.4.1")
-    for call in (system.patch, lambda: system.patched().__enter__()):
-        with pytest.raises(ImportError, match="nothing was patched"):
-            call()
-    assert system.globals == before
+def test_a_patch_is_logged_once_and_can_be_asked_for(system, caplog):
+    framework = system.framework
+    caplog.set_level("INFO", logger="liger_rl")
+    assert not framework.is_patched()
+    with system.patched():
+        assert framework.is_patched()
+        system.patch()
+    assert not framework.is_patched()
+    system.patch()
+    system.unpatch()
+    assert not framework.is_patched()
+    first, second = (record.message for record in caplog.records if record.name == "liger_rl")
+    assert first == second  # of the block and of the call behind it
+    assert re.match(rf"patched {framework.name} \d+\.\d+\S*: .*; {re.escape(framework.gain)}$", first)
+    assert system.framework.patches[0].name in first
 
 
-@pytest.mark.parametrize("version", ["0.5.0", "0.9.2.dev", "0.10.0.dev"])
-def test_other_supported_versions(verl, version):
-    verl.fake_version(version)
-    with verl.patched():
-        assert verl.now.__module__ == "liger_rl.integrations.verl"
+def test_patched_within_a_block(system):
+    before = system.state()
+    with system.patched():
+        ours = system.state()
+        with system.patched():
+            assert system.state() == ours
+        assert system.state() == ours
+        with system.patched():
+            system.unpatch()
+            assert system.state() == before
+        assert system.state() == ours
+    assert ours != before == system.state()
+    with pytest.raises(KeyboardInterrupt), system.patched():
+        raise KeyboardInterrupt
+    assert system.state() == before
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_modules_that_import_the_name(system, before, monkeypatch):
+    """Those of the package, under whatever name, before the patch or while it is there; others keep what they hold."""
+    for patch in system.framework.patches:
+        home, name, package = sys.modules[patch.module], patch.name, patch.module.split(".")[0]
+        if name not in vars(home) or package not in patch.home or patch.group not in ("", "fsdp"):
+            continue  # a method, a name that is replaced in other modules, a row that is not applied
+        original, modules = vars(home)[name], {}
+        for place in (f"{package}.trainer.another", "user_code", f"{package}_user_code"):
+            modules[place] = ModuleType(place)
+            monkeypatch.setitem(sys.modules, place, modules[place])
+        inside, *outside = modules.values()
+
+        def imported(module, home=home, name=name):
+            exec(f"from {home.__name__} import {name}, {name} as renamed", vars(module))
+
+        for module in (inside, *outside) if before else outside:
+            imported(module)
+        system.patch()
+        if not before:
+            imported(inside)
+        assert inside.renamed is vars(inside)[name] is vars(home)[name] is not original
+        assert all(module.renamed is original for module in outside)
+        system.unpatch()
+        assert all(module.renamed is vars(module)[name] is original for module in (inside, *outside))
+        monkeypatch.delattr(inside, "renamed")
+
+
+def test_threads_that_patch_and_undo(system):
+    """Whatever their order, the package ends up whole: all of it patched, or nothing."""
+    before = system.state()
+    with system.patched():
+        whole = system.replaced(before)
+
+    def within_after(change):
+        change()
+        with system.patched():
+            pass
+
+    in_threads(*[partial(within_after, system.patch), partial(within_after, system.unpatch)] * 2, times=5)
+    assert system.replaced(before) in (set(), whole)
+    system.patch()
+    assert system.replaced(before) == whole
+    system.unpatch()
+    assert system.state() == before
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_row_that_is_not_what_its_version_says_leaves_all(name, monkeypatch):
+    for row in range(len(system_of(name).framework.patches)):
+        for parameters, message in (("another", "must take .*, found .another.*"), (None, "has no .* here")):
+            system = stand_in(name, monkeypatch)
+            patch = system.framework.patches[row]
+            add_function(patch, patch.checked if parameters else patch.name, parameters or "")
+            if parameters is None:
+                owner, _, attribute = patch.name.rpartition(".")
+                delattr(vars(sys.modules[patch.module])[owner] if owner else sys.modules[patch.module], attribute)
+            before = system.state()
+            with pytest.raises(RuntimeError, match=f"{message}; nothing was patched"):
+                system.framework.patch(patch.group)
+            assert system.state() == before
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_other_versions_are_refused(name, monkeypatch):
+    """By the module's or the metadata's word, before any other module of the package is imported."""
+    supported, system = SUPPORTED[name][0], system_of(name)
+    framework = system.framework
+    module = ModuleType(framework.name.replace("-", "_"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    lower, above = f"{framework.lowest[0]}.{framework.lowest[1] - 1}.9", ".".join(map(str, framework.below))
+    for version in (lower, f"{above}.0", f"{above}.0.dev0", "unknown", "", None):
+        say(monkeypatch, framework, version)
+        for call in (system.patch, lambda: system.patched().__enter__()):
+            with pytest.raises(ImportError) as raised:
+                call()
+            assert str(raised.value).startswith(f"{supported} is supported, found {version}; nothing was patched")
+    monkeypatch.setitem(sys.modules, module.__name__, None)  # as if it were not found, loaded before or not
+    with pytest.raises(ImportError, match=f"{framework.name} is not installed: .*; nothing was patched"):
+        system.patch()
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_supported_versions(name, monkeypatch):
+    system = stand_in(name, monkeypatch)
+    before, framework = system.state(), system.framework
+    for version in (".".join(map(str, framework.lowest)), f"{newest(framework)}.2.dev"):
+        say(monkeypatch, framework, version)
+        with system.patched():
+            assert system.replaced(before)
+
+
+def test_a_group_of_a_later_version_is_refused(monkeypatch):
+    system = stand_in("verl", monkeypatch)
+    say(monkeypatch, system.framework, "0.7.1")
+    with pytest.raises(ImportError, match=r"verl >= 0\.8"):
+        system.framework.patch("distillation")
+    system.patch()
+
+
+@pytest.fixture
+def trainers(monkeypatch):
+    """Modules of users that have imported liger-kernel's class, under another name too."""
+    pytest.importorskip(REAL["liger"], reason="liger-kernel is not installed")
+    made = {name: ModuleType(name) for name in ("my_trainer", "my_trainer.losses", "my_trainers")}
+    for name, module in made.items():
+        exec(f"from {REAL['liger']} import LigerFusedLinearGRPOLoss as loss, LigerFusedLinearGRPOLoss", vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+def test_other_modules_are_patched_when_named(trainers):
+    theirs = trainers["my_trainers"].loss
+
+    def patched_now():
+        assert all(module.loss is module.LigerFusedLinearGRPOLoss for module in trainers.values())
+        return {name for name, module in trainers.items() if module.loss is not theirs}
+
+    named = {"my_trainer", "my_trainer.losses"}
+    liger.patch_liger()
+    assert not patched_now()
+    for modules in (("my_trainer",), ()):
+        liger.patch_liger(modules=modules)
+        assert patched_now() == named
+    liger.unpatch_liger()
+    assert not patched_now()
+    trainers["my_trainer"].ours = liger.LigerFusedLinearGRPOLoss  # a caller's own import of ours stays
+    with liger.patched_liger():
+        with liger.patched_liger(modules=("my_trainer",)):
+            trainers["my_trainers"].ours = liger.LigerFusedLinearGRPOLoss
+            assert patched_now() == named
+        assert not patched_now()
+    assert trainers["my_trainer"].ours is trainers["my_trainers"].ours is liger.LigerFusedLinearGRPOLoss is not theirs
+    for modules in ("my_trainer", (trainers["my_trainer"],)):
+        with pytest.raises(TypeError, match="modules must be names"):
+            liger.patch_liger(modules=modules)
+    assert not patched_now()
 
 
 BEFORE_IMPORT = """

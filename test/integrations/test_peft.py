@@ -6,35 +6,29 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
-peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
-
-import oracles  # noqa: E402
-from hf_models import (  # noqa: E402
+import oracles
+from hf_models import (
     LENGTH,
-    VOCAB,
     assert_same_as_full_logits,
     build,
     from_logits,
     full,
+    fused_logps,
     gradients,
     make_batch,
+    transformers,
 )
-from liger_rl import FusedLinearGRPOLoss, LowRank  # noqa: E402
-from liger_rl.integrations.transformers import is_swapped, swap_lm_head, unswap_lm_head  # noqa: E402
+from liger_rl.integrations.transformers import is_swapped, swap_lm_head, unswap_lm_head
 
+peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 ADAPTERS = ("lora_A", "lora_B")
 
 
 def gemma(device="cpu", dtype: torch.dtype = torch.float32, **options) -> transformers.PreTrainedModel:
     sizes = {"num_hidden_layers": 1, "final_logit_softcapping": 5.0, "tie_word_embeddings": False}
     return build("Gemma2", device, **{**sizes, **options}).to(dtype)
-
-
-def fused_logps(model: nn.Module, batch: dict) -> Tensor:
-    return model(**batch, fused=True).per_token_logps
 
 
 def lora(**options) -> "peft.LoraConfig":
@@ -56,6 +50,10 @@ def adapted(device="cpu", dtype: torch.dtype = torch.float32, **options) -> "pef
     return randomise(peft.get_peft_model(gemma(device, dtype), lora(**options)))
 
 
+def head_of(model: nn.Module) -> nn.Module:
+    return model.get_base_model().lm_head
+
+
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
@@ -75,101 +73,102 @@ def test_lora_on_the_head(swapped, options, device):
         target = model if swapped == "after" else model.get_base_model()
         assert swap_lm_head(target) is target
     assert is_swapped(model)
-    found = assert_same_as_full_logits(model, batch).per_token_logps
-    adapted_gradients = gradients(model, model(**batch, fused=True).loss)
-    assert adapted_gradients
-    assert all("lora_" in name for name in adapted_gradients)
+    logps = assert_same_as_full_logits(model, batch).per_token_logps
+    grads = gradients(model, model(**batch, fused=True).loss)
+    assert grads
+    assert all("lora_" in name for name in grads)
     with model.disable_adapter():
         plain = assert_same_as_full_logits(model, batch).per_token_logps
-    assert (found - plain).abs().max() > 0.05
+    assert (logps - plain).abs().max() > 0.05
     torch.testing.assert_close(plain, full(gemma(device), batch)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_equals_the_merged_model():
     model, batch = swap_lm_head(adapted()), make_batch()
-    found = fused_logps(model, batch)
+    logps = fused_logps(model, batch)
     merged = copy.deepcopy(model).merge_and_unload()
-    torch.testing.assert_close(found, full(merged, batch)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logps, full(merged, batch)[0], rtol=1e-5, atol=1e-5)
     # Merged in place, the adapters' terms are in the weight and must not be added again.
     model.merge_adapter()
-    torch.testing.assert_close(fused_logps(model, batch), found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused_logps(model, batch), logps, rtol=1e-4, atol=1e-4)
     with model.disable_adapter():
         torch.testing.assert_close(fused_logps(model, batch), full(gemma(), batch)[0], rtol=1e-4, atol=1e-4)
     assert torch.equal(fused_logps(merged, batch), fused_logps(swap_lm_head(merged), batch))
 
 
 def test_several_adapters_are_switched_and_summed():
-    model = adapted(r=4)
+    model, batch = adapted(r=4), make_batch()
     model.add_adapter("second", lora(r=3, lora_alpha=2))
     model.add_adapter("body", lora(target_modules=["q_proj"]))
-    randomise(model)
-    swap_lm_head(model)
-    batch = make_batch()
+    swap_lm_head(randomise(model))
     results = []
-    for names in ("default", "second", "body"):
-        model.set_adapter(names)
+    for names in ("default", "second", "body", ["default", "second"]):
+        model.base_model.set_adapter(names)
         results.append(assert_same_as_full_logits(model, batch).per_token_logps)
-    model.base_model.set_adapter(["default", "second"])
-    results.append(assert_same_as_full_logits(model, batch).per_token_logps)
     for i, first in enumerate(results):
-        for second in results[:i]:
-            assert (first - second).abs().max() > 0.01
+        assert all((first - second).abs().max() > 0.01 for second in results[:i])
     model.delete_adapter("second")
-    torch.testing.assert_close(
-        assert_same_as_full_logits(model, batch).per_token_logps, results[0], rtol=1e-5, atol=1e-5
-    )
+    logps = assert_same_as_full_logits(model, batch).per_token_logps
+    torch.testing.assert_close(logps, results[0], rtol=1e-5, atol=1e-5)
 
 
 def test_modules_to_save_trains_the_copy_of_the_head():
-    model = peft.get_peft_model(gemma(), lora(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model, batch = (
+        peft.get_peft_model(gemma(), lora(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+        make_batch(),
+    )
     with torch.no_grad():
-        model.get_base_model().lm_head.modules_to_save["default"].weight.mul_(0.5)
-    batch = make_batch()
+        head_of(model).modules_to_save["default"].weight.mul_(0.5)
     swap_lm_head(randomise(model))
-    found = assert_same_as_full_logits(model, batch).per_token_logps
+    logps = assert_same_as_full_logits(model, batch).per_token_logps
     assert any("lm_head.modules_to_save" in n for n in gradients(model, model(**batch, fused=True).loss))
     with model.disable_adapter():
         original = assert_same_as_full_logits(model, batch).per_token_logps
-    assert (found - original).abs().max() > 0.05
+    assert (logps - original).abs().max() > 0.05
     model.add_adapter("other", lora(target_modules=["q_proj"]))
     model.set_adapter("other")  # it saves no head, so the original is called
     assert_same_as_full_logits(model, batch)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": ["lm_head"]},
+HEAD = {"target_modules": ["lm_head"]}
+OTHER_HEADS = {
+    "tied: head alone": (True, HEAD),
+    "tied: one adapter for both ends": (
+        True,
         {"target_modules": ["lm_head", "embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "tied: one copy for both ends": (
+        True,
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-        {"target_modules": ["lm_head"], "rank_pattern": {"lm_head": 9}},
-    ],
-    ids=["head alone", "one adapter for both ends", "one copy for both ends", "a rank of its own"],
-)
-def test_tied_weights(options):
-    model = randomise(peft.get_peft_model(gemma(tie_word_embeddings=True), lora(**options)))
+    ),
+    "tied: a rank of its own": (True, {**HEAD, "rank_pattern": {"lm_head": 9}}),
+    "the body alone": (False, {"target_modules": ["q_proj"]}),
+}
+
+
+@pytest.mark.parametrize(("tied", "options"), OTHER_HEADS.values(), ids=OTHER_HEADS)
+def test_other_heads(tied, options):
+    model = randomise(peft.get_peft_model(gemma(tie_word_embeddings=tied), lora(**options)))
     assert_same_as_full_logits(swap_lm_head(model), make_batch())
 
 
 @pytest.mark.parametrize("frozen_head", [True, False])
 def test_the_heads_own_weight_may_be_trained_too(frozen_head):
-    model, batch = swap_lm_head(adapted()), make_batch()
-    weight = model.get_base_model().lm_head.base_layer.weight
-    weight.requires_grad_(not frozen_head)
-    assert_same_as_full_logits(model, batch)
+    model = swap_lm_head(adapted())
+    weight = head_of(model).base_layer.weight.requires_grad_(not frozen_head)
+    assert_same_as_full_logits(model, make_batch())
     assert (weight.grad is None) == frozen_head
 
 
 def test_dropout_is_applied_to_what_peft_applies_it_to():
     model, batch = swap_lm_head(adapted(lora_dropout=0.4)).train(), make_batch()
-    losses, found = [], []
+    losses, grads = [], []
     for options in ({}, {"fused": True}):
         torch.manual_seed(3)
         losses.append(model(**batch, **options).loss)
-        found.append(gradients(model, losses[-1]))
+        grads.append(gradients(model, losses[-1]))
     torch.testing.assert_close(losses[1], losses[0])
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model(**batch, fused=True).loss, losses[0], rtol=1e-3)
     assert_same_as_full_logits(model.eval(), batch)
 
@@ -177,8 +176,8 @@ def test_dropout_is_applied_to_what_peft_applies_it_to():
 @pytest.mark.parametrize("autocast_adapter_dtype", [True, False], ids=["float32 adapters", "bfloat16 adapters"])
 def test_bfloat16_is_closer_to_float64_than_full_logits_in_bfloat16(autocast_adapter_dtype, device):
     """Given the same hidden states; PEFT keeps adapters of a bfloat16 model in float32 unless told otherwise."""
-    base, config = gemma(device, torch.bfloat16), lora(target_modules=["lm_head"])
-    model = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast_adapter_dtype)
+    base = gemma(device, torch.bfloat16)
+    model = peft.get_peft_model(base, lora(**HEAD), autocast_adapter_dtype=autocast_adapter_dtype)
     swap_lm_head(randomise(model))
     head, batch, seen = base.lm_head, make_batch(device), []
     handle = head.register_forward_pre_hook(lambda head, args: seen.append(args[0].detach()))
@@ -188,10 +187,9 @@ def test_bfloat16_is_closer_to_float64_than_full_logits_in_bfloat16(autocast_ada
     merged = head.base_layer.weight.double() + head.scaling["default"] * b @ a
     exact, _ = from_logits(5.0 * torch.tanh(seen[0].double() @ merged.T / 5.0), batch["labels"])
     output = model(**batch, fused=True)
-    error, plain_error = (oracles.norm_error(logps, exact) for logps in (output.per_token_logps, plain))
-    assert error < plain_error / 100
-    found, expected = gradients(model, output.loss), gradients(model, model(**batch).loss)
-    for name, grad in found.items():
+    assert oracles.norm_error(output.per_token_logps, exact) < oracles.norm_error(plain, exact) / 100
+    grads, expected = gradients(model, output.loss), gradients(model, model(**batch).loss)
+    for name, grad in grads.items():
         assert grad.dtype == (torch.float32 if autocast_adapter_dtype else torch.bfloat16)
         assert (grad - expected[name]).norm() < 0.05 * expected[name].norm()
 
@@ -208,13 +206,11 @@ def test_autocast():
 
 def test_padding_of_nan_does_not_reach_the_adapter():
     """Rows of the hidden states that no label needs."""
-    model, batch = swap_lm_head(adapted(target_modules=["lm_head"])), make_batch()
+    model, batch = swap_lm_head(adapted(**HEAD)), make_batch()
     expected = gradients(model, model(**batch, fused=True).loss)
     first = (torch.arange(LENGTH) < 1)[:, None]
     model.get_base_model().model.norm.register_forward_hook(lambda m, args, h: h.masked_fill(first, math.nan))
-    found = gradients(model, model(**batch, fused=True).loss)
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad)
+    torch.testing.assert_close(gradients(model, model(**batch, fused=True).loss), expected)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
@@ -225,62 +221,8 @@ def test_virtual_tokens(kind):
     fused = swap_lm_head(model)(**batch, fused=True)
     torch.testing.assert_close(fused.loss, plain)
     assert fused.per_token_logps.shape[1] == LENGTH + (4 if kind == "PromptTuningConfig" else 0)
-    found, expected = gradients(model, fused.loss), gradients(model, model(**batch).loss)
-    assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_head_with_lora_trains_as_with_full_logits():
-    """What TRL's GRPOTrainer refuses. Step by step the same losses and, at the end, the same adapters."""
-
-    def trained(model, logps) -> tuple[Tensor, dict[str, Tensor]]:
-        """Token ids in the lower half are rewarded."""
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        batch, history = make_batch(), []
-        good = (batch["labels"] < VOCAB // 2).float() * 2 - 1
-        for _ in range(15):
-            per_token = logps(model, batch)
-            loss = -(good * per_token)[per_token != 0].mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            history.append(loss.item())
-        return torch.tensor(history), dict(model.named_parameters())
-
-    plain_losses, plain = trained(adapted(), lambda model, batch: full(model, batch)[0])
-    fused_losses, fused = trained(swap_lm_head(adapted()), fused_logps)
-    torch.testing.assert_close(fused_losses, plain_losses, rtol=1e-4, atol=1e-4)
-    assert fused_losses[-1] < fused_losses[0] - 0.5
-    for name, parameter in fused.items():
-        torch.testing.assert_close(parameter, plain[name], rtol=1e-3, atol=1e-3)
-
-
-def test_the_loss_module_takes_the_adapter_as_it_is():
-    """The same without the integration: hidden states, the frozen weight, and the two factors."""
-    model, batch = adapted(target_modules=["lm_head"]), make_batch()
-    base = model.get_base_model()
-    head, hidden = base.lm_head, base.model(batch["input_ids"]).last_hidden_state
-    a, b = (getattr(head, name)["default"].weight for name in ADAPTERS)
-    loss = FusedLinearGRPOLoss("grpo", softcap=5.0)(
-        hidden[:, :-1],
-        head.base_layer.weight,
-        batch["labels"][:, 1:],
-        torch.tensor([1.0, -0.5, 2.0]),
-        low_rank=[LowRank(a=a, b=b, scaling=head.scaling["default"])],
-    ).loss
-    loss.backward()
-    assert head.base_layer.weight.grad is None
-    logps = full(model, batch)[0][:, 1:]
-    mask = batch["labels"][:, 1:] >= 0
-    ratio = (logps - logps.detach()).exp() * mask
-    expected = -(ratio * torch.tensor([1.0, -0.5, 2.0])[:, None]).sum(1).div(mask.sum(1)).mean()
-    torch.testing.assert_close(loss, expected)
-    for mine, theirs in zip((a.grad, b.grad), torch.autograd.grad(expected, (a, b)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    grads, expected = (gradients(model, loss) for loss in (fused.loss, model(**batch).loss))
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-6)
 
 
 # --- nothing else is changed ------------------------------------------------------------------------------------------
@@ -295,33 +237,56 @@ def test_generate_state_and_undoing(tmp_path):
     swap_lm_head(model)
     assert torch.equal(torch.get_rng_state(), random_numbers)
     assert torch.equal(model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False), expected)
-    fused = fused_logps(model, batch)
-    assert model.state_dict().keys() == state.keys()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    logps = fused_logps(model, batch)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
     model.save_pretrained(tmp_path)
     loaded = swap_lm_head(peft.PeftModel.from_pretrained(gemma(), tmp_path))
-    torch.testing.assert_close(fused_logps(loaded, batch), fused)
+    torch.testing.assert_close(fused_logps(loaded, batch), logps)
+    twin = pickle.loads(pickle.dumps(model))
+    assert is_swapped(twin)
+    assert torch.equal(fused_logps(twin, batch), logps)
+    with twin.disable_adapter():
+        assert_same_as_full_logits(twin, batch)
     assert unswap_lm_head(unswap_lm_head(model)) is model
     assert type(model.get_base_model()) is before
     assert not is_swapped(model)
 
 
+def test_adapters_that_come_after_the_swap_are_compiled_too():
+    """The model then calls a layer that was not there at swap time."""
+    llama = swap_lm_head(build("Llama", num_hidden_layers=1))
+    model, batch = randomise(peft.get_peft_model(llama, lora(**HEAD))), make_batch()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logps, logits = fused_logps(compiled, batch), compiled(**batch).logits
+    torch.testing.assert_close(logps, assert_same_as_full_logits(model, batch).per_token_logps)
+    torch.testing.assert_close(logits, model(**batch).logits)
+    for register in (head_of(model).register_forward_hook, head_of(model).register_forward_pre_hook):
+        register(lambda *_: None, prepend=True).remove()
+    unswap_lm_head(model)
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    assert not any(registered for pair in hooks for registered in pair)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def other(kind: str, **options) -> "peft.PeftConfig":
+def config_of(kind: str, **options) -> "peft.PeftConfig":
     defaults = {} if kind in ("IA3", "TrainableTokens") else {"r": 2}
-    return getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", target_modules=["lm_head"], **defaults | options)
+    return getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **{**HEAD, **defaults, **options})
 
 
 REFUSED = {
     "DoRA": (lora(use_dora=True), ValueError, "'default' on the head of Gemma2ForCausalLM is a DoraLinearVariant"),
-    "IA3": (other("IA3", feedforward_modules=[]), TypeError, r"carries a PEFT layer .* peft\.tuners\.ia3\.layer\.Lin"),
-    "LoHa": (other("LoHa"), TypeError, r"of Gemma2ForCausalLM carries .*peft\.tuners\.loha\.layer\.Linear"),
-    "LoKr": (other("LoKr"), TypeError, r"peft\.tuners\.lokr\.layer\.Linear"),
-    "AdaLoRA": (other("AdaLora", init_r=2, total_step=10), TypeError, "SVDLinear"),
-    "VeRA": (other("Vera"), TypeError, r"peft\.tuners\.vera\.layer\.Linear"),
-    "trainable tokens": (other("TrainableTokens", token_indices=[1, 2]), TypeError, "TrainableTokens"),
+    "IA3": (
+        config_of("IA3", feedforward_modules=[]),
+        TypeError,
+        r"carries a PEFT layer .* peft\.tuners\.ia3\.layer\.L",
+    ),
+    "LoHa": (config_of("LoHa"), TypeError, r"of Gemma2ForCausalLM carries .*peft\.tuners\.loha\.layer\.Linear"),
+    "LoKr": (config_of("LoKr"), TypeError, r"peft\.tuners\.lokr\.layer\.Linear"),
+    "AdaLoRA": (config_of("AdaLora", init_r=2, total_step=10), TypeError, "SVDLinear"),
+    "VeRA": (config_of("Vera"), TypeError, r"peft\.tuners\.vera\.layer\.Linear"),
+    "trainable tokens": (config_of("TrainableTokens", token_indices=[1, 2]), TypeError, "TrainableTokens"),
 }
 
 
@@ -339,10 +304,9 @@ def test_other_adapters_on_the_head_are_refused_by_name(config, error, message, 
     assert torch.equal(model(**batch).logits, expected)
 
 
-def test_an_adapter_on_the_body_alone_is_nothing_special():
-    config = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["q_proj"], feedforward_modules=[])
-    model = peft.get_peft_model(gemma(), config)
-    assert_same_as_full_logits(swap_lm_head(model), make_batch())
+def test_an_ia3_adapter_on_the_body_alone_is_nothing_special():
+    config = config_of("IA3", target_modules=["q_proj"], feedforward_modules=[])
+    assert_same_as_full_logits(swap_lm_head(peft.get_peft_model(gemma(), config)), make_batch())
 
 
 def test_a_dora_adapter_is_refused_when_it_becomes_the_active_one():
@@ -357,52 +321,22 @@ def test_a_dora_adapter_is_refused_when_it_becomes_the_active_one():
     assert_same_as_full_logits(model, batch)
 
 
-def test_adapters_chosen_row_by_row_are_refused():
+@pytest.mark.parametrize("hooked", ["lora_A", "lora_B", "lora_dropout", None])
+def test_a_hook_inside_the_adapter_is_refused(hooked):
     """PEFT hands `adapter_names` to its layers by hooks for the length of a call."""
-    model, batch = adapted().eval(), make_batch()
+    model = adapted().eval()
     model.add_adapter("second", lora())
     swap_lm_head(model)
+    options = {} if hooked else {"adapter_names": ["default", "second", "default"]}
+    if hooked:
+        getattr(head_of(model), hooked)["default"].register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ValueError, match="hooks, which the fused head would leave out"):
-        model(**batch, fused=True, adapter_names=["default", "second", "default"])
-
-
-def test_adapters_that_come_after_the_swap_are_compiled_too():
-    """The model then calls a layer that was not there at swap time."""
-    config = lora(target_modules=["lm_head"])
-    model, batch = randomise(peft.get_peft_model(swap_lm_head(gemma()), config)), make_batch()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found, logits = compiled(**batch, fused=True).per_token_logps, compiled(**batch).logits
-    torch.testing.assert_close(found, assert_same_as_full_logits(model, batch).per_token_logps)
-    torch.testing.assert_close(logits, model(**batch).logits)
-    head = model.get_base_model().lm_head
-    for register in (head.register_forward_hook, head.register_forward_pre_hook):
-        register(lambda *_: None, prepend=True).remove()
-    unswap_lm_head(model)
-    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
-    assert not any(part for pair in hooks for part in pair)
-
-
-def test_a_pickled_model_with_adapters_is_swapped():
-    model, batch = swap_lm_head(adapted()), make_batch()
-    twin = pickle.loads(pickle.dumps(model))
-    assert is_swapped(twin)
-    assert torch.equal(fused_logps(twin, batch), fused_logps(model, batch))
-    with twin.disable_adapter():
-        assert_same_as_full_logits(twin, batch)
-
-
-@pytest.mark.parametrize("part", ["lora_A", "lora_B", "lora_dropout"])
-def test_a_hook_inside_the_adapter_is_refused(part):
-    model, batch = swap_lm_head(adapted()), make_batch()
-    module = getattr(model.get_base_model().lm_head, part)["default"]
-    module.register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(ValueError, match="1 hooks, which the fused head would leave out"):
-        model(**batch, fused=True)
+        model(**make_batch(), fused=True, **options)
 
 
 def test_an_adapter_that_computes_something_else_is_refused_at_swap_time():
     model = adapted()
-    lora_b = model.get_base_model().lm_head.lora_B["default"]
+    lora_b = head_of(model).lora_B["default"]
     lora_b.forward = lambda x: 2 * nn.functional.linear(x, lora_b.weight)
     with pytest.raises(ValueError, match=r"something other than h @ W.T \+ b and its LoRA adapters"):
         swap_lm_head(model)

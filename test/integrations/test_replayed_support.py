@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
-
-from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch  # noqa: E402
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Segments, Support, ppo_loss_fn  # noqa: E402
-from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
-from liger_rl.step.policy_step import completion_logps, policy_step  # noqa: E402
+from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch
+from liger_rl import FusedLinearGRPOLoss, Segments, Support
+from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.step.policy_step import completion_logps, policy_step
+from step_calls import assert_same_metrics, expected_step, packed, rows_of
 
 
 def sizes_of(batch: dict[str, Tensor]) -> Tensor:
@@ -39,7 +38,7 @@ def sampled(batch: dict[str, Tensor], *, without: tuple[int, int] | None = None)
     return Support.from_padded(padded), allowed
 
 
-def full(model: nn.Module, batch: dict[str, Tensor], allowed: Tensor, temperature: float = 1.0):
+def full(model: nn.Module, batch: dict[str, Tensor], allowed: Tensor, temperature: float | Tensor = 1.0):
     """(B, T) log-probabilities and entropies over the allowed ids; position t - 1 predicts token t."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     logits = model(**inputs).logits
@@ -49,23 +48,30 @@ def full(model: nn.Module, batch: dict[str, Tensor], allowed: Tensor, temperatur
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi", "Cohere"])
 @pytest.mark.parametrize("shift", [False, True], ids=["labels", "shift_labels"])
-def test_a_fused_call_is_that_of_the_masked_logits(name, shift, device):
+@pytest.mark.parametrize("temperatures", ["one", "of tokens"])
+def test_a_fused_call_is_that_of_the_masked_logits(name, shift, temperatures, device):
+    """A row and a temperature stand where their token's log-probability does."""
     model, batch = build(name, device), make_batch(device)
     support, allowed = sampled(batch)
-    logps, entropy = full(model, batch, allowed, 0.8)
+    labels, temperature = batch["labels"], 0.8
+    if temperatures == "of tokens":
+        temperature = 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(4)).to(device)
+    cooled = temperature if temperatures == "one" else temperature[:, 1:, None]
+    logps, entropy = full(model, batch, allowed, cooled)
     g = torch.randn(logps.shape, generator=torch.Generator().manual_seed(3)).to(device)
     expected = gradients(model, (g * logps + 0.3 * g * entropy).sum())
     swap_lm_head(model)
-    labels = batch.pop("labels")
     if shift:
         # A row belongs to the position whose label it allows.
         labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         support = support.take(torch.arange(1, support.tokens + 1) % support.tokens, batch=support.tokens)
-        g, logps, entropy = (nn.functional.pad(part[:, 1:], (0, 1)) for part in (g, logps, entropy))
-    given = {"shift_labels" if shift else "labels": labels}
-    out = model(**batch, **given, fused=True, entropy=True, temperature=0.8, support=support)
-    torch.testing.assert_close(out.per_token_logps, logps, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.entropy, entropy, rtol=1e-5, atol=1e-5)
+        g, logps, entropy = (nn.functional.pad(values[:, 1:], (0, 1)) for values in (g, logps, entropy))
+        if temperatures == "of tokens":
+            temperature = nn.functional.pad(temperature[:, 1:], (0, 1), value=1.0)
+    del batch["labels"]
+    batch["shift_labels" if shift else "labels"] = labels
+    out = model(**batch, fused=True, entropy=True, temperature=temperature, support=support)
+    torch.testing.assert_close((out.per_token_logps, out.entropy), (logps, entropy), rtol=1e-5, atol=1e-5)
     assert out.missing_target.shape == labels.shape
     assert not out.missing_target.any()
     assert_same_gradients(gradients(model, (g * out.per_token_logps + 0.3 * g * out.entropy).sum()), expected)
@@ -113,29 +119,21 @@ def test_a_policy_step_replays(loss_type):
     loss = FusedLinearGRPOLoss(loss_type, beta=0.1, temperature=0.7, entropy_coef=0.01, metrics="with_entropy")
     support, allowed = sampled(batch, without=(0, 6))
     logps, entropy = full(model, batch, allowed, 0.7)
-    mask = batch["labels"] >= 0
-    columns = {
+    mask = batch.pop("labels") >= 0
+    batch |= {
         "advantages": torch.tensor([1.0, -0.5, 2.0]),
         "completion_mask": mask,
         "old_per_token_logps": logps.detach() + 0.2 * torch.randn(logps.shape),
         "ref_per_token_logps": logps.detach() + 0.2 * torch.randn(logps.shape),
     }
-    terms = loss.terms
-    expected = ppo_loss_fn(
-        logps, PolicyBatch(**columns), terms.objective, terms.reduction, entropy=entropy, kl=terms.kl,
-        entropy_bonus=terms.entropy_bonus, metrics=terms.metrics,
-    )  # fmt: skip
-    expected_gradients = gradients(model, expected.loss)
-    del batch["labels"]
-    batch |= {"support": support, **columns}
-    step = policy_step(model, batch, loss)
-    torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    total, metrics, expected, _ = expected_step(model, batch, loss, (logps, entropy))
+    step = policy_step(model, {**batch, "support": support}, loss)
+    torch.testing.assert_close(step.loss.detach(), total, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(step.per_token_logps, logps.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(completion_logps(model, batch, loss), step.per_token_logps, rtol=0, atol=0)
+    assert torch.equal(completion_logps(model, {**batch, "support": support}, loss), step.per_token_logps)
     assert step.metrics["missing_target"].item() == pytest.approx(1 / int(mask.sum()))
-    assert step.metrics["entropy"].item() == pytest.approx(expected.metrics["entropy"].item(), rel=1e-4)
-    assert_same_gradients(gradients(model, step.loss), expected_gradients)
-    del batch["support"]
+    assert_same_metrics({name: step.metrics[name] for name in metrics}, metrics)
+    assert_same_gradients(gradients(model, step.loss), expected)
     assert "missing_target" not in policy_step(model, batch, loss).metrics
 
 
@@ -147,34 +145,36 @@ def test_micro_batches_take_their_rows():
     whole = gradients(model, policy_step(model, {**batch, "support": support}, loss).loss)
     model.zero_grad()
     for rows in (torch.tensor([2, 0]), slice(1, 2)):
-        part = {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
-        policy_step(model, {**part, "support": support.take(rows, batch=3)}, loss).loss.backward()
+        micro_batch = {**rows_of(batch, rows), "support": support.take(rows, batch=3)}
+        policy_step(model, micro_batch, loss).loss.backward()
     assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, whole)
 
 
-def test_a_packed_row_replays():
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_packed_row_is_the_padded_batch(replay):
+    """Sequences one after the other, told apart by position_ids, per-sequence ratios included."""
     model, batch = build("Llama", attention="eager"), make_batch()
-    loss = FusedLinearGRPOLoss("grpo", metrics="none")
+    loss = FusedLinearGRPOLoss("gspo", metrics="basic")
     support, _ = sampled(batch)
-    mask, real = batch.pop("labels") >= 0, batch["attention_mask"].bool()
-    batch |= {"advantages": torch.tensor([1.0, -0.5, 2.0]), "completion_mask": mask}
-    expected = policy_step(model, {**batch, "support": support}, loss)
-    rows = torch.arange(3)[:, None].expand_as(real)[real]
-    packed = {
-        "input_ids": batch["input_ids"][real][None],
-        "position_ids": (batch["attention_mask"].cumsum(-1) - 1)[real][None],
-        "completion_mask": mask[real][None],
-        "advantages": batch["advantages"][rows][None],
-        "segments": Segments(index=rows, count=3),
-        "support": support.take(real.flatten(), batch=support.tokens),
-    }
-    step = policy_step(model, packed, loss)
+    batch |= {"advantages": torch.tensor([1.0, -0.5, 2.0]), "completion_mask": batch.pop("labels") >= 0}
+    batch["old_per_token_logps"] = completion_logps(model, batch, loss) + 0.1 * torch.randn(batch["input_ids"].shape)
+    row, sequence = packed(batch)
+    real = batch["attention_mask"].bool()
+    row["segments"] = Segments(index=sequence, count=3)
+    if replay:
+        batch["support"] = support
+        row["support"] = support.take(real.flatten(), batch=support.tokens)
+    expected = policy_step(model, batch, loss)
+    expected_gradients = gradients(model, expected.loss)
+    step = policy_step(model, row, loss)
     torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert step.per_token_logps.shape == row["input_ids"].shape
     torch.testing.assert_close(step.per_token_logps[0], expected.per_token_logps[real], rtol=1e-5, atol=1e-5)
-    assert step.metrics == {}
+    assert_same_metrics(step.metrics, expected.metrics)
+    assert_same_gradients(gradients(model, step.loss), expected_gradients)
 
 
-def rows_of(support: Support) -> list[list[int]]:
+def listed(support: Support) -> list[list[int]]:
     bounds, ids = support.offsets.tolist(), support.token_ids.tolist()
     return [ids[first:last] for first, last in pairwise(bounds)]
 
@@ -191,15 +191,15 @@ def test_take_and_placed(dtype, device):
         "none": (slice(0, 0), []),
     }
     for sequences, expected in picked.values():
-        part = support.take(sequences, batch=3)
-        assert rows_of(part) == expected
-        assert (part.token_ids.dtype, part.missing_target, part.may_be_empty) == (dtype, "error", False)
-        assert part.distinct
+        taken = support.take(sequences, batch=3)
+        assert listed(taken) == expected
+        assert (taken.token_ids.dtype, taken.missing_target, taken.may_be_empty) == (dtype, "error", False)
+        assert taken.distinct
     mask = torch.tensor([[False, True, True], [True, True, False], [False, True, True]], device=device)
-    given = iter(rows)
-    assert rows_of(support.placed(mask)) == [next(given) if counts else [] for counts in mask.flatten().tolist()]
+    remaining = iter(rows)
+    assert listed(support.placed(mask)) == [next(remaining) if counts else [] for counts in mask.flatten().tolist()]
     nothing = Support.from_vllm([]).to(device)
-    assert rows_of(nothing.placed(torch.zeros(3, dtype=torch.bool, device=device))) == [[], [], []]
+    assert listed(nothing.placed(torch.zeros(3, dtype=torch.bool, device=device))) == [[], [], []]
     assert support.to("cpu").offsets.device.type == "cpu"
 
 
@@ -223,11 +223,11 @@ def test_what_the_sampler_drew_has_its_probability():
     model = swap_lm_head(build("Llama")).eval()
     model.generation_config.eos_token_id = None
     prompt = torch.randint(9, VOCAB, (4, 3))
-    given = model.generate(
+    generated = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=True, top_p=0.9,
         top_k=0, temperature=1.3, output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
-    scores, ids = torch.stack(given.scores, 1), given.sequences
+    scores, ids = torch.stack(generated.scores, 1), generated.sequences
     drawn = scores.log_softmax(-1).gather(-1, ids[:, 3:, None]).squeeze(-1)
     mask = torch.arange(9).expand(4, 9) >= 3
     batch = {"input_ids": ids, "completion_mask": mask, "attention_mask": torch.ones_like(ids)}
@@ -238,24 +238,3 @@ def test_what_the_sampler_drew_has_its_probability():
     mismatch = drawn - completion_logps(model, batch, loss)[:, 3:]
     assert mismatch.max() > 0.01
     assert mismatch.max() <= -math.log(0.9) + 1e-5
-
-
-@pytest.mark.parametrize("shift", [False, True], ids=["labels", "shift_labels"])
-def test_a_temperature_for_each_token(shift, device):
-    """It stands where its token's log-probability does."""
-    model, batch = build("Llama", device), make_batch(device)
-    labels = batch.pop("labels")
-    temperature = 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(4)).to(device)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-    cooled = model(**inputs).logits[:, :-1] / temperature[:, 1:, None]
-    expected = from_logits(nn.functional.pad(cooled, (0, 0, 0, 1)), labels, 1.0)[0]
-    swap_lm_head(model)
-    given = {"labels": labels, "temperature": temperature}
-    if shift:
-        given = {
-            "shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100),
-            "temperature": nn.functional.pad(temperature[:, 1:], (0, 1), value=1.0),
-        }
-        expected = nn.functional.pad(expected[:, 1:], (0, 1))
-    found = model(**batch, **given, fused=True).per_token_logps
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import checkouts
 from liger_rl.integrations.torchtitan import patch_torchtitan, patched_torchtitan, unpatch_torchtitan
 
 losses = pytest.importorskip("torchtitan.components.loss", reason="torchtitan is not installed")
@@ -64,12 +61,8 @@ def step(loss, model, hidden, labels, more):
 
 def assert_same(mine, other):
     torch.testing.assert_close(mine[0], other[0], rtol=1e-5, atol=1e-6)
-    assert mine[1].keys() == other[1].keys()
-    for name, value in other[1].items():
-        torch.testing.assert_close(mine[1][name], value, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(mine[2], other[2], strict=True):
-        assert theirs is not None
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mine[1], other[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine[2], other[2], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
@@ -109,29 +102,22 @@ def test_plain_losses_stay():
         assert torch.equal(losses.compute_logprobs(logits, labels), expected[1])
 
 
-# A process group of gloo that ends right behind a collective may hang (torch 2.13): the group outlives the test.
-KEPT = []
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    KEPT.append((dist.group.WORLD, init_device_mesh("cpu", (1,))))
-    yield KEPT[-1][1]
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("kind", ["sft", "rl"])
-def test_under_fsdp(kind, one_rank):
+def test_under_fsdp(kind, lone_rank):
     hidden, (labels, more) = torch.randn(BATCH, TOKENS, HIDDEN), inputs(kind)
     model = Model()
     other = step(loss_of(kind), copy.deepcopy(model), hidden, labels, more)
-    for part in (model.body, model.lm_head):
-        fully_shard(part, mesh=one_rank, mp_policy=MixedPrecisionPolicy())
+    for module in (model.body, model.lm_head):
+        fully_shard(module, mesh=lone_rank, mp_policy=MixedPrecisionPolicy())
     with patched_torchtitan():
         mine = step(loss_of(kind), model, hidden, labels, more)
     assert "forward" not in vars(model.lm_head)
     assert_same((*mine[:2], [grad.full_tensor() for grad in mine[2]]), other)
+
+
+class Softcapped(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden).tanh()
 
 
 class OtherLoss(losses.MSELoss):
@@ -139,10 +125,6 @@ class OtherLoss(losses.MSELoss):
 
 
 def test_what_is_not_served():
-    class Softcapped(nn.Linear):
-        def forward(self, hidden):
-            return super().forward(hidden).tanh()
-
     patch_torchtitan()
     with pytest.raises(ValueError, match="found a Softcapped with its own"):
         loss_of("sft").set_lm_head(Softcapped(HIDDEN, VOCAB))
@@ -157,12 +139,3 @@ def test_what_is_not_served():
     assert loss.lm_head is None
     unpatch_torchtitan()
     loss.set_lm_head(nn.Linear(HIDDEN, VOCAB))
-
-
-@pytest.mark.parametrize("version", ["0.2.2", "0.4.0", None])
-def test_other_versions(version, monkeypatch):
-    checkouts.say_version(monkeypatch, "torchtitan", version)
-    before = vars(losses.ChunkedLossWrapper)["__call__"]
-    with pytest.raises(ImportError, match=r"torchtitan >= 0\.3, < 0\.4 is supported, found .*; nothing was patched"):
-        patch_torchtitan()
-    assert vars(losses.ChunkedLossWrapper)["__call__"] is before

@@ -2,93 +2,95 @@
 
 import importlib
 import math
-import sys
 from contextlib import contextmanager
-from types import ModuleType
 
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
+import trl
+import trl.trainer.grpo_trainer as grpo_module
 import trl.trainer.utils as trl_utils
 from trl.kernels import ChunkedLogProbFunction as THEIRS
 
 import oracles
 import trl_runs
-from liger_rl import LogProbs
+from head_calls import Products
 from liger_rl.integrations import trl as integration
+from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 
 NAME = "_ChunkedLogProbFunction"
-OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+OUTPUTS = ("log_probs", *ALL)
+HIDDEN, VOCAB = 32, 301
 
 
 # --- the op against TRL's own -----------------------------------------------------------------------------------------
 
-TRANSFORMS = {
-    "plain": (1.0, None, 1.0),
-    "temperature": (0.7, None, 1.0),
-    "softcap": (1.0, 3.0, 1.0),
-    "scale": (1.0, None, 0.25),
-    "all": (1.6, 2.0, 1.7),
-    "whole numbers": (2, 3, 2),
-}
+PLAIN, MIXED = (1.0, None, 1.0), (1.6, 2.0, 1.7)  # temperature, softcap, scale
 
 
-def inputs(n=23, hidden_size=32, vocab=301, *, bias=True, dtype=torch.float32, device="cpu"):
+def inputs(n=23, *, bias=True, dtype=torch.float32, device="cpu"):
     """(hidden, weight, bias, targets); every other target is the model's own choice."""
-    hidden = torch.randn(n, hidden_size)
-    weight = torch.randn(vocab, hidden_size) * 2 / math.sqrt(hidden_size)
-    biases = torch.randn(vocab) if bias else None
+    hidden = torch.randn(n, HIDDEN)
+    weight = torch.randn(VOCAB, HIDDEN) * 2 / math.sqrt(HIDDEN)
+    biases = torch.randn(VOCAB) if bias else None
     best = oracles.linear_logits(hidden, weight, biases).argmax(-1)
-    targets = torch.where(torch.arange(n) % 2 == 0, best, torch.randint(vocab, (n,)))
+    targets = torch.where(torch.arange(n) % 2 == 0, best, torch.randint(VOCAB, (n,)))
     floats = (None if t is None else t.to(device, dtype) for t in (hidden, weight, biases))
     return *floats, targets.to(device)
 
 
-def solve(op, tensors, *options, chunk_size=64, entropy_grad=True):
+def solve(op, tensors, *options, chunk_size=64):
     """-> the five outputs of an op with TRL's `apply`, and its gradients."""
     *floats, targets = tensors
     leaves = [None if t is None else t.detach().requires_grad_() for t in floats]
     temperature, softcap, scale, outputs = options
-    found = op.apply(*leaves, targets, temperature, chunk_size, softcap, scale, outputs)
-    weights = torch.randn(2, targets.shape[0], generator=torch.Generator().manual_seed(1)).to(targets.device)
-    loss = (found[0] * weights[0]).sum()
-    if entropy_grad and found[1] is not None:
-        loss = loss + (found[1] * weights[1]).sum()
-    grads = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
-    return found, grads
+    values = op.apply(*leaves, targets, temperature, chunk_size, softcap, scale, outputs)
+    return values, torch.autograd.grad(weighted(values), [leaf for leaf in leaves if leaf is not None])
+
+
+def weighted(values):
+    weights = torch.randn(2, len(values[0]), generator=torch.Generator().manual_seed(1)).to(values[0].device)
+    loss = (values[0] * weights[0]).sum()
+    return loss if values[1] is None else loss + (values[1] * weights[1]).sum()
 
 
 def ours(**options):
     return integration.FusedLogProbs(options)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_float32_agrees_with_trls_op(transform, bias, device):
-    tensors = inputs(bias=bias, device=device)
-    found, grads = solve(ours(), tensors, *transform, ALL)
-    expected, their_grads = solve(THEIRS, tensors, *transform, ALL)
-    assert 0 < found[4].sum() < len(found[4])
-    for name, mine, other in zip(OUTPUTS, found, expected, strict=True):
-        assert mine.dtype == other.dtype, name
-        assert mine.requires_grad == other.requires_grad == (name in ("log_probs", "entropy"))
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
-    for mine, other in zip(grads, their_grads, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-6)
+PARITY = {
+    "plain": (PLAIN, ALL, {}),
+    "without a bias": (PLAIN, ALL, {"bias": False}),
+    "temperature": ((0.7, None, 1.0), ALL, {}),
+    "softcap": ((1.0, 3.0, 1.0), ALL, {}),
+    "scale": ((1.0, None, 0.25), ALL, {}),
+    "all": (MIXED, ALL, {}),
+    "all without a bias": (MIXED, ALL, {"bias": False}),
+    "whole numbers": ((2, 3, 2), ALL, {}),
+    "log-probabilities": (PLAIN, ("log_probs",), {}),
+    "and entropies": (PLAIN, ("log_probs", "entropy"), {}),
+    "one statistic": (PLAIN, ("log_sum_sq_probs",), {}),
+    "statistics": (PLAIN, ALL[1:], {}),
+    "every output": (PLAIN, OUTPUTS, {}),
+    "no token": ((0.9, 4.0, 1.0), ALL, {"n": 0}),
+}
 
 
-@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), ("log_sum_sq_probs",), ALL[1:], OUTPUTS])
-def test_only_the_outputs_asked_for(outputs):
-    tensors = inputs()
-    found, grads = solve(ours(), tensors, 1.0, None, 1.0, outputs)
-    expected, their_grads = solve(THEIRS, tensors, 1.0, None, 1.0, outputs)
-    assert [x is None for x in found] == [x is None for x in expected]
-    for mine, other in zip(grads, their_grads, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-6)
+@pytest.mark.parametrize(("transform", "outputs", "options"), PARITY.values(), ids=PARITY)
+def test_float32_agrees_with_trls_op(transform, outputs, options, device):
+    tensors = inputs(**options, device=device)
+    values, grads = solve(ours(), tensors, *transform, outputs)
+    expected, their_grads = solve(THEIRS, tensors, *transform, outputs)
+    assert [x is None for x in values] == [x is None for x in expected]
+    values, expected = ([x for x in five if x is not None] for five in (values, expected))
+    assert [x.requires_grad for x in values] == [x.requires_grad for x in expected]
+    torch.testing.assert_close((*values, *grads), (*expected, *their_grads), rtol=1e-5, atol=5e-6)
+    if outputs == ALL and len(tensors[0]):
+        assert 0 < values[-1].sum() < len(values[-1])
 
 
 @pytest.mark.parametrize("outputs", [("log_probs", "entropies"), "entropy", ("logits",)])
@@ -99,54 +101,20 @@ def test_an_output_that_it_does_not_have_is_refused(outputs):
 
 
 def test_outputs_default_to_all():
-    hidden, weight, bias, targets = inputs()
-    arguments = (hidden, weight, bias, targets, 1.0, 64)
-    assert all(x is not None for x in ours().apply(*arguments))
-    assert all(x is not None for x in THEIRS.apply(*arguments))
+    for op in (ours(), THEIRS):
+        assert all(x is not None for x in op.apply(*inputs(), 1.0, 64))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 50, 300, 301, 32768])
+@pytest.mark.parametrize("chunk_size", [1, 300, 301])
 def test_chunk_size_is_taken(chunk_size):
     tensors = inputs()
-    found, grads = solve(ours(), tensors, 0.9, 4.0, 1.0, ALL, chunk_size=chunk_size)
-    expected, their_grads = solve(ours(), tensors, 0.9, 4.0, 1.0, ALL, chunk_size=32768)
-    for mine, other in zip((*found, *grads), (*expected, *their_grads), strict=True):
-        assert torch.equal(mine, other)
-
-
-def test_no_token(device):
-    tensors = inputs(0, device=device)
-    found, grads = solve(ours(), tensors, 0.9, 4.0, 1.0, ALL)
-    expected, their_grads = solve(THEIRS, tensors, 0.9, 4.0, 1.0, ALL)
-    for mine, other in zip((*found, *grads), (*expected, *their_grads), strict=True):
-        assert mine.dtype == other.dtype
-        assert torch.equal(mine, other)
-
-
-def errors(op, tensors, transform, truth):
-    """Relative Frobenius error of each output and gradient."""
-    found, grads = solve(op, tensors, *transform, ALL[:3])
-    return [
-        ((mine.double() - exact).norm() / exact.norm()).item()
-        for mine, exact in zip((*found[:4], *grads), truth, strict=True)
-    ]
-
-
-def truth_of(tensors, transform):
-    """In float64: log-probabilities, entropies, the two statistics, and the gradients of what `solve` adds up."""
-    *floats, targets = tensors
-    leaves = [None if t is None else t.double().requires_grad_() for t in floats]
-    temperature, softcap, scale = transform
-    z = oracles.linear_logits(*leaves, temperature=temperature, softcap=softcap, scale=scale)
-    logps, entropy = oracles.logits_logprobs(z, targets)
-    weights = torch.randn(2, targets.shape[0], generator=torch.Generator().manual_seed(1)).to(targets.device)
-    grads = torch.autograd.grad((logps * weights[0] + entropy * weights[1]).sum(), [x for x in leaves if x is not None])
-    return [logps, entropy, *oracles.logits_extras(z, targets)[:2], *grads]
+    chunked, whole = (solve(ours(), tensors, 0.9, 4.0, 1.0, ALL, chunk_size=size) for size in (chunk_size, 32768))
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transform", [TRANSFORMS[name] for name in ("plain", "scale", "all")])
+@pytest.mark.parametrize("transform", [PLAIN, (1.0, None, 0.25), MIXED])
 def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, device):
     """With low-precision inputs, and with float32 ones under autocast.
 
@@ -154,47 +122,42 @@ def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, de
     this is little, and chance decides whose error is the larger one: hence twice TRL's error and a rounding.
     """
     rounded = inputs(64, dtype=dtype, device=device)
-    truth = truth_of(rounded, transform)
-    tensors = (*(t.float() for t in rounded[:3]), rounded[3]) if autocast else rounded
-    with torch.autocast(device.type, dtype, enabled=autocast):
-        mine, other = (errors(op, tensors, transform, truth) for op in (ours(), THEIRS))
-    pairs = list(zip(mine, other, strict=True))
+    leaves, targets = [t.double().requires_grad_() for t in rounded[:3]], rounded[3]
+    z = oracles.linear_logits(*leaves, *transform)
+    exact = (*oracles.logits_logprobs(z, targets), *oracles.logits_extras(z, targets)[:2])
+    truth = (*exact, *torch.autograd.grad(weighted(exact), leaves))
+    tensors = (*(t.float() for t in rounded[:3]), targets) if autocast else rounded
+    errors = []
+    for op in (ours(), THEIRS):
+        with torch.autocast(device.type, dtype, enabled=autocast):
+            values, grads = solve(op, tensors, *transform, ALL[:3])
+        pairs = zip((*values[:4], *grads), truth, strict=True)
+        errors.append([oracles.norm_error(mine, gold) / gold.norm().item() for mine, gold in pairs])
+    pairs = list(zip(*errors, strict=True))
     assert all(a < 0.1 * b for a, b in pairs[:4])  # outputs: ours are of float32 logits
     assert all(a <= 2 * b + torch.finfo(dtype).eps for a, b in pairs[4:])
 
 
-@pytest.mark.parametrize(
-    ("hidden_dtype", "weight_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
-)
-def test_the_dtype_of_the_hidden_states_is_that_of_the_products(hidden_dtype, weight_dtype):
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_dtype_of_the_hidden_states_is_that_of_the_products(dtypes):
     """TRL's float32-head mode hands over float32 hidden states, whatever the weight is."""
     hidden, weight, bias, targets = inputs(dtype=torch.bfloat16)
-    tensors = (hidden.to(hidden_dtype), weight.to(weight_dtype), bias.to(weight_dtype), targets)
-    found, grads = solve(ours(), tensors, 1.0, None, 1.0, ALL)
-    if hidden_dtype == torch.float32:
-        expected, their_grads = solve(THEIRS, tensors, 1.0, None, 1.0, ALL)
-        for mine, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=2e-6, atol=5e-6)
-        for mine, other in zip(grads, their_grads, strict=True):
-            torch.testing.assert_close(mine, other, rtol=torch.finfo(mine.dtype).eps, atol=1e-4)
-    assert [g.dtype for g in grads] == [hidden_dtype, weight_dtype, weight_dtype]
-
-
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_frozen_inputs_get_none(frozen):
-    *leaves, targets = inputs()
-    for i, leaf in enumerate(leaves):
-        leaf.requires_grad_(i not in frozen)
-    ours().apply(*leaves, targets, 1.0, 64)[0].sum().backward()
-    assert [leaf.grad is None for leaf in leaves] == [i in frozen for i in range(3)]
+    tensors = (hidden.to(dtypes[0]), weight.to(dtypes[1]), bias.to(dtypes[1]), targets)
+    values, grads = solve(ours(), tensors, *PLAIN, ALL)
+    if dtypes[0] == torch.float32:
+        expected, their_grads = solve(THEIRS, tensors, *PLAIN, ALL)
+        torch.testing.assert_close(values, expected, rtol=2e-6, atol=5e-6)
+        for mine, theirs in zip(grads, their_grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=torch.finfo(mine.dtype).eps, atol=1e-4)
+    assert [g.dtype for g in grads] == [dtypes[0], dtypes[1], dtypes[1]]
 
 
 @pytest.mark.parametrize(
     ("position", "value", "message"),
     [
-        (0, torch.zeros(23, 32, dtype=torch.float64), "hidden"),
-        (1, torch.zeros(301, 31), "weight"),
-        (3, torch.full((23,), 301), "targets"),
+        (0, torch.zeros(23, HIDDEN, dtype=torch.float64), "hidden"),
+        (1, torch.zeros(VOCAB, 31), "weight"),
+        (3, torch.full((23,), VOCAB), "targets"),
         (4, 0.0, "temperature"),
         (6, 0.0, "softcap"),
         (7, 0.0, "scale"),
@@ -219,8 +182,7 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
     hidden, weight, bias, targets = inputs()
-    hidden.requires_grad_()
-    logps = ours().apply(hidden, weight, bias, targets, 1.0, 64)[0]
+    logps = ours().apply(hidden.requires_grad_(), weight, bias, targets, 1.0, 64)[0]
     assert len(entered) == 1
     logps.sum().backward()
     assert len(entered) == 2
@@ -232,17 +194,13 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 # --- what is patched --------------------------------------------------------------------------------------------------
 
 
-def is_ours(op):
-    return isinstance(op, integration.FusedLogProbs)
-
-
 def test_options_come_and_go_with_the_patch():
     def options():
         return vars(trl_utils)[NAME].options["chunk_vocab"]
 
     patch_trl()
     first = vars(trl_utils)[NAME]
-    assert is_ours(first)
+    assert isinstance(first, integration.FusedLogProbs)
     patch_trl(chunk_vocab=64)
     assert vars(trl_utils)[NAME] is first
     assert options() == 64
@@ -255,22 +213,12 @@ def test_options_come_and_go_with_the_patch():
     assert options() == 64
 
 
-def test_options_reach_the_core(monkeypatch):
-    """Twice: to be tried when the patch is applied, and with every call."""
-    calls = []
-
-    def core(hidden, weight, targets, **options):
-        calls.append((len(targets), options))
-        return LogProbs(torch.zeros(len(targets)), None)
-
-    monkeypatch.setattr(integration, "linear_logprobs", core)
-    options = {"grad_tolerance": 0.01, "chunk_tokens": 5, "chunk_vocab": 64}
-    patch_trl(**options)
-    hidden, weight, bias, targets = inputs()
-    vars(trl_utils)[NAME].apply(hidden, weight, bias, targets, 1.0, 32768)
-    assert [n for n, _ in calls] == [0, len(targets)]
-    for _, seen in calls:
-        assert options.items() <= seen.items()
+def test_options_reach_the_head():
+    tensors = inputs()
+    patch_trl(chunk_tokens=5, chunk_vocab=64)
+    with Products() as products:
+        vars(trl_utils)[NAME].apply(*tensors, 1.0, 32768)
+    assert max(products.logits(HIDDEN)) == (5, 64)
 
 
 @pytest.mark.parametrize("options", [{"grad_tolerance": -0.1}, {"grad_tolerance": math.nan}, {"chunk_vocab": 0}])
@@ -285,7 +233,13 @@ def test_options_are_refused_before_anything_is_patched(options):
     assert vars(trl_utils)[NAME].options["chunk_vocab"] == 64
 
 
-# --- other versions of TRL --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("version", "older"), [("1.14.1", True), ("1.10.0", True), ("1.17.0", False)])
+def test_what_to_do_with_an_older_version_is_said(version, older, monkeypatch):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(ImportError) as caught:
+        patch_trl()
+    for advice in ("upgrade TRL", "TRL 1.10 to 1.12", "patch_liger()"):
+        assert (advice in str(caught.value)) == older
 
 
 class AnotherOp:
@@ -297,41 +251,47 @@ class AnotherOp:
         raise NotImplementedError
 
 
-def fake_trl(monkeypatch, version, op=AnotherOp):
-    """A TRL of nothing but a version and an op. The real one's modules that import each other are there already."""
-    importlib.import_module("trl.kernels.chunked_divergence")
-    trl, trainer, utils = (ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils"))
-    trl.__version__, utils._ChunkedLogProbFunction = version, op
-    for module in (trl, trainer, utils):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return utils
+def patched_names():
+    modules = [importlib.import_module(name) for name in trl_adapters.TRAINERS]
+    names = [vars(module)[name] for module in modules for name in ("BaseTunerLayer", "add_fused_lm_head")]
+    return [vars(trl_utils)[NAME], *names]
 
 
-@pytest.mark.parametrize(("version", "older"), [("1.14.1", True), ("1.10.0", True), ("1.17.0", False)])
-def test_what_to_do_with_an_older_version_is_said(version, older, monkeypatch):
-    fake_trl(monkeypatch, version)
-    with pytest.raises(ImportError) as caught:
-        patch_trl()
-    for advice in ("upgrade TRL", "TRL 1.10 to 1.12", "patch_liger()"):
-        assert (advice in str(caught.value)) == older
+@pytest.mark.parametrize(
+    ("module", "name", "other"),
+    [
+        (trl_utils, NAME, AnotherOp),
+        (trl_utils, NAME, None),
+        (grpo_module, "BaseTunerLayer", None),
+        (trl_utils, "add_fused_lm_head", lambda model: None),
+    ],
+)
+def test_a_trl_that_is_not_what_its_version_says_is_left_as_it_is(module, name, other):
+    """Everything is looked up before anything is replaced."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    whole = patched_names()
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(module, name, other)
+        before = patched_names()
+        with pytest.raises(RuntimeError, match=f"{name}.*nothing was patched"):
+            patch_trl(chunk_vocab=64)
+        assert patched_names() == before
+    patch_trl()
+    assert not any(ours is theirs for ours, theirs in zip(patched_names(), whole, strict=True))
+    assert vars(trl_utils)[NAME].options.chunk_vocab is None
+    unpatch_trl()
+    assert patched_names() == whole
 
 
-@pytest.mark.parametrize(("version", "op"), [("1.16.0", AnotherOp), ("1.15.2", None)])
-def test_a_trl_that_is_not_what_its_version_says_is_refused(version, op, monkeypatch):
-    utils = fake_trl(monkeypatch, version, op)
-    with pytest.raises(RuntimeError, match=NAME):
-        patch_trl()
-    assert vars(utils)[NAME] is op
+def test_without_peft_there_is_nothing_to_lift(monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_peft_available", lambda: False)
+    before = patched_names()
+    patch_trl()
+    assert patched_names()[1:] == before[1:]
+    assert isinstance(vars(trl_utils)[NAME], integration.FusedLogProbs)
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    return {name: trl_runs.save_model(name, directory) for name in trl_runs.MODELS}
-
 
 # test/convergence has the others on gemma2.
 FAMILIES = [model for model in trl_runs.MODELS if model != "qwen3"]
@@ -388,34 +348,23 @@ def as_if_sampled_by_vllm(trainer):
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_importance_ratios_of_vllm(loss_type, path_of, tmp_path):
     """TRL's loss takes them, whatever the op is."""
-    options = {"loss_type": loss_type, "max_steps": 3}
-    plain, patched = (
-        trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=patch, prepare=as_if_sampled_by_vllm, **options)
-        for patch in (False, True)
-    )
+    options = {"loss_type": loss_type, "max_steps": 2}
+    plain, patched = trl_runs.pair("GRPO", path_of["qwen3"], tmp_path, prepare=as_if_sampled_by_vllm, **options)
     trl_runs.assert_same_run(patched, plain)
-    without = trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=True, **options)
+    without = trl_runs.train("GRPO", path_of["qwen3"], tmp_path, patch=True, **options)
     assert trl_runs.weight_distance(without, patched) > 1e-3
 
 
 @pytest.mark.parametrize("kind", trl_runs.TRAINERS)
 def test_a_trainer_that_was_built_before_the_patch(kind, path_of, tmp_path):
-    plain, patched = (
-        trl_runs.train(kind, path_of["qwen3"], tmp_path, patch=patch, built_before=True, max_steps=2)
-        for patch in (False, True)
-    )
+    plain, patched = trl_runs.pair(kind, path_of["qwen3"], tmp_path, built_before=True, max_steps=2)
     trl_runs.assert_same_run(patched, plain)
 
 
 def test_a_trainer_that_outlives_the_patch(path_of, tmp_path):
     """It goes on with TRL's own op."""
-
-    def undo(trainer):
-        unpatch_trl()
-
-    plain, patched = (
-        trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=patch, prepare=undo, max_steps=2)
-        for patch in (False, True)
+    plain, patched = trl_runs.pair(
+        "GRPO", path_of["qwen3"], tmp_path, prepare=lambda trainer: unpatch_trl(), max_steps=2
     )
     assert patched.calls == 0
     assert patched.log["loss"] == plain.log["loss"]
@@ -424,17 +373,16 @@ def test_a_trainer_that_outlives_the_patch(path_of, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "model", "options"),
     [
-        ("sft", "qwen3", {}),
-        ("sft", "gemma2", {}),
-        ("dpo", "qwen3", {}),
-        ("dpo", "gemma2", {"use_weighting": True}),  # the only use of log sum p^2
-        ("kto", "qwen3", {}),
-        ("rloo", "qwen3", {}),
+        ("SFT", "qwen3", {}),
+        ("SFT", "gemma2", {}),
+        ("DPO", "qwen3", {}),
+        ("DPO", "gemma2", {"use_weighting": True}),  # the only use of log sum p^2
+        ("KTO", "qwen3", {}),
+        ("RLOO", "qwen3", {}),
     ],
 )
 def test_other_trainers(kind, model, options, path_of, tmp_path):
-    runs = (trl_runs.train(kind, path_of[model], tmp_path, patch=patch, **options) for patch in (False, True))
-    plain, patched = runs
+    plain, patched = trl_runs.pair(kind, path_of[model], tmp_path, **options)
     trl_runs.assert_same_run(patched, plain)
     assert plain.log["loss"][0] != plain.log["loss"][-1]
 
@@ -442,8 +390,7 @@ def test_other_trainers(kind, model, options, path_of, tmp_path):
 def test_a_float32_head_on_a_bfloat16_body(path_of, tmp_path):
     """TRL's cast_lm_head_to_fp32: both compute the head in float32, so the first step agrees as in float32."""
     options = {"dtype": "bfloat16", "cast_lm_head_to_fp32": True, "entropy_coef": 0.02, "max_steps": 1}
-    runs = (trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=patch, **options) for patch in (False, True))
-    plain, patched = runs
+    plain, patched = trl_runs.pair("GRPO", path_of["qwen3"], tmp_path, **options)
     for name in ("loss", "kl", "entropy", "grad_norm"):
         assert patched.log[name] == pytest.approx(plain.log[name], rel=1e-3, abs=1e-6), name
     assert patched.calls > 0

@@ -17,7 +17,6 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as THEIRS
 
 import oracles
 import trl_runs
-from distillation_runs import assert_same_run, build, run, train
 from head_calls import Products
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 from liger_rl.integrations.trl_divergence import LOSS, METHOD, FusedDivergence, RefusedStudentLayer, op
@@ -27,34 +26,31 @@ NAME = "ChunkedDivergenceFunction"
 THEIR_LOSS = vars(module)[LOSS]
 
 
-def solve(op, beta, rest, dtype=torch.float32, n=23, device="cpu"):
+def solve(op, beta, rest, n=23, device="cpu"):
     """-> divergence, entropy, and gradients of hidden, weight and bias."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((n, 32), (301, 32), (301,), (n, 48), (301, 48), (301,))
-    given = [torch.randn(*shape, generator=generator) / (6 if shape[0] == 301 else 1) for shape in shapes]
-    given = [part.to(device, dtype).requires_grad_() for part in given]
-    found = op.apply(*given, beta, *rest)
-    assert not found[1].requires_grad
+    tensors = [torch.randn(*shape, generator=generator) / (6 if shape[0] == 301 else 1) for shape in shapes]
+    tensors = [tensor.to(device).requires_grad_() for tensor in tensors]
+    divergence, entropy = op.apply(*tensors, beta, *rest)
+    assert not entropy.requires_grad
     weights = torch.linspace(-1, 1, n, device=device)
-    return *found, *torch.autograd.grad((found[0] * weights).sum(), given[:3])
+    return divergence, entropy, *torch.autograd.grad((divergence * weights).sum(), tensors[:3])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("rest", [(), (0.7, 1.3, 3.0, 1.0, None), (1.6, 1.0, None, 0.5, 2.0)])
 @pytest.mark.parametrize("n", [23, 0])
 def test_the_op_agrees_with_trls(beta, rest, n, device):
-    mine, theirs = (solve(op, beta, rest, n=n, device=device) for op in (FusedDivergence(), THEIRS))
-    for found, expected in zip(mine, theirs, strict=True):
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
+    mine, theirs = (solve(op, beta, rest, n, device) for op in (FusedDivergence(), THEIRS))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_float32_tensors_under_autocast(beta, device):
     with torch.autocast(device.type, torch.bfloat16):
         mine, theirs = (solve(op, beta, (), device=device) for op in (FusedDivergence(), THEIRS))
-    for found, expected in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.01)
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -83,9 +79,9 @@ def loss_call(dtype=torch.float32, device="cpu", *, mask=None, bias=True):
 def solve_loss(loss, call, **options):
     """-> the three results, and the student's gradients of 3 times the loss."""
     leaves = {name: call[name].clone().requires_grad_() for name in STUDENT if call[name] is not None}
-    found = loss(**{**call, **leaves, **options})
-    assert not found[1].requires_grad
-    return *found, *torch.autograd.grad(3 * found[0], list(leaves.values()))
+    total, entropy, count = loss(**{**call, **leaves, **options})
+    assert not entropy.requires_grad
+    return total, entropy, count, *torch.autograd.grad(3 * total, list(leaves.values()))
 
 
 def test_the_loss_has_trls_signature():
@@ -104,27 +100,19 @@ def test_the_loss_agrees_with_trls(beta, items, options, bias, device):
     call = loss_call(device=device, bias=bias)
     options = {"beta": beta, "num_items_in_batch": items, **options}
     mine, theirs = (solve_loss(loss, call, **options) for loss in (patched_loss, THEIR_LOSS))
-    for found, expected in zip(mine, theirs, strict=True):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
 
 
-def test_a_rank_without_tokens():
-    call = loss_call(mask=torch.zeros(3, 9, dtype=torch.int64))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_without_tokens(dtype):
+    """It makes no float32 gradient."""
+    call = loss_call(dtype, mask=torch.zeros(3, 9, dtype=torch.int64))
     for items in (None, torch.tensor(5)):
-        for mine, theirs in zip(
-            *(solve_loss(loss, call, beta=0.5, num_items_in_batch=items) for loss in (patched_loss, THEIR_LOSS)),
-            strict=True,
-        ):
-            assert not mine.any()
-            assert not theirs.any()
-
-
-def test_a_rank_without_tokens_makes_no_float32_gradient():
-    call = loss_call(torch.bfloat16, mask=torch.zeros(3, 9, dtype=torch.int64))
-    with Products() as products:
-        solve_loss(patched_loss, call, beta=0.5)
-    assert {dtype for shape, dtype in products.made if shape == (VOCAB, H)} == {torch.bfloat16}
+        with Products() as products:
+            mine = solve_loss(patched_loss, call, beta=0.5, num_items_in_batch=items)
+        assert {made for shape, made in products.made if shape == (VOCAB, H)} == {dtype}
+        theirs = solve_loss(THEIR_LOSS, call, beta=0.5, num_items_in_batch=items)
+        assert not any(value.any() for value in (*mine, *theirs))
 
 
 def test_16_bit_heads_are_no_further_from_float64_than_trls():
@@ -133,8 +121,8 @@ def test_16_bit_heads_are_no_further_from_float64_than_trls():
     truth = solve_loss(THEIR_LOSS, wide | {"completion_mask": call["completion_mask"]}, beta=0.5)
     mine, theirs = (solve_loss(loss, call, beta=0.5) for loss in (patched_loss, THEIR_LOSS))
     assert abs(mine[0] - truth[0]) < 1e-5
-    for found, other, gold in zip(mine[3:], theirs[3:], truth[3:], strict=True):
-        assert oracles.norm_error(found, gold) <= oracles.norm_budget(other, gold, torch.bfloat16)
+    for ours, eager, gold in zip(mine[3:], theirs[3:], truth[3:], strict=True):
+        assert oracles.norm_error(ours, gold) <= oracles.norm_budget(eager, gold, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("more", "one"), [({}, True), ({"chunk_vocab": 64}, False)])
@@ -178,12 +166,11 @@ def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, chunk_vocab, e
         whole[id(part)], part.ds_id = part.clone(), 0
         part.fill_(torch.nan)
     leaves = [call[name].requires_grad_() for name in STUDENT]
-    found = patched_loss(**call, beta=0.5)
-    gradients = torch.autograd.grad(3 * found[0], leaves)
+    results = patched_loss(**call, beta=0.5)
+    gradients = torch.autograd.grad(3 * results[0], leaves)
     assert len(entered) == entries
     if dtype == torch.float32:
-        for mine, other in zip((*found, *gradients), expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+        torch.testing.assert_close((*results, *gradients), expected, rtol=0, atol=0)
 
 
 def test_options_come_and_go_with_the_patch():
@@ -198,24 +185,12 @@ def test_options_come_and_go_with_the_patch():
     assert vars(module)[LOSS] is THEIR_LOSS
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    return {
-        "qwen3": trl_runs.save_model("qwen3", directory),
-        "gemma2": trl_runs.save_model("gemma2", directory),
-        "teacher": trl_runs.save_model("granite", directory, seed=1),
-    }
-
-
 @pytest.mark.parametrize(("student", "beta"), [("qwen3", 0.5), ("gemma2", 0.0), ("qwen3", 1.0)])
-def test_three_steps_of_the_trainer(student, beta, models, tmp_path):
-    (*plain, none), (*patched, calls) = (
-        train(models[student], models["teacher"], tmp_path, beta, patch=patch) for patch in (False, True)
-    )
-    assert not none
-    assert len(calls) == 3
-    assert_same_run(patched, plain, 3)
+def test_three_steps_of_the_trainer(student, beta, path_of, tmp_path):
+    options = {"teacher": path_of["teacher"], "beta": beta, "max_steps": 3}
+    plain, patched = trl_runs.pair("Distillation", path_of[student], tmp_path, **options)
+    assert patched.calls == 3
+    trl_runs.assert_same_run(patched, plain, by_step=True)
 
 
 # --- LoRA on the student's head ---------------------------------------------------------------------------------------
@@ -240,42 +215,41 @@ class FullLogits:
 LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
 
-def adapted(models, directory, **config):
-    torch.manual_seed(0)
-    return build(models["qwen3"], models["teacher"], directory, 0.5, peft_config=LoraConfig(**LORA, **config))
+def adapted(path_of, directory, **config):
+    options = {"teacher": path_of["teacher"], "beta": 0.5, "max_steps": 3}
+    return trl_runs.build(
+        "Distillation", path_of["qwen3"], directory, peft_config=LoraConfig(**LORA, **config), **options
+    )
 
 
-def test_an_adapter_on_the_head_is_trained(models, tmp_path, monkeypatch):
+def test_an_adapter_on_the_head_is_trained(path_of, tmp_path, monkeypatch):
     """As with full logits; without the patch it is refused, and a trainer that outlives the patch raises."""
     before = vars(DistillationTrainer)["_compute_loss"]
     with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
-        adapted(models, tmp_path)
+        adapted(path_of, tmp_path)
     with monkeypatch.context() as changed:
         full_op = FullLogits()
         changed.setattr(module, "BaseTunerLayer", ())
         changed.setattr(module, NAME, full_op)
-        trainer = adapted(models, tmp_path)
+        trainer = adapted(path_of, tmp_path)
         full_op.head = trainer.model.get_output_embeddings()
-        full = run(trainer)
+        full = trl_runs.run(trainer)
     with patched_trl():
-        trainer = adapted(models, tmp_path)
+        trainer = adapted(path_of, tmp_path)
         start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        found = run(trainer)
-    assert_same_run(found, full, 3)
+        patched = trl_runs.run(trainer)
+    trl_runs.assert_same_run(patched, full, by_step=True)
     for factor in ("lora_A", "lora_B"):
         (name,) = (name for name in start if "lm_head" in name and factor in name)
-        moved = (full[1][name] - start[name]).norm()
+        moved = (full.weights[name] - start[name]).norm()
         assert moved > 1e-3 * start[name].norm()
-        assert (found[1][name] - full[1][name]).norm() < 1e-4 * moved
+        assert (patched.weights[name] - full.weights[name]).norm() < 1e-4 * moved
+    with patched_trl():
+        with pytest.raises(ValueError, match="DoraLinearVariant"):
+            adapted(path_of, tmp_path, use_dora=True)
+        trainer = adapted(path_of, tmp_path)
     with pytest.raises(RuntimeError, match=r"patch_trl\(\) must hold"):
-        adapted_under_the_patch(models, tmp_path).train()
-    with patched_trl(), pytest.raises(ValueError, match="DoraLinearVariant"):
-        adapted(models, tmp_path, use_dora=True)
+        trainer.train()
     monkeypatch.setattr(RefusedStudentLayer, "accepted", False)
     METHOD.undo()
     assert vars(DistillationTrainer)["_compute_loss"] is before
-
-
-def adapted_under_the_patch(models, directory):
-    with patched_trl():
-        return adapted(models, directory)

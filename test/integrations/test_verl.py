@@ -34,39 +34,37 @@ def problem(device="cpu", dtype=torch.float32):
     return hidden, weight, torch.randint(VOCAB, (TOKENS,), device=device)
 
 
-def gradients(outputs, leaves, upstream):
-    total = sum((output * factor.to(output.dtype)).sum() for output, factor in zip(outputs, upstream, strict=True))
-    return torch.autograd.grad(total, leaves)
-
-
 def reduced(logps, reduction):
     return {"none": logps, "sum": logps.sum(), "mean": logps.sum() / logps.numel()}[reduction]
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, "of tokens"])
-@pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
-def test_outputs_and_gradients(reduction, temperature, upstream, device):
+@pytest.mark.parametrize(
+    ("reduction", "temperature"), [("none", "of tokens"), ("none", 1.0), ("sum", 0.6), ("mean", 1.0)]
+)
+@pytest.mark.parametrize("factors", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3)], ids=["logprobs", "entropy", "both"])
+def test_outputs_and_gradients(reduction, temperature, factors, device):
     hidden, weight, labels = problem(device)
-    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-    exact = [t.double().requires_grad_() for t in (hidden, weight)]
-    given = temperature
+    leaves, exact = (
+        [t.to(dtype).requires_grad_() for t in (hidden, weight)] for dtype in (hidden.dtype, torch.float64)
+    )
+    number = 0.6 if temperature == "of tokens" else temperature
     if temperature == "of tokens":
-        temperature = 0.6
-        given = torch.full(labels.shape, temperature, device=device)
-    found = linear_cross_entropy(*leaves, labels, given, reduction)
-    logps, entropy = oracles.logprobs(*exact, labels, temperature=temperature)
+        temperature = torch.full(labels.shape, number, device=device)
+    outputs = linear_cross_entropy(*leaves, labels, temperature, reduction)
+    logps, entropy = oracles.logprobs(*exact, labels, temperature=number)
     expected = (reduced(logps, reduction), entropy)
-    for mine, truth in zip(found, expected, strict=True):
-        assert mine.dtype == torch.float32
-        assert mine.shape == truth.shape
-        torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-5)
-    assert (found[0] < 0).all()
-    assert (found[1] > 0).all()
-    factors = [torch.randn_like(output.detach()) + 2 for output in found]
-    if upstream != "both":
-        factors[upstream == "logprobs"].zero_()
-    for mine, truth in zip(gradients(found, leaves, factors), gradients(expected, exact, factors), strict=True):
+    assert [values.dtype for values in outputs] == [torch.float32] * 2
+    torch.testing.assert_close(tuple(values.double() for values in outputs), expected, rtol=1e-5, atol=1e-5)
+    assert (outputs[0] < 0).all()
+    assert (outputs[1] > 0).all()
+    upstream = torch.randn(labels.shape, device=device) + 2
+
+    def gradients(outputs, leaves):
+        first = outputs[0] * (upstream if reduction == "none" else 1.7)
+        total = factors[0] * first.sum() + factors[1] * (outputs[1] * upstream).sum()
+        return torch.autograd.grad(total, leaves)
+
+    for mine, truth in zip(gradients(outputs, leaves), gradients(expected, exact), strict=True):
         assert truth.any()
         torch.testing.assert_close(mine.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
@@ -77,36 +75,19 @@ def test_shapes_as_verl_has_them(rows, ids):
     hidden, weight, labels = problem()
     expected = linear_cross_entropy(hidden, weight, labels, 0.7)
     strided = hidden.T.contiguous().T.reshape(*rows, HIDDEN).requires_grad_()
-    found = linear_cross_entropy(strided, weight, labels.reshape(ids), 0.7)
-    for mine, truth in zip(found, expected, strict=True):
-        assert mine.shape == (TOKENS,)
-        torch.testing.assert_close(mine, truth)
-    (grad,) = torch.autograd.grad(found[0].sum() + found[1].sum(), strided)
+    outputs = linear_cross_entropy(strided, weight, labels.reshape(ids), 0.7)
+    torch.testing.assert_close(tuple(values.detach() for values in outputs), expected)
+    (grad,) = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), strided)
     assert grad.shape == strided.shape
     assert grad.any()
 
 
 def test_defaults_and_names_are_verls():
-    hidden, weight, labels = problem()
-    expected = linear_cross_entropy(hidden, weight, labels, 1.0, "none", None)
-    found = linear_cross_entropy(hidden, weight, labels)
-    assert torch.equal(found[0], expected[0])
-    upper = linear_cross_entropy(hidden, weight, labels, 1.0, "MEAN")[0]
-    assert torch.equal(upper, linear_cross_entropy(hidden, weight, labels, 1.0, "mean")[0])
-
-
-def test_bfloat16(device):
-    """Within twice eager PyTorch's error; gradients in the inputs' dtype."""
-    hidden, weight, labels = problem(device, torch.bfloat16)
-    truth = oracles.logprobs(hidden, weight, labels, temperature=0.8)
-    eager = oracles.eager_logprobs(hidden, weight, labels, temperature=0.8)
-    leaves = [t.requires_grad_() for t in (hidden, weight)]
-    found = linear_cross_entropy(*leaves, labels, 0.8)
-    for mine, other, exact in zip(found, eager, truth, strict=True):
-        assert mine.dtype == torch.float32
-        assert oracles.max_error(mine, exact) <= oracles.error_budget(other, exact, torch.bfloat16)
-    (found[0].sum() - found[1].sum()).backward()
-    assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 2
+    arguments = problem()
+    expected = linear_cross_entropy(*arguments, 1.0, "none", None)
+    assert torch.equal(linear_cross_entropy(*arguments)[0], expected[0])
+    upper, lower = (linear_cross_entropy(*arguments, 1.0, name)[0] for name in ("MEAN", "mean"))
+    assert torch.equal(upper, lower)
 
 
 def test_a_negative_label_masks_its_token():
@@ -124,37 +105,28 @@ def test_a_negative_label_masks_its_token():
 
 def test_logits_far_under_zero():
     """A running maximum that starts at 0 has nothing left of them."""
-    hidden, weight, labels = torch.ones(3, 1), torch.linspace(-220, -200, VOCAB)[:, None], torch.tensor([0, 60, 136])
-    found = linear_cross_entropy(hidden, weight, labels)
-    for mine, truth in zip(found, oracles.logprobs(hidden, weight, labels), strict=True):
-        torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-4)
+    arguments = torch.ones(3, 1), torch.linspace(-220, -200, VOCAB)[:, None], torch.tensor([0, 60, 136])
+    outputs = tuple(values.double() for values in linear_cross_entropy(*arguments))
+    torch.testing.assert_close(outputs, oracles.logprobs(*arguments), rtol=1e-5, atol=1e-4)
 
 
 def test_several_ids_of_a_row():
     hidden, weight, _ = problem()
     ids = torch.randint(VOCAB, (1, TOKENS, 3))
-    found = linear_cross_entropy(hidden, weight, ids, torch.full((TOKENS,), 0.7))
+    logps, entropy = linear_cross_entropy(hidden, weight, ids, torch.full((TOKENS,), 0.7))
     apart = [linear_cross_entropy(hidden, weight, of_one, 0.7) for of_one in ids.unbind(-1)]
-    torch.testing.assert_close(found[0], torch.stack([logps for logps, _ in apart], dim=-1))
-    torch.testing.assert_close(found[1], apart[0][1])
-    for shape, (logps, entropy) in (((), found), ((1,), fused_linear_for_ppo(None, hidden[None], weight, ids, 0.7))):
-        assert logps.shape == (*shape, TOKENS, 3)
-        assert entropy.shape == (*shape, TOKENS)
+    torch.testing.assert_close(logps, torch.stack([values for values, _ in apart], dim=-1))
+    torch.testing.assert_close(entropy, apart[0][1])
+    of_ppo = fused_linear_for_ppo(None, hidden[None], weight, ids, 0.7)
+    torch.testing.assert_close(of_ppo, (logps[None], entropy[None]))
 
 
-@pytest.fixture
-def group():
-    """A process group of one rank."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_a_process_group_of_one_rank(group):
+@pytest.mark.usefixtures("lone_rank")
+def test_a_process_group_of_one_rank():
     """Of several: test/distributed/test_verl_ranks.py."""
     arguments = problem()
-    found = linear_cross_entropy(*arguments, 0.9, "none", group)
-    assert torch.equal(found[0], linear_cross_entropy(*arguments, 0.9)[0])
+    outputs = linear_cross_entropy(*arguments, 0.9, "none", dist.group.WORLD)
+    assert torch.equal(outputs[0], linear_cross_entropy(*arguments, 0.9)[0])
 
 
 @pytest.mark.parametrize(
@@ -195,61 +167,57 @@ def verl():
         yield package
 
 
+def small_model():
+    return importlib.import_module("hf_models").build("Qwen3", vocab_size=VOCAB, num_hidden_layers=1)
+
+
 def torch_backend(**options):
     return importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO(**options)
 
 
 @pytest.mark.parametrize("shape", [(TOKENS,), (1, TOKENS), (3, 5)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
-def test_verls_torch_backend(verl, shape, temperature, upstream, device):
+@pytest.mark.parametrize(("temperature", "factors"), [(1.0, (1.0, 0.0)), (0.7, (0.0, 1.0)), (0.7, (1.0, 1.0))])
+def test_verls_torch_backend(verl, shape, temperature, factors, device):
     hidden, weight = torch.randn(*shape, HIDDEN, device=device), torch.randn(VOCAB, HIDDEN, device=device)
     labels = torch.randint(VOCAB, shape, dtype=torch.int32, device=device)
-    found = []
+    results = []
     for ours in (True, False):
         backend = torch_backend(chunk_size=7)  # made before the patch
         leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
         if ours:
             patch_verl()
-        outputs = backend(*leaves, labels, temperature)
+        logps, entropy = backend(*leaves, labels, temperature)
         unpatch_verl()
-        factors = [torch.linspace(*ends, labels.numel(), device=device).view(shape) for ends in ((-1, 2), (2, 1))]
-        chosen = [i for i in range(2) if upstream in ("both", ("logprobs", "entropy")[i])]
-        total = sum((outputs[i] * factors[i]).sum() for i in chosen)
-        found.append([*outputs, *torch.autograd.grad(total, leaves)])
-    for mine, other in zip(*found, strict=True):
-        assert mine.dtype == other.dtype == torch.float32
-        assert mine.shape == other.shape
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5)
+        upstream = torch.linspace(-1, 2, labels.numel(), device=device).view(shape)
+        total = factors[0] * (logps * upstream).sum() + factors[1] * (entropy * upstream).sum()
+        results.append([logps, entropy, *torch.autograd.grad(total, leaves)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=2e-5)
 
 
 def test_verls_torch_backend_in_bfloat16(verl):
     """verl rounds logits and entropies to bfloat16."""
     hidden, weight, labels = problem(dtype=torch.bfloat16)
-    exact = oracles.logprobs(hidden.double(), weight.double(), labels)
-    other = torch_backend()(hidden, weight, labels)
+    exact = oracles.logprobs(hidden, weight, labels)
+    theirs = torch_backend()(hidden, weight, labels)
     with patched_verl():
         mine = torch_backend()(hidden, weight, labels)
-    for ours, theirs, truth in zip(mine, other, exact, strict=True):
-        assert oracles.max_error(ours, truth) < 0.1 * oracles.max_error(theirs, truth)
+    for values, rounded, truth in zip(mine, theirs, exact, strict=True):
+        assert oracles.max_error(values, truth) < 0.1 * oracles.max_error(rounded, truth)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_model_of_verls(verl, backend):
     """Its forward for each backend, by labels and by labels that are shifted already."""
-    hf = pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=VOCAB, num_hidden_layers=1, head_dim=8, **sizes))
+    model = small_model()
     dense = importlib.import_module("verl.models.transformers.dense_common")
     ids = torch.randint(VOCAB, (2, 9))
-    logits = model(ids).logits / 0.7
+    expected = oracles.logits_logprobs(model(ids).logits / 0.7, ids.roll(-1, -1))
     patch_verl()
     for labels in ({"labels": ids}, {"shift_labels": ids.roll(-1, -1)}):
         forward = getattr(dense, f"forward_with_{backend}_backend")
         output = forward(model, input_ids=ids, temperature=0.7, return_dict=True, **labels)
-        expected = oracles.logits_logprobs(logits, ids.roll(-1, -1))
-        for mine, truth in zip((output.log_probs, output.entropy), expected, strict=True):
-            torch.testing.assert_close(mine.view(truth.shape), truth.float(), rtol=1e-4, atol=1e-5)
+        mine = tuple(values.view(2, 9) for values in (output.log_probs, output.entropy))
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -270,16 +238,16 @@ def test_verls_output_processor_for_megatron(tied, monkeypatch):
             config=SimpleNamespace(sequence_parallel=False),
         )
     expected = oracles.logprobs(hidden, weight, labels, temperature=0.7)
-    for mine, truth in zip((output.log_probs, output.entropy), expected, strict=True):
-        torch.testing.assert_close(mine, truth.float(), rtol=1e-5, atol=1e-5)
+    mine = tuple(values.double() for values in (output.log_probs, output.entropy))
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_arguments_of_the_torch_backend():
     """Those of linear_cross_entropy, but for the shape of what comes back."""
     hidden, weight, labels = problem()
-    found = fused_linear_for_ppo(None, hidden[None], weight, labels[None], 0.9)
-    for mine, other in zip(found, linear_cross_entropy(hidden, weight, labels, 0.9), strict=True):
-        assert torch.equal(mine, other[None])
+    outputs = fused_linear_for_ppo(None, hidden[None], weight, labels[None], 0.9)
+    flat = linear_cross_entropy(hidden, weight, labels, 0.9)
+    torch.testing.assert_close(tuple(values[0] for values in outputs), flat, rtol=0, atol=0)
     with pytest.raises(ValueError, match="labels must have 23 elements"):
         fused_linear_for_ppo(None, hidden, weight, labels[1:])
 
@@ -334,12 +302,12 @@ def topk_engine(verl, monkeypatch):
 def topk_batch(**given):
     offsets = torch.tensor([0, 5, 14])
     jagged = partial(torch.nested.nested_tensor_from_jagged, offsets=offsets)
-    found = torch.randn(14, VOCAB).mul(3).log_softmax(-1).topk(LISTED)
+    listed = torch.randn(14, VOCAB).mul(3).log_softmax(-1).topk(LISTED)
     return Batch(
         input_ids=jagged(torch.randint(VOCAB, (14,))),
         position_ids=jagged(torch.cat([torch.arange(5), torch.arange(9)])),
-        teacher_ids=jagged(found.indices),
-        teacher_logprobs=jagged(found.values),
+        teacher_ids=jagged(listed.indices),
+        teacher_logprobs=jagged(listed.values),
         temperature=0.7,
         distillation_use_topk=True,
         use_fused_kernels=True,
@@ -373,13 +341,11 @@ def test_the_loss_of_lists():
 @pytest.mark.parametrize("distillation_only", [False, True])
 def test_verls_topk_distillation(verl, backend, clamp, distillation_only, monkeypatch):
     """Without logits what verl's engine and its loss make of logits; without the patch there is no loss."""
-    hf = pytest.importorskip("transformers", reason="transformers is not installed")
     engine = topk_engine(verl, monkeypatch)
     losses = importlib.import_module("verl.trainer.distillation.fsdp.losses")
     dense = importlib.import_module("verl.models.transformers.dense_common")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=VOCAB, num_hidden_layers=1, head_dim=8, **sizes))
-    model.lm_head.weight.data.mul_(20)
+    model = small_model()
+    model.lm_head.weight.data.mul_(4)
     batch = topk_batch(calculate_entropy=True, distillation_only=distillation_only)
 
     def from_logits(student_logits, data, distillation_config):
@@ -399,15 +365,15 @@ def test_verls_topk_distillation(verl, backend, clamp, distillation_only, monkey
     batch["use_fused_kernels"] = False
     other = step(model)
     assert mine.keys() == other.keys() - {"overlap_count", "overlap_token_advantage"}
-    found = []
+    grads = []
     for outputs in (mine, other):
         names = outputs.keys() & {"distillation_losses", "entropy", "log_probs"}
         total = sum((outputs[name].values() * torch.linspace(1, 2, 14)).sum() for name in names)
-        found.append(torch.autograd.grad(total, list(model.parameters())))
+        grads.append(torch.autograd.grad(total, list(model.parameters())))
     for name, values in mine.items():
         assert values.offsets().equal(other[name].offsets())
         torch.testing.assert_close(values.values(), other[name].values().float(), rtol=1e-4, atol=1e-5)
-    for gradient, truth in zip(*found, strict=True):
+    for gradient, truth in zip(*grads, strict=True):
         torch.testing.assert_close(gradient, truth, rtol=1e-3, atol=1e-4 * truth.abs().max().item())
     assert mine["distillation_losses"].values().detach().abs().min() > 0
     unpatch_verl()
@@ -422,11 +388,8 @@ def test_a_teachers_lists_follow_the_sequence_parallel_labels(verl, monkeypatch)
     engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = True, 2
     patch_verl(distillation=True)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    try:
-        importlib.import_module("verl.utils.ulysses").set_ulysses_sequence_parallel_group(dist.group.WORLD)
-        inputs, others = engine.prepare_model_inputs(batch)
-    finally:
-        dist.destroy_process_group()
+    importlib.import_module("verl.utils.ulysses").set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    inputs, others = engine.prepare_model_inputs(batch)
     assert torch.equal(inputs["shift_labels"][0, :, 0], others["input_ids_rmpad_rolled"])
     assert torch.equal(inputs["shift_labels"][0, :, 1:], batch["teacher_ids"].values()[7:])
 
@@ -436,17 +399,3 @@ def test_topk_distillation_needs_packed_batches(verl, monkeypatch):
     patch_verl(distillation=True)
     with pytest.raises(ValueError, match="use_remove_padding must be True"):
         engine.prepare_model_inputs(topk_batch(use_remove_padding=False))
-
-
-def test_an_engine_of_another_version(verl, monkeypatch):
-    engine = type(topk_engine(verl, monkeypatch))
-    theirs = engine.prepare_model_inputs
-    monkeypatch.setattr(engine, "prepare_model_outputs", lambda self, output: {})
-    with pytest.raises(RuntimeError, match=r"prepare_model_outputs must take \(self, output, output_args"):
-        patch_verl(distillation=True)
-    assert engine.prepare_model_inputs is theirs
-    assert torch_backend().forward.__func__ is not fused_linear_for_ppo
-    monkeypatch.setattr(verl, "__version__", "0.7.1")
-    with pytest.raises(ImportError, match=r"verl >= 0\.8"):
-        patch_verl(distillation=True)
-    patch_verl()
