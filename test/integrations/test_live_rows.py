@@ -457,8 +457,8 @@ BAD_OPTIONS = {
     "quantile": ("Llama", "quantile", {"max_tokens": 64}, TOGETHER.format(65, 64)),
     "router": ("Mixtral", "grpo", {"max_tokens": 77}, TOGETHER.format(78, 77) + "the router loss is of all tokens"),
     "idle": ("Llama", "grpo", {"idle": "run"}, r"idle must be one of \['skip', 'forward', 'backward'\], got 'run'"),
-    "trim": ("Llama", "grpo", {"trim": 1}, "trim must be a bool"),
-    "packing": ("Llama", "grpo", {"packing": "yes"}, "packing must be a bool"),
+    "trim": ("Llama", "grpo", {"trim": 1}, "trim must be of type bool"),
+    "packing": ("Llama", "grpo", {"packing": "yes"}, "packing must be of type bool"),
 }
 
 

@@ -290,7 +290,7 @@ def _doubled(linear: nn.Linear) -> nn.Module:
     return hooks.add_hook_to_module(linear, kind())
 
 
-CHANGED = "head of LlamaForCausalLM was a plain Linear when it was swapped"
+CHANGED = "head of LlamaForCausalLM must be a plain Linear"
 CHANGED_LATER = {
     "another head": (functools.partial(_of_class, _ScaledLinear), CHANGED),
     "a hook": (_hooked, CHANGED),
