@@ -361,5 +361,5 @@ def in_short_pieces(monkeypatch) -> None:
         short = getattr(segments_triton, name)._replace(piece=8, columns=16)
         for module in (segments_triton, slots_triton):
             monkeypatch.setattr(module, name, short, raising=module is segments_triton)
-    for module, name in ((slots_triton, "ROW_BLOCK"), (slots_triton, "SLOT_BLOCK"), (selection_triton, "BLOCK")):
+    for module, name in ((slots_triton, "ROW_BLOCK"), (segments_triton, "ORDERED"), (selection_triton, "BLOCK")):
         monkeypatch.setattr(module, name, 8)
