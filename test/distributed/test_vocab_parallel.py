@@ -180,8 +180,9 @@ def shard_of(rank, case: Case):
     parts, support = whole(case, rank.device)
     if case.dtensors:
         sharded = {"weight": Shard(0), "bias": Shard(0), "b": Shard(0), "a": Replicate(), "hidden": case.placement}
-        for name in parts.keys() & {name for name, placement in sharded.items() if placement is not None}:
-            parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [sharded[name]])
+        for name, placement in sharded.items():  # in one order on all ranks: each is a collective
+            if name in parts and placement is not None:
+                parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [placement])
         return case, parts, support, None
     parts |= {name: parts[name][rows].clone() for name in ("weight", "bias", "b") if name in parts}
     return case, parts, support, VocabParallel(rank.group, rows.start)

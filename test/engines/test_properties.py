@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from devices import NEEDS_GPU
+from devices import NEEDS_GPU, skip_without_interpreter
 from head_calls import CALLS, Batch, Products, assert_close, assert_same, batch, functional
 from host_reads import host_reads
 from liger_rl import LowRank, Support, linear_logprobs
@@ -369,6 +369,7 @@ def test_a_second_derivative_raises(name, through, device, monkeypatch):
     call, x, options = CALLS[name], batch(device=device), THROUGH.get(through, {})
     frozen = ("weight",) if through == "a frozen head" else ()
     if through == "one kernel":
+        skip_without_interpreter(device)
         monkeypatch.setattr(fused, "DEVICES", (device.type,))
     expected = call.solve(x, frozen=frozen, **options)[1][call.inputs[0]]
     leaves = x.leaves(tuple(part for part in call.inputs if part not in frozen))
