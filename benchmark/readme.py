@@ -16,6 +16,7 @@ from benchmark import (
     targets,
     tolerance_runs,
     train_real_runs,
+    trees,
 )
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
@@ -36,6 +37,7 @@ OTHERS = {
     tolerance_runs.PREFIX: tolerance_runs.markdown,
     step.PREFIX: step.markdown,
     train_real_runs.PREFIX: train_real_runs.markdown,
+    trees.PREFIX: trees.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

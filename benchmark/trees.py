@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,8 +95,8 @@ def calls(case: str, inputs: Inputs) -> Callable[[], list[Tensor]]:
     }[case]()
 
 
-def cases(device: str) -> Iterator[tuple[str, int]]:
-    for size in HIDDEN[device]:
+def cases(sizes: Sequence[int]) -> Iterator[tuple[str, int]]:
+    for size in sizes:
         for case in (
             "two passes, exact",
             "one pass, exact",
@@ -106,7 +106,7 @@ def cases(device: str) -> Iterator[tuple[str, int]]:
         ):
             yield case, size
         yield from ((case, size) for case in ("forward KL", "reverse KL"))
-    yield "support", HIDDEN[device][0]
+    yield "support", sizes[0]
 
 
 def serve(device: str, folder: Path) -> None:
@@ -162,14 +162,14 @@ def apart(files: list[str]) -> float:
     )
 
 
-def measure(old: Path, device: str, folder: Path, globs: list[str]) -> list[dict[str, Any]]:
+def measure(old: Path, device: str, folder: Path, sizes: Sequence[int], globs: Sequence[str]) -> list[dict[str, Any]]:
     (folder / "helpers").mkdir(parents=True, exist_ok=True)
     link = folder / "helpers" / "benchmark"
     if not link.exists():
         link.symlink_to(ROOT / "benchmark")
     versions = [Version(tree.resolve(), device, folder) for tree in (old, ROOT)]
     rows = []
-    for case, size in cases(device):
+    for case, size in cases(sizes):
         if not any(fnmatch(case, glob) for glob in globs):
             continue
         prepared = [version.ask(case, size, "prepare") for version in versions]
@@ -201,7 +201,7 @@ def markdown(results: dict[str, Any]) -> str:
         "apart": number("apart", ".1e"),
     }
     rows = [(f"{row['case']}, H = {row['hidden_size']}", row | {"status": "ok"}) for row in results["rows"]]
-    return f"{environment_line(results['environment'])}\n\n{markdown_table(columns, rows)}"
+    return f"{environment_line(results['environment'])}\n\n{markdown_table(columns, rows)}\n"
 
 
 def main() -> None:
@@ -215,10 +215,12 @@ def main() -> None:
     parser = parser_of("trees", __doc__ or "")
     parser.add_argument("old", type=Path, help="the folder that holds the other version of liger_rl")
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="GLOB")
+    parser.add_argument("--hidden", nargs="+", type=int, metavar="H", help="hidden sizes")
     arguments = parser.parse_args()
     environment = describe("auto")
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(arguments.old, environment["device"], Path(folder), arguments.cases)
+        device = environment["device"]
+        rows = measure(arguments.old, device, Path(folder), arguments.hidden or HIDDEN[device], arguments.cases)
     write(PREFIX, {"environment": environment, "rows": rows}, arguments, markdown)
 
 

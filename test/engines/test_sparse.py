@@ -171,7 +171,8 @@ def test_the_certificate(transform, entropy, plans, monkeypatch):
     exact = weight.detach().double().requires_grad_()
     loss(*oracles.logits_logprobs(exact.T, targets.to(DEVICE), **options)).backward()
     own, eps = exact.grad.norm(dim=0), torch.finfo(torch.float32).eps
-    of_float32 = 4 * eps * grads.double().abs().sum(0)
+    # On an H200 log-probabilities are within 7 eps, and so is 1 - p, of which the target's entry is made.
+    of_float32 = 10 * eps * grads.double().abs().sum(0)
     # z and lse are rounded to float32 before their difference becomes a probability.
     of_logits = eps * oracles.transformed(exact.detach(), **options).abs().amax(0)
     for tolerance in (3e-5, 3e-4, 1e-2, 1e-1, 0.5) if DEVICE.type == "cuda" else (3e-5, 0.3):
