@@ -42,6 +42,7 @@ TABLES = {
     "README.md": {"nvidia-h200-policy"},
     "results.md": {
         "row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "pretrained-cpu", "cpu",
+        "entropies-nvidia-h200", "trees-nvidia-h200",
         "tolerance-runs-nvidia-h200", "train-real-runs-nvidia-h200", "step-nvidia-h200",
     },
     "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},

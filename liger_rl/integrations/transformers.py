@@ -12,14 +12,15 @@ import importlib.util
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
 from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import TransformersKwargs
 
 from liger_rl.call.options import HOW
 from liger_rl.call.support import Support
@@ -45,13 +46,15 @@ HEAD_OPTIONS = (*HOW, "weight_grad")
 FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
 # Arguments of a plain forward that the fused one reads itself.
 CHECKED = ("ignore_index", "return_dict", "logits_to_keep")
-MODEL_FIELDS = ("aux_loss", "router_logits", "past_key_values", "hidden_states", "attentions")
+# transformers 5.24 calls it cache, and renames past_key_values in calls; earlier versions have the latter alone.
+CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
+MODEL_FIELDS = ("aux_loss", "router_logits", CACHE, "hidden_states", "attentions")
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass
-class FusedCausalLMOutput(ModelOutput):
+class FusedCausalLMOutput(CausalLMOutputWithPast):
     """The output of a swapped model with `fused=True`.
 
     Attributes:
@@ -63,18 +66,16 @@ class FusedCausalLMOutput(ModelOutput):
         entropy: (B, T) float32 in nats, of the distribution that predicted each label; None unless asked for.
         missing_target: (B, T) bool, the label was not among the ids that its row of the support lists, and was added to
             them; None without a support.
-        aux_loss, router_logits, past_key_values, hidden_states, attentions: as in the plain forward.
+        aux_loss, router_logits, past_key_values (cache from transformers 5.24 on), hidden_states, attentions: as in the
+            plain forward.
+        logits: None.
     """
 
-    loss: Tensor | None = None
     per_token_logps: Tensor | None = None
     entropy: Tensor | None = None
     missing_target: Tensor | None = None
     aux_loss: Tensor | None = None
     router_logits: Any = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
 
 
 def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
@@ -207,7 +208,7 @@ def _arguments_of(model: nn.Module) -> frozenset[str]:
         for owner in kind.__mro__:  # a forward may pass its arguments to that of a base class
             if issubclass(owner, nn.Module) and owner is not nn.Module and "forward" in vars(owner):
                 names |= _names_in(vars(owner)["forward"])
-    return frozenset(names)
+    return frozenset(names | ({"past_key_values"} if CACHE in names else set()))
 
 
 def _names_in(forward: Callable) -> set[str]:

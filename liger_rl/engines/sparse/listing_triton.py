@@ -339,8 +339,10 @@ def _write_kernel(
     if tl.program_id(0) >= blocks:
         # The two branches share no names, because their tensors have different shapes.
         row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
-        listed = (row < last) & (count >= 0)
-        reached = (row <= last) & (count >= 0)
+        # Not a mask and a scalar's comparison, of which Triton 3.9's interpreter makes an integer.
+        end = tl.where(count >= 0, last, -1)
+        listed = row < end
+        reached = row <= end
         start = tl.load(before + tl.load(chosen.starts + row, mask=reached, other=0), mask=reached, other=0)
         if targets is not None:
             start += row
