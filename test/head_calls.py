@@ -355,7 +355,7 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
 def in_short_pieces(monkeypatch) -> None:
     """Segments, rows of ids, columns and masks in pieces that are short enough for a test to have several."""
     from liger_rl.engines.sparse import slots_triton
-    from liger_rl.kernels import segments_triton, selection_triton
+    from liger_rl.kernels import merge_triton, segments_triton, selection_triton
 
     for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
         short = getattr(segments_triton, name)._replace(piece=8, columns=16)
@@ -363,3 +363,4 @@ def in_short_pieces(monkeypatch) -> None:
             monkeypatch.setattr(module, name, short, raising=module is segments_triton)
     for module, name in ((slots_triton, "ROW_BLOCK"), (segments_triton, "ORDERED"), (selection_triton, "BLOCK")):
         monkeypatch.setattr(module, name, 8)
+    monkeypatch.setattr(merge_triton, "MERGE_TILES", 2)

@@ -49,7 +49,8 @@ class HeadOptions:
         lse: also return log sum_v exp z_v of each token, differentiable.
         topk: K, at most 1024: also return each token's K largest log-probabilities and their ids, in descending order,
             without a gradient. Tiles of logits are then in memory.
-        extras: further statistics, among "log_sum_sq_probs", "mean_logits" and "is_top1".
+        extras: names of further results, without a gradient: "log_sum_sq_probs" is log sum_v p_v^2, "mean_logits" the
+            mean of z over the vocabulary, "is_top1" whether the target is the likeliest id.
         grad_tolerance: in [0, 1), largest error of each token's dL/dlogits divided by the Euclidean norm of the token's
             own dL/dlogits. The backward sums over a list of ids for each token. It runs exactly where lists would be
             long. 0 is exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.

@@ -1,6 +1,7 @@
 """Chooses the engine and the tiles of a call of the head from shapes alone, and says why.
 
-`ENGINES` is ordered: the first engine whose `lacks(shape)` is None runs. A plan and a real call both use `path_for`.
+`ENGINES` is ordered: the first engine whose `lacks(shape)` is None runs. Plans and calls both use `path_for`, but for
+calls with a support (`run.py`) and under torch.compile (`compile.py`).
 Each engine's `workspace(shape)` is an upper bound of the memory that a call takes apart from its inputs, results and
 gradients. The tests compare it with measured memory.
 """
@@ -78,7 +79,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
     path, remarks = path_for(shape)
     forward, backward = two_pass.tiles_of(shape)
     tiles = backward if shape.options.batch_invariant else Tiles(*map(max, forward, backward))
-    lacks = shape.epilogue_of_two_lacks
+    lacks = shape.two_pass_epilogue_lacks
     if path == "one pass":
         chunks, lacks = one_pass.chunks_of(shape), one_pass.epilogue_lacks(shape)
         tiles = Tiles(chunks.chunk_tokens, shape.vocab)

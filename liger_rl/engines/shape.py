@@ -98,7 +98,7 @@ class HeadShape:
         return self.weight_dtype != self.options.compute_dtype
 
     @property
-    def epilogue_of_two_lacks(self) -> str | None:
+    def two_pass_epilogue_lacks(self) -> str | None:
         """`epilogue_lacks` of two passes, which need also that no chunk is named."""
         return self.epilogue_lacks or ("no chunk to be named" if self.options.names_chunk else None)
 

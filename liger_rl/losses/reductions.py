@@ -1,7 +1,8 @@
 """Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
 
-A reduction is a callable `(batch) -> weights` on an `AlignedBatch`. Weights at masked tokens are 0. Micro-batches that
-share their global counts add up to the whole batch. m is the mask, 1 at tokens that count.
+A reduction is a callable `(batch) -> weights` on an `AlignedBatch`. Weights at masked tokens are 0. m is the mask, 1 at
+tokens that count. `policy_steps` makes the weights of the whole batch before it cuts the batch. Micro-batches that a
+caller gives to `ppo_loss_fn` add up to the whole batch if they share its divisors, num_sequences or num_items_in_batch.
 
 A reduction may have a method check(batch). It raises ValueError for a batch that lacks a column or divisor.
 """

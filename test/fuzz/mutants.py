@@ -52,6 +52,18 @@ MUTANTS = (
     ("a gradient of lse is lost beside several targets", "kernels/statistics.py", "-grad_lse[:, None]]", "0 * grad_lse[:, None]]"),
     ("a tile's first entry is never among the largest", "kernels/reference.py", "[keys, found]", "[keys, found[:, 1:]]"),
     ("merged metrics lose a count", "losses/metrics.py", "else a.count + b.count", "else a.count"),
+    ("Triton: tiles before a higher peak not moved to it", "kernels/merge_triton.py", "rescale = tl.exp(peak - new_peak)", "rescale = tl.exp(peak - peak)"),
+    ("Triton: an epilogue's gradient lacks the softcap's derivative", "kernels/tile_epilogues.py", "grad = times_derivative(grad, square, steps)", "grad += 0.0"),
+    ("Triton: dual clip on the wrong side", "losses/fused_triton.py", "dual = advantage < 0.0", "dual = advantage > 0.0"),
+    ("Triton: merged tiles not moved to their peak", "kernels/merge_triton.py", "total * rescale + tl.sum(weight * tile_sum, 0)", "total * rescale + tl.sum(tile_sum, 0)"),
+    ("Triton: entropies of listed ids lack their peak", "engines/sparse/slots_triton.py", "tl.where(known, peak + log_sum, float(\"inf\"))", "tl.where(known, log_sum, float(\"inf\"))"),
+    ("Triton: a row that is a target alone counts as several", "engines/sparse/slots_triton.py", "kind = tl.where(others > 0, SEVERAL, SINGLE)", "kind = tl.where(others >= 0, SINGLE, SEVERAL)"),
+    ("Triton: listed ids lack the softcap's derivative", "engines/sparse/slots_triton.py", "tl.where(needed, times_derivative(grad, square, steps), 0.0)", "tl.where(needed, grad, 0.0)"),
+    ("Triton: the last piece of a cut segment is too short", "kernels/segments_triton.py", "tl.where(has_first_piece | known, last, first)", "tl.where(has_first_piece, last, first)"),
+    ("Triton: entries of an id in another order than their tokens", "kernels/segments_triton.py", "tl.load(entries.tokens + before, mask=inside, other=0)", "tl.load(entries.tokens + place, mask=inside, other=0)"),
+    ("Triton: the lower clip's gradient goes on", "losses/fused_triton.py", "to_ratio += tl.where(_within(low, ratio) & _within(ratio, high), to_clipped, 0.0)", "to_ratio += tl.where(_within(ratio, high), to_clipped, 0.0)"),
+    ("Triton: k3's slope has another sign", "losses/fused_triton.py", "slope = -tl.where(near, d + d * d * tail, exp - 1.0)", "slope = tl.where(near, d + d * d * tail, exp - 1.0)"),
+    ("Triton: a live token with an id outside the vocabulary is not counted", "kernels/selection_triton.py", "tl.store(numbers + 1, outside_count)", "tl.store(numbers + 1, 0)"),
 )  # fmt: skip
 
 

@@ -322,7 +322,7 @@ def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
     """The tiles of the forward, and the tiles of the backward."""
     logit, gradient, options = 12, 12, shape.options
     if compiles(shape.device):
-        logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.epilogue_of_two_lacks is None else 4)
+        logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.two_pass_epilogue_lacks is None else 4)
     first = INVARIANT_TOKENS if options.batch_invariant else shape.tokens
     sizes = shape.vocab, shape.hidden_size, shape.device, options
     return (
@@ -336,7 +336,7 @@ def workspace(shape: HeadShape) -> int:
     options, c = shape.options, shape.options.compute_dtype.itemsize
     zeros = MIN_TOKENS * options.batch_invariant  # rows of zeros that fill up a fixed shape
     n = shape.tokens + zeros
-    epilogue, gradient = shape.epilogue_of_two_lacks is None, c * shape.wants_gradient
+    epilogue, gradient = shape.two_pass_epilogue_lacks is None, c * shape.wants_gradient
     tiles = tiles_of(shape) if shape.wants_gradient else tiles_of(shape)[:1]
     columns = shape.hidden_size + 8 * (shape.rank + (shape.rank > 0))  # low-rank factors are split in two and aligned
     one_product = shape.cuda and shape.tokens <= tiles[-1].tokens and not shape.casts_weight

@@ -75,7 +75,7 @@ def lacks(shape: HeadShape) -> str | None:
         return exact if shape.auto_tolerance else "a grad_tolerance above 0"
     if not shape.wants_gradient:
         return NO_GRADIENT
-    return "weight_grad = None" if shape.in_place else shape.epilogue_of_two_lacks
+    return "weight_grad = None" if shape.in_place else shape.two_pass_epilogue_lacks
 
 
 def workspace(shape: HeadShape) -> int:
