@@ -57,6 +57,9 @@ Model = TypeVar("Model", bound=nn.Module)
 class FusedCausalLMOutput(CausalLMOutputWithPast):
     """The output of a swapped model with `fused=True`.
 
+    `logits` is None. `hidden_states`, `attentions` and `past_key_values` (`cache` from transformers 5.24 on) are those of
+    the plain forward.
+
     Attributes:
         loss: () mean negative log-likelihood of the labelled tokens (their sum over `num_items_in_batch` if given),
             plus the model's weighted router loss if it has one: the plain forward's loss. None with `labels` if the
@@ -66,11 +69,10 @@ class FusedCausalLMOutput(CausalLMOutputWithPast):
         entropy: (B, T) float32 in nats, of the distribution that predicted each label; None unless asked for.
         missing_target: (B, T) bool, the label was not among the ids that its row of the support lists, and was added to
             them; None without a support.
-        aux_loss, router_logits, past_key_values (cache from transformers 5.24 on), hidden_states, attentions: as in the
-            plain forward.
-        logits: None.
+        aux_loss, router_logits: as in the plain forward.
     """
 
+    loss: Tensor | None = None
     per_token_logps: Tensor | None = None
     entropy: Tensor | None = None
     missing_target: Tensor | None = None
