@@ -57,8 +57,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class FusedCausalLMOutput(CausalLMOutputWithPast):
     """The output of a swapped model with `fused=True`.
 
-    `logits` is None. `hidden_states`, `attentions` and `past_key_values` (`cache` from transformers 5.24 on) are those of
-    the plain forward.
+    `logits` is None. `hidden_states`, `attentions` and `past_key_values` are those of the plain forward.
+    transformers 5.24 calls the last of them `cache`.
 
     Attributes:
         loss: () mean negative log-likelihood of the labelled tokens (their sum over `num_items_in_batch` if given),
@@ -72,7 +72,7 @@ class FusedCausalLMOutput(CausalLMOutputWithPast):
         aux_loss, router_logits: as in the plain forward.
     """
 
-    loss: Tensor | None = None
+    loss: Tensor | None = None  # type: ignore[assignment]
     per_token_logps: Tensor | None = None
     entropy: Tensor | None = None
     missing_target: Tensor | None = None
