@@ -153,6 +153,9 @@ class Version:
             raise RuntimeError(f"the process of a version ended at {question}")
         return json.loads(line)
 
+    def end(self) -> None:
+        self.process.communicate()
+
 
 def apart(files: list[str]) -> float:
     """The largest relative distance of two versions' results."""
@@ -188,6 +191,8 @@ def measure(old: Path, device: str, folder: Path, sizes: Sequence[int], globs: S
             }
         )  # fmt: skip
         print(rows[-1], file=sys.stderr, flush=True)
+    for version in versions:
+        version.end()
     return rows
 
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 
-from benchmark import floor, gold, plot, replay_mismatch, run, tolerance_runs, train_real_runs, variants
+from benchmark import floor, gold, plot, replay_mismatch, run, tolerance_runs, train_real_runs, trees, variants
 from benchmark.cases import (
     FLAT,
     LOGPS_AND_ENTROPY,
@@ -458,3 +458,11 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     assert both["shapes"].keys() == {"toy", "llama-3-8b"}
     moved = of_other | {"environment": ENVIRONMENT | {"torch": "2.12"}}
     assert step.with_earlier(moved, tmp_path / "step-cpu.json") == moved
+
+
+def test_one_version_in_turns_with_itself(tmp_path):
+    """Two processes, each with its own package: the same bits, and a table of every case that was asked for."""
+    rows = trees.measure(ROOT, "cpu", tmp_path, [64], ["support", "RL batch, default"])
+    assert [row["case"] for row in rows] == ["RL batch, default", "support"]
+    assert all(row["apart"] == 0.0 and row["old_ms"] > 0.0 < row["new_ms"] for row in rows)
+    assert trees.markdown({"environment": ENVIRONMENT, "rows": rows}).count("H = 64") == 2

@@ -1,7 +1,8 @@
-"""The house rules, read off the source: who may import whom."""
+"""The house rules, read off the source: who may import whom, and which words belong in which room."""
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -44,6 +45,8 @@ ALLOWED = {
 ENGINES = {"dense": [], "sparse": ["dense"], "pair": ["dense", "sparse"]}
 # Every other room: torch alone, integrations: anything.
 OUTSIDE = {room: {"torch", "triton"} for room in ("kernels", "engines", "losses")}
+POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
+VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}
 
 
 def module_name(path: Path) -> str:
@@ -88,6 +91,22 @@ def top_level(tree: ast.Module) -> ast.Module:
         visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
 
     return Drop().visit(ast.parse(ast.unparse(tree)))
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        for field in ("id", "arg", "attr", "name", "asname"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def words(identifier: str) -> set[str]:
+    """ "clip_ratio" and "ClipRatio" -> clip, ratio, and the whole."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", identifier).lower()
+    return {*snake.split("_"), snake}
 
 
 def graph() -> dict[str, set[str]]:
@@ -159,6 +178,8 @@ def test_rules_see_what_they_forbid():
     assert own_imports(tree) == {"kernels.gemm", "losses"}
     assert "trl.trainer" in imports(tree)
     assert imports(top_level(tree)) == {"liger_rl.losses"}
+    assert "clip" in words("clip_low") & words("PPOClip")
+    assert "lm_head" in words("lm_head")
 
 
 def test_no_entry_imports_triton():
@@ -181,6 +202,21 @@ def test_importing_the_package_loads_no_other_system():
     assert not {name.split(".")[0] for name in added} & (SYSTEMS | {"triton"})
     unwanted = ("liger_rl.integrations", "liger_rl.kernels.tile_triton", "liger_rl.losses.fused_triton")
     assert not [name for name in added if name.startswith(unwanted)]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "forbidden"),
+    [
+        (("kernels", "call", "engines"), POLICY_WORDS),
+        (("losses",), VOCABULARY_WORDS),
+    ],
+    ids=["no policy word on the vocabulary side", "no vocabulary word in the losses"],
+)
+def test_words(rooms, forbidden):
+    trees = {module: tree for module, tree in MODULES.items() if room(module) in rooms}
+    assert trees
+    found = {(m, name) for m, tree in trees.items() for name in identifiers(tree) if words(name) & forbidden}
+    assert not found
 
 
 def test_public_names_are_documented():
