@@ -88,7 +88,7 @@ def test_inputs_are_left_alone(plans):
 
 @pytest.mark.parametrize("room", [1, 60])
 def test_parts_that_there_is_no_room_for(room, plans, monkeypatch):
-    """Lists are first written in one go, and run by run of tokens where there is no room for that: the same bits."""
+    """Lists are written in one go, or run by run of tokens if the memory has no room for all parts: the same bits."""
     tokens = max(TOKENS, 300)
     heads = one_head(tokens)
     heads.grad[7] = 0.0

@@ -98,7 +98,7 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
     chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
     span = listing_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
-    parts = listing_triton.Parts.empty(span.room, BLOCK_VOCAB, DEVICE)
+    parts = listing_triton.Parts.empty(span.parts, BLOCK_VOCAB, DEVICE)
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(*inputs[:3], targets, gradients, transform, chosen, of_tiles, span, parts)
     values = (*statistics[:3], *known, kept.values, kept.peaks, tile, stored(parts))
