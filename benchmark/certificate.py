@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from liger_rl.kernels.statistics import BLOCK_VOCAB, SAMPLES
+from liger_rl.kernels.statistics import PART_VOCAB, SAMPLES
 
 SEED = 0
 TOLERANCES = (1e-4, 3e-4, 1e-3, 3e-3)
@@ -47,7 +47,7 @@ class Tokens(NamedTuple):
 class Tail(NamedTuple):
     """How a tile's ids share the sum of the entries that a token leaves out."""
 
-    shares: Tensor  # (tiles, BLOCK_VOCAB)
+    shares: Tensor  # (tiles, PART_VOCAB)
     squares: Tensor  # (tiles,)
 
 
@@ -63,13 +63,13 @@ class Head(NamedTuple):
     ids: Tensor  # (N,)
 
     def probabilities(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> (n, tiles, BLOCK_VOCAB) without the target's; the target's log-probability, and lse, (n,); all float64."""
+        """-> (n, tiles, PART_VOCAB) without the target's; the target's log-probability, and lse, (n,); all float64."""
         logits = (self.hidden[index].float() @ self.weight.T).double()
         lse, target = logits.logsumexp(-1), self.ids[index][:, None]
         p = (logits - lse[:, None]).exp_()
         logps = (logits.gather(1, target) - lse[:, None]).squeeze(1)
         p.scatter_(1, target, 0.0)
-        return pad(p, (0, -p.shape[1] % BLOCK_VOCAB)).unflatten(1, (-1, BLOCK_VOCAB)), logps, lse
+        return pad(p, (0, -p.shape[1] % PART_VOCAB)).unflatten(1, (-1, PART_VOCAB)), logps, lse
 
 
 def bounds_of(head: Head, index: Tensor) -> Tokens:
@@ -79,7 +79,7 @@ def bounds_of(head: Head, index: Tensor) -> Tokens:
     at_target, rest, peak = -torch.expm1(logps), p.sum(2), p.amax(2)
     slack = SLACK + SLACK_OF_LSE * lse.abs()
     rounding = SLACK_OF_SUM + SLACK_OF_TERM * lse.abs()
-    own = (head.ids[index] // BLOCK_VOCAB)[:, None] == torch.arange(p.shape[1], device=p.device)
+    own = (head.ids[index] // PART_VOCAB)[:, None] == torch.arange(p.shape[1], device=p.device)
     # The forward knows a tile's largest entry and its sum with the target's.
     with_target = torch.where(own, logps.exp()[:, None], 0.0)
     mass = rest + torch.where(own, rounding[:, None] * (rest + with_target), 0.0)
@@ -102,7 +102,7 @@ def tail_of(head: Head, tokens: Tokens, factors: Tensor) -> Tail:
     drawn = (until[None, :] <= step[:, None]).sum(1).clamp(max=size.numel() - 1)
     p, _, _ = head.probabilities(drawn)
     sizes = (p / size[drawn][:, None, None]).sum(0)
-    entries = torch.full_like(sizes[:, :1], BLOCK_VOCAB)
+    entries = torch.full_like(sizes[:, :1], PART_VOCAB)
     entries[-1] -= sizes.numel() - head.weight.shape[0]
     for _ in range(CUTS):
         sizes = torch.minimum(sizes, 2.0 * sizes.sum(1, keepdim=True) / entries)
@@ -129,7 +129,7 @@ def choose(tokens: Tokens, tail: Tail, tolerance: float) -> Choice:
 
 
 def listed_gradient(p: Tensor, tokens: Tokens, tail: Tail, choice: Choice) -> tuple[Tensor, Tensor]:
-    """-> the listed entries and the spread sums in place of `p` (n, tiles, BLOCK_VOCAB), and ids of each token, (n,).
+    """-> the listed entries and the spread sums in place of `p` (n, tiles, PART_VOCAB), and ids of each token, (n,).
 
     The largest size under which a token's entries may be left out is one of a few numbers, eight for each power of 2.
     """

@@ -49,11 +49,13 @@ from liger_rl.kernels.segments import Base, Entries, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     EXTRAS,
+    PART_VOCAB,
     SAMPLES,
     Fold,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
+    parts_of,
 )
 from liger_rl.kernels.transform import HeadFactors
 from liger_rl.losses import fused_triton as policy_terms_triton
@@ -171,13 +173,13 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
-    known = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
+    known = TileStatistics.unwritten(N, V, CPU, entropy=entropy)
     bounds = sparse_triton.part_bounds(known, statistics(entropy), tokens, targets, transform)
     drawn = sparse_triton.draw_tokens(bounds, torch.arange(N))
     tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
     chosen, _ = sparse_triton.choose_parts(bounds, tail, 1e-3, transform, torch.bfloat16, signed=entropy)
-    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, BLOCK_VOCAB, CPU)
+    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, PART_VOCAB, CPU)
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
@@ -185,7 +187,7 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     given = targets, ones(N)
     listing_triton.write_lists(parts, chosen, of_tiles, tail, given, span, transform, before, found, starts)
     segments_triton.order_by_id(found, (found.ids, torch.arange(2 * N)), V)
-    out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
+    out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(parts_of(V), H), tail.entries, PART_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     segments_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
     by_token = Segments(torch.arange(N + 1), found.tokens)

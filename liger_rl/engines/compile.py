@@ -26,7 +26,7 @@ from liger_rl.engines.dense import several, two_pass
 from liger_rl.engines.interface import Head
 from liger_rl.engines.sparse import certified as sparse
 from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import BLOCK_VOCAB, EXTRAS, TileStatistics, TokenStatistics
+from liger_rl.kernels.statistics import EXTRAS, TileStatistics, TokenStatistics, parts_of
 from liger_rl.once import differentiable_once
 
 # The first seven fields of Head, in its order. `live` is a mask (N,) of the tokens that count.
@@ -66,8 +66,8 @@ def _with_missing_outputs(values: Sequence[Any], options: EngineOptions, bounded
 def _empty(arguments: Sequence[Any]) -> Outputs:
     head, options, bounded = _split_arguments(arguments)
     n, vocab = head.hidden.shape[0], head.weight.shape[0]
-    token, tile = (n,), (-(-vocab // BLOCK_VOCAB), n)
-    shapes = [head.targets.shape, *[token] * 5, *[tile] * 3, (1,)]
+    token, part = (n,), (parts_of(vocab), n)
+    shapes = [head.targets.shape, *[token] * 5, *[part] * 3, (1,)]
     dtypes = [*[torch.float32] * 5, torch.bool, *[torch.float32] * 3, torch.bool]
     devices = [*[head.hidden.device] * 9, torch.device("cpu")]
     columns = zip(_requested_outputs(options, bounded), shapes, dtypes, devices, strict=True)

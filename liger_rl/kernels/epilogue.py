@@ -19,8 +19,25 @@ from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family
 from liger_rl.kernels.matrix_triton import matrix, product, two_products
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TileStatistics, TokenGradients, TokenStatistics
-from liger_rl.kernels.tile_epilogues import column_of, fold_tile, grad_tile, tile_place, tokens_together
+from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
+    BLOCK_VOCAB,
+    PART_VOCAB,
+    Fold,
+    TileStatistics,
+    TokenGradients,
+    TokenStatistics,
+)
+from liger_rl.kernels.tile_epilogues import (
+    BOUNDED,
+    LEVELLED,
+    SCARCE,
+    column_of,
+    fold_tile,
+    grad_tile,
+    tile_place,
+    tokens_together,
+)
 from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
@@ -165,11 +182,11 @@ def gemm_fold(
     *,
     entropy: bool,
     extras: Collection[str] = (),
-    with_tiles: bool = False,  # also the statistics of each tile of TILE_VOCAB entries
+    with_tiles: bool = False,  # also the statistics of each part
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileStatistics | None]:
-    """Statistics of hidden @ weight.T of tokens, and with `with_tiles` of tiles, where `devices.applies`."""
+    """Statistics of hidden @ weight.T of tokens, and with `with_tiles` of their parts, where `devices.applies`."""
     assert over_parts is None or not with_tiles
     n, vocab = hidden.shape[0], weight.shape[0]
     bytes_per_token = 4 * (2 + entropy + len(extras)) * triton.cdiv(vocab, TILE_VOCAB)
@@ -182,17 +199,21 @@ def gemm_fold(
 
     if with_tiles or n <= step:
         # No slices, and no memory to fill: the device waits for this product.
-        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
+        known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
+        tiles = _fold_tiles(
+            hidden, weight, bias, targets, transform, target, kept, known, entropy=entropy, extras=extras
+        )
         state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
         merge(tiles, state)
-        return finished(state), TileStatistics(tiles.peak, tiles.sum_exp, tiles.moment) if with_tiles else None
+        return finished(state), known
     state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
         tiles = _fold_tiles(
-            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, entropy=entropy, extras=extras
-        )
+            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, None,
+            entropy=entropy, extras=extras,
+        )  # fmt: skip
         merge(tiles, part)
         del tiles  # or they would stay alive while the next ones are allocated
     return finished(state), None
@@ -206,6 +227,7 @@ def _fold_tiles(
     transform: LogitTransform,
     target: Tensor,  # (n,), written
     kept: Kept | None,
+    known: TileStatistics | None,  # written
     *,
     entropy: bool,
     extras: Collection[str],
@@ -215,10 +237,11 @@ def _fold_tiles(
     family = family_of(hidden.device)
     tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
+    variant = LEVELLED.value * levelled + BOUNDED.value * (known is not None) + SCARCE.value * (family.parts > 1)
     run_product(
-        fold_tile, HeadFactors(hidden, weight, bias, transform), targets, tiles,
-        outs=(None if kept is None else kept.values, None),
-        variant=int(levelled), whole=vocab % TILE_VOCAB == 0, parts=family.parts, warps=family.fold_warps,
+        fold_tile, HeadFactors(hidden, weight, bias, transform), targets, (tiles, known),
+        outs=(None if kept is None else kept.values, None), variant=variant, whole=vocab % TILE_VOCAB == 0,
+        parts=TILE_VOCAB // PART_VOCAB, warps=family.fold_warps,
     )  # fmt: skip
     if kept is not None:
         assert kept.tile_vocab == TILE_VOCAB

@@ -23,6 +23,9 @@ from liger_rl.kernels.softmax import (
 )
 
 KEPT_ONE = tl.constexpr(statistics.KEPT_ONE)
+# Variants of `fold_tile`, which may be added: the logits have a softcap of at most `epilogue.MOST_LEVELLED`; parts have
+# statistics of their own; registers are few, as before Hopper.
+LEVELLED, BOUNDED, SCARCE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
 # Hidden states that stay in the cache while the whole vocabulary goes by. On an H200 (a cache of 50 MB) 16 MB gave
 # the fastest fold of 4, 8, 16 and 32 MB at H = 4096, and 8 and 16 MB at H = 2048. A fixed 8 tiles took 2% more time.
@@ -95,17 +98,23 @@ def fold_tile(
     token,  # (TILE_TOKENS,) indices of the tokens, from `first_token` on
     target,  # (TILE_TOKENS,) column of each token's target, see `column_of`
     first_token, vocab_tile, tokens, vocab,
-    tiles,  # `Fold` of each vocabulary tile, (vocabulary tiles, tokens), but the target's logits (tokens,)
+    folds,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,); and `TileStatistics` or None
     outs,  # a `matrix` (tokens, vocab) of `reference.Kept`, or None; and None
     steps,
-    LEVELLED: tl.constexpr,  # capped, by at most `epilogue.MOST_LEVELLED`
-    WHOLE: tl.constexpr, PARTS: tl.constexpr,
+    VARIANT: tl.constexpr,  # LEVELLED + BOUNDED + SCARCE
+    WHOLE: tl.constexpr,
+    PARTS: tl.constexpr,  # the tile's parts
 ):  # fmt: skip
-    """Write the fold of one tile of logits.
+    """Write the fold of one tile of logits, and with BOUNDED the statistics of its parts.
 
-    Exponentials are made of one part of the tile after the other, so that they fit the registers.
+    Exponentials are made of one part of the tile after the other, so that they fit the registers. The tile's sums are
+    those of the parts, so that BOUNDED changes no bit of them.
     """
     kept, _ = outs
+    tiles, known = folds
+    CAPPED: tl.constexpr = LEVELLED & VARIANT != 0
+    WITH_PARTS: tl.constexpr = BOUNDED & VARIANT != 0
+    FEW_REGISTERS: tl.constexpr = SCARCE & VARIANT != 0
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     column = tl.arange(0, TILE_VOCAB)
     live = token < tokens
@@ -116,7 +125,7 @@ def fold_tile(
         tl.store(tiles.sum_logits + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
     full = 0.0
     # `level` is cap - z in units of the cap, or z itself.
-    if LEVELLED:
+    if CAPPED:
         full = steps.cap
         if steps.inverse is not None:
             full = cooled(full, steps)
@@ -133,23 +142,33 @@ def fold_tile(
         peak = tl.maximum(tl.max(level, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
     # If registers are short, the target comes before the exponentials, so that these may overwrite the logits.
-    FIRST: tl.constexpr = PARTS > 1 or PORTABLE
+    FIRST: tl.constexpr = FEW_REGISTERS or PORTABLE
     if FIRST:
-        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS)
+        _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
     total, moment, squares = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         own = part_of(level, part, PARTS)
-        if LEVELLED:
+        part_place = (vocab_tile.to(tl.int64) * PARTS + part) * tokens + token
+        if WITH_PARTS:
+            part_peak = _under_cap(tl.min(own, 1), full) if CAPPED else tl.max(own, 1)
+            tl.store(known.peaks + part_place, tl.maximum(part_peak, LOWEST), mask=live)
+        if CAPPED:
             # A number for every row, of whatever layout the rows have.
             exp, exponent, factor, rest = exp_of_steps(own, least, 0.0 * least - full * LOG2_E)
         else:
             exp, exponent, factor, rest = exp_of_difference(own, peak)
         if tiles.moment is not None:
             # No capped id is banned, and no column of a whole tile is past the last id.
-            if not (LEVELLED and WHOLE):
+            if not (CAPPED and WHOLE):
                 exponent = tl.maximum(exponent, LOWEST_LOG_PROBABILITY)
-            moment += tl.sum(exp * exponent, 1)
-        total += tl.sum(exp, 1)
+            part_moment = tl.sum(exp * exponent, 1)
+            moment += part_moment
+        part_total = tl.sum(exp, 1)
+        total += part_total
+        if WITH_PARTS:
+            tl.store(known.sums + part_place, part_total * factor, mask=live)
+            if tiles.moment is not None:
+                tl.store(known.moments + part_place, (part_moment - part_total * rest) * (factor * LN_2), mask=live)
         if tiles.sum_sq_exp is not None:
             squares += tl.sum(exp * exp, 1)
         if kept is not None:
@@ -160,22 +179,22 @@ def fold_tile(
     if tiles.sum_sq_exp is not None:
         tl.store(tiles.sum_sq_exp + place, squares * (factor * factor), mask=live)
     if not FIRST:
-        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS)
+        _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
 
 
 @triton.jit
 def _fold_target(
-    level, token, target, column, live, place, tiles, full, LEVELLED: tl.constexpr, PARTS: tl.constexpr,
+    level, token, target, column, live, place, tiles, full, CAPPED: tl.constexpr, FEW_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """The target's logit, and the largest before it."""
     # Before Hopper a product spreads 32 of 256 columns over the threads.
-    target_z = at_column(level, target, 5 if PARTS == 1 else 3)
-    if LEVELLED:
+    target_z = at_column(level, target, 3 if FEW_REGISTERS else 5)
+    if CAPPED:
         target_z = _under_cap(target_z, full)
     tl.store(tiles.target + token, target_z, mask=live & (target >= 0) & (target < level.shape[1]))
     if tiles.rival is not None:
         before = column[None, :] < target[:, None]
-        if LEVELLED:
+        if CAPPED:
             rival = _under_cap(tl.min(tl.where(before, level, float("inf")), 1), full)
         else:
             rival = tl.max(tl.where(before, level, float("-inf")), 1)

@@ -17,7 +17,7 @@ from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.call.checks import auto_tolerance
 from liger_rl.engines.sparse import certified as sparse
 from liger_rl.engines.sparse import lists
-from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.kernels.statistics import PART_VOCAB
 from tolerances import DEVICE, LOW, TOKENS, distance, interpret, one_head, recorded_plans
 
 PLAIN, CAPPED = LogitTransform(), LogitTransform(softcap=4.0, scale=1.5)
@@ -94,7 +94,7 @@ def test_parts_that_there_is_no_room_for(room, plans, monkeypatch):
     heads.grad[7] = 0.0
     mask = torch.arange(tokens, device=DEVICE) % 11 != 5
     expected = heads.gradients(1e-2, mask=mask)
-    monkeypatch.setattr(lists, "PARTS_BYTES", room * lists.BYTES_PER_ENTRY * BLOCK_VOCAB)
+    monkeypatch.setattr(lists, "PARTS_BYTES", room * lists.BYTES_PER_ENTRY * PART_VOCAB)
     found = heads.gradients(1e-2, mask=mask)
     assert plans[0] == plans[1]
     assert plans[0].ends[-1] > room
@@ -127,8 +127,8 @@ def test_a_banned_target_does_not_keep_every_part(banned, plans):
     """Its log-probability of -inf has a gradient of zero in a ratio; its entropy has one."""
     heads = one_head()
     leaves, targets, grad = heads.trained(), heads.targets, heads.grad
-    first = int(targets[7]) // BLOCK_VOCAB * BLOCK_VOCAB
-    ids = targets[7] if banned == "a target" else slice(first, first + BLOCK_VOCAB)
+    first = int(targets[7]) // PART_VOCAB * PART_VOCAB
+    ids = targets[7] if banned == "a target" else slice(first, first + PART_VOCAB)
     with torch.no_grad():
         leaves[2][ids] = -torch.inf
     of_entropy = 0.1 * grad.roll(1)

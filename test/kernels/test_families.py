@@ -9,7 +9,7 @@ from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
+from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, Tail, TokenGradients
 from tolerances import stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -94,11 +94,11 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     gradients = TokenGradients.of(statistics, g, e if entropy else None)
     tile = epilogue.gemm_grad(hidden, weight[:-3], biases, targets, 0, transform, gradients)
     bounds = sparse_triton.part_bounds(known, statistics, gradients, targets, transform)
-    tail = Tail.empty(sparse_triton.padded_tiles(vocab, BLOCK_VOCAB), BLOCK_VOCAB, DEVICE)
+    tail = Tail.empty(sparse_triton.padded_tiles(vocab, PART_VOCAB), PART_VOCAB, DEVICE)
     given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
     chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
     span = listing_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
-    parts = listing_triton.Parts.empty(span.parts, BLOCK_VOCAB, DEVICE)
+    parts = listing_triton.Parts.empty(span.room, PART_VOCAB, DEVICE)
     of_tiles = listing_triton.list_tiles(chosen, span)
     listing_triton.make_parts(*inputs[:3], targets, gradients, transform, chosen, of_tiles, span, parts)
     values = (*statistics[:3], *known, kept.values, kept.peaks, tile, stored(parts))

@@ -293,7 +293,7 @@ def make_parts(
         for hidden, weight, bias, transform in (student, teacher)
     )
     with on(chosen.rank.device):
-        _parts_kernel[((span.parts // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
+        _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
             out, *student_arguments, *teacher_arguments, targets.contiguous(), tokens.contiguous(), chosen,
             lists, span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,

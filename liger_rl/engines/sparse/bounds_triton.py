@@ -33,7 +33,7 @@ from liger_rl.kernels.softmax import (
 )
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
-    BLOCK_VOCAB,
+    PART_VOCAB,
     SAMPLES,
     PartBounds,
     Tail,
@@ -44,7 +44,7 @@ from liger_rl.kernels.statistics import (
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 BOUND_TOKENS, BOUND_TILES, BOUND_WARPS = 16, 128, 8
-CHOSEN, CHOOSING_WARPS = 4096, 8  # parts of a program of `_choose_kernel`; one token's parts may be more
+CHOSEN, CHOOSING_WARPS = 8192, 16  # parts of a program of `_choose_kernel`; one token's parts may be more
 HALVINGS = 10  # of the range that contains a token's threshold between dropped and kept parts
 DRAWN, DRAWING_WARPS = 1024, 8  # tokens of a step, in the kernels with one program
 SHARING_WARPS = 8
@@ -58,7 +58,7 @@ TILE_SHARE = 0.5
 
 # Bounds include the rounding of float32. SLACK is in nats, SLACK_OF_LSE in nats for each nat of |lse|.
 SLACK, SLACK_OF_LSE = tl.constexpr(2e-3), tl.constexpr(2e-6)
-SLACK_OF_SUM = tl.constexpr(2.0**-16)  # a sum of BLOCK_VOCAB terms, each with a relative rounding of 2^-24
+SLACK_OF_SUM = tl.constexpr(2.0**-16)  # a sum of PART_VOCAB terms, each with a relative rounding of 2^-24
 SLACK_OF_TERM = tl.constexpr(2.0**-23)  # a term that is computed again from lse: relative to the term, times |lse|
 SLACK_OF_SHARES = tl.constexpr(1.0 + 2.0**-6)  # squared rounding of rests and shares to the products' dtype
 SLACK_OF_DERIVATIVE = tl.constexpr(1e-5)
@@ -156,24 +156,29 @@ def _bounds_kernel(
         place = tile.to(tl.int64)[:, None] * count + token[None, :]
         here = tile[:, None] == target_tile[None, :]
         peak = tl.load(known.peaks + place, mask=inside, other=LOWEST)
+        # The sums are relative to the larger peak of a pair of parts.
+        neighbour = (tile ^ 1).to(tl.int64)[:, None] * count + token[None, :]
+        top = tl.maximum(peak, tl.load(known.peaks + neighbour, mask=inside, other=LOWEST))
         total = tl.load(known.sums + place, mask=inside, other=0.0)
-        log_peak = peak - lse[None, :]
-        target_term = tl.where(here, tl.exp(tl.minimum((logps + lse)[None, :] - peak, 0.0)), 0.0)
+        log_peak, log_top = peak - lse[None, :], top - lse[None, :]
+        target_term = tl.where(here, tl.exp(tl.minimum((logps + lse)[None, :] - top, 0.0)), 0.0)
         others = tl.maximum(total - target_term, 0.0)
-        log_mass = log_peak + tl.log(tl.where(here, others + rounding[None, :] * total, total))
+        log_mass = log_top + tl.log(tl.where(here, others + rounding[None, :] * total, total))
         log_largest = tl.minimum(log_peak, log_mass)
         most = tl.abs(g)[None, :] * tl.exp(0.5 * (log_largest + log_mass) + slack[None, :])
-        largest = tl.exp(log_peak)
+        largest, unit_mass = tl.exp(log_peak), tl.exp(log_top)
         if steps.cap is not None:
-            largest *= _slope_at(peak, steps)
-        rest = -g[None, :] * largest * others
+            slope = _slope_at(peak, steps)
+            largest *= slope
+            unit_mass *= slope
+        rest = -g[None, :] * unit_mass * others
         if tokens.grad_entropy is not None:
             supremum = _log_supremum(log_largest, entropy[None, :])
             most += tl.abs(e)[None, :] * tl.exp(0.5 * (log_mass + supremum) + slack[None, :])
-            moment = tl.load(known.moments + place, mask=inside, other=0.0) + (log_peak + entropy[None, :]) * total
+            moment = tl.load(known.moments + place, mask=inside, other=0.0) + (log_top + entropy[None, :]) * total
             # A banned target has logp = -inf, and 0 * -inf is NaN in every tile.
             moment -= target_term * (tl.maximum(logps, LOWEST_LOG_PROBABILITY) + entropy)[None, :]
-            rest -= e[None, :] * largest * moment
+            rest -= e[None, :] * unit_mass * moment
         else:
             # A tile without the target contributes the square of its largest entry.
             lower = tl.where(inside & (here == 0), g[None, :] * largest, 0.0)
@@ -203,7 +208,7 @@ def part_bounds(
     with on(targets.device):
         _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
             known, statistics, tokens.contiguous(), targets.contiguous(), bounds, tiles, n, LogitSteps.of(transform),
-            TILE_VOCAB=BLOCK_VOCAB, TOKENS=BOUND_TOKENS, TILES=BOUND_TILES, num_warps=BOUND_WARPS,
+            TILE_VOCAB=PART_VOCAB, TOKENS=BOUND_TOKENS, TILES=BOUND_TILES, num_warps=BOUND_WARPS,
         )  # fmt: skip
     return bounds
 
@@ -378,12 +383,12 @@ def tail_of_logits(
     A drawn token's target is left out of the sums.
     Among entries that are improbable for most tokens, the proportions are much the same for all tokens.
     """
-    tail = Tail.empty(padded_tiles(logits.shape[0], BLOCK_VOCAB), BLOCK_VOCAB, logits.device)
+    tail = Tail.empty(padded_tiles(logits.shape[0], PART_VOCAB), PART_VOCAB, logits.device)
     with on(logits.device):
         _shares_kernel[(tail.squares.numel(),)](
             logits, None if bias is None else bias.contiguous(), drawn, targets, tokens.contiguous(), tail,
             logits.shape[0], LogitSteps.of(transform),
-            TILE_VOCAB=BLOCK_VOCAB, SAMPLES=SAMPLES, CUTS=CUTS, num_warps=SHARING_WARPS,
+            TILE_VOCAB=PART_VOCAB, SAMPLES=SAMPLES, CUTS=CUTS, num_warps=SHARING_WARPS,
         )  # fmt: skip
     return tail
 

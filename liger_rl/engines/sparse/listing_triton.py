@@ -24,13 +24,13 @@ from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.segments import Entries
 from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms, transformed
-from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
-from liger_rl.kernels.tile_epilogues import part_of
+from liger_rl.kernels.statistics import PART_VOCAB, Tail, TokenGradients
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
-ROWS = 128  # tokens of a program's product
-HALVES = 2  # a tile of a part's gradients takes more registers than there are, so its halves follow each other
+# Tokens and warps of a program's product. Two programs share a multiprocessor: one H200, H = 4096, 337 TFLOPS; 8 warps
+# and 4 stages had 306.
+ROWS, PRODUCT_WARPS = 128, 4
 COUNTED, COUNTING_WARPS = 4096, 8  # entries of a step of `_limits_kernel`
 WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
 LEVEL_BITS = tl.constexpr(4)  # last bits of `Parts.high` that are 0 in a level: eight levels for each power of 2
@@ -39,12 +39,16 @@ ROUNDING_OF_SQUARES = tl.constexpr(1.0 - 2.0**-7)
 
 
 class Span(NamedTuple):
-    """Tokens `first` to `last` - 1 and their parts, of which the first is number `base` of all parts."""
+    """Tokens `first` to `last` - 1, and memory for `room` parts. Their first part is number `base` of all parts.
+
+    If the tokens keep more parts than `room`, no kernel writes any part. So the kernels of a span may start before the
+    host knows how many parts there are.
+    """
 
     first: int
     last: int
     base: int
-    parts: int  # number of parts
+    room: int
 
 
 class Parts(NamedTuple):
@@ -54,13 +58,13 @@ class Parts(NamedTuple):
     2^-11, which is more than a tolerance of 3e-4.
     """
 
-    high: Tensor  # (parts, width) int16: sign, exponent and 7 bits of the mantissa
-    low: Tensor  # (parts, width) uint8: the next 8 bits of the mantissa
+    high: Tensor  # (room, width) int16: sign, exponent and 7 bits of the mantissa
+    low: Tensor  # (room, width) uint8: the next 8 bits of the mantissa
 
     @classmethod
-    def empty(cls, parts: int, width: int, device: torch.device) -> "Parts":
-        high = torch.empty(parts, width, dtype=torch.int16, device=device)
-        return cls(high, torch.empty(parts, width, dtype=torch.uint8, device=device))
+    def empty(cls, room: int, width: int, device: torch.device) -> "Parts":
+        high = torch.empty(room, width, dtype=torch.int16, device=device)
+        return cls(high, torch.empty(room, width, dtype=torch.uint8, device=device))
 
 
 @triton.jit
@@ -82,16 +86,25 @@ class TileLists(NamedTuple):
 
     tokens: Tensor  # (tiles, tokens of the span) int32
     counts: Tensor  # (tiles,) int32
-    tile_of: Tensor  # (parts,) int32
-    token_of: Tensor  # (parts,) int32
+    tile_of: Tensor  # (room,) int32
+    token_of: Tensor  # (room,) int32
 
 
-@triton.jit(do_not_specialize=["first", "last", "base"])
-def _list_tiles_kernel(chosen, lists, first, last, base, count, STEP: tl.constexpr):
+@triton.jit
+def _parts_of(chosen, last, base, room):
+    """-> number of the span's parts; -1 if it exceeds `room`."""
+    parts = tl.load(chosen.starts + last) - base
+    return tl.where(parts <= room, parts, -1)
+
+
+@triton.jit(do_not_specialize=["first", "last", "base", "room"])
+def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     width = last - first
     at = 0
-    for start in range(first, last, STEP):
+    # No tokens if the span's parts exceed its room.
+    stop = tl.where(_parts_of(chosen, last, base, room) > 0, last, first)
+    for start in range(first, stop, STEP):
         token = start + tl.arange(0, STEP)
         inside = token < last
         rank = tl.load(chosen.rank + tile * count + token, mask=inside, other=-1).to(tl.int32)
@@ -107,10 +120,10 @@ def _list_tiles_kernel(chosen, lists, first, last, base, count, STEP: tl.constex
 
 def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
     tiles, n = chosen.rank.shape
-    sizes = (tiles, span.last - span.first), (tiles,), (span.parts,), (span.parts,)
+    sizes = (tiles, span.last - span.first), (tiles,), (span.room,), (span.room,)
     lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
     with on(chosen.rank.device):
-        _list_tiles_kernel[(tiles,)](chosen, lists, span.first, span.last, span.base, n, LISTED_TOKENS)
+        _list_tiles_kernel[(tiles,)](chosen, lists, *span, n, LISTED_TOKENS)
     return lists
 
 
@@ -161,7 +174,6 @@ def _parts_kernel(
     vocab,
     size,  # H
     steps,
-    PARTS: tl.constexpr,  # pieces of a tile's columns, one after the other
     TILE_VOCAB: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -172,7 +184,7 @@ def _parts_kernel(
     )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB
-        logits = picked_product(hidden, row, weight, first, size, TILE_VOCAB, STEP)
+        x = picked_product(hidden, row, weight, first, size, TILE_VOCAB, STEP)
         lse = tl.load(gradients.lse + row)[:, None]
         target = (tl.load(targets + row) - first)[:, None]
         per_scale = 1.0 / tl.load(chosen.scale + row)[:, None]
@@ -181,19 +193,17 @@ def _parts_kernel(
         if ENTROPY:
             e = e[:, None]
             entropy = entropy[:, None]
-        for half in tl.static_range(PARTS):
-            x = part_of(logits, half, PARTS)
-            column = half * x.shape[1] + tl.arange(0, x.shape[1])
-            known = (column < vocab - first)[None, :]
-            if bias is not None:
-                x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
-            z, square = transformed(x, steps)
-            log_p = z - lse
-            grad = gradient(flushed_exp(log_p), log_p, None, 0.0, g[:, None], e, entropy, ENTROPY)
-            if steps.cap is not None:
-                grad *= 1.0 - square
-            grad = tl.where(known & (column[None, :] != target), grad * per_scale, 0.0)
-            store_parts(out, part[:, None] * TILE_VOCAB + column[None, :], grad, inside[:, None])
+        column = tl.arange(0, TILE_VOCAB)
+        known = (column < vocab - first)[None, :]
+        if bias is not None:
+            x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
+        z, square = transformed(x, steps)
+        log_p = z - lse
+        grad = gradient(flushed_exp(log_p), log_p, None, 0.0, g[:, None], e, entropy, ENTROPY)
+        if steps.cap is not None:
+            grad *= 1.0 - square
+        grad = tl.where(known & (column[None, :] != target), grad * per_scale, 0.0)
+        store_parts(out, part[:, None] * TILE_VOCAB + column[None, :], grad, inside[:, None])
 
 
 def make_parts(
@@ -212,12 +222,12 @@ def make_parts(
     tiles, n = chosen.rank.shape
     family = family_of(hidden.device)
     with on(hidden.device):
-        _parts_kernel[(span.parts // ROWS + tiles,)](
-            out, matrix(hidden, 1, family.step, tma=False), matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
+        _parts_kernel[(span.room // ROWS + tiles,)](
+            out, matrix(hidden, 1, family.step, tma=False), matrix(weight, PART_VOCAB, family.step, tma=family.tma),
             None if bias is None else bias.contiguous(), targets.contiguous(), tokens.contiguous(), chosen, lists,
             span.base, span.last - span.first, tiles, n, weight.shape[0], hidden.shape[1], LogitSteps.of(transform),
-            PARTS=HALVES, TILE_VOCAB=BLOCK_VOCAB, ROWS=ROWS, STEP=family.step,
-            TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=8,
+            TILE_VOCAB=PART_VOCAB, ROWS=ROWS, STEP=family.step, TILES=triton.next_power_of_2(tiles),
+            num_stages=family.storing_stages, num_warps=PRODUCT_WARPS,
         )  # fmt: skip
 
 
@@ -236,20 +246,23 @@ def _magnitude(high):
     return high.to(tl.int32) & 0x7FFF
 
 
-@triton.jit(do_not_specialize=["first", "base"])
+@triton.jit(do_not_specialize=["first", "last", "base", "room"])
 def _limits_kernel(
     parts,  # `Parts`
     chosen,  # `ChosenParts`
     limits,  # (n,) int32: the largest magnitude that is not listed
-    before,  # (parts of all spans + 1,) int64: number p + 1 is the number of listed entries of part p
+    counts,  # (room,) int32, zeros: number of listed entries of each part
     first,
+    last,
     base,
+    room,
     TILE_VOCAB: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
     token = first + tl.program_id(0)
     begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
     end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
+    end = tl.where(_parts_of(chosen, last, base, room) > 0, end, begin)
     tolerated = tl.load(chosen.room + token) * ROUNDING_OF_SQUARES
     tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # NaN becomes 0, too
     # All entries up to the low level fit in any case. One entry of the high level or more does not fit. None exceeds 1.
@@ -292,10 +305,10 @@ def _limits_kernel(
         inside = part < end // TILE_VOCAB
         stored = tl.load(parts.high + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0)
         number = tl.sum((_magnitude(stored) > limit).to(tl.int32), 1)
-        tl.store(before + 1 + base + part, number.to(tl.int64), mask=inside)
+        tl.store(counts + part, number, mask=inside)
 
 
-@triton.jit(do_not_specialize=["most", "first", "last", "base", "count"])
+@triton.jit(do_not_specialize=["most", "first", "last", "base", "room"])
 def _write_kernel(
     parts,  # `Parts`
     chosen,  # `ChosenParts`
@@ -311,19 +324,22 @@ def _write_kernel(
     first,
     last,
     base,
-    count,  # parts of the span
+    room,
     width,  # padded tiles
     steps,
     TILE_VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    blocks = tl.cdiv(count, PARTS)
+    blocks = tl.cdiv(room, PARTS)
+    count = _parts_of(chosen, last, base, room)
     if tl.program_id(0) >= blocks:
         # The two branches share no names, because their tensors have different shapes.
         row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
-        listed = row < last
-        reached = row <= last
+        # Not a mask and a scalar's comparison, of which Triton 3.9's interpreter makes an integer.
+        end = tl.where(count >= 0, last, -1)
+        listed = row < end
+        reached = row <= end
         start = tl.load(before + tl.load(chosen.starts + row, mask=reached, other=0), mask=reached, other=0)
         if targets is not None:
             start += row
@@ -332,7 +348,7 @@ def _write_kernel(
             tl.store(lists.coefficients + start, tl.load(at_target + row, mask=listed, other=0.0), mask=listed)
             tl.store(lists.tokens + start, row, mask=listed)
         tl.store(starts + row, start, mask=reached)
-    else:
+    elif tl.program_id(0) * PARTS < count:
         part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
         inside = part < count
         column = tl.arange(0, TILE_VOCAB)[None, :]
@@ -365,7 +381,7 @@ def _write_kernel(
 
 
 def write_lists(
-    parts: Parts,  # `span.parts` parts or more
+    parts: Parts,  # `span.room` parts or more
     chosen: ChosenParts,  # `chosen.rest` gets the sums that are dropped from kept parts
     of_parts: TileLists,
     tail: Tail,
@@ -382,14 +398,17 @@ def write_lists(
     """
     device, tokens, width = starts.device, span.last - span.first, parts.high.shape[1]
     limits = torch.empty(starts.numel(), dtype=torch.int32, device=device)
+    counts = torch.zeros(span.room, dtype=torch.int32, device=device)
     together = max(WRITTEN // width, 1)
     with on(device):
         _limits_kernel[(tokens,)](
-            parts, chosen, limits, before, span.first, span.base,
-            TILE_VOCAB=width, COUNTED=COUNTED, num_warps=COUNTING_WARPS,
-        )  # fmt: skip
-        before[span.base : span.base + span.parts + 1].cumsum_(0)
-        _write_kernel[(triton.cdiv(span.parts, together) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
+            parts, chosen, limits, counts, *span, TILE_VOCAB=width, COUNTED=COUNTED, num_warps=COUNTING_WARPS
+        )
+        sums = before[span.base + 1 : span.base + span.room + 1]
+        torch.cumsum(counts, 0, out=sums)
+        if span.base:
+            sums += before[span.base]
+        _write_kernel[(triton.cdiv(span.room, together) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
             parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits, before, out, starts,
             out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
             TILE_VOCAB=width, PARTS=together, TOKENS=WRITTEN_TOKENS,

@@ -21,8 +21,7 @@ from liger_rl.kernels.transform import LogitTransform
 PARTS_BYTES = 192 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
 BYTES_PER_ENTRY = 3  # of a kept part
 BYTES_PER_ID = 52  # of a listed id, with the memory of the sort
-# Memory for lists, as a share of the entries of kept parts. At an entropy of 0.5 nats a 250th of them are listed, at 2
-# nats a 50th.
+# Memory for lists, as a share of the entries of kept parts. At an entropy of 0.6 nats a 160th of them are listed.
 ROOM_FOR_IDS = 1 / 32
 
 
@@ -141,24 +140,44 @@ def list_gradients(
     The lists are written before the host knows their length. Entries past the end of their memory are not written, and
     then the exact backward runs. Two host syncs.
     """
-    from liger_rl.engines.sparse import bounds_triton
+    from liger_rl.engines.sparse import bounds_triton, listing_triton
     from liger_rl.kernels import segments_triton
 
     hidden, finite, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
+    (tiles, n), targets_per_token = chosen.rank.shape, int(targets is not None)
+    starts = torch.empty(n + 1, dtype=torch.int64, device=device)
+
+    def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Entries, HostAnswer]:
+        entries = Entries.empty(min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n, device)
+        parts = listing_triton.Parts.empty(max(span[-1] for span in spans), width, device)
+        before = torch.zeros(kept + 1, dtype=torch.int64, device=device)
+        for span in (listing_triton.Span(*span) for span in spans):
+            tile_lists = listing_triton.list_tiles(chosen, span)
+            make_parts(chosen, tile_lists, span, parts)
+            listing_triton.write_lists(
+                parts, chosen, tile_lists, tail, targets, span, transform, before, entries, starts
+            )
+        return entries, HostAnswer(before[-1:])
+
+    most = PARTS_BYTES // (BYTES_PER_ENTRY * width)
+    room = max(min(most, int(choice.most * n * tiles)), 1)
+    entries, counted = write([(0, n, 0, room)], room)
     kept = plan_parts(choice)
     if not kept.pays:
         return None, kept
-    entries, starts, counted = _write_lists(chosen, kept, tail, make_parts, targets, transform)
+    if kept.ends[-1] > room:
+        del entries
+        entries, counted = write(kept.spans(most), kept.ends[-1])
     # The device runs these products while the host waits for the length of the lists.
     hidden_base = weight_base = None
     if needs[0]:
         hidden_base = Base(gemm.matmul(chosen.rest, bounds_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
     if needs[1]:
-        finite_hidden = hidden if finite is None or kept.wanted == hidden.shape[0] else hidden[finite]
+        finite_hidden = hidden if finite is None or kept.wanted == n else hidden[finite]
         weight_base = Base(gemm.matmul(chosen.rest.T, finite_hidden), tail.entries, width)
         del finite_hidden
-    listed = int(counted.wait())
+    listed = int(counted.wait()) + targets_per_token * n
     if listed > entries.ids.numel():
         return None, kept
     entries = Entries._make(values[:listed] for values in entries)
@@ -178,31 +197,3 @@ def list_gradients(
             base = Base(gemm.column_sums(chosen.rest)[:, None], tail.entries, width)
             segments_triton.segment_sums(*by_id, ones_of(hidden), grad_bias[:vocab, None], base=base)
     return Gradients(grad_hidden, grad_weight, grad_bias), kept
-
-
-def _write_lists(
-    chosen: Any,  # `bounds_triton.ChosenParts`
-    kept: Kept,
-    tail: Tail,
-    make_parts: Callable[..., None],
-    targets: tuple[Tensor, Tensor] | None,
-    transform: LogitTransform,
-) -> tuple[Entries, Tensor, HostAnswer]:
-    """-> lists in memory for about ROOM_FOR_IDS of the kept entries, each token's first entry (n + 1,), and the length.
-
-    If the length exceeds the memory, the last entries are missing.
-    """
-    from liger_rl.engines.sparse import listing_triton
-
-    device, vocab = tail.entries.device, tail.entries.numel()
-    width, number = vocab // tail.squares.numel(), kept.ends[-1]
-    entries = Entries.empty(min(int(ROOM_FOR_IDS * width * number), most_ids(vocab) * kept.n) + kept.n, device)
-    spans = [listing_triton.Span(*span) for span in kept.spans(PARTS_BYTES // (BYTES_PER_ENTRY * width))]
-    parts = listing_triton.Parts.empty(max(span.parts for span in spans), width, device)
-    before = torch.zeros(number + 1, dtype=torch.int64, device=device)
-    starts = torch.empty(kept.n + 1, dtype=torch.int64, device=device)
-    for span in spans:
-        tile_lists = listing_triton.list_tiles(chosen, span)
-        make_parts(chosen, tile_lists, span, parts)
-        listing_triton.write_lists(parts, chosen, tile_lists, tail, targets, span, transform, before, entries, starts)
-    return entries, starts, HostAnswer(starts[-1:])
