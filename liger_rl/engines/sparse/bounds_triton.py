@@ -43,8 +43,8 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-BOUND_TOKENS, BOUND_TILES, BOUND_WARPS = 16, 128, 8
-CHOSEN, CHOOSING_WARPS = 8192, 16  # parts of a program of `_choose_kernel`; one token's parts may be more
+BOUND_TOKENS, BOUND_TILES, BOUND_WARPS = 16, 64, 8
+CHOSEN, CHOOSING_WARPS = 8192, 8  # parts of a program of `_choose_kernel`; one token's parts may be more
 HALVINGS = 10  # of the range that contains a token's threshold between dropped and kept parts
 DRAWN, DRAWING_WARPS = 1024, 8  # tokens of a step, in the kernels with one program
 SHARING_WARPS = 8

@@ -31,7 +31,7 @@ LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
 # Tokens and warps of a program's product. Two programs share a multiprocessor: one H200, H = 4096, 337 TFLOPS; 8 warps
 # and 4 stages had 306.
 ROWS, PRODUCT_WARPS = 128, 4
-COUNTED, COUNTING_WARPS = 4096, 8  # entries of a step of `_limits_kernel`
+COUNTED, COUNTING_WARPS = 2048, 8  # entries of a step of `_limits_kernel`
 WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
 LEVEL_BITS = tl.constexpr(4)  # last bits of `Parts.high` that are 0 in a level: eight levels for each power of 2
 # Sums of squares take `Parts.high` alone, whose numbers are off by at most 2^-8, relative.
