@@ -1,7 +1,7 @@
 """The support of each token: the ids that its sampler could have drawn."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,11 +16,9 @@ from liger_rl.kernels.segments import (
     FULL_ROWS,
     LONG_ROWS,
     MISSING_TARGETS,
-    Ordered,
     Slots,
 )
 
-MOST_KEPT = 1 << 20  # slots that a Support keeps, at most
 MissingTarget = Literal["add", "error"]
 
 
@@ -31,12 +29,6 @@ class Support:
     Log-probabilities and entropies are over a token's ids alone. A (B, T) call has N = B T rows, in flattened order. An
     empty row means the whole vocabulary. Ids may be in any order. A repeated id counts once, unless `distinct`. A token
     that does not count does not use its row, but the ids are validated.
-
-    A call keeps here what it computes from these tensors, the targets and the mask. The next call with the same tensors
-    reuses it, unless P + N is above 2^20, or with fixed_shape. PyTorch counts the writes of operators, through views
-    too, and after such a write nothing is reused. After any other write make a new Support. Other writes are those of a
-    collective such as `torch.distributed.broadcast`, of `tensor.data`, of a NumPy array, of your own kernel, and of a
-    CUDA graph's replay.
 
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.
@@ -79,10 +71,6 @@ class Support:
             raise ValueError("offsets must be (N + 1,) with at least the 0 that it starts with, got (0,)")
         if self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
             self._raise_for_values(None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The fields only. A kept `ListedIds` is found by addresses, which differ in a copy."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":
@@ -345,11 +333,7 @@ def _check_number(name: str, value: float, *, above: float, most: float) -> None
 
 
 class ListedIds:
-    """The slots of a call over a support, their order by id, and the results of their checks, each computed once.
-
-    They depend on the support, the targets and the mask, and on no log-probability. So a Support keeps those of its
-    last call. Old, reference and policy log-probabilities of the same tokens share them.
-    """
+    """The slots of a call over a support, and the results of their checks, which are waited for once."""
 
     def __init__(self, slots: Slots, check: Callable[[], tuple[Sequence[int], int]] | None = None) -> None:
         """
@@ -357,10 +341,8 @@ class ListedIds:
             check: waits for the device, raises for bad values of the call, and returns `Slots.numbers` and the number
                 of tokens that take the whole vocabulary. None checks nothing, and means 0 such tokens (fixed_shape).
         """
-        self.slots = slots
-        self._check = check
+        self.slots, self._check = slots, check
         self._full: Tensor | None = None
-        self._by_id: Ordered | None = None
         self.all_short = False  # True once the host knows that no token has more than LONG_ROW slots
 
     @property
@@ -372,46 +354,8 @@ class ListedIds:
             self._check = None
         return self._full
 
-    def by_id(self) -> Ordered:
-        if self._by_id is None:
-            self._by_id = torch.sort(self.slots.ids, stable=True)
-        return self._by_id
-
 
 def empty_rows(slots: Slots, count: int) -> Tensor | None:
     """Index of the `count` tokens that count and have an empty row; None if there is none."""
     # We sort, because `nonzero` would wait for the count, which is known.
     return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None
-
-
-def kept(support: Support, values: Sequence[Tensor | None], rest: Any, make: Callable[[], ListedIds]) -> ListedIds:
-    """The `ListedIds` of the last call with this support, if its tensors are unchanged; else `make()`.
-
-    Args:
-        values: the tensors, besides the support's own, whose values the result depends on.
-        rest: everything else that the result depends on.
-    """
-    tensors = (support.token_ids, support.offsets, *values)
-    # PyTorch does not count writes to inference tensors.
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
-        return make()
-    device, key = support.token_ids.device, (rest, *map(_state, tensors))
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():  # a replay may have other values in the same memory
-            return make()
-        key = (torch.cuda.current_stream(device.index).cuda_stream, *key)
-    last = support.__dict__.get("_last")
-    if last is not None and last[0] == key:
-        return last[1]
-    listed_ids = make()
-    if listed_ids.slots.ids.numel() <= MOST_KEPT:
-        # We keep the tensors too, so that no new tensor gets their addresses.
-        object.__setattr__(support, "_last", (key, listed_ids, tensors))
-    return listed_ids
-
-
-def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """A key that changes with the tensor's values, if PyTorch counts the write."""
-    if tensor is None:
-        return None
-    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()

@@ -10,7 +10,7 @@ from liger_rl.call.head_call import HeadCall, LogProbs, check_topk, shared_error
 from liger_rl.call.host_answer import HostAnswer
 from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
-from liger_rl.call.support import ListedIds, Support, kept
+from liger_rl.call.support import ListedIds, Support
 from liger_rl.call.tokens import (
     LiveTokens,
     TokenSelection,
@@ -115,30 +115,15 @@ def _over_support(
     flat, n = ids.flatten(), ids.numel()
     vocab = call.weight.shape[0] if shard is None else shard.vocab
     shape = call.targets.shape
-
-    def listed_ids() -> ListedIds:
-        flat_mask, flat_needed = (
-            None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask)
-        )
-        slots = support_engine.support_slots(support, flat, flat_mask, flat_needed, call.weight, options, shard)
-        return ListedIds(slots, None if options.fixed_shape else _start_check(call, ids, vocab, support, slots.numbers))
-
-    if options.fixed_shape:
-        listed = listed_ids()
-    else:
-        temperature = call.options.transform.temperature
-        per_token = temperature if isinstance(temperature, Tensor) else None
-        key_tensors = call.targets, call.mask, call.needed_mask, per_token
-        place = None if shard is None else shard.place.vocab_start
-        key = (call.weight.shape[0], place, vocab, "mean_logits" in options.extras, call.targets_name)
-        listed = kept(support, key_tensors, key, listed_ids)
+    mask, needed = (None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask))
+    slots = support_engine.support_slots(support, flat, mask, needed, call.weight, options, shard)
+    listed = ListedIds(slots, None if options.fixed_shape else _start_check(call, ids, vocab, support, slots.numbers))
     # Only the products of low-rank terms read this mask.
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     head = head._replace(listed=listed)
     results = linear_values(head, options, support_engine)
-    # We copy `missing`, because the support may keep its slots and the caller may write to its results.
-    named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
+    named = dict(zip(VALUES, results, strict=True), missing_target=slots.missing)
     if flat.shape != shape:
         named = {name: None if tensor is None else tensor.view(shape) for name, tensor in named.items()}
     return LogProbs(**named)  # type: ignore[arg-type]

@@ -1,10 +1,7 @@
 """Log-probabilities over the ids that each token lists: corners, the host, constructors. Values are the fuzzer's."""
 
-import copy
 import math
-import pickle
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -230,57 +227,6 @@ def test_reads_of_the_host(rows, fixed_shape, device):
         read, in_backward = reads_of(forward, device), reads_of(backward, device)
     assert len(read) == (not fixed_shape), read
     assert len(in_backward) == (0 in rows), in_backward
-
-
-def test_a_support_keeps_what_its_last_call_made(place):
-    """For the same tokens, whatever wants a gradient, which spares the wait; never what was made of other values."""
-    case = case_of(rows_of([2, 9, 0, 4]), place)
-    support, targets, mask = case.support, case.x.targets, torch.ones(4, device=place)
-
-    def fresh() -> Support:
-        return Support(support.token_ids.clone(), support.offsets.clone())
-
-    def waits(x: Problem = case.x, support: Support = support, **options) -> bool:
-        """Whether the call asks the device; its results are those of a support that has seen no call."""
-        leaves, others = x.leaves(), x.leaves()
-        given = {"mask": mask, "entropy": True} | options
-        expected = call(others, support=fresh(), **given)
-        with host_reads(place) as reads:
-            found = call(leaves, support=support, **given)
-        for mine, truth in zip(found, expected, strict=True):
-            assert (mine is None and truth is None) or torch.equal(mine, truth)
-        assert leaves.hidden.requires_grad
-        if found.logps.requires_grad:
-            for result in (found, expected):
-                functional(result.logps, result.entropy).backward()
-            assert torch.equal(leaves.weight.grad, others.weight.grad)
-        found.missing_target.fill_(True)  # is the caller's
-        return any(name == "tolist" or place.type == "cuda" for name in reads.names)
-
-    assert waits()
-    assert not waits()
-    with torch.no_grad():
-        assert not waits()  # old log-probabilities, of which no gradient is wanted
-    assert not waits(case.x._replace(targets=targets[:].view(4)))  # another view of the same values
-    assert waits(case.x._replace(targets=targets.clone()))
-    assert waits()  # the last call's alone are kept
-    assert waits(mask=mask.bool())
-    assert waits(extras=["mean_logits"])
-    waits()
-    for tensor in (support.token_ids, targets, mask):
-        tensor[0] = 0
-        assert waits()
-    assert not waits()
-    for other in (copy.deepcopy(support), pickle.loads(pickle.dumps(support))):
-        assert vars(other).keys() == {field.name for field in fields(Support)}
-        assert torch.equal(other.token_ids, support.token_ids)
-    with torch.inference_mode():
-        other = fresh()
-        assert [waits(support=other) for _ in range(2)] == [True, True]
-    support.token_ids[1] = V
-    for _ in range(2):  # what raises is never kept
-        with pytest.raises(ValueError, match="token_ids must be token ids in"):
-            call(case.x, mask=mask, support=support)
 
 
 # --- constructors -----------------------------------------------------------------------------------------------------
