@@ -171,59 +171,31 @@ def gemm_fold(
 ) -> tuple[TokenStatistics, TileStatistics | None]:
     """Statistics of hidden @ weight.T of tokens, and with `with_tiles` of tiles, where `devices.applies`."""
     assert over_parts is None or not with_tiles
-    n, vocab = hidden.shape[0], weight.shape[0]
-    bytes_per_token = 4 * (2 + entropy + len(extras)) * triton.cdiv(vocab, TILE_VOCAB)
-    step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
+    assert kept is None or kept.tile_vocab == TILE_VOCAB
+    n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
+    vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
+    tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
+    step = n if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
+    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
-
-    def finished(state: Fold) -> TokenStatistics:
-        return (state if over_parts is None else over_parts(state)).finish(with_target=kept is not None)
-
-    if with_tiles or n <= step:
-        # No slices, and no memory to fill: the device waits for this product.
-        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
-        state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
-        merge(tiles, state)
-        return finished(state), TileStatistics(tiles.peak, tiles.sum_exp, tiles.moment) if with_tiles else None
-    state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
+    state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
-        tiles = _fold_tiles(
-            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, entropy=entropy, extras=extras
-        )
+        part, tiles = state.take(rows), None  # so that the last rows' tiles are freed before the next are allocated
+        shape = vocab_tiles, part.peak.shape[0]
+        tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
+        run_product(
+            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], tiles,
+            outs=(None if kept is None else kept.values[rows], None),
+            variant=int(levelled), whole=vocab % TILE_VOCAB == 0, parts=family.parts, warps=family.fold_warps,
+        )  # fmt: skip
         merge(tiles, part)
-        del tiles  # or they would stay alive while the next ones are allocated
-    return finished(state), None
-
-
-def _fold_tiles(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    transform: LogitTransform,
-    target: Tensor,  # (n,), written
-    kept: Kept | None,
-    *,
-    entropy: bool,
-    extras: Collection[str],
-) -> Fold:
-    """The fold of each vocabulary tile by itself, (tiles, n); the targets' logits are (n,)."""
-    n, vocab = hidden.shape[0], weight.shape[0]
-    family = family_of(hidden.device)
-    tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
-    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
-    run_product(
-        fold_tile, HeadFactors(hidden, weight, bias, transform), targets, tiles,
-        outs=(None if kept is None else kept.values, None),
-        variant=int(levelled), whole=vocab % TILE_VOCAB == 0, parts=family.parts, warps=family.fold_warps,
-    )  # fmt: skip
-    if kept is not None:
-        assert kept.tile_vocab == TILE_VOCAB
-        kept.peaks.copy_(tiles.peak)
-    return tiles
+        if kept is not None:
+            kept.peaks[:, rows] = tiles.peak
+    state = state if over_parts is None else over_parts(state)
+    of_tiles = TileStatistics(tiles.peak, tiles.sum_exp, tiles.moment) if with_tiles and tiles is not None else None
+    return state.finish(with_target=kept is not None), of_tiles
 
 
 def gemm_grad(

@@ -395,5 +395,10 @@ def put(
 ) -> None:
     """tile[i, ids[i, k] - first] = values[i, k]"""
     column = ids - first
-    row, place = ((column >= 0) & (column < tile.shape[1])).nonzero(as_tuple=True)
-    tile[row, column[row, place]] = values[row, place].to(tile.dtype)
+    hit = (column >= 0) & (column < tile.shape[1])
+    # Nothing waits for the device: in place of an id outside the tile we write another one of its row again, or what
+    # the row has already.
+    hit_place = hit.to(torch.uint8).argmax(1, keepdim=True)
+    column = torch.where(hit, column, column.gather(1, hit_place)).clamp_(0, tile.shape[1] - 1)
+    values = torch.where(hit, values, values.gather(1, hit_place)).to(tile.dtype)
+    tile.scatter_(1, column, torch.where(hit.any(1, keepdim=True), values, tile.gather(1, column)))

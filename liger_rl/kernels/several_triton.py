@@ -1,4 +1,4 @@
-"""`keep_largest` and `put` of `reference`, for several entries per token, as Triton kernels without atomics."""
+"""`keep_largest` of `reference` as a Triton kernel."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,6 @@ from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 BLOCK, WARPS = 1024, 1  # one warp, because maxima within a warp need no barrier
-PUT_BLOCK = 128  # ids per program
 LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
 BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 
@@ -74,27 +73,4 @@ def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: Log
             SIZE=triton.next_power_of_2(count),
             BLOCK=BLOCK,
             num_warps=WARPS,
-        )
-
-
-@triton.jit(do_not_specialize=["first", "columns"])
-def _put_kernel(tile, row_stride, ids, values, first, columns, count, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(ids + token * count + place, mask=place < count, other=-1) - first
-    inside = (place < count) & (column >= 0) & (column < columns)
-    value = tl.load(values + token * count + place, mask=inside, other=0.0)
-    tl.store(tile + token * row_stride + column, value.to(tile.dtype.element_ty), mask=inside)
-
-
-def put(tile: Tensor, ids: Tensor, values: Tensor, first: int) -> None:
-    """As `reference.put`; the tile's last dimension must be contiguous."""
-    assert tile.stride(-1) == 1
-    n, count = ids.shape
-    if n == 0:
-        return
-    block = min(PUT_BLOCK, triton.next_power_of_2(count))
-    with on(tile.device):
-        _put_kernel[(n, triton.cdiv(count, block))](
-            tile, tile.stride(0), ids.contiguous(), values.contiguous(), first, tile.shape[1], count, block, num_warps=1
         )
