@@ -4,14 +4,14 @@ An error names the argument, the expected value and the value it got.
 """
 
 from collections.abc import Collection
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from liger_rl.kernels.statistics import EXTRAS
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.transform import LogitTransform, check_type
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -20,15 +20,13 @@ PASSES: tuple[str, ...] = get_args(Passes)
 
 
 def check_flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    check_type(name, value, bool, "a bool")
 
 
-def check_count(name: str, value: int | None, *, least: int, optional: bool = False) -> None:
+def check_count(name: str, value: Any, *, least: int, optional: bool = False) -> None:
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int{' or None' * optional}, got {type(value).__name__}")
+    check_type(name, value, int, f"an int{' or None' * optional}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
@@ -40,8 +38,7 @@ def check_chunk(name: str, value: int | None) -> None:
 def check_extras(_name: str, extras: Collection[str]) -> frozenset[str]:
     if isinstance(extras, str):
         raise TypeError(f"extras must be a collection of names, got the string {extras!r}")
-    if not isinstance(extras, Collection):
-        raise TypeError(f"extras must be a collection of names, got {type(extras).__name__}")
+    check_type("extras", extras, Collection, "a collection of names")
     unknown = [name for name in extras if name not in EXTRAS]
     if unknown:
         raise ValueError(f"extras must be among {', '.join(EXTRAS)}; got {', '.join(sorted(map(str, unknown)))}")
@@ -63,10 +60,9 @@ def check_gather(name: str, value: object) -> None:
         raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
 
 
-def check_dense(name: str, tensor: object, like: Tensor | None = None, source: str = "") -> Tensor:
+def check_dense(name: str, tensor: Any, like: Tensor | None = None, source: str = "") -> Tensor:
     """Raise unless this is a dense tensor, on the device of `like`, whose name is `source`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_type(name, tensor, Tensor, "a tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
     if like is not None and tensor.device != like.device:
@@ -74,13 +70,8 @@ def check_dense(name: str, tensor: object, like: Tensor | None = None, source: s
     return tensor
 
 
-def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
-    check_dense(name, tensor, like, source)
-
-
 def check_transform(transform: LogitTransform) -> None:
-    if not isinstance(transform, LogitTransform):
-        raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+    check_type("transform", transform, LogitTransform, "a LogitTransform")
 
 
 def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: str) -> None:
@@ -92,14 +83,13 @@ def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: 
         raise ValueError(
             f"temperature must be a number or {tuple(targets.shape)} from {targets_name}, got {tuple(tensor.shape)}"
         )
-    check_device("temperature", tensor, targets, targets_name)
+    check_dense("temperature", tensor, targets, targets_name)
 
 
-def check_tolerance(_name: str, grad_tolerance: float | str) -> None:
+def check_tolerance(_name: str, grad_tolerance: Any) -> None:
     if grad_tolerance == "auto":
         return
-    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
-        raise TypeError(f'grad_tolerance must be a number or "auto", got {type(grad_tolerance).__name__}')
+    check_type("grad_tolerance", grad_tolerance, (int, float), 'a number or "auto"')
     if not 0.0 <= grad_tolerance < 1.0:
         raise ValueError(f'grad_tolerance must be in [0, 1) or "auto", got {grad_tolerance}')
 

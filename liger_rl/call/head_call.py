@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_rl.call.checks import (
     check_apart,
     check_dense,
-    check_device,
     check_head,
     check_temperature,
     check_tokens,
@@ -24,6 +24,7 @@ from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support, check_usable
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
+from liger_rl.kernels.transform import check_type
 
 MOST_IDS = 1024  # for each token: a kernel program holds all of a token's ids and compares each pair
 
@@ -182,7 +183,7 @@ class HeadCall:
             raise ValueError(
                 f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(weight_grad.shape)}"
             )
-        check_device("weight_grad", weight_grad, weight, "weight")
+        check_dense("weight_grad", weight_grad, weight, "weight")
         if not weight_grad.is_contiguous():
             raise ValueError(f"weight_grad must be contiguous, got strides {weight_grad.stride()}")
         if weight_grad.requires_grad:
@@ -245,8 +246,7 @@ def shared_errors(vocab_parallel: VocabParallel | None, weight: Any, *others: ob
     Raises:
         TypeError: vocab_parallel is neither a VocabParallel nor None.
     """
-    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
-        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    check_type("vocab_parallel", vocab_parallel, (VocabParallel, NoneType), "a VocabParallel or None")
     place: VocabParallel | None = vocab_parallel
     if place is None and is_dtensor(weight) and not has_dtensor(*others) and weight.device_mesh.ndim == 1:
         place = place_of(weight)

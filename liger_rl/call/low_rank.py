@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_rl.call.checks import check_floating
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.kernels import gemm
-from liger_rl.kernels.transform import fits_float32
+from liger_rl.kernels.transform import check_number, check_type, fits_float32
 from liger_rl.once import differentiable_once
 
 JOINED_COLUMNS = 8  # a multiple of 8 16-bit columns: rows then start at multiples of 16 bytes, which TMA needs
@@ -49,14 +49,11 @@ class LowRank:
 
 
 def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
-    if not isinstance(low_rank, (list, tuple)):
-        raise TypeError(f"low_rank must be a list or tuple of LowRank, got {type(low_rank).__name__}")
+    check_type("low_rank", low_rank, (list, tuple), "a list or tuple of LowRank")
     for place, term in enumerate(low_rank):
         name = f"low_rank[{place}]"
-        if not isinstance(term, LowRank):
-            raise TypeError(f"{name} must be a LowRank, got {type(term).__name__}")
-        if isinstance(term.scaling, bool) or not isinstance(term.scaling, (int, float)):
-            raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
+        check_type(name, term, LowRank, "a LowRank")
+        check_number(f"{name}.scaling", term.scaling)
         if not fits_float32(term.scaling):
             raise ValueError(f"{name}.scaling must be finite in float32, got {term.scaling}")
         for field in ("a", "b", "hidden"):

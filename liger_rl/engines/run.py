@@ -12,7 +12,6 @@ from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
 from liger_rl.call.support import ListedIds, Support
 from liger_rl.call.tokens import (
-    LiveTokens,
     TokenSelection,
     counted_tokens,
     improper_temperatures,
@@ -92,7 +91,7 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogPro
         if call.several:
             flat_targets = targets.view(-1, targets.shape[-1])
         # We wait as late as possible: after this sync the device is idle until the host launches the product.
-        live = _mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection().selection
+        live = _mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection()[0]
         head = _head(call, flat_targets, live, shard)
         values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
     return _log_probs(values, live, ids.shape)
@@ -145,7 +144,7 @@ def _start_check(
     return check
 
 
-def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
+def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], tuple[TokenSelection, list[int]]]:
     """`live_tokens` of the call."""
     return live_tokens(
         ids, call.mask, vocab, "weight", wanted=call.needed_mask, temperature=call.options.transform.temperature,

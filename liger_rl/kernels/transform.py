@@ -40,8 +40,7 @@ class LogitTransform:
             if name == "temperature" and isinstance(value, Tensor):
                 _check_per_token(value)
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+            check_number(name, value)
             if not (fits_float32(value) and value >= SMALLEST):
                 raise ValueError(f"{name} must be positive and finite in float32, got {value}")
 
@@ -58,6 +57,16 @@ class LogitTransform:
     def of_tokens(self, temperatures: Tensor | None) -> "LogitTransform":
         """The transform with the temperatures (n,) of n tokens; unchanged for None."""
         return self if temperatures is None else replace(self, temperature=temperatures)
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise TypeError unless `value` is of one of `kinds`. A bool counts as a number only if `kinds` is bool."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+
+
+def check_number(name: str, value: object) -> None:
+    check_type(name, value, (int, float), "a number")
 
 
 def _check_per_token(temperature: Tensor) -> None:
