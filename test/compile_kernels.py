@@ -183,7 +183,7 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
     given = targets, ones(N)
     listing_triton.write_lists(parts, chosen, of_tiles, tail, given, span, transform, before, found, starts)
-    segments_triton.order_by_id(found, (found.ids, torch.arange(2 * N)), V)
+    segments_triton.order_by_id(found, V)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     segments_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)

@@ -22,11 +22,10 @@ class LowRank:
     """A low-rank term of the head, LoRA's (arXiv:2106.09685): logits += scaling * (hidden @ a.T) @ b.T.
 
     Attributes:
-        a, b: (r, H) and (V, r), float32, bfloat16 or float16, whatever the head's dtype is. Both get a gradient if they
-            require one. Like the head's logits, the term stays float32 from its products' accumulators on. The product
-            with `a` runs in the wider dtype of hidden and `a`, or in autocast's dtype. In the products with
-            dL/dlogits, hidden @ a.T and `b` are rounded to the head's compute dtype. With a sharded head, `b` is this
-            rank's rows.
+        a, b: (r, H) and (V, r), float32, bfloat16 or float16, whatever the head's dtype is. Like the head's logits, the
+            term stays float32 from its products' accumulators on. The product with `a` runs in the wider dtype of
+            hidden and `a`, or in autocast's dtype. In the products with dL/dlogits, hidden @ a.T and `b` are rounded to
+            the head's compute dtype. With a sharded head, `b` is this rank's rows.
         scaling: factor on the term (LoRA: alpha / r).
         hidden: input of `a`, shaped like the call's hidden; None takes the call's. Example: hidden after a dropout.
     """
@@ -105,10 +104,8 @@ class _Inputs(torch.autograd.Function):
 
 
 def _product_in_graph(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    """`_Inputs` in plain PyTorch, for a graph that differentiates it. `live` has a mask.
-
-    Both factors become float32, because PyTorch would round a product of 16-bit factors. That copies the hidden states.
-    """
+    """`_Inputs` in plain PyTorch, for a graph that differentiates it. `live` has a mask."""
+    # Both factors become float32, because PyTorch would round a product of 16-bit factors.
     assert live.mask is not None
     rows = torch.where(live.mask[:, None], hidden, 0).to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):

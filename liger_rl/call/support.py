@@ -8,16 +8,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_count, check_dense, check_flag, check_floating
-from liger_rl.kernels.segments import (
-    BAD_ENDS,
-    BAD_IDS,
-    BAD_ORDERS,
-    BAD_STARTS,
-    FULL_ROWS,
-    LONG_ROWS,
-    MISSING_TARGETS,
-    Slots,
-)
+from liger_rl.kernels import segments
+from liger_rl.kernels.segments import Slots
 from liger_rl.kernels.transform import check_number, check_type
 
 MissingTarget = Literal["add", "error"]
@@ -240,9 +232,12 @@ class Support:
             numbers: `Slots.numbers`, which the caller has read. If none of them says that a value is bad, nothing here
                 waits for the device.
         """
-        if any(numbers[problem] for problem in (BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS)):
+        if any(
+            numbers[problem]
+            for problem in (segments.BAD_STARTS, segments.BAD_ORDERS, segments.BAD_ENDS, segments.BAD_IDS)
+        ):
             self._raise_for_values(vocab)
-        missing, empty = numbers[MISSING_TARGETS], numbers[FULL_ROWS]
+        missing, empty = numbers[segments.MISSING_TARGETS], numbers[segments.FULL_ROWS]
         if missing and self.missing_target == "error":
             raise ValueError(
                 f"{targets_name} must be among their row's ids with missing_target='error'; {missing} of them are not"
@@ -323,7 +318,7 @@ class ListedIds:
         """Index of the tokens that count and have an empty row; None if there is none. Waits for the check."""
         if self._check is not None:
             numbers, empty = self._check()
-            self._full, self.all_short = empty_rows(self.slots, empty), numbers[LONG_ROWS] == 0
+            self._full, self.all_short = empty_rows(self.slots, empty), numbers[segments.LONG_ROWS] == 0
             self._check = None
         return self._full
 

@@ -1,8 +1,4 @@
-"""Which kernels a GPU runs, and which calls our own product takes.
-
-Every choice between kernels is made here, and the plan calls the same functions. Triton is imported only when a GPU is
-looked up.
-"""
+"""Which kernels a GPU runs, and which calls our own product takes. Triton is imported only when a GPU is looked up."""
 
 import os
 import warnings
@@ -132,11 +128,7 @@ def device_lacks(device: torch.device) -> str | None:
 
 
 def gpu_lacks(gpu: Gpu) -> str | None:
-    """The first thing that our own product needs and this GPU lacks; None if it lacks nothing.
-
-    Raises:
-        ValueError: LIGER_RL_KERNELS is set, and is not "tiles".
-    """
+    """The first thing that our own product needs and this GPU lacks; None if it lacks nothing."""
     if FORCED not in (None, "tiles"):
         raise ValueError(f"LIGER_RL_KERNELS must be tiles, or not set; got {FORCED!r}")
     if FORCED is not None:

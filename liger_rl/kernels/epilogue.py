@@ -2,8 +2,6 @@
 
 Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. An epilogue
 is a function of one tile of logits. `tile_epilogues` has the epilogues of one head, `engines/pair` has those of two.
-The fold writes the maximum, the sum of exponentials and, for the entropy, one more sum of each token and tile: 8 or 12
-bytes for 256 logits. The gradient writes dL/dlogits in the dtype of the hidden states.
 """
 
 from collections.abc import Callable, Collection
@@ -23,15 +21,11 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TileSta
 from liger_rl.kernels.tile_epilogues import column_of, fold_tile, grad_tile, tile_place, tokens_together
 from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
-# One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
-# V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
-# then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). The gradient's kernel: 1.09 x at H = 4096 and
-# 1.15 x at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in
-# halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
+# docs/notes/kernels.md has the times. Flattening the loops is what pays: the next tile's loads run under this tile's
+# epilogue.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
-# Both heads' tiles are in registers at once. One H200, N = 8192, V = 128256, fold alone, against the student's tiles of
-# 256 entries with the teacher's logits in memory: 7.0 and 10.2 ms at H = 1024 twice, 14.4 and 17.0 at 2048 twice, 22.3
-# and 25.9 at 2048 and 4096, 30.3 and 29.4 at 4096 twice.
+# Both heads' tiles are in registers at once. On one H200 the fold took 14.4 ms at H = 2048 twice, and 17.0 ms in tiles
+# of 256 entries with the teacher's logits in memory; 30.3 and 29.4 ms at 4096 twice.
 TWO_HEADS_VOCAB = BLOCK_VOCAB // 2
 # Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
 # higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.

@@ -70,10 +70,7 @@ def _from_rows(starts, matrix, first, COLUMNS: tl.constexpr):
 @triton.jit
 def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """-> the tile (ROWS, COLUMNS) that starts at (row, column)."""
-    if isinstance(matrix, tl.core.tensor_descriptor_base):
-        return matrix.load([row, column])
-    else:
-        return _from_rows(_row_starts(matrix, row, ROWS), matrix, column, COLUMNS)
+    return _columns(matrix, _starts(matrix, row, ROWS), column, COLUMNS)
 
 
 @triton.jit

@@ -127,10 +127,10 @@ class TileStatistics(NamedTuple):
 
 
 class PartBounds(NamedTuple):
-    """Bounds of each token's dL/dz in each tile, in units of `unit`. A part is one token's entries in one tile.
+    """Bounds of each token's dL/dz in each tile, in units of `unit`, from which the parts to keep are chosen.
 
-    The parts to keep are chosen from the bounds. `most` and `rest` include the target only if `at_target` is None. No
-    bound includes scale / temperature, the constant part of dz/dx.
+    `most` and `rest` include the target only if `at_target` is None. No bound includes scale / temperature, the
+    constant part of dz/dx.
     """
 
     most: Tensor  # (tiles, n) float32, upper bound of the norm of dL/dz over a tile

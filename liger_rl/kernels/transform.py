@@ -16,9 +16,9 @@ class LogitTransform:
     """z = softcap * tanh(scale * x / softcap) / temperature; without a softcap, z = scale * x / temperature.
 
     Args:
-        temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, one for each
-            token. A tensor gets no gradient. It needs float32 tiles of logits in two passes: the product's epilogue,
-            one pass, a `grad_tolerance` and torch.compile support only numbers.
+        temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, which needs
+            float32 tiles of logits in two passes: the product's epilogue, one pass, a `grad_tolerance` and
+            torch.compile support only numbers.
         softcap: bound of the capped logits (Gemma 2: 30), > 0; None leaves them uncapped.
         scale: factor on the head's output, > 0 (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
 
