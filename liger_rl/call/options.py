@@ -60,9 +60,7 @@ class HeadOptions:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.
     """
 
-    transform: LogitTransform = field(
-        default=IDENTITY, metadata=row(lambda _, value: checks.check_transform(value))
-    )
+    transform: LogitTransform = field(default=IDENTITY, metadata=row(lambda _, value: checks.check_transform(value)))
     entropy: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
     lse: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
     topk: int | None = field(default=None, metadata=row(checks.check_chunk, agreed=True))

@@ -232,10 +232,7 @@ class Support:
             numbers: `Slots.numbers`, which the caller has read. If none of them says that a value is bad, nothing here
                 waits for the device.
         """
-        if any(
-            numbers[problem]
-            for problem in (segments.BAD_STARTS, segments.BAD_ORDERS, segments.BAD_ENDS, segments.BAD_IDS)
-        ):
+        if any(numbers[segments.BAD_STARTS : segments.BAD_IDS + 1]):
             self._raise_for_values(vocab)
         missing, empty = numbers[segments.MISSING_TARGETS], numbers[segments.FULL_ROWS]
         if missing and self.missing_target == "error":

@@ -62,7 +62,7 @@ def one_minus_exp(x):
 
 @triton.jit
 def rough_log(x):
-    """log of x >= 0 to 2e-7, absolute between 1/2 and 2 and relative elsewhere: one instruction where log takes twenty."""
+    """log of x >= 0 to 2e-7, absolute between 1/2 and 2 and relative elsewhere, in one instruction; log takes 20."""
     if PORTABLE:
         return tl.log(x)
     log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -49,11 +49,6 @@ class LogitTransform:
         """Whether each token has its own temperature."""
         return isinstance(self.temperature, Tensor)
 
-    @property
-    def of_logits(self) -> "LogitTransform":
-        """The transform, with temperature 1 in place of per-token temperatures."""
-        return replace(self, temperature=1.0) if self.per_token else self
-
     def of_tokens(self, temperatures: Tensor | None) -> "LogitTransform":
         """The transform with the temperatures (n,) of n tokens; unchanged for None."""
         return self if temperatures is None else replace(self, temperature=temperatures)
@@ -113,7 +108,7 @@ class LogitSteps(NamedTuple):
         if not isinstance(transform.temperature, Tensor):
             return cls._of_numbers(transform)
         temperatures = transform.temperature.to(torch.float32).contiguous()
-        return cls._of_numbers(transform.of_logits)._replace(temperatures=temperatures)
+        return cls._of_numbers(replace(transform, temperature=1.0))._replace(temperatures=temperatures)
 
     @classmethod
     @lru_cache
