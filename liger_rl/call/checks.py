@@ -3,7 +3,7 @@
 An error names the argument, the expected value and the value it got.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -70,20 +70,23 @@ def check_dense(name: str, tensor: Any, like: Tensor | None = None, source: str 
     return tensor
 
 
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None], expected: str) -> None:
+    """Raise ValueError unless the tensor has this shape, in which None stands for any size of at least 1."""
+    fits = zip(tensor.shape, shape, strict=False)
+    if tensor.dim() != len(shape) or not all(size == want if want is not None else size > 0 for size, want in fits):
+        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
+
+
 def check_transform(transform: LogitTransform) -> None:
     check_type("transform", transform, LogitTransform, "a LogitTransform")
 
 
 def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: str) -> None:
     """Raise if per-token temperatures have another shape or device than the targets. No value is read."""
-    tensor = transform.temperature
-    if not isinstance(tensor, Tensor):
-        return
-    if tensor.shape != targets.shape:
-        raise ValueError(
-            f"temperature must be a number or {tuple(targets.shape)} from {targets_name}, got {tuple(tensor.shape)}"
-        )
-    check_dense("temperature", tensor, targets, targets_name)
+    if isinstance(transform.temperature, Tensor):
+        expected = f"a number or {tuple(targets.shape)} from {targets_name}"
+        check_shape("temperature", transform.temperature, targets.shape, expected)
+        check_dense("temperature", transform.temperature, targets, targets_name)
 
 
 def check_tolerance(_name: str, grad_tolerance: Any) -> None:
@@ -135,14 +138,10 @@ def check_head(
         check_floating(name, tensor, hidden if tensor is not hidden else None, f"{prefix}hidden")
     if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
         raise ValueError(f"{prefix}hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"{prefix}weight must be (V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1, "
-            f"got {tuple(weight.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        expected = f"(V,) = ({weight.shape[0]},) from {prefix}weight"
-        raise ValueError(f"{prefix}bias must be {expected}, got {tuple(bias.shape)}")
+    expected = f"(V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1"
+    check_shape(f"{prefix}weight", weight, (None, hidden.shape[-1]), expected)
+    if bias is not None:
+        check_shape(f"{prefix}bias", bias, weight.shape[:1], f"(V,) = ({weight.shape[0]},) from {prefix}weight")
     if compute_dtype is not None:
         return compute_dtype
     kind = hidden.device.type
@@ -173,9 +172,7 @@ def check_tokens(
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
-        if tensor.shape != shape:
-            expected = "(B, T)" if len(shape) == 2 else "(N,)"
-            raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
+        check_shape(name, tensor, shape, f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)} from {source}")
 
 
 def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:

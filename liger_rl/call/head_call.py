@@ -14,6 +14,7 @@ from liger_rl.call.checks import (
     check_apart,
     check_dense,
     check_head,
+    check_shape,
     check_temperature,
     check_tokens,
 )
@@ -172,10 +173,7 @@ class HeadCall:
             raise ValueError("weight_grad must be None with a DTensor weight, and be no DTensor itself")
         if weight_grad.dtype != torch.float32:
             raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {weight_grad.dtype}")
-        if weight_grad.shape != weight.shape:
-            raise ValueError(
-                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(weight_grad.shape)}"
-            )
+        check_shape("weight_grad", weight_grad, weight.shape, f"(V, H) = {tuple(weight.shape)} from weight")
         check_dense("weight_grad", weight_grad, weight, "weight")
         if not weight_grad.is_contiguous():
             raise ValueError(f"weight_grad must be contiguous, got strides {weight_grad.stride()}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_floating
+from liger_rl.call.checks import check_floating, check_shape
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import check_number, check_type, fits_float32
@@ -59,13 +59,11 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
             if tensor is not None or field != "hidden":
                 check_floating(f"{name}.{field}", tensor, hidden, "hidden")
         size, vocab = hidden.shape[-1], weight.shape[0]
-        if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
-            raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")
-        if term.b.shape != (vocab, term.a.shape[0]):
-            expected = f"(V, r) = ({vocab}, {term.a.shape[0]}) from weight and {name}.a"
-            raise ValueError(f"{name}.b must be {expected}, got {tuple(term.b.shape)}")
-        if term.hidden is not None and term.hidden.shape != hidden.shape:
-            raise ValueError(f"{name}.hidden must be {tuple(hidden.shape)} from hidden, got {tuple(term.hidden.shape)}")
+        check_shape(f"{name}.a", term.a, (None, size), f"(r, H) with H = {size} from hidden")
+        rank = term.a.shape[0]
+        check_shape(f"{name}.b", term.b, (vocab, rank), f"(V, r) = ({vocab}, {rank}) from weight and {name}.a")
+        if term.hidden is not None:
+            check_shape(f"{name}.hidden", term.hidden, hidden.shape, f"{tuple(hidden.shape)} from hidden")
 
 
 class _Inputs(torch.autograd.Function):

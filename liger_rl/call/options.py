@@ -87,11 +87,6 @@ class HeadOptions:
         return {"transform": transform, "extras": sorted(self.extras), **agreed}
 
     @property
-    def named_tolerance(self) -> float:
-        """The tolerance as a number: 0.0 for "auto"."""
-        return 0.0 if self.grad_tolerance == "auto" else self.grad_tolerance
-
-    @property
     def names_chunk(self) -> bool:
         return self.chunk_tokens is not None or self.chunk_vocab is not None
 

@@ -45,10 +45,13 @@ def matrix(
 
 
 @triton.jit
-def _row_starts(matrix, row, ROWS: tl.constexpr):
-    """-> (ROWS, 1) addresses of ROWS rows from `row` on; past the last row, the last row's."""
-    place = tl.minimum(row + tl.arange(0, ROWS), matrix.rows - 1)
-    return (matrix.start + place.to(tl.int64) * matrix.stride * GROUP)[:, None]
+def _starts(matrix, row, ROWS: tl.constexpr):
+    """-> where ROWS rows from `row` on start, for `_columns`: (ROWS, 1) addresses; past the last row, the last row's."""
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
+        return row
+    else:
+        place = tl.minimum(row + tl.arange(0, ROWS), matrix.rows - 1)
+        return (matrix.start + place.to(tl.int64) * matrix.stride * GROUP)[:, None]
 
 
 @triton.jit
@@ -93,15 +96,6 @@ def store(matrix, row, column, values):
             inside &= _inside(columns, matrix)[None, :]
         place = matrix.start + rows.to(tl.int64)[:, None] * matrix.stride * GROUP + columns[None, :]
         tl.store(place, values.to(matrix.start.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _starts(matrix, row, ROWS: tl.constexpr):
-    """-> where ROWS rows from `row` on start, for `_columns`."""
-    if isinstance(matrix, tl.core.tensor_descriptor_base):
-        return row
-    else:
-        return _row_starts(matrix, row, ROWS)
 
 
 @triton.jit

@@ -278,7 +278,8 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         epilogue = PairProducts.applies_to(student, teacher, options, teacher_options)
         if not (call.auto_tolerance and as_they_are and epilogue):
-            options = replace(options, grad_tolerance=call.options.named_tolerance)
+            named = call.options.grad_tolerance
+            options = replace(options, grad_tolerance=0.0 if named == "auto" else named)
         yield call, Pair(student, teacher, here, options, teacher_options, call.measure, call.targets is not None)
 
 
