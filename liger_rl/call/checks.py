@@ -173,21 +173,3 @@ def check_tokens(
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
         check_shape(name, tensor, shape, f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)} from {source}")
-
-
-def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError if the memory of `written`, which the call writes to, overlaps the extent of one of `others`."""
-    if torch.compiler.is_compiling():
-        return  # traced tensors have no address; a call that writes to one runs outside of the graph
-    for tensor_name, tensor in others.items():
-        if tensor is None or not (written.numel() and tensor.numel()) or written.device != tensor.device:
-            continue
-        starts = written.data_ptr(), tensor.data_ptr()
-        if all(starts) and -_extent(tensor) < starts[1] - starts[0] < _extent(written):
-            raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {tensor_name}")
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the start of the first element to the end of the last element."""
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()

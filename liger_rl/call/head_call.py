@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.call.checks import (
-    check_apart,
     check_dense,
     check_head,
     check_shape,
@@ -182,8 +181,11 @@ class HeadCall:
         if not weight.requires_grad:
             raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
         check_left_alone(self.options, "with weight_grad")
-        inputs = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
-        check_apart("weight_grad", weight_grad, **{name: t for name, t in inputs.items() if not is_dtensor(t)})
+        memory = weight_grad.untyped_storage().data_ptr()
+        for name, tensor in (("weight", weight), ("hidden", self.hidden), ("bias", self.bias)):
+            apart = tensor is None or is_dtensor(tensor) or tensor.untyped_storage().data_ptr() != memory
+            if memory and not apart:
+                raise ValueError(f"weight_grad must have memory of its own, got a tensor whose storage overlaps {name}")
         _check_reduced(weight_grad, weight)
 
     def facts(self) -> dict[str, object]:

@@ -46,7 +46,7 @@ def matrix(
 
 @triton.jit
 def _starts(matrix, row, ROWS: tl.constexpr):
-    """-> where ROWS rows from `row` on start, for `_columns`: (ROWS, 1) addresses; past the last row, the last row's."""
+    """-> where ROWS rows from `row` on start, for `_columns`; past the last row, pointers are the last row's."""
     if isinstance(matrix, tl.core.tensor_descriptor_base):
         return row
     else:
