@@ -82,7 +82,7 @@ def make_problem(shape: tuple[int, int, int], mean: int | str, device: str) -> P
     within = torch.arange(int(offsets[-1]), device=device) - offsets[:-1].repeat_interleave(sizes)
     ids = (first.repeat_interleave(sizes) + 37 * within) % vocab
     picked = torch.minimum((uniform() * sizes).long(), sizes - 1)
-    support = Support(ids, offsets, missing_target="error", may_be_empty=False, distinct=True)
+    support = Support(ids, offsets, may_be_empty=False, distinct=True)
     hidden, weight = normal(n, hidden_size).bfloat16(), (normal(vocab, hidden_size) / hidden_size**0.5).bfloat16()
     return Problem(hidden, weight, support, ids[offsets[:-1] + picked], normal(n) / n)
 

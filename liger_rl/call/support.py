@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,19 @@ from liger_rl.kernels import segments
 from liger_rl.kernels.segments import Slots
 from liger_rl.kernels.transform import check_number, check_type
 
-MissingTarget = Literal["add", "error"]
-
 
 @dataclass(frozen=True, eq=False)
 class Support:
     """Token ids in compressed rows: token t could have been drawn from token_ids[offsets[t] : offsets[t + 1]].
 
     Log-probabilities and entropies are over a token's ids alone. A (B, T) call has N = B T rows, in flattened order. An
-    empty row means the whole vocabulary. Ids may be in any order. A repeated id counts once, unless `distinct`. The row
-    of a token that does not count is validated, and not used.
+    empty row means the whole vocabulary. Ids may be in any order. A repeated id counts once, unless `distinct`. A row
+    that does not list its target gets it, and `LogProbs.missing_target` marks the token. The row of a token that does
+    not count is validated, and not used.
 
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.
         offsets: (N + 1,) int32 or int64, from 0 to P, never decreasing.
-        missing_target: for a token whose row lists ids, but not its target. "add" adds the target, and
-            `LogProbs.missing_target` marks the token. "error" raises a ValueError.
         may_be_empty: False promises that no token that counts has an empty row. `fixed_shape` needs the promise. An
             empty row then raises; with fixed_shape it masks its token.
         distinct: True promises that no row repeats an id, so that the ids need not be sorted. If the promise is broken,
@@ -36,18 +33,15 @@ class Support:
     Raises:
         TypeError, ValueError: wrong dtypes, shapes or devices. On CPU also bad offsets and negative ids. On other
             devices bad values raise in the call, because here the host would wait for them. With fixed_shape no value
-            raises: an id outside the vocabulary is left out, and a missing target is added, even with "error".
+            raises: an id outside the vocabulary is left out.
     """
 
     token_ids: Tensor
     offsets: Tensor
-    missing_target: MissingTarget = "add"
     may_be_empty: bool = True
     distinct: bool = False
 
     def __post_init__(self) -> None:
-        if self.missing_target not in get_args(MissingTarget):
-            raise ValueError(f"missing_target must be one of ['add', 'error'], got {self.missing_target!r}")
         check_flag("may_be_empty", self.may_be_empty)
         check_flag("distinct", self.distinct)
         for name in ("token_ids", "offsets"):
@@ -67,7 +61,7 @@ class Support:
     def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":
         """A support from (N, K) or (B, T, K) int32 or int64 ids, where -1 is no id. Waits for the device to count ids.
 
-        `rules` are the other fields of the support: missing_target, may_be_empty and distinct.
+        `rules` are the other fields of the support: may_be_empty and distinct.
         """
         if check_dense("ids", ids).dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
@@ -87,7 +81,7 @@ class Support:
                 a list of such objects, one per sequence; or a list of rows, one per token, each a list of ids or None.
             length: T of a (B, T) call, not for rows of ids. Each sequence is padded with empty rows.
             device: device of the support.
-            rules: missing_target, may_be_empty and distinct. `distinct` defaults to True for objects, unless an object
+            rules: may_be_empty and distinct. `distinct` defaults to True for objects, unless an object
                 says otherwise, and to False for rows of ids.
         """
         masks = [mask] if _is_mask(mask) else mask
@@ -138,7 +132,7 @@ class Support:
             min_p: in [0, 1]; of these, keeps ids with at least `min_p` times the largest probability. vLLM does so
                 before top_p, so with both its sets may differ.
             temperature: above 0.
-            rules: missing_target, may_be_empty and distinct, which defaults to True here.
+            rules: may_be_empty and distinct, which defaults to True here.
         """
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
@@ -225,7 +219,7 @@ class Support:
             )
         check_dense("support", self.token_ids, targets, targets_name)
 
-    def check_values(self, numbers: Sequence[int], *, vocab: int, targets_name: str = "targets") -> int:
+    def check_values(self, numbers: Sequence[int], *, vocab: int) -> int:
         """Raise ValueError for bad values; -> the number of tokens that count and have an empty row.
 
         Args:
@@ -234,11 +228,7 @@ class Support:
         """
         if any(numbers[segments.BAD_STARTS : segments.BAD_IDS + 1]):
             self._raise_for_values(vocab)
-        missing, empty = numbers[segments.MISSING_TARGETS], numbers[segments.FULL_ROWS]
-        if missing and self.missing_target == "error":
-            raise ValueError(
-                f"{targets_name} must be among their row's ids with missing_target='error'; {missing} of them are not"
-            )
+        empty = numbers[segments.FULL_ROWS]
         if empty and not self.may_be_empty:
             raise ValueError(f"support must have no empty row with may_be_empty=False; {empty} tokens that count have")
         return empty

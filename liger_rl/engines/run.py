@@ -139,7 +139,7 @@ def _start_check(
         numbers = answer.wait().tolist()
         if numbers[BAD_TARGETS] or numbers[BAD_MASKS] or any(numbers[COUNTED:]):
             _start_selection(call, ids, vocab)()  # raises the error with the wrong values
-        return numbers, support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
+        return numbers, support.check_values(numbers, vocab=vocab)
 
     return check
 

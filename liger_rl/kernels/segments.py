@@ -18,9 +18,9 @@ from liger_rl.kernels.transform import LogitTransform
 IGNORED, FULL, SINGLE, SEVERAL = range(4)
 # The counts in `Slots.numbers`, in this order. BAD_TARGETS counts unmasked tokens with a target outside the vocabulary,
 # BAD_MASKS values of the mask other than 0 and 1.
-COUNTED = 9
+COUNTED = 8
 (
-    BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
+    BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
 ) = range(COUNTED)  # fmt: skip
 LONG_ROW = 512  # a token with more slots is counted in LONG_ROWS; its sums may be split
 PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segments_triton`

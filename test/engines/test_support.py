@@ -162,14 +162,6 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
 # --- missing targets, the loss ----------------------------------------------------------------------------------------
 
 
-def test_missing_targets_are_an_error_where_asked_for(place):
-    case = case_of([[1, 2], [3, 4], [5], []], place, missing=[1, 2], rules={"missing_target": "error"})
-    with pytest.raises(ValueError, match="targets must be among their row's ids with missing_target='error'; 2 of"):
-        solve(case)
-    masked = torch.tensor([1, 0, 0, 1], device=place)
-    assert not solve(case._replace(mask=masked)).values["missing_target"].any()
-
-
 def test_the_loss_and_its_metric(place):
     case = case_of(rows_of([2, 9, 0, 1, 4, 5]), place, missing=[1, 4], shape=(2, 3), mask=torch.ones(2, 3))
     case.mask[0, 0] = 0
@@ -239,9 +231,9 @@ def lists(support: Support) -> tuple[list, list]:
 def test_constructors(device):
     ids = [[[3, -1, 5], [-1, -1, -1]], [[1, 2, 0], [-1, 4, -1]]]
     for padded in (torch.tensor(ids), torch.tensor(ids, dtype=torch.int32).view(4, 3)):
-        found = Support.from_padded(padded.to(device), missing_target="error")
+        found = Support.from_padded(padded.to(device), may_be_empty=False)
         assert lists(found) == ([3, 5, 1, 2, 0, 4], [0, 2, 2, 5, 6])
-        assert (found.tokens, found.missing_target, found.may_be_empty) == (4, "error", True)
+        assert (found.tokens, found.may_be_empty) == (4, False)
         assert found.token_ids.device.type == device.type
         assert not found.distinct
         assert Support.from_padded(padded, distinct=True).distinct
@@ -250,9 +242,9 @@ def test_constructors(device):
     for one in (mask, as_tensors):
         found = Support.from_vllm(one, device=device, may_be_empty=False)
         assert (lists(found), found.may_be_empty) == (([3, 5, 1], [0, 2, 3]), False)
-        found = Support.from_vllm([one, mask], length=3, device=device, missing_target="error")
+        found = Support.from_vllm([one, mask], length=3, device=device, may_be_empty=False)
         assert lists(found) == ([3, 5, 1] * 2, [0, 2, 3, 3, 5, 6, 6])
-        assert found.missing_target == "error"
+        assert not found.may_be_empty
     assert lists(Support.from_vllm([mask, mask])) == ([3, 5, 1] * 2, [0, 2, 3, 5, 6])
     assert lists(Support.from_vllm([[3, 5], None, (1,)])) == ([3, 5, 1], [0, 2, 2, 3])
     assert lists(Support.from_vllm([])) == ([], [0])
@@ -297,7 +289,6 @@ def ints(*numbers: int) -> Tensor:
         (lambda: Support(ints(1, 2), ints(0, 2, 1)), "offsets must never decrease, got 2 and then 1 at row 1"),
         (lambda: Support(ints(1, 2), ints(0, 1)), "offsets must end at the number of token_ids, 2, got 1"),
         (lambda: Support(ints(1, -2), ints(0, 2)), "token_ids must be token ids at least 0, got -2"),
-        (lambda: Support(ints(), ints(0), missing_target="drop"), r"missing_target must be one of \['add', 'error'\]"),
         (lambda: Support(ints(), ints(0), may_be_empty=1), "may_be_empty must be a bool, got int"),
         (lambda: Support(ints(), ints(0), distinct=1), "distinct must be a bool, got int"),
         (lambda: Support.from_padded(ints(1, 2)), r"ids must be \(N, K\) or \(B, T, K\), got \(2,\)"),
@@ -341,7 +332,7 @@ class Unchecked(Support):
     ],
 )
 def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
-    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor(offsets, device=place), "add", False)
+    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor(offsets, device=place), False)
     case = case_of([[1], [2]], place)
     with pytest.raises(ValueError, match=message):
         call(case.x, support=listed)
