@@ -1,5 +1,6 @@
 """The support of each token: the ids that its sampler could have drawn."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,13 +138,13 @@ class Support:
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
             raise ValueError(f"logits must be (N, V) or (B, T, V) with V of at least 1, got {tuple(logits.shape)}")
-        _check_number("temperature", temperature, above=0.0, most=float("inf"))
-        if top_k is not None:
-            check_count("top_k", top_k, least=1)
-        if top_p is not None:
-            _check_number("top_p", top_p, above=0.0, most=1.0)
-        if min_p is not None and min_p != 0:
-            _check_number("min_p", min_p, above=0.0, most=1.0)
+        check_count("top_k", top_k, least=1, optional=True)
+        limits = ("temperature", temperature, math.inf), ("top_p", top_p, 1.0), ("min_p", min_p or None, 1.0)
+        for name, value, most in limits:
+            if value is not None:
+                check_number(name, value)
+                if not 0.0 < value <= most:
+                    raise ValueError(f"{name} must be above 0{' and at most 1' * (most == 1.0)}, got {value}")
         z = logits.reshape(-1, logits.shape[-1]).float() / temperature
         ordered, ids = z.sort(dim=-1, descending=True, stable=True)
         kept = torch.isfinite(ordered)
@@ -278,13 +279,6 @@ def _integers(name: str, values: Any, device: torch.device | str | int | None) -
 def _offsets(counts: Tensor) -> Tensor:
     """(N,) lengths of rows -> (N + 1,) int64 offsets, from 0."""
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
-
-
-def _check_number(name: str, value: float, *, above: float, most: float) -> None:
-    check_number(name, value)
-    if not above < value <= most:
-        expected = f"above {above:g}" if most == float("inf") else f"above {above:g} and at most {most:g}"
-        raise ValueError(f"{name} must be {expected}, got {value}")
 
 
 class ListedIds:
