@@ -72,8 +72,10 @@ def check_dense(name: str, tensor: Any, like: Tensor | None = None, source: str 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None], expected: str) -> None:
     """Raise ValueError unless the tensor has this shape, in which None stands for any size of at least 1."""
-    fits = zip(tensor.shape, shape, strict=False)
-    if tensor.dim() != len(shape) or not all(size == want if want is not None else size > 0 for size, want in fits):
+    fits = tensor.dim() == len(shape)
+    for place, size in enumerate(shape):
+        fits = fits and (tensor.shape[place] > 0 if size is None else tensor.shape[place] == size)
+    if not fits:
         raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -233,7 +232,8 @@ def shared_errors(vocab_parallel: VocabParallel | None, weight: Any, *others: ob
     With a DTensor weight that holds if the ranks can compare arguments before any collective of the call: on a mesh of
     one dimension, and if `others`, the call's other tensors, are no DTensors.
     """
-    check_type("vocab_parallel", vocab_parallel, (VocabParallel, NoneType), "a VocabParallel or None")
+    if vocab_parallel is not None:
+        check_type("vocab_parallel", vocab_parallel, VocabParallel, "a VocabParallel or None")
     place: VocabParallel | None = vocab_parallel
     if place is None and is_dtensor(weight) and not has_dtensor(*others) and weight.device_mesh.ndim == 1:
         place = place_of(weight)
