@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_rl.call.checks import (
-    check_dense,
-    check_head,
-    check_shape,
-    check_temperature,
-    check_tokens,
-)
+from liger_rl.call.checks import check_dense, check_head, check_shape, check_temperature, check_tokens
 from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors, place_of
 from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions

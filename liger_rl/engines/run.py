@@ -11,12 +11,7 @@ from liger_rl.call.host_answer import HostAnswer
 from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
 from liger_rl.call.support import ListedIds, Support
-from liger_rl.call.tokens import (
-    TokenSelection,
-    counted_tokens,
-    improper_temperatures,
-    live_tokens,
-)
+from liger_rl.call.tokens import TokenSelection, counted_tokens, improper_temperatures, live_tokens
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import VALUES, linear_values
 from liger_rl.engines.compile import logprobs_in_graph
