@@ -39,7 +39,7 @@ def rollout(model, tokenizer, options: argparse.Namespace) -> tuple[dict[str, to
     drawn_from = torch.stack(scores, dim=1)[mask[:, -len(scores) :]]
     drawn = drawn_from.log_softmax(-1).gather(-1, batch["input_ids"][mask][:, None]).squeeze(-1)
     batch["old_per_token_logps"] = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, drawn)
-    return batch, Support.from_logits(drawn_from, missing_target="error").placed(mask), reward
+    return batch, Support.from_logits(drawn_from).placed(mask), reward
 
 
 @torch.no_grad()

@@ -96,13 +96,12 @@ def loss_in_one_pass(
     counts = [counted_tokens(call.targets, call.mask).sum(1)] if by_row else []
     if may_have_gradient is not None:
         counts.append(counted_tokens(call.targets, call.mask, may_have_gradient).sum()[None])
-    counted = live_tokens(
+    live, counted = live_tokens(
         call.targets, call.mask, call.weight.shape[0], "weight", wanted=call.needed_mask, counts=counts,
         targets_name=call.targets_name,
     )()  # fmt: skip
-    n, live = counted.positions.numel(), counted.selection
-    rows = counted.counts[: token_shape[0]] if by_row else []
-    selected = may_have_gradient is not None and counted.counts[-1] < (1 - SELECTED_SHARE) * n
+    n, rows = live.count, counted[: token_shape[0]] if by_row else []
+    selected = may_have_gradient is not None and counted[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if by_row else min(n, shape.together)
     plan = chunks_of(replace(shape, tokens=n, together=together))
     chunks = _chunks(n, rows, plan.chunk_tokens)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_device, check_floating
+from liger_rl.call.checks import check_dense, check_floating
 from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
 from liger_rl.call.low_rank import LowRank
@@ -109,7 +109,7 @@ def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> Non
         raise ValueError(
             f"teacher_logps must be {tuple(teacher_ids.shape)} from teacher_ids, got {tuple(teacher_logps.shape)}"
         )
-    check_device("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
+    check_dense("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
     if teacher_logps.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "teacher_logps must require no gradient, because only the student's side gets one; detach them"

@@ -151,7 +151,6 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
 
 def kept_exponentials(transform: LogitTransform, entropy: bool) -> None:
     targets, kept = torch.zeros(N, dtype=torch.long), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    compiled.keep(ones(N, V), 0, None, transform, kept)
     out = kept.values.view(torch.bfloat16)
     for rows in (None, torch.arange(N)):
         compiled.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
@@ -186,7 +185,7 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
     given = targets, ones(N)
     listing_triton.write_lists(parts, chosen, of_tiles, tail, given, span, transform, before, found, starts)
-    segments_triton.order_by_id(found, (found.ids, torch.arange(2 * N)), V)
+    segments_triton.order_by_id(found, V)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(parts_of(V), H), tail.entries, PART_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     segments_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
@@ -308,7 +307,6 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
 def several_ids(transform: LogitTransform, entropy: bool) -> None:
     bias, count = ones(V) if entropy else None, 5 if entropy else 128
     compiled.keep_largest(ones(N, V), 0, bias, transform, torch.zeros(N, count, dtype=torch.long))
-    compiled.put(ones(N, V, dtype=torch.bfloat16), torch.zeros(N, count, dtype=torch.long), ones(N, count), 0)
 
 
 EVERYWHERE = (
@@ -367,19 +365,10 @@ class Compiler:
         parts = (*EVERYWHERE, *WITH_EPILOGUE, *((pairs_in_the_epilogue,) if devices.runs_pairs(target.gpu) else ()))
         for part, case in itertools.product(parts, cases):
             part(*case)
-        if devices.family_of_gpu(target.gpu).tma:
-            self.compile_portable()
         tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)
         whole_rows(LogitTransform(temperature=ones(12)), entropy=False)
         if self.too_large:
             raise SystemExit("\n".join(sorted(self.too_large)))
-
-    def compile_portable(self) -> None:
-        """What runs where TMA could, when it is forced."""
-        before, devices.FORCED = self.compiled.copy(), "portable"
-        for part in WITH_EPILOGUE:
-            part(*OFF_AND_ON[1])
-        self.compiled, devices.FORCED = before, None
 
 
 def main() -> None:

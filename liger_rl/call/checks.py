@@ -3,15 +3,15 @@
 An error names the argument, the expected value and the value it got.
 """
 
-from collections.abc import Collection
-from typing import Literal, get_args
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from liger_rl.kernels.statistics import EXTRAS
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.transform import LogitTransform, check_type
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -20,15 +20,13 @@ PASSES: tuple[str, ...] = get_args(Passes)
 
 
 def check_flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    check_type(name, value, bool, "a bool")
 
 
-def check_count(name: str, value: int | None, *, least: int, optional: bool = False) -> None:
+def check_count(name: str, value: Any, *, least: int, optional: bool = False) -> None:
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int{' or None' * optional}, got {type(value).__name__}")
+    check_type(name, value, int, f"an int{' or None' * optional}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
@@ -40,8 +38,7 @@ def check_chunk(name: str, value: int | None) -> None:
 def check_extras(_name: str, extras: Collection[str]) -> frozenset[str]:
     if isinstance(extras, str):
         raise TypeError(f"extras must be a collection of names, got the string {extras!r}")
-    if not isinstance(extras, Collection):
-        raise TypeError(f"extras must be a collection of names, got {type(extras).__name__}")
+    check_type("extras", extras, Collection, "a collection of names")
     unknown = [name for name in extras if name not in EXTRAS]
     if unknown:
         raise ValueError(f"extras must be among {', '.join(EXTRAS)}; got {', '.join(sorted(map(str, unknown)))}")
@@ -63,10 +60,9 @@ def check_gather(name: str, value: object) -> None:
         raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
 
 
-def check_dense(name: str, tensor: object, like: Tensor | None = None, source: str = "") -> Tensor:
+def check_dense(name: str, tensor: Any, like: Tensor | None = None, source: str = "") -> Tensor:
     """Raise unless this is a dense tensor, on the device of `like`, whose name is `source`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_type(name, tensor, Tensor, "a tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
     if like is not None and tensor.device != like.device:
@@ -74,32 +70,31 @@ def check_dense(name: str, tensor: object, like: Tensor | None = None, source: s
     return tensor
 
 
-def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
-    check_dense(name, tensor, like, source)
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None], expected: str) -> None:
+    """Raise ValueError unless the tensor has this shape, in which None stands for any size of at least 1."""
+    fits = tensor.dim() == len(shape)
+    for place, size in enumerate(shape):
+        fits = fits and (tensor.shape[place] > 0 if size is None else tensor.shape[place] == size)
+    if not fits:
+        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
 
 
 def check_transform(transform: LogitTransform) -> None:
-    if not isinstance(transform, LogitTransform):
-        raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+    check_type("transform", transform, LogitTransform, "a LogitTransform")
 
 
 def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: str) -> None:
     """Raise if per-token temperatures have another shape or device than the targets. No value is read."""
-    tensor = transform.temperature
-    if not isinstance(tensor, Tensor):
-        return
-    if tensor.shape != targets.shape:
-        raise ValueError(
-            f"temperature must be a number or {tuple(targets.shape)} from {targets_name}, got {tuple(tensor.shape)}"
-        )
-    check_device("temperature", tensor, targets, targets_name)
+    if isinstance(transform.temperature, Tensor):
+        expected = f"a number or {tuple(targets.shape)} from {targets_name}"
+        check_shape("temperature", transform.temperature, targets.shape, expected)
+        check_dense("temperature", transform.temperature, targets, targets_name)
 
 
-def check_tolerance(_name: str, grad_tolerance: float | str) -> None:
+def check_tolerance(_name: str, grad_tolerance: Any) -> None:
     if grad_tolerance == "auto":
         return
-    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
-        raise TypeError(f'grad_tolerance must be a number or "auto", got {type(grad_tolerance).__name__}')
+    check_type("grad_tolerance", grad_tolerance, (int, float), 'a number or "auto"')
     if not 0.0 <= grad_tolerance < 1.0:
         raise ValueError(f'grad_tolerance must be in [0, 1) or "auto", got {grad_tolerance}')
 
@@ -145,14 +140,10 @@ def check_head(
         check_floating(name, tensor, hidden if tensor is not hidden else None, f"{prefix}hidden")
     if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
         raise ValueError(f"{prefix}hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"{prefix}weight must be (V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1, "
-            f"got {tuple(weight.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        expected = f"(V,) = ({weight.shape[0]},) from {prefix}weight"
-        raise ValueError(f"{prefix}bias must be {expected}, got {tuple(bias.shape)}")
+    expected = f"(V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1"
+    check_shape(f"{prefix}weight", weight, (None, hidden.shape[-1]), expected)
+    if bias is not None:
+        check_shape(f"{prefix}bias", bias, weight.shape[:1], f"(V,) = ({weight.shape[0]},) from {prefix}weight")
     if compute_dtype is not None:
         return compute_dtype
     kind = hidden.device.type
@@ -183,24 +174,4 @@ def check_tokens(
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
-        if tensor.shape != shape:
-            expected = "(B, T)" if len(shape) == 2 else "(N,)"
-            raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
-
-
-def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError if the memory of `written`, which the call writes to, overlaps the extent of one of `others`."""
-    if torch.compiler.is_compiling():
-        return  # traced tensors have no address; a call that writes to one runs outside of the graph
-    for tensor_name, tensor in others.items():
-        if tensor is None or not (written.numel() and tensor.numel()) or written.device != tensor.device:
-            continue
-        starts = written.data_ptr(), tensor.data_ptr()
-        if all(starts) and -_extent(tensor) < starts[1] - starts[0] < _extent(written):
-            raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {tensor_name}")
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the start of the first element to the end of the last element."""
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
+        check_shape(name, tensor, shape, f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)} from {source}")

@@ -32,8 +32,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def has_dtensor(*values: object) -> bool:
-    """Whether one of the values is a DTensor."""
-    return sys.modules.get("torch.distributed.tensor") is not None and any(map(is_dtensor, values))
+    return any(map(is_dtensor, values))
 
 
 def low_rank_tensors(low_rank: object) -> list[object]:
@@ -72,7 +71,8 @@ def localized(call: Any) -> Any:
                 f"id, got {teacher_weight.placements} on {teacher_weight.device_mesh}"
             )
     group = None if place is None else place.group
-    scattered = place is not None and _is_scattered(call.hidden, place)
+    placements = call.hidden.placements if is_dtensor(call.hidden) else ()
+    scattered = any(p.is_shard() and _is_over(call.hidden, d, group) for d, p in enumerate(placements))
     if place is not None and scattered:
         place = replace(place, sum_hidden_grad=False)
     fields: dict[str, Any] = {"vocab_parallel": place}
@@ -81,9 +81,7 @@ def localized(call: Any) -> Any:
             fields[name] = _tokens(getattr(call, name), group, summed=scattered and name == "hidden")
     for name in ROWS:
         if hasattr(call, name):
-            argument = name.replace("teacher_", getattr(call, "teacher_name", ""))
-            fields[name] = _rows(argument, getattr(call, name))
-    low_rank = call.low_rank if isinstance(call.low_rank, (list, tuple)) else ()
+            fields[name] = _rows(name.replace("teacher_", getattr(call, "teacher_name", "")), getattr(call, name))
     fields["low_rank"] = [
         replace(
             term,
@@ -91,7 +89,7 @@ def localized(call: Any) -> Any:
             b=_rows("b", term.b),
             hidden=_tokens(term.hidden, group, summed=scattered),
         )
-        for term in low_rank
+        for term in (call.low_rank if isinstance(call.low_rank, (list, tuple)) else ())
     ]
     return replace(call, **fields)
 
@@ -175,12 +173,6 @@ def _unstrided(value: Any, strided: int) -> Tensor:
         dtensor = DTensor.from_local(local, ranks, [placement], run_check=False, shape=shape, stride=local.stride())
         local = _local(dtensor, [Replicate()], [Partial()])
     return local
-
-
-def _is_scattered(hidden: Any, place: VocabParallel) -> bool:
-    if not is_dtensor(hidden):
-        return False
-    return any(p.is_shard() and _is_over(hidden, d, place.group) for d, p in enumerate(hidden.placements))
 
 
 def _is_over(value: Any, dimension: int, group: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A call of the head: its tensors and options, and their checks. `rules` says which options exclude each other."""
+"""A call of the head: its tensors and options, and their checks."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_rl.call.checks import (
-    check_apart,
-    check_dense,
-    check_device,
-    check_head,
-    check_temperature,
-    check_tokens,
-)
+from liger_rl.call.checks import check_dense, check_head, check_shape, check_temperature, check_tokens
 from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors, place_of
 from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions
@@ -24,6 +17,7 @@ from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support, check_usable
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
+from liger_rl.kernels.transform import check_type
 
 MOST_IDS = 1024  # for each token: a kernel program holds all of a token's ids and compares each pair
 
@@ -56,12 +50,12 @@ class HeadCall:
     """The tensors and options of a call.
 
     Attributes:
-        weight_grad: the `weight.grad` of a float32 weight, or the `main_grad` of a mixed-precision optimiser: (V, H)
-            float32, contiguous, on the weight's device, in memory that no input shares. With vocab_parallel it has this
-            rank's rows. Each backward adds the weight's gradient to it in float32 and makes no other (V, H) tensor. The
-            weight itself gets no gradient from this call. Not with a grad_tolerance, nor with a DTensor weight. You
-            reduce it over data-parallel ranks. DistributedDataParallel reduces only `weight.grad`, so in its forward
-            any other tensor is refused, except in `no_sync()`.
+        weight_grad: the `weight.grad` of a float32 weight, or the `main_grad` of a mixed-precision optimiser: shaped
+            like weight, float32, contiguous, in memory that no input shares. Each backward adds the weight's gradient
+            to it in float32 and makes no other (V, H) tensor. The weight itself gets no gradient from this call. Not
+            with a grad_tolerance, nor with a DTensor weight. You reduce it over data-parallel ranks:
+            DistributedDataParallel reduces only `weight.grad`, so in its forward any other tensor is refused, except in
+            `no_sync()`.
         support: the call computes logits only at the listed ids, and no product with the whole vocabulary, except for
             tokens with an empty row.
     """
@@ -73,7 +67,7 @@ class HeadCall:
     bias: Tensor | None = None  # (V,)
     low_rank: Sequence[LowRank] = ()
     vocab_parallel: VocabParallel | None = None
-    weight_grad: Tensor | None = None  # (V, H) float32: the backward adds the weight's gradient to it and returns none
+    weight_grad: Tensor | None = None
     # Shaped like mask or (B, 1): 0 where no log-probability is needed. The token's id is validated even there.
     needed_mask: Tensor | None = None
     support: Support | None = None
@@ -106,7 +100,7 @@ class HeadCall:
         return self.several or not one_head
 
     def check_together(self) -> None:
-        """Raise for options and arguments that exclude low_rank, vocab_parallel, a support, or several targets."""
+        """Raise for options and arguments that exclude each other."""
         for used, feature in (
             (self.low_rank, "with low_rank"),
             (self.vocab_parallel is not None, "with vocab_parallel"),
@@ -153,15 +147,11 @@ class HeadCall:
     def _first_targets(self) -> Tensor:
         """The first of K targets of each token. Raises if the targets are not (..., K) with 1 <= K <= MOST_IDS."""
         targets, lead = self.targets, self.hidden.shape[:-1]
-        if targets.shape[:-1] != lead or targets.shape[-1] == 0:
+        if targets.shape[:-1] != lead or not 1 <= targets.shape[-1] <= MOST_IDS:
             expected = "(B, T)" if len(lead) == 2 else "(N,)"
             raise ValueError(
                 f"{self.targets_name} must be {expected} = {tuple(lead)} from hidden, or with K ids for each token, K "
-                f"at least 1, ({', '.join(map(str, lead))}, K), got {tuple(targets.shape)}"
-            )
-        if targets.shape[-1] > MOST_IDS:
-            raise ValueError(
-                f"{self.targets_name} must have at most {MOST_IDS} ids for each token, got {tuple(targets.shape)}"
+                f"from 1 to {MOST_IDS}, ({', '.join(map(str, lead))}, K), got {tuple(targets.shape)}"
             )
         return targets[..., 0]
 
@@ -172,17 +162,11 @@ class HeadCall:
             return
         check_dense("weight_grad", weight_grad)
         if has_dtensor(weight, weight_grad):
-            raise ValueError(
-                "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
-                "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"
-            )
+            raise ValueError("weight_grad must be None with a DTensor weight, and be no DTensor itself")
         if weight_grad.dtype != torch.float32:
             raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {weight_grad.dtype}")
-        if weight_grad.shape != weight.shape:
-            raise ValueError(
-                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(weight_grad.shape)}"
-            )
-        check_device("weight_grad", weight_grad, weight, "weight")
+        check_shape("weight_grad", weight_grad, weight.shape, f"(V, H) = {tuple(weight.shape)} from weight")
+        check_dense("weight_grad", weight_grad, weight, "weight")
         if not weight_grad.is_contiguous():
             raise ValueError(f"weight_grad must be contiguous, got strides {weight_grad.stride()}")
         if weight_grad.requires_grad:
@@ -190,15 +174,15 @@ class HeadCall:
         if not weight.requires_grad:
             raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
         check_left_alone(self.options, "with weight_grad")
-        inputs = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
-        check_apart("weight_grad", weight_grad, **{name: t for name, t in inputs.items() if not is_dtensor(t)})
+        memory = weight_grad.untyped_storage().data_ptr()
+        for name, tensor in (("weight", weight), ("hidden", self.hidden), ("bias", self.bias)):
+            apart = tensor is None or is_dtensor(tensor) or tensor.untyped_storage().data_ptr() != memory
+            if memory and not apart:
+                raise ValueError(f"weight_grad must have memory of its own, got a tensor whose storage overlaps {name}")
         _check_reduced(weight_grad, weight)
 
     def facts(self) -> dict[str, object]:
-        """The values that ranks with a shared vocabulary must agree on, by name.
-
-        Waits for the device. Raises as the checks do.
-        """
+        """The values that ranks with a shared vocabulary must agree on, by name. Waits for the device."""
         dtype = self.check_tensors()
         targets = self.targets.amax(-1) if self.several else self.targets
         live = counted_tokens(targets, self.mask, self.needed_mask)
@@ -241,12 +225,9 @@ def shared_errors(vocab_parallel: VocabParallel | None, weight: Any, *others: ob
 
     With a DTensor weight that holds if the ranks can compare arguments before any collective of the call: on a mesh of
     one dimension, and if `others`, the call's other tensors, are no DTensors.
-
-    Raises:
-        TypeError: vocab_parallel is neither a VocabParallel nor None.
     """
-    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
-        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    if vocab_parallel is not None:
+        check_type("vocab_parallel", vocab_parallel, VocabParallel, "a VocabParallel or None")
     place: VocabParallel | None = vocab_parallel
     if place is None and is_dtensor(weight) and not has_dtensor(*others) and weight.device_mesh.ndim == 1:
         place = place_of(weight)

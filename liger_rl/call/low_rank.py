@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_floating
+from liger_rl.call.checks import check_floating, check_shape
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.kernels import gemm
-from liger_rl.kernels.transform import fits_float32
+from liger_rl.kernels.transform import check_number, check_type, fits_float32
 from liger_rl.once import differentiable_once
 
 JOINED_COLUMNS = 8  # a multiple of 8 16-bit columns: rows then start at multiples of 16 bytes, which TMA needs
-ROWS_AT_ONCE = 4096  # hidden states that are gathered or converted at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +21,10 @@ class LowRank:
     """A low-rank term of the head, LoRA's (arXiv:2106.09685): logits += scaling * (hidden @ a.T) @ b.T.
 
     Attributes:
-        a, b: (r, H) and (V, r), float32, bfloat16 or float16, whatever the head's dtype is. Both get a gradient if they
-            require one. Like the head's logits, the term stays float32 from its products' accumulators on. The product
-            with `a` runs in the wider dtype of hidden and `a`, or in autocast's dtype. In the products with
-            dL/dlogits, hidden @ a.T and `b` are rounded to the head's compute dtype. With a sharded head, `b` is this
-            rank's rows.
+        a, b: (r, H) and (V, r), float32, bfloat16 or float16, whatever the head's dtype is. Like the head's logits, the
+            term stays float32 from its products' accumulators on. The product with `a` runs in the wider dtype of
+            hidden and `a`, or in autocast's dtype. In the products with dL/dlogits, hidden @ a.T and `b` are rounded to
+            the head's compute dtype. With a sharded head, `b` is this rank's rows.
         scaling: factor on the term (LoRA: alpha / r).
         hidden: input of `a`, shaped like the call's hidden; None takes the call's. Example: hidden after a dropout.
     """
@@ -49,14 +47,11 @@ class LowRank:
 
 
 def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
-    if not isinstance(low_rank, (list, tuple)):
-        raise TypeError(f"low_rank must be a list or tuple of LowRank, got {type(low_rank).__name__}")
+    check_type("low_rank", low_rank, (list, tuple), "a list or tuple of LowRank")
     for place, term in enumerate(low_rank):
         name = f"low_rank[{place}]"
-        if not isinstance(term, LowRank):
-            raise TypeError(f"{name} must be a LowRank, got {type(term).__name__}")
-        if isinstance(term.scaling, bool) or not isinstance(term.scaling, (int, float)):
-            raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
+        check_type(name, term, LowRank, "a LowRank")
+        check_number(f"{name}.scaling", term.scaling)
         if not fits_float32(term.scaling):
             raise ValueError(f"{name}.scaling must be finite in float32, got {term.scaling}")
         for field in ("a", "b", "hidden"):
@@ -64,56 +59,46 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
             if tensor is not None or field != "hidden":
                 check_floating(f"{name}.{field}", tensor, hidden, "hidden")
         size, vocab = hidden.shape[-1], weight.shape[0]
-        if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
-            raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")
-        if term.b.shape != (vocab, term.a.shape[0]):
-            expected = f"(V, r) = ({vocab}, {term.a.shape[0]}) from weight and {name}.a"
-            raise ValueError(f"{name}.b must be {expected}, got {tuple(term.b.shape)}")
-        if term.hidden is not None and term.hidden.shape != hidden.shape:
-            raise ValueError(f"{name}.hidden must be {tuple(hidden.shape)} from hidden, got {tuple(term.hidden.shape)}")
+        check_shape(f"{name}.a", term.a, (None, size), f"(r, H) with H = {size} from hidden")
+        rank = term.a.shape[0]
+        check_shape(f"{name}.b", term.b, (vocab, rank), f"(V, r) = ({vocab}, {rank}) from weight and {name}.a")
+        if term.hidden is not None:
+            check_shape(f"{name}.hidden", term.hidden, hidden.shape, f"{tuple(hidden.shape)} from hidden")
 
 
 class _Inputs(torch.autograd.Function):
     """(hidden (N, H), a (r, H)) -> hidden @ a.T (N, r) float32, 0 at tokens that do not count.
 
-    Forward and backward gather and convert ROWS_AT_ONCE rows at a time, so no copy of the hidden states is kept.
+    Forward and backward gather the rows that count, so no copy of the hidden states is kept.
     """
 
     @staticmethod
     def forward(ctx, hidden, a, live, dtype):
         ctx.live, ctx.dtype = live, dtype
         ctx.save_for_backward(hidden, a)
-        out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
         with gemm.without_autocast(hidden.device):
-            factor = a.to(dtype)
-            for rows in _row_groups(live):
-                out[rows] = gemm.matmul(_rows_at(hidden, rows, live).to(dtype), factor.T)
-        return out
+            out = gemm.matmul(live.gather(hidden).to(dtype), a.to(dtype).T)
+        return live.spread(out, hidden.shape[:1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad):
         (hidden, a), live, dtype = saved, ctx.live, ctx.dtype
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        total = torch.zeros_like(a, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_hidden = grad_a = None
         with gemm.without_autocast(hidden.device):
-            factor = a.to(dtype)
-            for rows in _row_groups(live):
-                grad_rows = _rows_at(grad, rows, live).to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = gemm.matmul(grad_rows, factor).to(hidden.dtype)
-                if total is not None:
-                    gemm.accumulate(total, grad_rows.T, _rows_at(hidden, rows, live).to(dtype))
-        return grad_hidden, None if total is None else total.to(a.dtype), None, None
+            grad_rows = live.gather(grad).to(dtype)
+            if ctx.needs_input_grad[0]:
+                product = gemm.matmul(grad_rows, a.to(dtype)).to(hidden.dtype)
+                grad_hidden = live.spread(product, hidden.shape[:1])
+            if ctx.needs_input_grad[1]:
+                grad_a = gemm.matmul(grad_rows.T, live.gather(hidden).to(dtype)).to(a.dtype)
+        return grad_hidden, grad_a, None, None
 
 
 def _product_in_graph(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    """`_Inputs` in plain PyTorch, for a graph that differentiates it. `live` has a mask.
-
-    Both factors become float32, because PyTorch would round a product of 16-bit factors. That copies the hidden states.
-    """
-    assert live.mask is not None
-    rows = torch.where(live.mask[:, None], hidden, 0).to(dtype)
+    """`_Inputs` in plain PyTorch, for a graph that differentiates it. `live` has a mask."""
+    rows = live.gather(hidden).to(dtype)
+    # Both factors become float32, because PyTorch would round a product of 16-bit factors.
     with torch.autocast(hidden.device.type, enabled=False):
         return rows.float() @ a.to(dtype).float().T
 
@@ -132,17 +117,6 @@ def low_rank_factors(
     # Factors of two 16-bit dtypes become float32 here. Under autocast `cat` would refuse them.
     with gemm.without_autocast(hidden.device):
         return torch.cat(inputs, dim=1), torch.cat(weights, dim=1)
-
-
-def _row_groups(live: TokenSelection) -> list:
-    """Indices or slices of the rows that count, at most ROWS_AT_ONCE rows each. With a mask, slices of all rows."""
-    pieces = [slice(start, min(start + ROWS_AT_ONCE, live.count)) for start in range(0, live.count, ROWS_AT_ONCE)]
-    return pieces if live.index is None else [live.index[piece] for piece in pieces]
-
-
-def _rows_at(values: Tensor, rows: slice | Tensor, live: TokenSelection) -> Tensor:
-    """The rows of `values` at `rows`. A row that the mask leaves out becomes 0, even if it is NaN."""
-    return values[rows] if live.mask is None else torch.where(live.mask[rows, None], values[rows], 0)
 
 
 class LowRankRows(NamedTuple):

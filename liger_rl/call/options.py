@@ -8,16 +8,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from liger_rl.call.checks import (
-    auto_tolerance,
-    check_chunk,
-    check_compute_dtype,
-    check_extras,
-    check_flag,
-    check_gather,
-    check_tolerance,
-    check_transform,
-)
+from liger_rl.call import checks
 from liger_rl.call.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -25,17 +16,16 @@ from liger_rl.kernels.transform import LogitTransform
 IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
-AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
+AUTO_TOLERANCE = checks.auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
 
 
-def row(check: Callable[[str, Any], object], operator: str | None = None, *, agreed: bool = False) -> dict[str, Any]:
-    """A row of the table of options, the fields of `HeadOptions`. `rules` says which options exclude each other.
-
-    Args:
-        check: check(name, value) raises for a bad value.
-        operator: type of the option in the schema of torch.compile's operator; None: not in the schema.
-        agreed: whether ranks with a shared vocabulary must give the same value.
-    """
+def row(
+    check: Callable[[str, Any], object],  # check(name, value) raises for a bad value
+    operator: str | None = None,  # type of the option in the schema of torch.compile's operator; None: not in it
+    *,
+    agreed: bool = False,  # ranks with a shared vocabulary must give the same value
+) -> dict[str, Any]:
+    """A row of the table of options, the fields of `HeadOptions`."""
     return {"check": check, "operator": operator, "agreed": agreed}
 
 
@@ -49,8 +39,8 @@ class HeadOptions:
         lse: also return log sum_v exp z_v of each token, differentiable.
         topk: K, at most 1024: also return each token's K largest log-probabilities and their ids, in descending order,
             without a gradient. Tiles of logits are then in memory.
-        extras: names of further results, without a gradient: "log_sum_sq_probs" is log sum_v p_v^2, "mean_logits" the
-            mean of z over the vocabulary, "is_top1" whether the target is the likeliest id.
+        extras: names of further results, without a gradient, fields of `LogProbs`: "log_sum_sq_probs", "mean_logits",
+            "is_top1".
         grad_tolerance: in [0, 1), largest error of each token's dL/dlogits divided by the Euclidean norm of the token's
             own dL/dlogits. The backward sums over a list of ids for each token. It runs exactly where lists would be
             long. 0 is exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.
@@ -70,18 +60,18 @@ class HeadOptions:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.
     """
 
-    transform: LogitTransform = field(default=IDENTITY, metadata=row(lambda _name, value: check_transform(value)))
-    entropy: bool = field(default=False, metadata=row(check_flag, "bool", agreed=True))
-    lse: bool = field(default=False, metadata=row(check_flag, "bool", agreed=True))
-    topk: int | None = field(default=None, metadata=row(check_chunk, agreed=True))
-    extras: Collection[str] = field(default=(), metadata=row(check_extras))
-    grad_tolerance: Tolerance = field(default="auto", metadata=row(check_tolerance, "float"))
-    compute_dtype: torch.dtype | None = field(default=None, metadata=row(check_compute_dtype, "ScalarType"))
-    gather: Gather | None = field(default=None, metadata=row(check_gather))
-    chunk_tokens: int | None = field(default=None, metadata=row(check_chunk, "SymInt?"))
-    chunk_vocab: int | None = field(default=None, metadata=row(check_chunk, "SymInt?"))
-    fixed_shape: bool = field(default=False, metadata=row(check_flag, "bool", agreed=True))
-    batch_invariant: bool = field(default=False, metadata=row(check_flag, "bool"))
+    transform: LogitTransform = field(default=IDENTITY, metadata=row(lambda _, value: checks.check_transform(value)))
+    entropy: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
+    lse: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
+    topk: int | None = field(default=None, metadata=row(checks.check_chunk, agreed=True))
+    extras: Collection[str] = field(default=(), metadata=row(checks.check_extras))
+    grad_tolerance: Tolerance = field(default="auto", metadata=row(checks.check_tolerance, "float"))
+    compute_dtype: torch.dtype | None = field(default=None, metadata=row(checks.check_compute_dtype, "ScalarType"))
+    gather: Gather | None = field(default=None, metadata=row(checks.check_gather))
+    chunk_tokens: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
+    chunk_vocab: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
+    fixed_shape: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
+    batch_invariant: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
 
     def __post_init__(self) -> None:
         for name, columns in TABLE.items():
@@ -95,11 +85,6 @@ class HeadOptions:
         transform = "a temperature for each token" if self.transform.per_token else self.transform
         agreed = {name: getattr(self, name) for name, columns in TABLE.items() if columns["agreed"]}
         return {"transform": transform, "extras": sorted(self.extras), **agreed}
-
-    @property
-    def named_tolerance(self) -> float:
-        """The tolerance as a number: 0.0 for "auto"."""
-        return 0.0 if self.grad_tolerance == "auto" else self.grad_tolerance
 
     @property
     def names_chunk(self) -> bool:
@@ -157,8 +142,7 @@ class EngineOptions(HeadOptions):
 def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
     """`options` for an engine: with this compute dtype, and this tolerance.
 
-    Without `grad_tolerance`, "auto" becomes AUTO_TOLERANCE if the options allow a tolerance, and 0 otherwise. The first
-    engine of `ENGINES` that takes the call decides whether the tolerance has an effect.
+    Without `grad_tolerance`, "auto" becomes AUTO_TOLERANCE if the options allow a tolerance, and 0 otherwise.
     """
     tolerance = options.grad_tolerance if grad_tolerance is None else grad_tolerance
     if tolerance == "auto":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ WAITING_OPERATOR: dict[str, Any] = (
 class TokenSelection:
     """Which of `total` tokens count: all, those of an index, or those of a mask.
 
-    An index makes products smaller. A mask leaves every token in its place, and a token that does not count becomes a
-    row of zeros. This costs products, but the host need not know how many tokens count.
+    With a mask every token stays in its place, as a row of zeros if it does not count. This costs products, but the
+    host need not know how many tokens count.
     """
 
     total: int  # N
@@ -60,18 +60,6 @@ class TokenSelection:
         return TokenSelection(self.total, index=picked if self.index is None else self.index[picked])
 
 
-class LiveTokens(NamedTuple):
-    """The tokens that count, and other integers from the same host sync."""
-
-    positions: Tensor  # (n,) flat, ascending
-    total: int  # N
-    counts: list[int]  # the values of `counts` of `live_tokens`
-
-    @property
-    def selection(self) -> TokenSelection:
-        return TokenSelection(self.total, None if self.positions.numel() == self.total else self.positions)
-
-
 def counted_tokens(targets: Tensor, mask: Tensor | None, wanted: Tensor | None = None) -> Tensor:
     """bool, shaped like targets: the mask is nonzero, the target >= 0, and `wanted` nonzero, if it is given.
 
@@ -93,9 +81,8 @@ def live_tokens(
     temperature: float | Tensor = 1.0,
     counts: Sequence[Tensor] = (),  # integers (k,) each, read in the same host sync
     targets_name: str = "targets",  # the caller's name for the targets, for messages
-    early: bool = False,  # copy the numbers to the host now; it pays if many kernels are launched before the wait
-) -> Callable[[], LiveTokens]:
-    """Tokens whose mask is nonzero, whose target is >= 0, and that are `wanted`, if that is given.
+) -> Callable[[], tuple[TokenSelection, list[int]]]:
+    """Tokens whose mask is nonzero, whose target is >= 0, and that are `wanted`; and the values of `counts`.
 
     The device starts counting here. Calling the result is the forward's one host sync. The host's work in between is
     free.
@@ -104,12 +91,11 @@ def live_tokens(
     a value other than 0 and 1, or if a temperature of a token that counts is not positive and finite.
     """
     positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
-    improper_heat = improper_temperatures(temperature, targets, mask)
-    pending = torch.cat([numbers, *improper_heat, *counts]) if improper_heat or counts else numbers
-    answer = HostAnswer(pending) if early else None
+    improper_heat, total = improper_temperatures(temperature, targets, mask), targets.numel()
+    answer = HostAnswer(torch.cat([numbers, *improper_heat, *counts]) if improper_heat or counts else numbers)
 
-    def wait() -> LiveTokens:
-        n, outside, largest, improper, *values = (pending if answer is None else answer.wait()).tolist()
+    def wait() -> tuple[TokenSelection, list[int]]:
+        n, outside, largest, improper, *values = answer.wait().tolist()
         if improper > 0:
             raise ValueError(f"mask must be 0 or 1 at each token; {improper} of its values are neither")
         if outside > 0:
@@ -119,7 +105,7 @@ def live_tokens(
             )
         if improper_heat and values[0] > 0:
             raise ValueError(f"temperature must be positive and finite at each token; {values[0]} are not")
-        return LiveTokens(positions[:n], targets.numel(), values[len(improper_heat) :])
+        return TokenSelection(total, None if n == total else positions[:n]), values[len(improper_heat) :]
 
     return wait
 

@@ -88,7 +88,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     if not options.fixed_shape:
         vocab, name = head.weight.shape[0], from_flat(arguments[TENSOR_COUNT:-1])[1]
         targets = head.targets.amax(1) if head.targets.dim() == 2 else head.targets
-        live = live_tokens(targets, head.live.mask, vocab, "weight", targets_name=name)().selection
+        live, _ = live_tokens(targets, head.live.mask, vocab, "weight", targets_name=name)()
         head = head._replace(live=live)
     with gemm.without_autocast(head.hidden.device):
         statistics, tiles = _engine(head, bounded).forward(head, options)

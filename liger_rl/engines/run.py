@@ -10,14 +10,8 @@ from liger_rl.call.head_call import HeadCall, LogProbs, check_topk, shared_error
 from liger_rl.call.host_answer import HostAnswer
 from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
-from liger_rl.call.support import ListedIds, Support, kept
-from liger_rl.call.tokens import (
-    LiveTokens,
-    TokenSelection,
-    counted_tokens,
-    improper_temperatures,
-    live_tokens,
-)
+from liger_rl.call.support import ListedIds, Support
+from liger_rl.call.tokens import TokenSelection, counted_tokens, improper_temperatures, live_tokens
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import VALUES, linear_values
 from liger_rl.engines.compile import logprobs_in_graph
@@ -92,7 +86,7 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogPro
         if call.several:
             flat_targets = targets.view(-1, targets.shape[-1])
         # We wait as late as possible: after this sync the device is idle until the host launches the product.
-        live = _mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection().selection
+        live = _mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection()[0]
         head = _head(call, flat_targets, live, shard)
         values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
     return _log_probs(values, live, ids.shape)
@@ -115,30 +109,15 @@ def _over_support(
     flat, n = ids.flatten(), ids.numel()
     vocab = call.weight.shape[0] if shard is None else shard.vocab
     shape = call.targets.shape
-
-    def listed_ids() -> ListedIds:
-        flat_mask, flat_needed = (
-            None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask)
-        )
-        slots = support_engine.support_slots(support, flat, flat_mask, flat_needed, call.weight, options, shard)
-        return ListedIds(slots, None if options.fixed_shape else _start_check(call, ids, vocab, support, slots.numbers))
-
-    if options.fixed_shape:
-        listed = listed_ids()
-    else:
-        temperature = call.options.transform.temperature
-        per_token = temperature if isinstance(temperature, Tensor) else None
-        key_tensors = call.targets, call.mask, call.needed_mask, per_token
-        place = None if shard is None else shard.place.vocab_start
-        key = (call.weight.shape[0], place, vocab, "mean_logits" in options.extras, call.targets_name)
-        listed = kept(support, key_tensors, key, listed_ids)
+    mask, needed = (None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask))
+    slots = support_engine.support_slots(support, flat, mask, needed, call.weight, options, shard)
+    listed = ListedIds(slots, None if options.fixed_shape else _start_check(call, ids, vocab, support, slots.numbers))
     # Only the products of low-rank terms read this mask.
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     head = head._replace(listed=listed)
     results = linear_values(head, options, support_engine)
-    # We copy `missing`, because the support may keep its slots and the caller may write to its results.
-    named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
+    named = dict(zip(VALUES, results, strict=True), missing_target=slots.missing)
     if flat.shape != shape:
         named = {name: None if tensor is None else tensor.view(shape) for name, tensor in named.items()}
     return LogProbs(**named)  # type: ignore[arg-type]
@@ -155,12 +134,12 @@ def _start_check(
         numbers = answer.wait().tolist()
         if numbers[BAD_TARGETS] or numbers[BAD_MASKS] or any(numbers[COUNTED:]):
             _start_selection(call, ids, vocab)()  # raises the error with the wrong values
-        return numbers, support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
+        return numbers, support.check_values(numbers, vocab=vocab)
 
     return check
 
 
-def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
+def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], tuple[TokenSelection, list[int]]]:
     """`live_tokens` of the call."""
     return live_tokens(
         ids, call.mask, vocab, "weight", wanted=call.needed_mask, temperature=call.options.transform.temperature,

@@ -27,12 +27,7 @@ def for_device(device: torch.device) -> ModuleType:
 
 
 def epilogue_for(hidden: Tensor, weight: Tensor) -> ModuleType | None:
-    """The module whose `gemm_fold` and `gemm_grad` take hidden (N, H) @ weight (V, H).T; None where it does not apply.
-
-    They fold a product, or make a gradient of it, in its own epilogue. They apply on NVIDIA GPUs of compute capability
-    8.0 and higher and AMD's gfx942 and gfx950, to bfloat16 or float16 matrices of one dtype whose rows start at
-    multiples of 16 bytes, from 512 tokens on.
-    """
+    """The module whose `gemm_fold` and `gemm_grad` take hidden (N, H) @ weight (V, H).T; None if `devices` says no."""
     if not devices.applies(hidden, weight):
         return None
     from liger_rl.kernels import epilogue

@@ -1,8 +1,4 @@
-"""Which kernels a GPU runs, and which calls our own product takes.
-
-Every choice between kernels is made here, and the plan calls the same functions. Triton is imported only when a GPU is
-looked up.
-"""
+"""Which kernels a GPU runs, and which calls our own product takes. Triton is imported only when a GPU is looked up."""
 
 import os
 import warnings
@@ -14,18 +10,17 @@ from torch import Tensor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS
 
-CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator (TMA)
-SHARED_BYTES = 227 << 10  # shared memory of a TMA program
-PORTABLE_CAPABILITY = (8, 0)  # of the first GPUs with bfloat16 products and asynchronous copies
+# The first NVIDIA GPUs with bfloat16 products and asynchronous copies, the first with the tensor memory accelerator
+# (TMA), and the first for which Triton 3.4 compiles no product of ours: it needs too much shared memory.
+PORTABLE_CAPABILITY, TMA_CAPABILITY, BLACKWELL = (8, 0), (9, 0), (10, 0)
+BLACKWELL_TRITON = (3, 5)
 AMD_CAPABILITIES = ((9, 4), (9, 5))  # gfx942 and gfx950
+SHARED_BYTES = 227 << 10  # shared memory of a TMA program
 AMD_SHARED_BYTES = 64 << 10  # used for AMD, because PyTorch's builds for AMD do not report it
-# The first Triton that compiles our products for capability 10.x is 3.5. With 3.4 they need too much shared memory.
-BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
-# From this version of Triton on, the largest folds spill more registers, so `family_of_gpu` takes more warps or parts.
-# Bytes that a thread spills before and after that change:
+# From this version of Triton on, the largest folds spill more registers, so `family_of_gpu` takes more warps. Bytes
+# that a thread spills with 8 and with 16 warps:
 #   10.0: 1336 and 256 with Triton 3.9, 384 and 432 with 3.6
-#   9.0 with pointers: 1808 and 176; 1224 with 3.6
-#   gfx950: 1744 and 920 with Triton 3.8, the only version that gets the change; 284 with 3.9
+#   gfx950: 1744 and 920 with Triton 3.8, the only version that gets more warps; 284 with 3.9
 SPILLING_TRITON = (3, 8)
 WARPS = 8  # of a program, by default
 DTYPES = (torch.bfloat16, torch.float16)
@@ -33,10 +28,7 @@ MIN_TOKENS = 4 * BLOCK_TOKENS  # with fewer tokens, too few token tiles share ea
 STATISTICS_BYTES = 48 << 20  # largest memory of the statistics of vocabulary tiles
 ALIGNMENT_BYTES = 16
 HERE = nullcontext()
-
-
-FORCIBLE = ("tma", "portable", "tiles")
-# For bug reports and measurements: the family that runs in place of the fastest. A GPU that cannot run it raises.
+# For bug reports: "tiles" runs float32 tiles of logits in place of our own products.
 FORCED = os.environ.get("LIGER_RL_KERNELS") or None
 
 
@@ -57,7 +49,7 @@ class Family(NamedTuple):
 
 
 TMA = Family(tma=True, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES)
-# In descending order of shared memory: Hopper (if forced), A100, GPUs with about half of Hopper's. Code for 8.0 ran
+# In descending order of shared memory: a GPU with Hopper's, A100, GPUs with about half of Hopper's. Code for 8.0 ran
 # faster on an H200 with two parts than with one or four.
 PORTABLE = (
     Family(tma=False, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES),
@@ -76,7 +68,7 @@ class Gpu(NamedTuple):
     triton: tuple[int, int] | None  # the installed version; None without Triton
 
 
-HOPPER = Gpu(CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
+HOPPER = Gpu(TMA_CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -84,10 +76,9 @@ def gpu_of(device: torch.device) -> Gpu:
     index = device.index
     if index is None and torch.cuda.is_available():
         index = torch.cuda.current_device()
-    gpu = _KNOWN.get(index)
-    if gpu is None:
-        gpu = _KNOWN[index] = _look_up(index)
-    return gpu
+    if index not in _KNOWN:
+        _KNOWN[index] = _look_up(index) if torch.cuda.is_available() else HOPPER
+    return _KNOWN[index]
 
 
 # We do not use functools.cache, because torch.compile warns about it when it traces a plan.
@@ -95,8 +86,6 @@ _KNOWN: dict[int | None, Gpu] = {}
 
 
 def _look_up(index: int | None) -> Gpu:
-    if not torch.cuda.is_available():
-        return HOPPER
     properties = torch.cuda.get_device_properties(index)
     return Gpu(
         (properties.major, properties.minor),
@@ -133,49 +122,28 @@ def on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device.index)
 
 
-def _lacks(gpu: Gpu, *, tma: bool) -> str | None:
-    """The first thing that the product with TMA, or with pointers, needs and this GPU lacks, or None."""
-    if gpu.triton is None:
-        return "Triton"
-    if gpu.amd:
-        if tma:
-            return "an NVIDIA GPU"
-        if gpu.capability in AMD_CAPABILITIES:
-            return None
-        return "gfx942 or gfx950 of AMD's GPUs, got gfx{}{}".format(*gpu.capability)
-    capability, shared_bytes = PORTABLE_CAPABILITY, PORTABLE[-1].shared_bytes
-    if tma:
-        capability, shared_bytes = CAPABILITY, SHARED_BYTES
-    if gpu.capability < capability:
-        return "compute capability {}.{} or higher, got {}.{}".format(*capability, *gpu.capability)
-    if gpu.shared_bytes < shared_bytes:
-        return f"{shared_bytes >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
-    blackwell = gpu.capability >= BLACKWELL if tma else gpu.capability[0] == BLACKWELL[0]
-    if blackwell and gpu.triton < BLACKWELL_TRITON:
-        return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
-    return None
-
-
 def device_lacks(device: torch.device) -> str | None:
     """The first thing that our own product needs and this device lacks; None if it lacks nothing."""
     return gpu_lacks(gpu_of(device)) if device.type == "cuda" else "a GPU"
 
 
 def gpu_lacks(gpu: Gpu) -> str | None:
-    """The first thing that our own product needs and this GPU lacks; None if it lacks nothing.
-
-    Raises:
-        ValueError: LIGER_RL_KERNELS names no family, or one that this GPU cannot run.
-    """
-    if FORCED is None:
-        return _lacks(gpu, tma=False)
-    if FORCED not in FORCIBLE:
-        raise ValueError(f"LIGER_RL_KERNELS must be one of {', '.join(FORCIBLE)}; got {FORCED!r}")
-    if FORCED == "tiles":
+    """The first thing that our own product needs and this GPU lacks; None if it lacks nothing."""
+    if FORCED not in (None, "tiles"):
+        raise ValueError(f"LIGER_RL_KERNELS must be tiles, or not set; got {FORCED!r}")
+    if FORCED is not None:
         return "LIGER_RL_KERNELS not to be tiles"
-    lacks = _lacks(gpu, tma=FORCED == "tma")
-    if lacks is not None:
-        raise ValueError(f"LIGER_RL_KERNELS={FORCED} needs {lacks}; this GPU is {gpu}")
+    if gpu.triton is None:
+        return "Triton"
+    if gpu.amd:
+        known = gpu.capability in AMD_CAPABILITIES
+        return None if known else "gfx942 or gfx950 of AMD's GPUs, got gfx{}{}".format(*gpu.capability)
+    if gpu.capability < PORTABLE_CAPABILITY:
+        return "compute capability {}.{} or higher, got {}.{}".format(*PORTABLE_CAPABILITY, *gpu.capability)
+    if gpu.shared_bytes < PORTABLE[-1].shared_bytes:
+        return f"{PORTABLE[-1].shared_bytes >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
+    if gpu.capability[0] == BLACKWELL[0] and gpu.triton < BLACKWELL_TRITON:
+        return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
     return None
 
 
@@ -185,25 +153,16 @@ def family_of(device: torch.device) -> Family:
 
 
 def family_of_gpu(gpu: Gpu) -> Family:
-    """TMA if the GPU has it and LIGER_RL_KERNELS is not "portable". Else the first family with pointers that fits."""
-    blackwell = gpu.capability[0] == BLACKWELL[0] and not gpu.amd
-    if FORCED != "portable" and _lacks(gpu, tma=True) is None:
-        family = TMA
-    elif gpu.amd:
-        family = PORTABLE_AMD
-    elif blackwell:
-        # Factors and loads share the memory of 10.x, so it gets the family that needs the least. The halves of a tile
-        # lie on different threads, so a tile is one part.
-        family = PORTABLE[-1]._replace(parts=1)
-    else:
-        family = next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
-    if gpu.triton is None or gpu.triton < SPILLING_TRITON:
-        return family
-    if blackwell or (
-        family is PORTABLE_AMD and gpu.capability == AMD_CAPABILITIES[1] and gpu.triton == SPILLING_TRITON
-    ):
-        return family._replace(fold_warps=2 * WARPS)
-    return family._replace(parts=2) if family == PORTABLE[0] else family
+    """The family of a GPU whose `gpu_lacks` is None: TMA if it has that. Else the first with pointers that fits."""
+    assert gpu.triton is not None
+    if gpu.amd:
+        spills = gpu.capability == AMD_CAPABILITIES[1] and gpu.triton == SPILLING_TRITON
+        return PORTABLE_AMD._replace(fold_warps=2 * WARPS) if spills else PORTABLE_AMD
+    compiled = gpu.capability < BLACKWELL or gpu.triton >= BLACKWELL_TRITON
+    if gpu.capability < TMA_CAPABILITY or gpu.shared_bytes < SHARED_BYTES or not compiled:
+        return next(family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes)
+    spills = gpu.capability[0] == BLACKWELL[0] and gpu.triton >= SPILLING_TRITON
+    return TMA._replace(fold_warps=2 * WARPS) if spills else TMA
 
 
 def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:

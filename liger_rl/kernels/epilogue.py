@@ -2,8 +2,6 @@
 
 Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. An epilogue
 is a function of one tile of logits. `tile_epilogues` has the epilogues of one head, `engines/pair` has those of two.
-The fold writes the maximum, the sum of exponentials and, for the entropy, one more sum of each token and tile: 8 or 12
-bytes for 256 logits. The gradient writes dL/dlogits in the dtype of the hidden states.
 """
 
 from collections.abc import Callable, Collection
@@ -40,15 +38,11 @@ from liger_rl.kernels.tile_epilogues import (
 )
 from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
-# One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
-# V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
-# then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). The gradient's kernel: 1.09 x at H = 4096 and
-# 1.15 x at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in
-# halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
+# docs/notes/kernels.md has the times. Flattening the loops is what pays: the next tile's loads run under this tile's
+# epilogue.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
-# Both heads' tiles are in registers at once. One H200, N = 8192, V = 128256, fold alone, against the student's tiles of
-# 256 entries with the teacher's logits in memory: 7.0 and 10.2 ms at H = 1024 twice, 14.4 and 17.0 at 2048 twice, 22.3
-# and 25.9 at 2048 and 4096, 30.3 and 29.4 at 4096 twice.
+# Both heads' tiles are in registers at once. On one H200 the fold took 14.4 ms at H = 2048 twice, and 17.0 ms in tiles
+# of 256 entries with the teacher's logits in memory; 30.3 and 29.4 ms at 4096 twice.
 TWO_HEADS_VOCAB = BLOCK_VOCAB // 2
 # Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
 # higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.
@@ -188,65 +182,32 @@ def gemm_fold(
 ) -> tuple[TokenStatistics, TileStatistics | None]:
     """Statistics of hidden @ weight.T of tokens, and with `with_tiles` of their parts, where `devices.applies`."""
     assert over_parts is None or not with_tiles
-    n, vocab = hidden.shape[0], weight.shape[0]
-    bytes_per_token = 4 * (2 + entropy + len(extras)) * triton.cdiv(vocab, TILE_VOCAB)
-    step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
+    assert kept is None or kept.tile_vocab == TILE_VOCAB
+    n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
+    vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
+    tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
+    step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
+    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
-
-    def finished(state: Fold) -> TokenStatistics:
-        return (state if over_parts is None else over_parts(state)).finish(with_target=kept is not None)
-
-    if with_tiles or n <= step:
-        # No slices, and no memory to fill: the device waits for this product.
-        known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
-        tiles = _fold_tiles(
-            hidden, weight, bias, targets, transform, target, kept, known, entropy=entropy, extras=extras
-        )
-        state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
-        merge(tiles, state)
-        return finished(state), known
-    state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
+    variant = LEVELLED.value * levelled + BOUNDED.value * with_tiles + SCARCE.value * (family.parts > 1)
+    known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
+    state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
-        tiles = _fold_tiles(
-            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, None,
-            entropy=entropy, extras=extras,
+        part, tiles = state.take(rows), None  # so that the last rows' tiles are freed before the next are allocated
+        shape = vocab_tiles, part.peak.shape[0]
+        tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
+        run_product(
+            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known),
+            outs=(None if kept is None else kept.values[rows], None), variant=variant, whole=vocab % TILE_VOCAB == 0,
+            parts=TILE_VOCAB // PART_VOCAB, warps=family.fold_warps,
         )  # fmt: skip
         merge(tiles, part)
-        del tiles  # or they would stay alive while the next ones are allocated
-    return finished(state), None
-
-
-def _fold_tiles(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    transform: LogitTransform,
-    target: Tensor,  # (n,), written
-    kept: Kept | None,
-    known: TileStatistics | None,  # written
-    *,
-    entropy: bool,
-    extras: Collection[str],
-) -> Fold:
-    """The fold of each vocabulary tile by itself, (tiles, n); the targets' logits are (n,)."""
-    n, vocab = hidden.shape[0], weight.shape[0]
-    family = family_of(hidden.device)
-    tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
-    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
-    variant = LEVELLED.value * levelled + BOUNDED.value * (known is not None) + SCARCE.value * (family.parts > 1)
-    run_product(
-        fold_tile, HeadFactors(hidden, weight, bias, transform), targets, (tiles, known),
-        outs=(None if kept is None else kept.values, None), variant=variant, whole=vocab % TILE_VOCAB == 0,
-        parts=TILE_VOCAB // PART_VOCAB, warps=family.fold_warps,
-    )  # fmt: skip
-    if kept is not None:
-        assert kept.tile_vocab == TILE_VOCAB
-        kept.peaks.copy_(tiles.peak)
-    return tiles
+        if kept is not None:
+            kept.peaks[:, rows] = tiles.peak
+    state = state if over_parts is None else over_parts(state)
+    return state.finish(with_target=kept is not None), known
 
 
 def gemm_grad(

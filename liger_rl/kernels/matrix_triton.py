@@ -45,10 +45,13 @@ def matrix(
 
 
 @triton.jit
-def _row_starts(matrix, row, ROWS: tl.constexpr):
-    """-> (ROWS, 1) addresses of ROWS rows from `row` on; past the last row, the last row's."""
-    place = tl.minimum(row + tl.arange(0, ROWS), matrix.rows - 1)
-    return (matrix.start + place.to(tl.int64) * matrix.stride * GROUP)[:, None]
+def _starts(matrix, row, ROWS: tl.constexpr):
+    """-> where ROWS rows from `row` on start, for `_columns`; past the last row, pointers are the last row's."""
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
+        return row
+    else:
+        place = tl.minimum(row + tl.arange(0, ROWS), matrix.rows - 1)
+        return (matrix.start + place.to(tl.int64) * matrix.stride * GROUP)[:, None]
 
 
 @triton.jit
@@ -70,10 +73,7 @@ def _from_rows(starts, matrix, first, COLUMNS: tl.constexpr):
 @triton.jit
 def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """-> the tile (ROWS, COLUMNS) that starts at (row, column)."""
-    if isinstance(matrix, tl.core.tensor_descriptor_base):
-        return matrix.load([row, column])
-    else:
-        return _from_rows(_row_starts(matrix, row, ROWS), matrix, column, COLUMNS)
+    return _columns(matrix, _starts(matrix, row, ROWS), column, COLUMNS)
 
 
 @triton.jit
@@ -96,15 +96,6 @@ def store(matrix, row, column, values):
             inside &= _inside(columns, matrix)[None, :]
         place = matrix.start + rows.to(tl.int64)[:, None] * matrix.stride * GROUP + columns[None, :]
         tl.store(place, values.to(matrix.start.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _starts(matrix, row, ROWS: tl.constexpr):
-    """-> where ROWS rows from `row` on start, for `_columns`."""
-    if isinstance(matrix, tl.core.tensor_descriptor_base):
-        return row
-    else:
-        return _row_starts(matrix, row, ROWS)
 
 
 @triton.jit

@@ -7,18 +7,16 @@ With z the transformed logits and p = exp(z - lse):
     dL/dx_v = dL/dz_v dz_v/dx_v,  z = softcap tanh(scale x / softcap) / temperature
 
 `fold` and `grad` take a tile of the vocabulary. `fold_rows` and `grad_rows` take whole rows of given logits: (N, V)
-with targets (N,), or (B, P, V) with targets (B, T) and T <= P. The strides between rows are free. A token counts if its
-mask is not 0 and its target is an id in [0, V). Logits of tokens that do not count, NaN included, change nothing.
+with targets (N,), or (B, P, V) with targets (B, T) and T <= P. A token counts if its mask is not 0 and its target is an
+id in [0, V). Logits of tokens that do not count, NaN included, change nothing.
 
-`keep` and `grad_kept` serve one pass. They keep exp(z - peak) and the peaks, where a peak is the largest z of a tile of
-vocabulary entries. The probability of an entry is exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so
-with 16-bit factors they are kept in float16: the same two bytes as bfloat16, and an eighth of the rounding. They are
-multiplied by KEPT_ONE to use all exponents of float16. Only exponentials below 2^-39 of a tile's largest underflow.
-
-Under a softcap the gradient also needs z, which is the logarithm of a kept value plus the peak. Let u be the rounding
-of a value, 2^-11 in float16. Then dz/dx = 1 - (z temperature / softcap)^2 is off by at most 2 u temperature / softcap.
-One pass requires softcap >= temperature. The gradient's error then grows by less than rounding it to bfloat16 adds,
-unless all likely ids are within 1% of the cap.
+`keep` and `grad_kept` serve one pass. A peak is the largest z of a tile of vocabulary entries, and an entry's
+probability is exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so with 16-bit factors they are kept in
+float16: the same two bytes as bfloat16, and an eighth of the rounding. Multiplied by KEPT_ONE they use all exponents of
+float16, and only those below 2^-39 of a tile's largest underflow. Under a softcap the gradient also needs z, the
+logarithm of a kept value plus the peak. With the rounding u = 2^-11 of float16, dz/dx = 1 - (z temperature / softcap)^2
+is off by at most 2 u temperature / softcap. One pass requires softcap >= temperature. The gradient's error then grows
+by less than rounding it to bfloat16 adds, unless all likely ids are within 1% of the cap.
 
 `keep_largest` orders logits by an int64 key of the logit and its id. Among equal logits the smallest id has the largest
 key, so the K largest keys of a token do not depend on the order of tiles and ranks.
@@ -35,6 +33,11 @@ from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
+FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of given rows
+ROWS = 2048  # rows that `scatter_rows` converts at a time, so that the copy stays small
+ID_BITS = 32
+LARGEST_ID = (1 << ID_BITS) - 1
+LEAST_KEY = -(1 << 63)
 # Smallest log-probability in products with p. exp(-200) is 0 in float32, so nothing is lost. For a banned id, 0 * -200
 # is 0, but 0 * -inf would be NaN.
 LOWEST_LOG_PROBABILITY = -200.0
@@ -90,10 +93,10 @@ def grad(
     else:
         p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
         column = _target_column(targets, first, z.shape[-1])[0][:, None]
-        target_p, target_log_p = (values.gather(-1, column).squeeze(-1) for values in (p, log_p))
-        at_target = at_target - target_p * ((target_log_p + tokens.entropy) * tokens.grad_entropy)
+        target_log_p = log_p.gather(-1, column).squeeze(-1)
+        at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
     grad_z = grad_beside_targets(log_p, p, tokens)
-    put_at_targets(grad_z, at_target, targets, first)
+    put(grad_z, targets[:, None], at_target[:, None], first)
     out.copy_(times_derivative(grad_z, z, transform))
 
 
@@ -102,19 +105,12 @@ def grad_beside_targets(
     p: Tensor,  # (n, v) overwritten
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`put_at_targets` fixes it)."""
+    """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`put` fixes it)."""
     if tokens.grad_entropy is None or tokens.entropy is None:
         return p.mul_(-tokens.grad_logps[:, None])
     # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
     grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
     return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
-
-
-def put_at_targets(grad: Tensor, at_target: Tensor, targets: Tensor, first: int) -> None:
-    """Write at_target (n,) into the targets' columns of grad (n, v), for targets in [first, first + v)."""
-    column, hit = _target_column(targets, first, grad.shape[-1])
-    unchanged = grad.gather(-1, column[:, None]).squeeze(-1)
-    grad.scatter_(-1, column[:, None], torch.where(hit, at_target, unchanged)[:, None])
 
 
 def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
@@ -139,16 +135,19 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) 
         z = (x * (transform.scale / transform.softcap)).tanh_().mul_(transform.softcap)
     elif transform.scale != 1.0:
         z = x * transform.scale
-    if isinstance(transform.temperature, Tensor):
-        return z / transform.temperature[:, None]
-    return z if transform.temperature == 1.0 else z / transform.temperature
+    heat = _of_rows(transform.temperature)
+    return z / heat if isinstance(heat, Tensor) or heat != 1.0 else z
+
+
+def _of_rows(values: float | Tensor) -> float | Tensor:
+    """A number, or (n,) -> (n, 1)."""
+    return values[:, None] if isinstance(values, Tensor) else values
 
 
 def tanh_square(z: Tensor, transform: LogitTransform) -> Tensor:
     """tanh^2 of transformed logits z under a softcap."""
     assert transform.softcap is not None
-    heat = transform.temperature / transform.softcap
-    return (z * (heat[:, None] if isinstance(heat, Tensor) else heat)).square_()
+    return (z * _of_rows(transform.temperature / transform.softcap)).square_()
 
 
 def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
@@ -156,9 +155,7 @@ def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Te
     if transform.softcap is not None:
         grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
     factor = transform.scale / transform.temperature
-    if isinstance(factor, Tensor):
-        return grad_z.mul_(factor[:, None])
-    return grad_z if factor == 1.0 else grad_z.mul_(factor)
+    return grad_z.mul_(_of_rows(factor)) if isinstance(factor, Tensor) or factor != 1.0 else grad_z
 
 
 class Kept(NamedTuple):
@@ -241,16 +238,13 @@ def grad_kept(
     log_p = (log_exp + (peaks - lse)).clamp_(min=LOWEST_LOG_PROBABILITY)
     grad_z = grad_beside_targets(log_p, p, tokens)
     grad = times_derivative(grad_z, log_exp + peaks, transform)
-    put_at_targets(grad, at_target, targets, first)
+    put(grad, targets[:, None], at_target[:, None], first)
     out.copy_(grad)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
     """values *= factor, a () float32 tensor. With a factor of 1 the Triton kernel does not read the values."""
     values.mul_(factor)
-
-
-FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of rows
 
 
 def fold_rows(
@@ -313,18 +307,14 @@ def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, tuple[Tens
         yield slice(first, last), torch.unravel_index(torch.arange(first, last, device=logits.device), targets.shape)
 
 
-ROWS = 2048  # rows that `scatter_rows` converts at a time, so that the copy stays small
-
-
 def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Positions of the tokens that count and are wanted. A token counts if its mask is nonzero and its target >= 0.
 
     Nothing waits for the device.
 
     Args:
-        targets: (B, T) or (N,) integer ids.
-        mask: shaped like targets, or None; its values should be 0 or 1.
-        vocab: number of ids; targets >= vocab are counted as outside.
+        targets: (B, T) or (N,) integer ids; those >= vocab are counted as outside.
+        mask: shaped like targets.
         wanted: shaped like targets or (B, 1), nonzero where a token is wanted; None wants all.
 
     Returns:
@@ -351,13 +341,8 @@ def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
         out.index_copy_(0, index[piece], rows[piece].to(out.dtype))
 
 
-ID_BITS = 32
-LARGEST_ID = (1 << ID_BITS) - 1
-LEAST_KEY = -(1 << 63)
-
-
 def no_keys(n: int, count: int, device: torch.device) -> Tensor:
-    """(n, count) int64: keys below the key of every logit. A token's keys differ from each other."""
+    """(n, count) int64 keys, all different, below the key of every logit."""
     return (LEAST_KEY + torch.arange(count, device=device)).repeat(n, 1)
 
 
@@ -395,5 +380,10 @@ def put(
 ) -> None:
     """tile[i, ids[i, k] - first] = values[i, k]"""
     column = ids - first
-    row, place = ((column >= 0) & (column < tile.shape[1])).nonzero(as_tuple=True)
-    tile[row, column[row, place]] = values[row, place].to(tile.dtype)
+    hit = (column >= 0) & (column < tile.shape[1])
+    # Nothing waits for the device: in place of an id outside the tile we write another one of its row again, or what
+    # the row has already.
+    hit_place = hit.to(torch.uint8).argmax(1, keepdim=True)
+    column = torch.where(hit, column, column.gather(1, hit_place)).clamp_(0, tile.shape[1] - 1)
+    values = torch.where(hit, values, values.gather(1, hit_place)).to(tile.dtype)
+    tile.scatter_(1, column, torch.where(hit.any(1, keepdim=True), values, tile.gather(1, column)))

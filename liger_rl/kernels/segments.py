@@ -18,9 +18,9 @@ from liger_rl.kernels.transform import LogitTransform
 IGNORED, FULL, SINGLE, SEVERAL = range(4)
 # The counts in `Slots.numbers`, in this order. BAD_TARGETS counts unmasked tokens with a target outside the vocabulary,
 # BAD_MASKS values of the mask other than 0 and 1.
-COUNTED = 9
+COUNTED = 8
 (
-    BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
+    BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
 ) = range(COUNTED)  # fmt: skip
 LONG_ROW = 512  # a token with more slots is counted in LONG_ROWS; its sums may be split
 PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segments_triton`
@@ -103,14 +103,6 @@ class Entries(NamedTuple):
         return cls(*(torch.empty(number, dtype=dtype, device=device) for dtype in dtypes))
 
 
-class EntriesById(NamedTuple):
-    """Entries in a stable order by id."""
-
-    segments: Segments  # of each row of the weight
-    coefficients: Tensor  # (S,) float32
-    tokens: Tensor  # (S,) int32
-
-
 class Base(NamedTuple):
     """The start of the sum of segment s: shares[s] * rows[s // width] in place of 0."""
 
@@ -124,14 +116,11 @@ class Base(NamedTuple):
         return rows if self.shares is None else rows * self.shares[:segments, None]
 
 
-Ordered = tuple[Tensor, Tensor]  # ids sorted stably (S,) int32, and their positions before the sort (S,) int64
-
-
-def order_by_id(entries: Entries, ordered: Ordered, rows: int) -> EntriesById:
-    """The entries in the order of `ordered`, and the segments of ids in [0, rows)."""
-    ids, order = ordered
+def order_by_id(entries: Entries, rows: int) -> tuple[Segments, Tensor, Tensor]:
+    """The segments of ids in [0, rows), and coefficients and tokens of the entries in a stable order by id."""
+    ids, order = torch.sort(entries.ids, stable=True)
     starts = torch.searchsorted(ids, torch.arange(rows + 1, dtype=ids.dtype, device=ids.device))
-    return EntriesById(Segments(starts, ids, by_id=True), entries.coefficients[order], entries.tokens[order])
+    return Segments(starts, ids, by_id=True), entries.coefficients[order], entries.tokens[order]
 
 
 def dots(factors: Factors, slots: Slots, transform: LogitTransform) -> Tensor:

@@ -1,9 +1,8 @@
 """Logits at listed ids, and sums over segments of them, as Triton kernels, with the formulas of `segments`.
 
-Several programs share a long segment. The numbers of positions and columns decide the size of a piece (`piece_of`). The
-first piece of a segment belongs to the segment's own program. Its other positions are cut at multiples of the piece. At
-most one segment has such positions in a cut: a segment that starts inside the cut has its first piece there. So the
-host needs no segment's length, and each sum has one order.
+The first piece of a segment (`piece_of` has its size) belongs to the segment's own program. Its other positions are cut
+at multiples of the piece. At most one segment has such positions in a cut: a segment that starts inside the cut has its
+first piece there. So the host needs no segment's length, and each sum has one order.
 """
 
 from typing import NamedTuple
@@ -14,17 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.segments import (
-    LONG_ROW,
-    PARTIAL_BYTES,
-    Base,
-    Entries,
-    EntriesById,
-    Factors,
-    Ordered,
-    Segments,
-    Slots,
-)
+from liger_rl.kernels.segments import LONG_ROW, PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -195,9 +184,9 @@ def _by_id_kernel(
         tl.store(starts + row, low, mask=row <= rows)
 
 
-def order_by_id(entries: Entries, ordered: Ordered, rows: int) -> EntriesById:
+def order_by_id(entries: Entries, rows: int) -> tuple[Segments, Tensor, Tensor]:
     """As `segments.order_by_id`."""
-    (ids, order), count = ordered, ordered[0].numel()
+    (ids, order), count = torch.sort(entries.ids, stable=True), entries.ids.numel()
     coefficients, tokens = torch.empty_like(entries.coefficients), torch.empty_like(entries.tokens)
     starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
     with on(ids.device):
@@ -205,7 +194,7 @@ def order_by_id(entries: Entries, ordered: Ordered, rows: int) -> EntriesById:
             ids, order, entries, coefficients, tokens, starts, count, rows, count.bit_length(),
             STEP=ORDERED, num_warps=ORDERING_WARPS,
         )  # fmt: skip
-    return EntriesById(Segments(starts, ids, by_id=True), coefficients, tokens)
+    return Segments(starts, ids, by_id=True), coefficients, tokens
 
 
 @triton.jit

@@ -1,11 +1,9 @@
 """The softmax of a tile of logits, once, as Triton functions that every kernel calls: transform, fold and gradient.
 
 The formulas are those of `liger_rl.kernels.reference`. `steps` is a call's `LogitSteps`, `tokens` its `TokenGradients`.
-Triton inlines these functions, so sharing one costs no instruction.
-
-Kernels take such a NamedTuple as one argument. A field that is None is a constant, so `steps.cap is not None` costs
-nothing at run time. The tuple itself must not be compared with None: Triton 3.6 has no such comparison where a field is
-None. Nor may a function return None.
+A field of such a NamedTuple that is None is a constant, so `steps.cap is not None` costs nothing at run time. The tuple
+itself must not be compared with None: Triton 3.6 has no such comparison where a field is None. Nor may a function
+return None.
 """
 
 import os
@@ -45,9 +43,8 @@ def exp_of_difference(z, peak):
 def exp_of_steps(z, peak, unit):
     """z (M, N), peak, unit (M,) -> e, b (M, N), f, r (M,): 2^((z - peak) unit) = e f and (z - peak) unit = b - r.
 
-    No number of a row is larger than e at the peak. e is 2^b, and b is rounded once in one instruction, where a
-    difference and its exponential round twice in two. r is what rounding the peak's exponent left, under 1e-5 for a
-    peak of under 100 nats, and f is 2^-r.
+    No number of a row is larger than e at the peak. e is 2^b, and b is rounded once, in one instruction. r is what
+    rounding the peak's exponent left, under 1e-5 for a peak of under 100 nats, and f is 2^-r.
     """
     high = peak * unit
     rest = tl.fma(peak, unit, -high)
@@ -65,10 +62,7 @@ def one_minus_exp(x):
 
 @triton.jit
 def rough_log(x):
-    """log of x >= 0 to 2e-7, absolute between 1/2 and 2 and relative elsewhere: one instruction where log takes twenty.
-
-    For what is known to fewer digits than that, such as exponentials that were kept in float16.
-    """
+    """log of x >= 0 to 2e-7, absolute between 1/2 and 2 and relative elsewhere, in one instruction; log takes 20."""
     if PORTABLE:
         return tl.log(x)
     log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

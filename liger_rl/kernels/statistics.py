@@ -2,10 +2,18 @@
 
 import math
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Record = TypeVar("Record", bound=NamedTuple)
+
+
+def each(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
+    """The record with `function` of each of its tensors. None stays None."""
+    return record._make(None if values is None else function(values) for values in record)
+
 
 # Optional results of a fold, without a gradient.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
@@ -26,7 +34,7 @@ class TokenStatistics(NamedTuple):
 
     def first(self, count: int) -> "TokenStatistics":
         """The statistics of the first `count` tokens."""
-        return TokenStatistics._make(None if values is None else values[:count] for values in self)
+        return each(self, lambda values: values[:count])
 
     def mean_logits(self, vocab: int) -> Tensor | None:
         return None if self.sum_logits is None else self.sum_logits / vocab
@@ -67,7 +75,7 @@ class Fold(NamedTuple):
 
     def take(self, rows: slice) -> "Fold":
         """Views of the fields of the tokens `rows`. A kernel may write to them."""
-        return Fold._make(None if values is None else values[rows] for values in self)
+        return each(self, lambda values: values[rows])
 
     def over_ranks(self, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]) -> "Fold":
         """The fold of a sharded vocabulary, the same on each rank: one maximum and one sum over ranks.
@@ -138,10 +146,10 @@ class TileStatistics(NamedTuple):
 
 
 class PartBounds(NamedTuple):
-    """Bounds of each token's dL/dz in each tile, in units of `unit`. A part is one token's entries in one tile.
+    """Bounds of each token's dL/dz in each tile, in units of `unit`, from which the parts to keep are chosen.
 
-    The parts to keep are chosen from the bounds. `most` and `rest` include the target only if `at_target` is None. No
-    bound includes scale / temperature, the constant part of dz/dx.
+    `most` and `rest` include the target only if `at_target` is None. No bound includes scale / temperature, the
+    constant part of dz/dx.
     """
 
     most: Tensor  # (tiles, n) float32, upper bound of the norm of dL/dz over a tile
@@ -202,17 +210,13 @@ class TokenGradients(NamedTuple):
         return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
 
     def contiguous(self) -> "TokenGradients":
-        return TokenGradients._make(None if values is None else values.contiguous() for values in self)
+        return each(self, torch.Tensor.contiguous)
 
     def take(self, rows: Tensor | slice) -> "TokenGradients":
-        return TokenGradients._make(None if values is None else values[rows] for values in self)
+        return each(self, lambda values: values[rows])
 
     def silenced(self, live: Tensor) -> "TokenGradients":
         """With zero gradients where the mask `live` (n,) is False, for any finite logits of these rows."""
-
-        def silent(values: Tensor) -> Tensor:
-            return torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0.0)
-
-        silent_fields = TokenGradients._make(None if values is None else silent(values) for values in self)
+        silent = each(self, lambda values: torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0.0))
         # With lse = inf, p = exp(z - lse) is 0 for every finite z. With lse = 0, p might overflow, and inf * 0 is NaN.
-        return silent_fields._replace(lse=torch.where(live, self.lse, math.inf))
+        return silent._replace(lse=torch.where(live, self.lse, math.inf))

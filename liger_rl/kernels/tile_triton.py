@@ -1,4 +1,4 @@
-"""Fold and gradient of rows of logits as Triton kernels: one read of the logits each, any number of columns.
+"""Fold, gradient and largest of rows of logits as Triton kernels: one read of the logits, any number of columns.
 
 The rows are those of a float32 tile, a part of the vocabulary, or whole rows of given logits. The signatures and
 formulas are those of `liger_rl.kernels.reference`. Rows go on grid axis 0, which is not limited to 65535 as the others
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
 from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, times_derivative, token_terms, transformed
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -18,6 +19,9 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # Of 256 to 16384 vocabulary entries and 1 to 32 warps on an H200, with whole rows of V = 12800 in bfloat16: 63 and 103
 # us where reading and writing alone are 39 and 88. Few warps make sums over a block cheap, and many rows are in flight.
 BLOCK, WARPS = 1024, 2
+LARGEST_WARPS = 1  # maxima within a warp need no barrier
+LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
+BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 
 
 @triton.jit
@@ -311,3 +315,64 @@ def _layout(logits: Tensor, targets: Tensor) -> tuple[int, int, tuple[int, int]]
     if logits.dim() == 2:
         return logits.shape[0], logits.shape[0], (0, logits.stride(0))
     return logits.shape[1], targets.shape[1], (logits.stride(0), logits.stride(1))
+
+
+@triton.jit(do_not_specialize=["first", "columns"])
+def _largest_kernel(
+    logits,
+    row_stride,
+    bias,
+    keys,  # (n, COUNT) int64, updated
+    first,
+    columns,
+    steps,  # LogitSteps
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,  # a power of two
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * row_stride
+    place = tl.arange(0, SIZE)
+    kept_keys = tl.load(keys + token * COUNT + place, mask=place < COUNT, other=MOST)
+    least_key = tl.min(kept_keys)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z, _square = transformed(loaded(logits, bias, column, inside), steps)
+        if steps.temperatures is not None:
+            z /= tl.load(steps.temperatures + token)
+        bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        block_keys = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))
+        block_keys = tl.where(inside, block_keys, LEAST)
+        largest_key = tl.max(block_keys)
+        # Few blocks enter this loop, because the least kept key soon is large.
+        while largest_key > least_key:
+            kept_keys = tl.where(kept_keys == least_key, largest_key, kept_keys)
+            least_key = tl.min(kept_keys)
+            block_keys = tl.where(block_keys == largest_key, LEAST, block_keys)
+            largest_key = tl.max(block_keys)
+    tl.store(keys + token * COUNT + place, kept_keys, mask=place < COUNT)
+
+
+def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, keys: Tensor) -> None:
+    """As `reference.keep_largest`; the last dimensions must be contiguous."""
+    assert logits.stride(-1) == 1
+    assert keys.is_contiguous()
+    n, count = keys.shape
+    if n == 0:
+        return
+    with on(logits.device):
+        _largest_kernel[(n,)](
+            logits,
+            logits.stride(0),
+            None if bias is None else bias.contiguous(),
+            keys,
+            first,
+            logits.shape[1],
+            LogitSteps.of(transform),
+            COUNT=count,
+            SIZE=triton.next_power_of_2(count),
+            BLOCK=BLOCK,
+            num_warps=LARGEST_WARPS,
+        )

@@ -16,9 +16,9 @@ class LogitTransform:
     """z = softcap * tanh(scale * x / softcap) / temperature; without a softcap, z = scale * x / temperature.
 
     Args:
-        temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, one for each
-            token. A tensor gets no gradient. It needs float32 tiles of logits in two passes: the product's epilogue,
-            one pass, a `grad_tolerance` and torch.compile support only numbers.
+        temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, which needs
+            float32 tiles of logits in two passes: the product's epilogue, one pass, a `grad_tolerance` and
+            torch.compile support only numbers.
         softcap: bound of the capped logits (Gemma 2: 30), > 0; None leaves them uncapped.
         scale: factor on the head's output, > 0 (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
 
@@ -40,8 +40,7 @@ class LogitTransform:
             if name == "temperature" and isinstance(value, Tensor):
                 _check_per_token(value)
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+            check_number(name, value)
             if not (fits_float32(value) and value >= SMALLEST):
                 raise ValueError(f"{name} must be positive and finite in float32, got {value}")
 
@@ -50,14 +49,19 @@ class LogitTransform:
         """Whether each token has its own temperature."""
         return isinstance(self.temperature, Tensor)
 
-    @property
-    def of_logits(self) -> "LogitTransform":
-        """The transform, with temperature 1 in place of per-token temperatures."""
-        return replace(self, temperature=1.0) if self.per_token else self
-
     def of_tokens(self, temperatures: Tensor | None) -> "LogitTransform":
         """The transform with the temperatures (n,) of n tokens; unchanged for None."""
         return self if temperatures is None else replace(self, temperature=temperatures)
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise TypeError unless `value` is of one of `kinds`. A bool counts as a number only if `kinds` is bool."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+
+
+def check_number(name: str, value: object) -> None:
+    check_type(name, value, (int, float), "a number")
 
 
 def _check_per_token(temperature: Tensor) -> None:
@@ -104,7 +108,7 @@ class LogitSteps(NamedTuple):
         if not isinstance(transform.temperature, Tensor):
             return cls._of_numbers(transform)
         temperatures = transform.temperature.to(torch.float32).contiguous()
-        return cls._of_numbers(transform.of_logits)._replace(temperatures=temperatures)
+        return cls._of_numbers(replace(transform, temperature=1.0))._replace(temperatures=temperatures)
 
     @classmethod
     @lru_cache

@@ -15,23 +15,6 @@ def adapted(shape=(3, 5), hidden_size=16, vocab=129, rank=3, dtype=torch.float32
     return problem(shape, hidden_size, vocab, dtype, device, bias=True, rank=rank, adapter_dtype=adapter_dtype)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_more_rows_than_are_converted_at_once(masked):
-    """In another dtype or gathered, rows of the hidden states meet `a` some thousands at a time."""
-    inputs = adapted((9000,), 4, 11, 2, torch.bfloat16, torch.float32)
-    mask = torch.arange(9000) % 17 > 0 if masked else None
-    found = solve(inputs, mask=mask)
-    parts = [
-        call(inputs._replace(hidden=inputs.hidden[rows], targets=inputs.targets[rows]), entropy=True)
-        for rows in torch.arange(9000).split(1000)
-    ]
-    for mine, name in zip(found[:2], ("logps", "entropy"), strict=True):
-        other = torch.cat([getattr(part, name) for part in parts])
-        torch.testing.assert_close(mine, other if mask is None else other * mask, rtol=1e-6, atol=1e-6)
-    for name, exact in truth(inputs, mask).grads.items():
-        assert oracles.norm_error(found.grads[name], exact) <= 5e-3 * exact.norm(), name
-
-
 def test_no_copy_of_the_hidden_states_is_kept():
     """What autograd keeps between forward and backward: its inputs, and (n,) and (N, r) vectors."""
     inputs = adapted((64,), 32, 50, 2, torch.bfloat16, torch.float32).leaves()

@@ -1,10 +1,7 @@
 """Log-probabilities over the ids that each token lists: corners, the host, constructors. Values are the fuzzer's."""
 
-import copy
 import math
-import pickle
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -165,14 +162,6 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
 # --- missing targets, the loss ----------------------------------------------------------------------------------------
 
 
-def test_missing_targets_are_an_error_where_asked_for(place):
-    case = case_of([[1, 2], [3, 4], [5], []], place, missing=[1, 2], rules={"missing_target": "error"})
-    with pytest.raises(ValueError, match="targets must be among their row's ids with missing_target='error'; 2 of"):
-        solve(case)
-    masked = torch.tensor([1, 0, 0, 1], device=place)
-    assert not solve(case._replace(mask=masked)).values["missing_target"].any()
-
-
 def test_the_loss_and_its_metric(place):
     case = case_of(rows_of([2, 9, 0, 1, 4, 5]), place, missing=[1, 4], shape=(2, 3), mask=torch.ones(2, 3))
     case.mask[0, 0] = 0
@@ -232,57 +221,6 @@ def test_reads_of_the_host(rows, fixed_shape, device):
     assert len(in_backward) == (0 in rows), in_backward
 
 
-def test_a_support_keeps_what_its_last_call_made(place):
-    """For the same tokens, whatever wants a gradient, which spares the wait; never what was made of other values."""
-    case = case_of(rows_of([2, 9, 0, 4]), place)
-    support, targets, mask = case.support, case.x.targets, torch.ones(4, device=place)
-
-    def fresh() -> Support:
-        return Support(support.token_ids.clone(), support.offsets.clone())
-
-    def waits(x: Problem = case.x, support: Support = support, **options) -> bool:
-        """Whether the call asks the device; its results are those of a support that has seen no call."""
-        leaves, others = x.leaves(), x.leaves()
-        given = {"mask": mask, "entropy": True} | options
-        expected = call(others, support=fresh(), **given)
-        with host_reads(place) as reads:
-            found = call(leaves, support=support, **given)
-        for mine, truth in zip(found, expected, strict=True):
-            assert (mine is None and truth is None) or torch.equal(mine, truth)
-        assert leaves.hidden.requires_grad
-        if found.logps.requires_grad:
-            for result in (found, expected):
-                functional(result.logps, result.entropy).backward()
-            assert torch.equal(leaves.weight.grad, others.weight.grad)
-        found.missing_target.fill_(True)  # is the caller's
-        return any(name == "tolist" or place.type == "cuda" for name in reads.names)
-
-    assert waits()
-    assert not waits()
-    with torch.no_grad():
-        assert not waits()  # old log-probabilities, of which no gradient is wanted
-    assert not waits(case.x._replace(targets=targets[:].view(4)))  # another view of the same values
-    assert waits(case.x._replace(targets=targets.clone()))
-    assert waits()  # the last call's alone are kept
-    assert waits(mask=mask.bool())
-    assert waits(extras=["mean_logits"])
-    waits()
-    for tensor in (support.token_ids, targets, mask):
-        tensor[0] = 0
-        assert waits()
-    assert not waits()
-    for other in (copy.deepcopy(support), pickle.loads(pickle.dumps(support))):
-        assert vars(other).keys() == {field.name for field in fields(Support)}
-        assert torch.equal(other.token_ids, support.token_ids)
-    with torch.inference_mode():
-        other = fresh()
-        assert [waits(support=other) for _ in range(2)] == [True, True]
-    support.token_ids[1] = V
-    for _ in range(2):  # what raises is never kept
-        with pytest.raises(ValueError, match="token_ids must be token ids in"):
-            call(case.x, mask=mask, support=support)
-
-
 # --- constructors -----------------------------------------------------------------------------------------------------
 
 
@@ -293,9 +231,9 @@ def lists(support: Support) -> tuple[list, list]:
 def test_constructors(device):
     ids = [[[3, -1, 5], [-1, -1, -1]], [[1, 2, 0], [-1, 4, -1]]]
     for padded in (torch.tensor(ids), torch.tensor(ids, dtype=torch.int32).view(4, 3)):
-        found = Support.from_padded(padded.to(device), missing_target="error")
+        found = Support.from_padded(padded.to(device), may_be_empty=False)
         assert lists(found) == ([3, 5, 1, 2, 0, 4], [0, 2, 2, 5, 6])
-        assert (found.tokens, found.missing_target, found.may_be_empty) == (4, "error", True)
+        assert (found.tokens, found.may_be_empty) == (4, False)
         assert found.token_ids.device.type == device.type
         assert not found.distinct
         assert Support.from_padded(padded, distinct=True).distinct
@@ -304,9 +242,9 @@ def test_constructors(device):
     for one in (mask, as_tensors):
         found = Support.from_vllm(one, device=device, may_be_empty=False)
         assert (lists(found), found.may_be_empty) == (([3, 5, 1], [0, 2, 3]), False)
-        found = Support.from_vllm([one, mask], length=3, device=device, missing_target="error")
+        found = Support.from_vllm([one, mask], length=3, device=device, may_be_empty=False)
         assert lists(found) == ([3, 5, 1] * 2, [0, 2, 3, 3, 5, 6, 6])
-        assert found.missing_target == "error"
+        assert not found.may_be_empty
     assert lists(Support.from_vllm([mask, mask])) == ([3, 5, 1] * 2, [0, 2, 3, 5, 6])
     assert lists(Support.from_vllm([[3, 5], None, (1,)])) == ([3, 5, 1], [0, 2, 2, 3])
     assert lists(Support.from_vllm([])) == ([], [0])
@@ -351,7 +289,6 @@ def ints(*numbers: int) -> Tensor:
         (lambda: Support(ints(1, 2), ints(0, 2, 1)), "offsets must never decrease, got 2 and then 1 at row 1"),
         (lambda: Support(ints(1, 2), ints(0, 1)), "offsets must end at the number of token_ids, 2, got 1"),
         (lambda: Support(ints(1, -2), ints(0, 2)), "token_ids must be token ids at least 0, got -2"),
-        (lambda: Support(ints(), ints(0), missing_target="drop"), r"missing_target must be one of \['add', 'error'\]"),
         (lambda: Support(ints(), ints(0), may_be_empty=1), "may_be_empty must be a bool, got int"),
         (lambda: Support(ints(), ints(0), distinct=1), "distinct must be a bool, got int"),
         (lambda: Support.from_padded(ints(1, 2)), r"ids must be \(N, K\) or \(B, T, K\), got \(2,\)"),
@@ -395,7 +332,7 @@ class Unchecked(Support):
     ],
 )
 def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
-    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor(offsets, device=place), "add", False)
+    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor(offsets, device=place), False)
     case = case_of([[1], [2]], place)
     with pytest.raises(ValueError, match=message):
         call(case.x, support=listed)

@@ -182,8 +182,8 @@ def listed(support: Support) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_take_and_placed(dtype, device):
     rows = [[1, 2], [], [3], [4, 4, 5], [], [6]]
-    made = Support.from_vllm(rows, missing_target="error", may_be_empty=False)
-    support = Support(made.token_ids.to(device, dtype), made.offsets.to(device, dtype), "error", False, True)
+    made = Support.from_vllm(rows, may_be_empty=False)
+    support = Support(made.token_ids.to(device, dtype), made.offsets.to(device, dtype), False, True)
     picked = {
         "slice": (slice(1, 3), [*rows[2:]]),
         "index": (torch.tensor([2, 0]), [*rows[4:], *rows[:2]]),
@@ -193,7 +193,7 @@ def test_take_and_placed(dtype, device):
     for sequences, expected in picked.values():
         taken = support.take(sequences, batch=3)
         assert listed(taken) == expected
-        assert (taken.token_ids.dtype, taken.missing_target, taken.may_be_empty) == (dtype, "error", False)
+        assert (taken.token_ids.dtype, taken.may_be_empty) == (dtype, False)
         assert taken.distinct
     mask = torch.tensor([[False, True, True], [True, True, False], [False, True, True]], device=device)
     remaining = iter(rows)
@@ -232,7 +232,7 @@ def test_what_the_sampler_drew_has_its_probability():
     mask = torch.arange(9).expand(4, 9) >= 3
     batch = {"input_ids": ids, "completion_mask": mask, "attention_mask": torch.ones_like(ids)}
     loss = FusedLinearGRPOLoss("grpo", temperature=1.3)
-    support = Support.from_logits(scores, missing_target="error").placed(mask)
+    support = Support.from_logits(scores).placed(mask)
     replayed = completion_logps(model, {**batch, "support": support}, loss)[:, 3:]
     torch.testing.assert_close(replayed, drawn, rtol=1e-5, atol=1e-5)
     mismatch = drawn - completion_logps(model, batch, loss)[:, 3:]

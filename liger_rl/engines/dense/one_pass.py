@@ -310,7 +310,7 @@ def workspace(shape: HeadShape) -> int:
         fixed += shape.logit_bytes * MIN_TOKENS * width
         per_token += 4 * (2 + options.entropy + len(options.extras)) * -(-shape.vocab // BLOCK_VOCAB)
     else:
-        per_token += (shape.logit_bytes + (0 if compiles(shape.device) else 12)) * width
+        per_token += (shape.logit_bytes + 12) * width  # `reference.keep` makes float32 copies of a tile
     room = _room(shape)
     # If fewer tokens count than the shape has, chunks may be fewer and fuller, without a float32 sum.
     summed = 0 if room.rounded else shape.sum_bytes + per_token * min(room.tokens, n)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_rl.kernels.devices import empty_rows
-from liger_rl.kernels.reference import entropy_term, put_at_targets, times_derivative, transformed
+from liger_rl.kernels.reference import entropy_term, put, times_derivative, transformed
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitTransform
 
@@ -342,6 +342,6 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
         grad_z.sub_(entropy_term(log_p, tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None]))
     if tokens.grad_logps is not None and tokens.at_target is not None:
         of_logps = p.mul_(-tokens.grad_logps[:, None])
-        put_at_targets(of_logps, tokens.at_target, targets, first)
+        put(of_logps, targets[:, None], tokens.at_target[:, None], first)
         grad_z.add_(of_logps)
     out.copy_(times_derivative(grad_z, z, student.transform))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_rl.call.checks import (
     check_count,
-    check_device,
+    check_dense,
     check_floating,
     check_head,
     check_tokens,
@@ -190,7 +190,7 @@ class DivergenceCall:
                 f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
                 f"{tuple(self.teacher_hidden.shape)}"
             )
-        check_device(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
+        check_dense(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
         check_low_rank(self.low_rank, self.hidden, self.weight)
         if self.vocab_parallel is None:
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
@@ -242,7 +242,7 @@ class DivergenceCall:
         check_floating("token_weights", token_weights)
         if token_weights.shape != shape:
             raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(token_weights.shape)}")
-        check_device("token_weights", token_weights, self.hidden, "hidden")
+        check_dense("token_weights", token_weights, self.hidden, "hidden")
         if token_weights.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
         if self.vocab_parallel is not None:
@@ -278,7 +278,8 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         epilogue = PairProducts.applies_to(student, teacher, options, teacher_options)
         if not (call.auto_tolerance and as_they_are and epilogue):
-            options = replace(options, grad_tolerance=call.options.named_tolerance)
+            named = call.options.grad_tolerance
+            options = replace(options, grad_tolerance=0.0 if named == "auto" else named)
         yield call, Pair(student, teacher, here, options, teacher_options, call.measure, call.targets is not None)
 
 
@@ -405,7 +406,7 @@ def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> tuple[
     else:
         has_weight = None if call.token_weights is None else call.token_weights != 0
         source = "weight" if call.vocab is None else "vocab"
-        live = live_tokens(ids, call.mask, vocab, source, wanted=has_weight, targets_name=call.targets_name)().selection
+        live, _ = live_tokens(ids, call.mask, vocab, source, wanted=has_weight, targets_name=call.targets_name)()
     inputs, low_weight = low_rank_factors(call.low_rank, call.hidden, live)
     targets, here = ids.view(-1), vocab
     if shard is not None:

@@ -187,7 +187,7 @@ def list_gradients(
         by_token = Segments(starts, entries.tokens)
         segments_triton.segment_sums(by_token, entries.coefficients, entries.ids, weight, grad_hidden, base=hidden_base)
     if needs[1] or (bias is not None and needs[2]):
-        by_id = segments_triton.order_by_id(entries, torch.sort(entries.ids, stable=True), vocab)
+        by_id = segments_triton.order_by_id(entries, vocab)
         if needs[1]:
             grad_weight = unwritten(weight, vocab, weight_dtype)
             segments_triton.segment_sums(*by_id, hidden, grad_weight[:vocab], base=weight_base)

@@ -84,7 +84,7 @@ def make_slots(
     ids[place[stored]] = local(listed, member)[stored]
     alone = (kinds == SINGLE) if keep_single else torch.zeros_like(missing)
     ids[starts[:-1]] = local(targets, (kinds == SEVERAL) | alone)
-    numbers = [raw[:1] != 0, raw[1:] < raw[:-1], raw[-1:] != pairs, inside & ~known, missing, kinds == FULL]
+    numbers = [raw[:1] != 0, raw[1:] < raw[:-1], raw[-1:] != pairs, inside & ~known, kinds == FULL]
     numbers += [marked & (targets >= vocab), improper, end - begin + 1 > LONG_ROW]
     return Slots(ids, tokens, starts, kinds, missing, torch.stack([each.sum() for each in numbers]), rows, first)
 

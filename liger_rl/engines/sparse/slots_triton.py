@@ -25,7 +25,6 @@ from liger_rl.kernels.segments import (
     FULL_ROWS,
     IGNORED,
     LONG_ROWS,
-    MISSING_TARGETS,
     SEVERAL,
     SINGLE,
     Rows,
@@ -92,7 +91,6 @@ def _slots_kernel(
     ORDER: tl.constexpr = BAD_ORDERS,
     END: tl.constexpr = BAD_ENDS,
     ID: tl.constexpr = BAD_IDS,
-    MISSING: tl.constexpr = MISSING_TARGETS,
     EMPTY: tl.constexpr = FULL_ROWS,
     TARGET: tl.constexpr = BAD_TARGETS,
     MASK: tl.constexpr = BAD_MASKS,
@@ -152,10 +150,8 @@ def _slots_kernel(
     tl.store(starts + token, first_slot)
     tl.store(starts + tokens, end + tokens, mask=token == tokens - 1)
     tl.store(kinds + token, kind.to(tl.uint8))
-    lacks = counts & (end > begin) & (first_hit == pairs)
-    tl.store(missing + token, lacks)
+    tl.store(missing + token, counts & (end > begin) & (first_hit == pairs))
     _count(numbers + ID, unknown)
-    _count(numbers + MISSING, lacks)
     _count(numbers + EMPTY, counts & (end == begin))
 
 

@@ -181,7 +181,7 @@ def _by_ids(
         pending.start()
     grad_weight = grad_bias = grad_low = None
     if needs[1] or needs[2] or needs[4]:
-        by_id = kernels.order_by_id(Entries(slots.ids, coefficients, slots.tokens), listed.by_id(), slots.rows)
+        by_id = kernels.order_by_id(Entries(slots.ids, coefficients, slots.tokens), slots.rows)
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*by_id, hidden, head.weight_grad, add=True)
         elif needs[1]:
