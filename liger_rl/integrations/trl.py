@@ -5,7 +5,7 @@
     patch_trl()  # then GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer, DistillationTrainer as ever
 
 The patch replaces three things: the op for log-probabilities, entropies and statistics; the trainers' refusal of LoRA
-adapters on the lm_head (`trl_adapters`); and DistillationTrainer's loss with its op (`trl_divergence`).
+adapters on the lm_head (`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
 """
 
 from collections.abc import Collection, Iterator
@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_rl.call.checks import check_floating
 from liger_rl.call.options import Tolerance
 from liger_rl.integrations import trl_adapters, trl_divergence
-from liger_rl.integrations.patching import LOCK, Framework, Patch, parameters_of
+from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -115,7 +115,8 @@ def patch_trl(
     TRL.version()
     # A call without tokens raises for an option that is refused.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
-    _apply(options)
+    TRL.patch()
+    _set(options)
 
 
 unpatch_trl = TRL.unpatch
@@ -130,20 +131,15 @@ def is_patched() -> bool:
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards the state before it."""
-    with LOCK:
-        before = _op.options if is_patched() else None
+    before = _op.options
+    with TRL.within():
         patch_trl(**options)
-    try:
-        yield
-    finally:
-        if before is None:
-            unpatch_trl()
-        else:
-            _apply(before)
+        try:
+            yield
+        finally:
+            _set(before)
 
 
-def _apply(options: dict[str, Any]) -> None:
-    with LOCK:
-        TRL.patch()
-        _op.options = options
-        trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options["chunk_tokens"], options["chunk_vocab"]
+def _set(options: dict[str, Any]) -> None:
+    _op.options = options
+    trl_divergence.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}

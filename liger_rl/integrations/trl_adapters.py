@@ -76,7 +76,7 @@ class RefusedLayer(metaclass=_ReadsTheLayer):
     No layer is an instance. A layer that the fused head cannot take apart raises TypeError or ValueError and says why.
     """
 
-    accepted = False  # whether an adapter has passed
+    accepted = False  # whether a trainer has let an adapter pass
 
 
 def refusal(trainer: str, replacement: type = RefusedLayer, *, since: Version = (0, 0)) -> Patch:
