@@ -53,10 +53,8 @@ def linear_divergence(
                      KL(p || q) at beta = 1
 
     "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649, as in TRL 1.16 and liger-kernel 0.8.5.
-    docs/distillation.md says which memory, host syncs and rounding a call has.
-
-    Logits are float32, one tile of both heads at a time. The backward recomputes them for tokens with a nonzero
-    gradient. Only hidden, weight, bias and low_rank are differentiable. Autocast sets the products' dtype.
+    docs/distillation.md says which memory, host syncs and rounding a call has. Only hidden, weight, bias and low_rank
+    are differentiable.
 
     Args:
         hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
@@ -78,10 +76,8 @@ def linear_divergence(
         Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable. A
             KL divergence is infinite if its second distribution is 0 where its first is not.
 
-    Raises: as `linear_logprobs`, and
-        TypeError: an option that two heads do not have.
-        ValueError: a teacher's tensor that requires a gradient, while gradients are enabled.
-        torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
+    Raises: as `linear_logprobs`; also for an option that two heads do not have, and for a teacher's tensor that
+        requires a gradient. Under torch.compile the graph breaks around the call, and fullgraph=True raises.
     """
     measure = measure_of(kind, options.pop("beta", BETA))
     teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)

@@ -90,8 +90,8 @@ def grpo_loss_from_logits(
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     check_flag("fixed_shape", fixed_shape)
-    columns: Any = {name: options.pop(name) for name in COLUMNS if name in options}
-    batch = batch_of("grpo_loss_from_logits", advantages, mask, columns)
+    given = {name: options.pop(name) for name in COLUMNS if name in options}
+    batch = batch_of("grpo_loss_from_logits", advantages, mask, given)
     terms = build_per_token(loss_type, options, keywords=KEYWORDS)
     if terms.kl.exact:
         raise ValueError(

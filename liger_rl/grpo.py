@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.losses.batch import BatchColumns, PolicyBatch, batch_of
+from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PolicyLoss, PreparedLoss
@@ -30,9 +30,6 @@ from liger_rl.losses.presets import build_loss
 from liger_rl.losses.reductions import Reduction
 from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape
 from liger_rl.reference_loss import ReferenceHead, loss_with_reference
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -44,10 +41,9 @@ class FusedLinearGRPOLoss(nn.Module):
         reduction: a callable (batch) -> weights, instead of the preset's.
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
-        metrics: "none", "loss", "basic" or "with_entropy".
-        grad_tolerance, chunk_tokens, chunk_vocab, batch_invariant: as in `linear_logprobs`. In one pass, chunk_tokens
-            bounds the tokens whose gradients are made together over the whole vocabulary.
-        fixed_shape: as in `linear_logprobs`, for CUDA graphs. An id outside the vocabulary masks its token.
+        metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.losses.metrics`.
+        grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: as in `linear_logprobs`. In one pass,
+            chunk_tokens bounds the tokens whose gradients are made together over the whole vocabulary.
         passes: "two" recomputes the logits in the backward. "one" makes the gradients in the forward, with three
             products instead of four and with more memory. If that is not possible, it raises a ValueError that says
             what is missing. "auto" takes one pass if it pays and a tolerance has no effect. `plan_linear_logprobs`
@@ -112,7 +108,7 @@ class FusedLinearGRPOLoss(nn.Module):
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         reference: ReferenceHead | None = None,
-        **columns: "Unpack[BatchColumns]",
+        **columns: Any,
     ) -> PolicyLoss:
         """Policy loss of one batch.
 
@@ -122,29 +118,23 @@ class FusedLinearGRPOLoss(nn.Module):
             selected_token_ids: (B, T) or (N,) sampled token ids; a negative id masks its token.
             advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and columns.
             mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
-                projected if neither the loss nor a metric depends on it. Its id is validated, except with
-                vocab_parallel.
-            bias: (V,) of the lm_head.
-            low_rank: adapters on the lm_head, as in `linear_logprobs`.
-            support: ids that each token could have been drawn from, as in `linear_logprobs`; takes two passes. The
-                metric `missing_target` is the share of the projected tokens whose row lists ids, but not their own.
-            weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
-            vocab_parallel: this rank's place in a sharded head, as in `linear_logprobs`. The batch must be the same on
-                every rank of its group, and so is the loss.
+                projected if neither the loss nor a metric depends on it.
+            bias, low_rank, weight_grad: as in `linear_logprobs`.
+            support: as in `linear_logprobs`; takes two passes. The metric `missing_target` is the share of the
+                projected tokens whose row lists ids, but not their own.
+            vocab_parallel: as in `linear_logprobs`. The batch must be the same on every rank of its group, and so is
+                the loss.
             reference: the reference policy's hidden states and head, only for kl_estimator="exact". The same products
-                give its log-probabilities. Objectives and corrections read them as `ref_per_token_logps`, which must
-                then not be given. Not with support or weight_grad. Under torch.compile the graph breaks around the
-                call.
+                give its log-probabilities, which objectives and corrections read as `ref_per_token_logps`. Not with
+                support or weight_grad. Under torch.compile the graph breaks around the call.
             columns: the other fields of `PolicyBatch`.
 
         Returns:
-            PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
-                `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
+            PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name.
 
         Raises:
             TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
-                needs. With vocab_parallel or a DTensor weight, the first call with the weight raises on every rank that
-                has a part of it.
+                needs. With a sharded head, the first call with the weight raises on every rank that has a part of it.
         """
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask

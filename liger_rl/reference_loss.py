@@ -52,14 +52,6 @@ class ReferenceHead:
     vocab: int | None = None
 
 
-# Argument that an exact KL does not take -> why.
-NOT_EXACT = {
-    "support": "the KL is over the whole vocabulary",
-    "weight_grad": "the weight's gradient is returned to autograd",
-    "ref_per_token_logps": "the reference's head gives them",
-}
-
-
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:
     """A need of one pass that the call does not meet; None if it meets all. `dtype`: of the policy's products."""
     options = call.options
@@ -85,14 +77,13 @@ def loss_with_reference(
     options, weight, ids = head_call.options, head_call.weight, head_call.targets
     tensors = head_call.hidden, ids, head_call.mask, *low_rank_tensors(head_call.low_rank)
     with shared_errors(head_call.vocab_parallel, weight, *tensors):
-        refused = {
-            "support": head_call.support,
-            "weight_grad": head_call.weight_grad,
-            "ref_per_token_logps": batch.ref_per_token_logps,
-        }
-        for name, value in refused.items():
+        for name, value, why in (
+            ("support", head_call.support, "the KL is over the whole vocabulary"),
+            ("weight_grad", head_call.weight_grad, "the weight's gradient is returned to autograd"),
+            ("ref_per_token_logps", batch.ref_per_token_logps, "the reference's head gives them"),
+        ):
             if value is not None:
-                raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
+                raise ValueError(f'{name} must be None with kl_estimator="exact": {why}')
         if options.fixed_shape and head_call.vocab_parallel is not None:
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
         if not isinstance(reference, ReferenceHead):

@@ -1,8 +1,7 @@
-"""Metrics of a step: 0-dim tensors, each with the way to merge it over micro-batches and ranks. None waits for a
-device.
+"""Metrics of a step: 0-dim tensors, merged over micro-batches and ranks by sum, maximum or minimum.
 
-A metric is merged by sum, maximum or minimum. A mean keeps its sum and its count until it is read, so that merging is
-exact. A rank without tokens is neutral: 0 in a sum, -inf in a maximum, +inf in a minimum.
+A mean keeps its sum and its count until it is read, so that merging is exact. A rank without tokens is neutral: 0 in a
+sum, -inf in a maximum, +inf in a minimum. No metric waits for a device.
 """
 
 import math
@@ -53,9 +52,8 @@ class Metric:
 def policy_metrics(
     level: MetricsLevel, logps: Tensor, token_loss: TokenLoss, kl: Tensor | None, batch: AlignedBatch
 ) -> dict[str, Metric]:
-    """Metrics by name, at one of four levels. Each level has those of the level before.
+    """Metrics by name, at one of four levels. "none" has none. Each other level has those of the level before.
 
-    - "none": no metric.
     - "loss", with a KL penalty: `kl_ref`, the mean KL to the reference in nats. With an objective that clips, shares of
       the tokens: `clip_low` (r below the lower bound and A < 0), `clip_high` (r above the upper bound and A > 0), and
       `clip_ratio` (either).
@@ -149,9 +147,6 @@ def reduce_metrics(
         micro_batches: metrics of each micro-batch. A micro-batch may lack a name.
         all_reduce: (values, kind) -> values merged over ranks. It is called once per kind, with all values of the kind.
             Every rank must have the same names.
-
-    Raises:
-        ValueError: two micro-batches merge a name in different ways.
     """
     merged: dict[str, Metric] = {}
     for metrics in micro_batches:

@@ -4,9 +4,8 @@ An objective is a callable `(logps, batch) -> TokenLoss` on the columns of an `A
 every column, and their losses are dropped. r_t = exp(logp_t - old_t), at most e^40, is `batch.ratio(logps)`. An
 objective may have these attributes. Those that are not there are False.
 
-    token_local: a token's gradient depends on that token alone; callers may split sequences.
-    sequence_local: a token's gradient depends on its sequence alone; callers may split batches. An objective with
-        either attribute is a function of its arguments alone, and all its gradient flows through them.
+    token_local, sequence_local: a token's gradient depends on that token alone, or on its sequence alone; callers may
+        split sequences, or batches. All the gradient flows through the arguments.
     zero_without_advantage: a token with advantage 0 has a loss, gradient and clip indicators of 0, whatever its
         log-probability; callers need not project it. A subclass with its own formula does not inherit this.
     sequence_zero_without_advantages: the same for a sequence whose advantages are all 0. It follows from
@@ -29,18 +28,16 @@ from liger_rl.losses.options import Options
 
 
 class TokenLoss(NamedTuple):
-    """An objective's result for each token. All but the loss may be broadcastable to the log-probabilities."""
+    """An objective's result for each token. All but the loss may be broadcastable to the log-probabilities.
 
-    loss: Tensor
-    """One for each token, shaped like the log-probabilities."""
+    The probability ratio is before its clip, per token or per sequence as the objective has it, differentiable.
+    """
+
+    loss: Tensor  # one for each token, shaped like the log-probabilities
     ratio: Tensor | None = None
-    """The probability ratio before its clip, per token or per sequence as the objective has it, differentiable."""
-    clip_low: Tensor | None = None
-    """bool: the ratio is under the lower bound, and A < 0."""
-    clip_high: Tensor | None = None
-    """bool: the ratio is over the upper bound, and A > 0."""
-    outside: Tensor | None = None
-    """bool: the ratio is outside the bounds, whatever the advantage's sign."""
+    clip_low: Tensor | None = None  # bool: the ratio is under the lower bound, and A < 0
+    clip_high: Tensor | None = None  # bool: the ratio is over the upper bound, and A > 0
+    outside: Tensor | None = None  # bool: the ratio is outside the bounds, whatever the advantage's sign
 
 
 Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
@@ -52,10 +49,8 @@ class PPOClip(Options):
     """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
 
     Attributes:
-        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0. Two different ones: arXiv:2503.14476. An
-            epsilon_low of 1 or more is no lower bound.
-        delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high; None is none. Two-sided clipping,
-            arXiv:2505.07291.
+        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0. Two different ones: arXiv:2503.14476.
+        delta: upper clamp of the first r, > 0; None is none. Two-sided clipping, arXiv:2505.07291.
         dual_clip: c > 1. If A < 0, the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
         importance_sampling_level: "token": r per token. "sequence": GSPO's R = exp(mean over the sequence of logp -
             old). "sequence_token": GSPO-token's sg(R) exp(logp - sg(logp)), where sg() has no gradient; eq. 14 of
@@ -285,11 +280,7 @@ class DPPOKL(DPPO):
     """`DPPO` by the binary KL divergence D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
 
     A > 0 drops tokens with p > p_old and D > divergence_high. A <= 0 drops tokens with p < p_old and D >
-    divergence_low. As in verl's `dppo_kl`, 1e-8 is added to 1 - p_old and to 1 - p. arXiv:2602.04879.
-
-    Attributes:
-        divergence_low, divergence_high: bounds of D in nats, >= 0.
-        ratio_cap: upper bound of r, > 0.
+    divergence_low, in nats. As in verl's `dppo_kl`, 1e-8 is added to 1 - p_old and to 1 - p. arXiv:2602.04879.
     """
 
     divergence_low: Annotated[float, "[0, inf)"] = 0.2

@@ -41,8 +41,7 @@ class KLPenalty(Options):
         beta: coefficient, >= 0.
         kl_estimator: "k1", "k2" and "k3" estimate the KL from the sampled token. "exact" is KL(policy || reference)
             over the whole vocabulary at each sampled prefix, the Rao-Blackwellised term of arXiv:2504.10637.
-            `FusedLinearGRPOLoss` makes it from a `ReferenceHead`; `ppo_loss_fn` takes it as `exact_kl`. With each of
-            the four, the gradient ignores that the policy chose the prefix.
+            `FusedLinearGRPOLoss` makes it from a `ReferenceHead`; `ppo_loss_fn` takes it as `exact_kl`.
         importance_weighted: multiply the estimate by the objective's un-clamped ratio, with gradient. TRL's
             `use_bias_correction_kl`, arXiv:2512.02556. Not with "exact", which has no sampled token.
     """
@@ -65,7 +64,6 @@ class KLPenalty(Options):
         return self.beta != 0.0 and self.kl_estimator == EXACT
 
     def check(self, batch: PolicyBatch) -> None:
-        """Raises ValueError if the penalty needs a reference and the batch has none."""
         if self.beta != 0.0 and not self.exact and batch.ref_per_token_logps is None:
             raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
 

@@ -34,17 +34,10 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, *, all_reduce: AllReduce | None = None) -> "Segments":
-        """From cumulative lengths, as flash-attention takes them. Tokens past the last length belong to no sequence.
+        """From cumulative lengths (S + 1,), as flash-attention takes them, of N = num_tokens.
 
-        Args:
-            cu_seqlens: (S + 1,) integers that start at 0 and never decrease. They are checked in CPU memory alone,
-                because reading them elsewhere would wait for the device.
-            num_tokens: N.
-            all_reduce: as the attribute.
-
-        Raises:
-            TypeError: cu_seqlens is not a tensor of integers.
-            ValueError: cu_seqlens has another shape, or values that are not cumulative lengths.
+        They start at 0 and never decrease, which is checked in CPU memory alone. Tokens past the last length belong to
+        no sequence.
         """
         if not isinstance(cu_seqlens, Tensor) or not _integers(cu_seqlens):
             kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
