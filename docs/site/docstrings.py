@@ -17,7 +17,18 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         if pkg.name == "liger_rl":
+            for module in pkg["integrations"].modules.values():
+                _describe_methods(module, pkg["integrations.patching.Framework"])
             _rewrite(pkg, {str(name) for name in pkg.exports or ()})
+
+
+def _describe_methods(module: griffe.Module, framework: griffe.Class) -> None:
+    """`unpatch_x = X.unpatch` has the docstring of the method."""
+    for member in module.attributes.values():
+        method = str(member.value).rpartition(".")[2]
+        if not member.docstring and method in framework.members:
+            text = framework[method].docstring.value
+            member.docstring = griffe.Docstring(text, parent=member)
 
 
 def _rewrite(owner: griffe.Object, public: set[str]) -> None:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.options import HOW
-from liger_rl.distributed import gathered_rows
+from liger_rl.distributed import gathered_rows, vocab_shard
 from liger_rl.integrations.patching import check_version
-from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs
 
@@ -61,26 +60,22 @@ def fused_output(
 ) -> FusedOutput:
     """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19.
 
-    `output_layer` says how tensor parallel ranks hold the vocabulary. With sequence parallelism the hidden states are
-    gathered, and their gradient is reduced and scattered. With context parallelism labels and outputs are this rank's
-    tokens. Tied embeddings and MuP's factor on logits are honoured. With `gradient_accumulation_fusion` the weight's
-    gradient is added to `weight.main_grad` in place.
-
     `context`, Megatron's `output_processor_context`, may hold temperature (a number or (b, s)), entropy, a support of
-    b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and
-    batch_invariant as in `linear_logprobs`.
-
-    Raises:
-        ImportError: a version of Megatron-Core that is not supported.
-        TypeError, ValueError: before anything is computed, naming the argument: a layer or an option of it that is not
-            reproduced, such as FP8 or LoRA layers, deferred weight gradients and Megatron-FSDP's parameters.
+    b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant as in
+    `linear_logprobs`. docs/megatron.md says how each kind of parallelism is served. A version, a layer or an option
+    that is not reproduced raises before anything is computed.
     """
     _check_layer(output_layer, output_layer.weight if output_weight is None else output_weight)
     if inference_context is not None:
         raise ValueError(f"inference_context must be None, got {type(inference_context).__name__}")
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, whose log-probabilities are returned, got {type(labels).__name__}")
-    options = _checked_options(context)
+    if context is not None and not isinstance(context, Mapping):
+        raise TypeError(f"output_processor_context must be a mapping or None, got {type(context).__name__}")
+    options = dict(context or {})
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise TypeError(f"output_processor_context must hold {', '.join(OPTIONS)}; got {', '.join(map(str, unknown))}")
     options["transform"] = LogitTransform(temperature=options.pop("temperature", 1.0), scale=_scale_of(scale_logits))
     results: list[LogProbs] = []
 
@@ -139,16 +134,6 @@ def _log_probs(
     return result._replace(logps=logps, entropy=entropy)
 
 
-def _checked_options(context: Mapping[str, Any] | None) -> dict[str, Any]:
-    if context is not None and not isinstance(context, Mapping):
-        raise TypeError(f"output_processor_context must be a mapping or None, got {type(context).__name__}")
-    options = dict(context or {})
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise TypeError(f"output_processor_context must hold {', '.join(OPTIONS)}; got {', '.join(map(str, unknown))}")
-    return options
-
-
 def _check_layer(layer: Any, weight: Tensor) -> None:
     import megatron.core
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -181,8 +166,7 @@ class _AddedToMainGrad(torch.autograd.Function):
     """The identity. Its backward marks the weight and gives it a placeholder gradient, as Megatron's product does.
 
     The hooks of Megatron's data parallelism read the mark and throw the placeholder away. Without a gradient they would
-    run in another thread, at the same time as other hooks' collectives. They run after the weight's gradient has been
-    added, because the parameter waits for the node of the head too.
+    run in another thread, at the same time as other hooks' collectives.
     """
 
     @staticmethod

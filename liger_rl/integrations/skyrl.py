@@ -222,9 +222,7 @@ def patched_skyrl(backend: str) -> AbstractContextManager[None]:
 
 
 unpatch_skyrl = SKYRL.unpatch
-"""Undo `patch_skyrl`; harmless where nothing is patched. Swapped heads stay, and give logits as before."""
 is_patched = SKYRL.is_patched
-"""Whether `patch_skyrl` is in place now, for either backend."""
 
 
 def _checked(backend: str) -> str:

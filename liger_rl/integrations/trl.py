@@ -91,7 +91,6 @@ TRL = Framework(
     _op_patch,
     *trl_adapters.ROWS,
     *trl_divergence.ROWS,
-    gain="float32 logits, no work for tokens without a gradient, LoRA on the lm_head",
     advice=OLDER,
 )
 
@@ -120,7 +119,6 @@ def patch_trl(
 
 
 unpatch_trl = TRL.unpatch
-"""Undo `patch_trl`; harmless where nothing is patched."""
 
 
 def is_patched() -> bool:

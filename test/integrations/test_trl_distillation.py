@@ -232,6 +232,6 @@ def test_an_adapter_on_the_head_is_trained(path_of, tmp_path, monkeypatch):
         trainer = adapted(path_of, tmp_path)
     with pytest.raises(RuntimeError, match=r"patch_trl\(\) must hold"):
         trainer.train()
-    monkeypatch.setattr(RefusedStudentLayer, "accepted", False)
+    RefusedStudentLayer.accepted = False
     METHOD.undo()
     assert vars(DistillationTrainer)["_compute_loss"] is before
