@@ -32,16 +32,12 @@ class VocabParallel:
     The first call with a weight checks that the arguments of the ranks fit together. It waits for the device, even with
     fixed_shape, so give the same weight object in each call. The mesh of a DTensor weight says all this by itself.
 
-    Attributes:
-        group: the ranks that hold the shards. Ranks with other tokens are not in it.
-        vocab_start: token id of this rank's first row, >= 0.
-        sum_hidden_grad: True sums the gradient of hidden (and of a low-rank term's `a`) over the group. False leaves
-            this rank's part of the sum, for a caller whose own backward adds the parts, such as Megatron's gather from
-            sequence-parallel ranks.
+    With sum_hidden_grad the gradient of hidden (and of a low-rank term's `a`) is summed over the group. Without it, it
+    is this rank's part, for a caller whose own backward adds the parts, such as Megatron's sequence parallelism.
     """
 
-    group: "dist.ProcessGroup"
-    vocab_start: int
+    group: "dist.ProcessGroup"  # the ranks that hold the shards. Ranks with other tokens are not in it
+    vocab_start: int  # token id of this rank's first row, >= 0
     sum_hidden_grad: bool = True
 
     def __post_init__(self) -> None:

@@ -18,18 +18,15 @@ from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.options import one_of
-from liger_rl.losses.presets import build_per_token
+from liger_rl.losses.presets import build_loss
 
 
 class PerTokenLoss(NamedTuple):
     """Unreduced results, (B, T) or (N,) each, 0 or False at masked tokens."""
 
-    loss: Tensor
-    """float32, differentiable."""
-    kl: Tensor | None
-    """float32 in nats, without gradient; None without a KL penalty."""
-    is_clipped: Tensor | None
-    """bool, by `clip_indicator`; None if the objective does not clip."""
+    loss: Tensor  # float32, differentiable
+    kl: Tensor | None  # float32 in nats, without gradient; None without a KL penalty
+    is_clipped: Tensor | None  # bool, by `clip_indicator`; None if the objective does not clip
 
 
 CLIP_INDICATORS = ("active", "range", "helion")
@@ -92,7 +89,7 @@ def grpo_loss_from_logits(
     check_flag("fixed_shape", fixed_shape)
     given = {name: options.pop(name) for name in COLUMNS if name in options}
     batch = batch_of("grpo_loss_from_logits", advantages, mask, given)
-    terms = build_per_token(loss_type, options, keywords=KEYWORDS)
+    terms = build_loss(loss_type, options, per_token=True, keywords=KEYWORDS, metrics="none")
     if terms.kl.exact:
         raise ValueError(
             "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "

@@ -33,23 +33,16 @@ from liger_rl.one_pass_loss import terms_obstacle
 class ReferenceHead:
     """A reference policy's last hidden states and lm_head, for `FusedLinearGRPOLoss` with kl_estimator="exact".
 
-    Attributes:
-        hidden: (B, T, H') or (N, H'), for the policy's tokens. H' and the dtype may differ from the policy's. No tensor
-            of the reference may require a gradient, because it would get none.
-        weight: (V', H'), in hidden's dtype, or in any dtype under autocast. If the reference is the policy without its
-            adapters, this is the policy's detached weight.
-        bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids. The weight
-            should be the same object in each call, because ranks compare their arguments at the first call with it.
-        transform: temperature, softcap and scale of the reference's logits; None takes the loss's transform.
-        vocab: number of vocabulary entries of both heads, if their weights are padded. V' may then differ from V, and
-            padding has no probability.
+    H' and the dtype may differ from the policy's. No tensor of the reference may require a gradient. If the reference
+    is the policy without its adapters, `weight` is the policy's detached weight. With a sharded policy head, weight and
+    bias are this rank's rows of the same token ids, and the weight should be the same object in each call.
     """
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    transform: LogitTransform | None = None
-    vocab: int | None = None
+    hidden: Tensor  # (B, T, H') or (N, H'), for the policy's tokens
+    weight: Tensor  # (V', H'), in hidden's dtype, or in any dtype under autocast
+    bias: Tensor | None = None  # (V',)
+    transform: LogitTransform | None = None  # of the reference's logits; None takes the loss's transform
+    vocab: int | None = None  # vocabulary entries of both heads, if their weights are padded; V' may then differ from V
 
 
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:

@@ -26,10 +26,8 @@ LARGEST_LOG_MASS = -1e-7  # TRL's bound of the listed ids' log mass: the log-pro
 class TopKDivergence(NamedTuple):
     """Per-token results of `topk_divergence`."""
 
-    divergence: Tensor
-    """(B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens."""
-    student: LogProbs
-    """The student's log-probabilities (..., K) of the teacher's ids, and the results that `options` ask for."""
+    divergence: Tensor  # (B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens
+    student: LogProbs  # log-probabilities (..., K) of the teacher's ids, and the results that `options` ask for
 
 
 def topk_divergence(

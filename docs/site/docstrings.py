@@ -35,6 +35,10 @@ def _rewrite(owner: griffe.Object, public: set[str]) -> None:
     for member in owner.members.values():
         if member.is_alias:
             continue
+        if owner.is_class and member.is_attribute and not member.docstring:
+            # A field says what it is behind its default.
+            comment = member.lines[-1].partition("  # ")[2] if member.lines else ""
+            member.docstring = griffe.Docstring(comment, parent=member) if comment else None
         if member.docstring:
             member.docstring.value = _as_shown(member.docstring.value, public - {member.name})
         _rewrite(member, public)

@@ -32,18 +32,11 @@ PROBE_LOGITS = (1.0, -60.0, 0.25, 30.0)
 
 @dataclass(frozen=True)
 class FusedOutput:
-    """The result of `fused_output`. Not a NamedTuple, because Megatron's Float16Module makes a plain tuple of one.
+    """The result of `fused_output`. Not a NamedTuple, because Megatron's Float16Module makes a plain tuple of one."""
 
-    Attributes:
-        logps: (b, s) float32, log-probability in nats of labels[b, s], differentiable; 0 where the label is negative or
-            loss_mask is 0.
-        entropy: (b, s) float32 in nats, differentiable; None unless asked for.
-        missing_target: (b, s) bool, as in `LogProbs`; None without a support.
-    """
-
-    logps: Tensor
-    entropy: Tensor | None = None
-    missing_target: Tensor | None = None
+    logps: Tensor  # (b, s) float32 in nats, differentiable; 0 where the label is negative or loss_mask is 0
+    entropy: Tensor | None = None  # (b, s) float32 in nats, differentiable; None unless asked for
+    missing_target: Tensor | None = None  # (b, s) bool, as in `LogProbs`; None without a support
 
 
 def fused_output(

@@ -56,23 +56,16 @@ Model = TypeVar("Model", bound=nn.Module)
 class FusedCausalLMOutput(CausalLMOutputWithPast):
     """The output of a swapped model with `fused=True`.
 
-    `logits` is None. All other fields are those of the plain forward.
-
-    Attributes:
-        loss: () mean negative log-likelihood of the labelled tokens (their sum over `num_items_in_batch` if given),
-            plus the model's weighted router loss if it has one: the plain forward's loss. None with `labels` if the
-            plain forward does not shift them (Bart, Whisper, ...).
-        per_token_logps: (B, T) float32, log-probability in nats of labels[b, t] given the tokens before it; 0 where
-            the label is -100 and at t = 0. With `shift_labels`, of shift_labels[b, t].
-        entropy: (B, T) float32 in nats, of the distribution that predicted each label; None unless asked for.
-        missing_target: (B, T) bool, as in `LogProbs`; None without a support.
-        aux_loss, router_logits: as in the plain forward.
+    `logits` is None. All other fields are those of the plain forward. The loss is () the mean negative log-likelihood
+    of the labelled tokens (their sum over `num_items_in_batch` if given), plus the model's weighted router loss if it
+    has one: the plain forward's loss. It is None with `labels` if the plain forward does not shift them (Bart, ...).
     """
 
     loss: Tensor | None = None  # type: ignore[assignment]
-    per_token_logps: Tensor | None = None
-    entropy: Tensor | None = None
-    missing_target: Tensor | None = None
+    # (B, T) float32, log-probability in nats of labels[b, t] given the tokens before it, or of shift_labels[b, t].
+    per_token_logps: Tensor | None = None  # 0 where the label is -100, and with labels at t = 0
+    entropy: Tensor | None = None  # (B, T) float32 in nats, of the distribution that predicted each label
+    missing_target: Tensor | None = None  # (B, T) bool, as in `LogProbs`; None without a support
     aux_loss: Tensor | None = None
     router_logits: Any = None
 

@@ -131,7 +131,7 @@ def kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleTy
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
     """The metrics that `policy_metrics` makes at the level "loss"."""
-    penalised, clips = kernel.penalises(prepared), kernel.clips(prepared.terms)
+    penalised, clips = kernel.penalises(prepared), kernel.FORMULAS[type(prepared.terms.objective)].clips
     if prepared.metrics == "none" or not (penalised or clips):
         return {}
     return loss_metrics(prepared.batch.mask.sum(), sums[1] if penalised else None, sums[2:] if clips else None)

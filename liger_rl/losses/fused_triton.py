@@ -271,11 +271,6 @@ def knows(terms: PolicyTerms) -> bool:
     return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty and terms.kl.kl_estimator in ESTIMATORS
 
 
-def clips(terms: PolicyTerms) -> bool:
-    """Whether the objective has clip indicators."""
-    return FORMULAS[type(terms.objective)].clips
-
-
 def penalises(prepared: PreparedLoss) -> bool:
     """Whether there is a KL penalty."""
     return prepared.terms.kl.beta != 0.0 and prepared.batch.ref_per_token_logps is not None

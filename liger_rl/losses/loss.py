@@ -21,10 +21,8 @@ Locality = Literal["token", "sequence", "batch"]
 class PolicyLoss(NamedTuple):
     """A loss to call backward on, and its metrics."""
 
-    loss: Tensor
-    """() in float32; with reduction=None per token, shaped like the log-probabilities, 0 at masked tokens."""
-    metrics: dict[str, Metric]
-    """By name, without gradient; see `liger_rl.losses.metrics`."""
+    loss: Tensor  # () in float32; with reduction=None per token, shaped like the log-probabilities, 0 at masked tokens
+    metrics: dict[str, Metric]  # by name, without gradient; see `liger_rl.losses.metrics`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,17 +24,11 @@ MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max"
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a step and how it is merged.
+    """A number of a step and how it is merged."""
 
-    Attributes:
-        total: () the sum, maximum or minimum, without gradient.
-        reduction: "sum", "max" or "min", over micro-batches and ranks.
-        count: () the divisor of a mean, merged by sum; None for other metrics.
-    """
-
-    total: Tensor
-    reduction: ReductionKind = "sum"
-    count: Tensor | None = None
+    total: Tensor  # () the sum, maximum or minimum, without gradient
+    reduction: ReductionKind = "sum"  # over micro-batches and ranks
+    count: Tensor | None = None  # () the divisor of a mean, merged by sum; None for other metrics
 
     @property
     def value(self) -> Tensor:

@@ -66,12 +66,9 @@ class GlobalTokenMean:
     """m world_size / num_items_in_batch: the mean over the tokens of the whole optimiser step. arXiv:2503.14476.
 
     Without `num_items_in_batch` in the batch, it is `TokenMean`.
-
-    Attributes:
-        world_size: number of ranks whose gradients are averaged afterwards, as data parallelism does; at least 1.
     """
 
-    world_size: int = 1
+    world_size: int = 1  # number of ranks whose gradients are averaged afterwards, as data parallelism does
 
     def __post_init__(self) -> None:
         whole_number("world_size", self.world_size, least=1)
@@ -85,13 +82,9 @@ class GlobalTokenMean:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLengthMean(_OverSequences, Options):
-    """m / (num_sequences * max_completion_length): tokens of short and of long sequences weigh alike. arXiv:2503.20783.
+    """m / (num_sequences * max_completion_length): a token weighs the same in every batch. arXiv:2503.20783."""
 
-    Attributes:
-        max_completion_length: the most tokens of a completion, > 0. It has no default.
-    """
-
-    max_completion_length: Annotated[float, "(0, inf)"]
+    max_completion_length: Annotated[float, "(0, inf)"]  # the most tokens of a completion; it has no default
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / self.max_completion_length / self.sequences(batch)

@@ -13,17 +13,11 @@ AllReduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Which sequence each token of a packed batch belongs to.
+    """Which sequence each token of a packed batch belongs to."""
 
-    Attributes:
-        index: (N,) integers in [0, count). A token outside of them belongs to no sequence, and must be masked.
-        count: number of sequences, the same on every rank. A sequence may have no token.
-        all_reduce: sums a (count,) tensor over the ranks that hold parts of the same sequences; None is one rank.
-    """
-
-    index: Tensor
-    count: int
-    all_reduce: AllReduce | None = None
+    index: Tensor  # (N,) integers in [0, count). A token outside of them belongs to no sequence, and must be masked
+    count: int  # number of sequences, the same on every rank. A sequence may have no token
+    all_reduce: AllReduce | None = None  # sums (count,) over the ranks that hold parts of the same sequences
 
     def __post_init__(self) -> None:
         if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _integers(self.index):

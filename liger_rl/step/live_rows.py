@@ -42,22 +42,14 @@ class RowOptions(Options):
 
 
 class MicroBatch(NamedTuple):
-    """Sequences that run together.
+    """Sequences that run together."""
 
-    Attributes:
-        cells: (b, w), or (1, n) packed, int64 in CPU memory: the flat positions of its tokens in the (B, T) batch, -1
-            for padding. None is the batch as it is.
-        lengths: number of tokens of each sequence, in order.
-        packed: one row holds all sequences.
-        keeps_mask: the attention mask says more than the positions.
-        rows: the rows of the batch whose loss it computes.
-    """
-
-    cells: Tensor | None
-    lengths: tuple[int, ...]
-    packed: bool = False
-    keeps_mask: bool = True
-    rows: tuple[int, ...] = ()
+    # (b, w), or (1, n) packed, int64 in CPU memory: the tokens' flat positions in the (B, T) batch, -1 for padding.
+    cells: Tensor | None  # None is the batch as it is
+    lengths: tuple[int, ...]  # number of tokens of each sequence, in order
+    packed: bool = False  # one row holds all sequences
+    keeps_mask: bool = True  # the attention mask says more than the positions
+    rows: tuple[int, ...] = ()  # the rows of the batch whose loss it computes
 
 
 class Plan(NamedTuple):

@@ -51,16 +51,12 @@ POLICY_COLUMNS = tuple(field.name for field in fields(PolicyBatch))
 
 
 class PolicyStep(NamedTuple):
-    """A step's loss, its metrics, and its log-probabilities."""
+    """A step's loss, its metrics, and its log-probabilities, NaN in a completion that did not run."""
 
-    loss: Tensor
-    """() float32, to call backward on; with a mixture of experts' weighted router loss if the model returns one."""
-    metrics: dict[str, Metric]
-    """By name, without gradient; see `liger_rl.losses.metrics`."""
-    per_token_logps: Tensor
-    """(B, T) float32 in nats, without gradient; 0 outside the completions, NaN in a completion that did not run."""
-    entropy: Tensor | None
-    """(B, T) float32 in nats, without gradient; None unless the loss needs it."""
+    loss: Tensor  # () float32, to call backward on; with a mixture of experts' weighted router loss if there is one
+    metrics: dict[str, Metric]  # by name, without gradient; see `liger_rl.losses.metrics`
+    per_token_logps: Tensor  # (B, T) float32 in nats, without gradient; 0 outside the completions
+    entropy: Tensor | None  # (B, T) float32 in nats, without gradient; None unless the loss needs it
 
 
 def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, **options: Any) -> PolicyStep:
