@@ -10,7 +10,7 @@ from liger_rl.call.checks import Passes
 from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.rules import lacks
-from liger_rl.call.tokens import TokenSelection, counted_tokens
+from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.pair.reference import PairStatistics
 from liger_rl.engines.pair.run import (
     BETA,
@@ -26,7 +26,7 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.fused import evaluate, gradients_by_autograd
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.one_pass_loss import terms_obstacle
+from liger_rl.one_pass_loss import prepared_loss, terms_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +111,9 @@ def loss_with_reference(
         columns = terms.check(batch, ids.shape, ids.device)
 
     def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-        counted = counted_tokens(ids, head_call.mask)
-        if options.fixed_shape:
-            # In int64, because in int8 the vocabulary's size would wrap around.
-            counted = counted & (ids.long() < (reference.vocab or weight.shape[0]))
-        return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
+        return prepared_loss(
+            terms, replace(columns, ref_per_token_logps=ref_per_token_logps), head_call, reference.vocab
+        )
 
     prepared, gradients = None, None
     with paired(local_call) as (call, pair):

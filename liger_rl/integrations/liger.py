@@ -1,7 +1,4 @@
-"""liger-kernel's chunked GRPO and distillation losses on this package's head and losses.
-
-Constructors, calls and results are those of liger-kernel 0.8.5.
-"""
+"""liger-kernel's chunked GRPO and distillation losses on this package's head and losses: docs/liger.md."""
 
 import warnings
 from dataclasses import dataclass, fields
@@ -11,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_rl.call.checks import check_chunk
+from liger_rl.call.checks import check_chunk, check_dense
 from liger_rl.call.options import HeadOptions
 from liger_rl.engines.graphs import break_graph
 from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
@@ -48,10 +45,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     The same numbers, except where Liger's are wrong, such as in the padding of luspo, with (B, T) advantages and with
     -inf at masked tokens. docs/liger.md lists every difference, and the options without effect.
 
-    Options are Liger's, and attributes of the same names, read at every call.
-
-    Raises:
-        ValueError, TypeError: a value that an option cannot have, naming the option.
+    Options are Liger's, and attributes of the same names, checked here and at every call.
     """
 
     beta: float = 0.04
@@ -101,25 +95,19 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, with the ranks of torch.distributed's default
         group. Without it the batch's count is summed over the ranks: one all-reduce a call.
 
-        A lin_weight that ZeRO-3 has partitioned is copied, because it is whole until the forward's end only.
-
         Returns:
             loss: () in float32.
             metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
-
-        Raises:
-            TypeError, ValueError: naming the argument, before the loss is computed.
         """
         fused = self._fused()
-        _check_tensor("_input", _input, _input)
-        if _input.dim() != 3:
+        if check_dense("_input", _input).dim() != 3:
             raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
         rows, columns = _input.shape[:2]
-        _check_tensor("selected_token_ids", selected_token_ids, _input, (rows, columns))
-        _check_tensor("attention_mask", attention_mask, _input, (rows, columns))
+        _check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
+        _check_shape("attention_mask", attention_mask, _input, (rows, columns))
         if vllm_is_ratio is not None:
-            _check_tensor("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
-        _check_tensor("lin_weight", lin_weight, _input)
+            _check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
+        check_dense("lin_weight", lin_weight, _input, "_input")
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
         global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
         num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
@@ -132,8 +120,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 raise ValueError(
                     f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}"
                 )
-            _check_tensor("ref_input", ref_input, _input)
-            _check_tensor("ref_weight", ref_weight, _input)
+            check_dense("ref_input", ref_input, _input, "_input")
+            check_dense("ref_weight", ref_weight, _input, "_input")
             ref_input, ref_weight, ref_bias = _head(ref_input, ref_weight, ref_bias)
             ref_per_token_logps = fused.reference_logps(
                 ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias
@@ -203,13 +191,8 @@ def _divisor(
     return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
 
 
-def _check_tensor(name: str, value: Any, like: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raises unless `value` is a tensor on the device of the hidden states, `like`, of one of `shapes` if any."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} as the hidden states, got {value.device}")
-    if shapes and value.shape not in shapes:
+def _check_shape(name: str, value: Any, hidden: Tensor, *shapes: tuple[int, ...]) -> None:
+    if check_dense(name, value, hidden, "_input").shape not in shapes:
         raise ValueError(f"{name} must be {' or '.join(map(str, shapes))} from _input, got {tuple(value.shape)}")
 
 
@@ -246,10 +229,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
     and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's, for example a
     teacher with more vocabulary entries than the student raises here.
 
-    Options are attributes of the same names, read at every call.
-
-    Raises:
-        ValueError, TypeError: a value that an option cannot have, naming the option.
+    Options are attributes of the same names, checked here and at every call.
     """
 
     weight_hard_loss: float = 0.5  # a hard loss at another temperature than 1 takes products of its own
@@ -275,17 +255,13 @@ class LigerFusedLinearJSDLoss(nn.Module):
         student_bias: Tensor | None = None,  # (V,)
         teacher_bias: Tensor | None = None,  # (V,)
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. The teacher gets no gradient.
-
-        Raises:
-            TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in Liger.
-        """
+        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. No gradient for the teacher."""
         break_graph("LigerFusedLinearJSDLoss")
         self._check()
-        _check_tensor("student_input", student_input, student_input)
-        _check_tensor("student_weight", student_weight, student_input)
-        _check_tensor("teacher_weight", teacher_weight, student_input)
-        _check_tensor("true_labels", true_labels, student_input)
+        check_dense("student_input", student_input)
+        check_dense("student_weight", student_weight, student_input, "student_input")
+        check_dense("teacher_weight", teacher_weight, student_input, "student_input")
+        check_dense("true_labels", true_labels, student_input, "student_input")
         if true_labels.is_floating_point() or true_labels.shape != student_input.shape[:-1]:
             raise ValueError(
                 f"true_labels must be integers of shape {tuple(student_input.shape[:-1])} from student_input, got "

@@ -1,10 +1,4 @@
-"""Megatron-Core's output processor: per-token log-probabilities and entropies where `GPTModel` would make logits.
-
-    from liger_rl.integrations.megatron import fused_output
-
-    out = model(ids, position_ids, attention_mask, labels=labels, loss_mask=loss_mask,
-                output_processor=fused_output, output_processor_context={"entropy": True, "temperature": 0.8})
-    out.logps, out.entropy  # (b, s) each
+"""Megatron-Core's output processor: log-probabilities where `GPTModel` would make logits, see docs/megatron.md.
 
 The output layer's checks and hooks run. For one call our product replaces the layer's own, and reads from its arguments
 how tensor and sequence parallelism are set.

@@ -1,11 +1,4 @@
-"""NeMo-RL's log-probabilities from hidden states, by its own signature, on this package's head.
-
-    from liger_rl.integrations.nemo_rl import patch_nemo_rl
-
-    patch_nemo_rl()  # before the model's first forward, in every worker process
-
-Arguments, outputs and gradients are those of NeMo-RL 0.7.
-"""
+"""NeMo-RL's log-probabilities from hidden states, by its own signature, on this package's head: docs/nemo_rl.md."""
 
 from contextlib import nullcontext
 

@@ -1,9 +1,4 @@
-"""OpenRLHF's Actor on this package's head.
-
-from liger_rl.integrations.openrlhf import patch_openrlhf
-
-patch_openrlhf()  # before the actors are built or later, in every worker process
-"""
+"""OpenRLHF's Actor on this package's head: docs/openrlhf.md."""
 
 from typing import Any
 

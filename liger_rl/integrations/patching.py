@@ -33,40 +33,33 @@ class Patch:
     """One row of a table: a function, a class or a method of another package, and its replacement.
 
     A function is replaced in every loaded module of the package, because modules hold what they import. A method is
-    replaced in its class, for objects that exist already too.
-
-    Args:
-        target: "package.module:function" or "package.module:Class.method".
-        replacement: the object in its place.
-        parameters: names of the target's parameters in their order; one that ends in "?" may be missing. "" stands for
-            the replacement's; None: any.
-        checked: the name in the module that has these parameters, if it is not the target's.
-        modules: packages and modules in which the function is replaced; the target's package by default.
-        group: the row is applied if `Framework.patch` names this group; "" is always applied.
-        since: the lowest version of the package that has the target.
-        needed: -> whether to apply the row, called at each `Framework.patch`.
+    replaced in its class, for objects that exist already too. `parameters` are the names of the target's in their
+    order. One that ends in "?" may be missing. "" stands for the replacement's parameters, None for any.
     """
 
     def __init__(
         self,
-        target: str,
+        target: str,  # "package.module:function" or "package.module:Class.method"
         replacement: Any,
         parameters: str | None = "",
         *,
-        checked: str = "",
-        modules: Collection[str] = (),
-        group: str = "",
-        since: Version = (0, 0),
-        needed: Callable[[], bool] = lambda: True,
+        checked: str = "",  # the name in the module that has these parameters, if it is not the target's
+        modules: Collection[str] = (),  # packages and modules with the function; the target's package by default
+        group: str = "",  # the row is applied if `Framework.patch` names this group; "" is always applied
+        since: Version = (0, 0),  # the lowest version of the package that has the target
+        needed: Callable[[], bool] = lambda: True,  # whether to apply the row, called at each `Framework.patch`
     ) -> None:
         self.module, _, self.name = target.partition(":")
         self.replacement, self.checked = replacement, checked or self.name
         self.parameters = parameters_of(replacement) if parameters == "" else parameters
         self.group, self.since, self.needed = group, since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
-        self.patched = False
-        self._original: Any = None
+        self._original: Any = None  # None while nothing is replaced
         self._owner: Any = None  # the class of a method
+
+    @property
+    def patched(self) -> bool:
+        return self._original is not None
 
     @property
     def original(self) -> Any:
@@ -88,23 +81,27 @@ class Patch:
             function: Any = module
             for name in self.checked.split("."):
                 function = getattr(function, name, None)
-            _check_parameters(f"{self.module}.{self.checked}", function, self.parameters)
+            names = parameters_of(function).split() if callable(function) else [str(function)]
+            expected = [p.rstrip("?") for p in self.parameters.split() if not p.endswith("?") or p[:-1] in names]
+            if names != expected:
+                raise RuntimeError(
+                    f"{self.module}.{self.checked} must take ({', '.join(expected)}), found ({', '.join(names)}); "
+                    "nothing was patched"
+                )
         return original
 
     def put(self, original: Any) -> None:
         """Replace `original` in the modules of the row."""
-        self._original, self.patched = original, True
-        self._exchange(original, self.replacement)
+        self._original = original
+        for owner, name in self._places_of(original):
+            setattr(owner, name, self.replacement)
 
     def undo(self) -> None:
         """Put the original back in every place that was patched or has imported the replacement since."""
         if self.patched:
-            self._exchange(self.replacement, self._original)
-        self._original, self.patched = None, False
-
-    def _exchange(self, before: Any, after: Any) -> None:
-        for owner, name in self._places_of(before):
-            setattr(owner, name, after)
+            for owner, name in self._places_of(self.replacement):
+                setattr(owner, name, self._original)
+        self._original = None
 
     def _places_of(self, value: Any) -> list[tuple[Any, str]]:
         if self._owner is not None:
@@ -122,27 +119,18 @@ class Patch:
 
 
 class Framework:
-    """The table of one package.
-
-    Args:
-        name: of the package as it is installed, such as "prime-rl"; it is imported as prime_rl.
-        lowest, below: the supported versions, lowest <= version < below.
-        patches: the rows.
-        distributions: names under which the package's metadata may know its version; none: its `__version__` does.
-        advice: for the owner of an older version.
-    """
+    """The table of one package, for the versions lowest <= version < below."""
 
     def __init__(
         self,
-        name: str,
+        name: str,  # of the package as it is installed, such as "prime-rl"; it is imported as prime_rl
         lowest: Version,
         below: Version,
-        *patches: Patch,
-        distributions: tuple[str, ...] = (),
-        advice: str = "",
+        *patches: Patch,  # the rows
+        distributions: tuple[str, ...] = (),  # metadata that may know the version; none: `__version__` does
     ) -> None:
         self.name, self.lowest, self.below, self.patches = name, lowest, below, patches
-        self.distributions, self.advice = distributions, advice
+        self.distributions = distributions
 
     def version(self) -> str:
         """The installed version; ImportError if there is none or it is not supported."""
@@ -154,7 +142,7 @@ class Framework:
         for distribution in self.distributions:
             with suppress(metadata.PackageNotFoundError):
                 version = version or metadata.version(distribution)
-        return check_version(self.name, version, self.lowest, self.below, advice=self.advice)
+        return check_version(self.name, version, self.lowest, self.below)
 
     def original(self, name: str) -> Any:
         """The replaced object of that name, such as "Actor.forward"."""
@@ -210,21 +198,11 @@ class Framework:
         return any(patch.patched for patch in self.patches)
 
 
-def _check_parameters(name: str, function: Any, parameters: str) -> None:
-    """Raises RuntimeError unless `function` takes parameters of these names, in their order ("name?" may miss)."""
-    names = parameters_of(function).split() if callable(function) else [str(function)]
-    expected = [p.rstrip("?") for p in parameters.split() if not p.endswith("?") or p[:-1] in names]
-    if names != expected:
-        raise RuntimeError(f"{name} must take ({', '.join(expected)}), found ({', '.join(names)}); nothing was patched")
-
-
-def check_version(name: str, version: str | None, lowest: Version, below: Version, *, advice: str = "") -> str:
-    """-> version; ImportError unless lowest <= version < below. `advice` is for an older version."""
-    numbers = _numbers(version)
-    if version is None or not lowest <= numbers < below:
+def check_version(name: str, version: str | None, lowest: Version, below: Version) -> str:
+    """-> version; ImportError unless lowest <= version < below."""
+    if version is None or not lowest <= _numbers(version) < below:
         supported = f"{name} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
-        hint = advice if () < numbers < lowest else ""
-        raise ImportError(f"{supported} is supported, found {version}; nothing was patched{hint}")
+        raise ImportError(f"{supported} is supported, found {version}; nothing was patched")
     return version
 
 

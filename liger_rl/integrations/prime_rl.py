@@ -1,9 +1,4 @@
-"""prime-rl's fused lm_head on this package's, by its own signature.
-
-from liger_rl.integrations.prime_rl import patch_prime_rl
-
-patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given a model its head
-"""
+"""prime-rl's fused lm_head on this package's, by its own signature: docs/prime_rl.md."""
 
 import importlib
 from collections.abc import Callable

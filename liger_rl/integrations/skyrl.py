@@ -1,11 +1,4 @@
-"""SkyRL's log-probabilities on this package's head, for both of its training backends.
-
-    from liger_rl.integrations.skyrl import patch_skyrl
-
-    patch_skyrl("megatron")  # or "fsdp"; in every worker process
-
-Arguments, outputs and gradients are those of SkyRL 0.3.
-"""
+"""SkyRL's log-probabilities on this package's head, for both of its training backends: docs/skyrl.md."""
 
 import inspect
 from collections.abc import Callable

@@ -1,9 +1,4 @@
-"""torchtitan's chunked loss on this package's head.
-
-from liger_rl.integrations.torchtitan import patch_torchtitan
-
-patch_torchtitan()  # before the trainer is built
-"""
+"""torchtitan's chunked loss on this package's head: docs/torchtitan.md."""
 
 import threading
 from typing import Any

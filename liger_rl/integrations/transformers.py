@@ -1,8 +1,4 @@
-"""Swap a HuggingFace causal LM's head for the fused one: per-token log-probabilities without logits.
-
-    model = swap_lm_head(AutoModelForCausalLM.from_pretrained(...))
-    out = model(input_ids, attention_mask=attention_mask, labels=labels, fused=True, entropy=True)
-    out.per_token_logps, out.entropy, out.loss
+"""Swap a HuggingFace causal LM's head for the fused one: docs/transformers.md.
 
 The model's own forward runs, and its head answers with log-probabilities in place of logits. So any architecture works:
 everything before the head is in. A softcap or a scale behind the head is tried out at swap time.

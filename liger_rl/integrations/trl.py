@@ -1,8 +1,4 @@
-"""TRL's trainers on this package's head, by one call.
-
-    from liger_rl.integrations.trl import patch_trl
-
-    patch_trl()  # then GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer, DistillationTrainer as ever
+"""TRL's trainers on this package's head, by one call: docs/trl.md.
 
 The patch replaces three things: the op for log-probabilities, entropies and statistics; the trainers' refusal of LoRA
 adapters on the lm_head (`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
@@ -26,10 +22,6 @@ from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
 
-OLDER = (
-    ": upgrade TRL; or, with TRL 1.10 to 1.12 and use_liger_kernel=True, call "
-    "liger_rl.integrations.liger.patch_liger() before the trainer is built"
-)
 NAME = "_ChunkedLogProbFunction"
 OUTPUTS = ("log_probs", "entropy", *EXTRAS)
 
@@ -91,7 +83,6 @@ TRL = Framework(
     _op_patch,
     *trl_adapters.ROWS,
     *trl_divergence.ROWS,
-    advice=OLDER,
 )
 
 

@@ -44,10 +44,7 @@ def _chunked_divergence_loss(
     """-> (loss, sum of the student's entropies in nats, number of tokens that count), () each.
 
     The loss is the sum of the divergences over num_items_in_batch, or without it over the number of tokens that count.
-    It alone has a gradient.
-
-    Raises:
-        TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in TRL.
+    It alone has a gradient. The teacher's tensors may require gradients, as in TRL.
     """
     dtype = student_hidden_states.dtype
     weight, bias = _whole(student_lm_head_weight, student_lm_head_bias, dtype)

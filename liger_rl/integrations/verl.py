@@ -1,13 +1,4 @@
-"""verl's fused log-probabilities and entropy, by its own signatures, on this package's head.
-
-    from liger_rl.integrations.verl import linear_cross_entropy, patch_verl
-
-    logprobs, entropy = linear_cross_entropy(hidden, weight, labels, temperature)
-    patch_verl()  # or: in all of verl, whatever backend of its fused kernels is chosen
-    patch_verl(distillation=True)  # and distillation from a teacher's top-K lists, for FSDP
-
-Arguments, outputs, signs and gradients are those of verl 0.9.1.
-"""
+"""verl's fused log-probabilities and entropy, by its own signatures, on this package's head: docs/verl.md."""
 
 import importlib
 from types import SimpleNamespace

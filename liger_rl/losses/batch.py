@@ -234,11 +234,7 @@ def _divisor(name: str, value: Any, device: torch.device) -> Any:
 def batch_of(
     function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: dict[str, Any]
 ) -> PolicyBatch:
-    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and the other columns.
-
-    Raises:
-        TypeError: an unknown column, or a column as well as a whole batch.
-    """
+    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and the other columns."""
     known = [f.name for f in fields(PolicyBatch) if f.name not in ("advantages", "completion_mask")]
     for name in columns:
         if name not in known:

@@ -135,12 +135,10 @@ AllReduceKind = Callable[[Tensor, ReductionKind], Tensor]
 def reduce_metrics(
     micro_batches: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
 ) -> dict[str, Metric]:
-    """A step's metrics, merged over its micro-batches and, with `all_reduce`, over all ranks.
+    """A step's metrics, merged over its micro-batches, of which one may lack a name, and over all ranks.
 
-    Args:
-        micro_batches: metrics of each micro-batch. A micro-batch may lack a name.
-        all_reduce: (values, kind) -> values merged over ranks. It is called once per kind, with all values of the kind.
-            Every rank must have the same names.
+    `all_reduce` maps (values, kind) to the values merged over ranks, such as `merge_over(group)`. It is called once for
+    each kind. Every rank must have the same names. None is one rank.
     """
     merged: dict[str, Metric] = {}
     for metrics in micro_batches:

@@ -43,26 +43,17 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def build_loss(
-    loss_type: str | Objective,
+    loss_type: str | Objective,  # the name of a preset, or an objective of the caller's, which needs a reduction
     options: dict[str, Any],
     *,
-    reduction: Reduction | None = None,
-    per_token: bool = False,
-    keywords: Sequence[str] = (),
-    **terms: Any,
+    reduction: Reduction | None = None,  # replaces the preset's reduction, whose options are then unknown
+    per_token: bool = False,  # no reduction, and so no entropy bonus, which is a mean
+    keywords: Sequence[str] = (),  # names of the caller's other options, for the message about an unknown one
+    **terms: Any,  # the other fields of `PolicyTerms`
 ) -> PolicyTerms:
     """A loss whose objective, reduction and penalties are made with the options that are their fields.
 
-    Args:
-        loss_type: the name of a preset, or an objective of the caller's, which needs a reduction.
-        reduction: replaces the preset's reduction, whose options are then unknown.
-        per_token: no reduction, and so no entropy bonus, which is a mean.
-        keywords: names of the caller's other options, for the message about an unknown one.
-        terms: the other fields of `PolicyTerms`.
-
-    Raises:
-        TypeError: loss_type is neither a name nor callable.
-        ValueError: an unknown preset or option (the known ones are listed), or a required option left out.
+    Raises TypeError or ValueError for an unknown preset or option, naming the known ones, and for a missing option.
     """
     classes: dict[str, type] = {"kl": KLPenalty} if per_token else {"kl": KLPenalty, "entropy_bonus": EntropyBonus}
     given = {"objective": loss_type, "reduction": reduction}

@@ -199,13 +199,9 @@ _trials: WeakKeyDictionary[Any, dict[str, tuple[bool, bool]]] = WeakKeyDictionar
 def packing_trial(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> tuple[bool, bool]:
     """Whether a packed sequence has the log-probabilities that it has alone, and the same at other positions.
 
-    Six forwards of at most 32 tokens, once for a model and its kind of attention.
-
     Some models do not pass positions on to their attention, have a state that runs on, or use positions for more than a
-    rotary embedding.
-
-    Args:
-        run: inputs, as `inputs_of` makes them -> log-probabilities (1, n).
+    rotary embedding. Six forwards of at most 32 tokens, once for a model and its kind of attention. `run` maps inputs,
+    as `inputs_of` makes them, to log-probabilities (1, n).
     """
     config = swapped.config.get_text_config()
     with _trial_lock:

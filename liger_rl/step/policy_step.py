@@ -1,11 +1,9 @@
 """One call for a training step of a HuggingFace policy: a batch in, the loss to call backward on and metrics out.
 
-    loss = FusedLinearGRPOLoss("dapo", epsilon_high=0.28, beta=0.01)
-    batch["old_per_token_logps"] = completion_logps(model, batch, loss)
-    step = policy_step(model, batch, loss)
-    step.loss.backward()
-
-Every per-token column has the shape of `input_ids`: entry t belongs to token t, not to the position that predicts it.
+loss = FusedLinearGRPOLoss("dapo", epsilon_high=0.28, beta=0.01)
+batch["old_per_token_logps"] = completion_logps(model, batch, loss)
+step = policy_step(model, batch, loss)
+step.loss.backward()
 """
 
 import math
@@ -62,22 +60,18 @@ class PolicyStep(NamedTuple):
 def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, **options: Any) -> PolicyStep:
     """The policy loss of one batch, from token ids, for one backward: `policy_steps` with one micro-batch.
 
-    Only positions that predict a completion token are projected on the vocabulary. With a support, log-probabilities
-    and entropies are over the listed ids alone, and the metric `missing_target` is the share of completion tokens whose
-    id was not listed.
+    Only positions that predict a completion token are projected on the vocabulary. With a support, the metric
+    `missing_target` is the share of completion tokens whose id was not listed.
 
     Args:
         model: a HuggingFace causal LM or a `peft.PeftModel` of one, whose head is swapped at the first call
             (`swap_lm_head`); or a wrapper (DDP, torch.compile) of one whose head has been swapped before.
         batch: columns by name. Entry t belongs to token t, not to the position that predicts it.
             input_ids: (B, T) integers, prompt and completion.
-            completion_mask: (B, T) bool or 0/1, the sampled tokens that count. The first token of a row never counts,
-                because nothing predicts it.
-            advantages: (B,) or (B, T).
-            Optional, as in `PolicyBatch`: old_per_token_logps, ref_per_token_logps, sampling_per_token_logps (B, T),
-                importance_ratio (B,) or (B, T), num_items_in_batch, num_sequences; segments for a packed row, B = 1.
+            completion_mask: (B, T) bool or 0/1, the sampled tokens that count, except the first of a row.
+            advantages and optional columns: as in `PolicyBatch`, (B, T) per token; segments for a packed row, B = 1.
             support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
-                which it was drawn. `Support.take` gives a micro-batch its rows.
+                which it was drawn.
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
         loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
         options: trim, packing, idle, group and further arguments for the model, as in `policy_steps`.
@@ -109,16 +103,10 @@ def policy_steps(
         optimizer.step()
         print(steps.total.metrics)
 
-    Sequences are sorted by length into micro-batches, the longest first. Every divisor is the whole batch's, so losses,
-    gradients and merged metrics add up to those of the padded batch, to rounding. Call backward on each step before you
-    take the next one.
-
-    The model does not run padding, tokens after the last completion token, and sequences without a completion token or
-    without a gradient. docs/transformers.md lists the models and batches that need more of a batch.
-
-    All ranks (DDP, FSDP2, DTensors) make the same number of forwards and backwards: a rank with fewer micro-batches
-    runs its shortest sequence with a loss of 0. DDP reduces gradients in the last backward alone. The host waits for
-    the device once for the sequences' ends, once for the ranks' numbers of micro-batches, and in each head.
+    Sequences are sorted by length into micro-batches, the longest first. Losses, gradients and merged metrics add up to
+    those of the padded batch, to rounding. Call backward on each step before you take the next one. The model does not
+    run padding, tokens after the last completion token, and sequences without a completion token or without a gradient.
+    docs/transformers.md lists the models and batches that need more of a batch, and says how ranks run together.
 
     Args:
         model, batch, loss: as in `policy_step`.
@@ -137,9 +125,7 @@ def policy_steps(
     Returns:
         An iterator over the micro-batches' `PolicyStep`, of known length, with `total` after the last.
 
-    Raises:
-        TypeError, ValueError: before the model runs: as `policy_step`; max_tokens below the longest sequence, or below
-            the batch if it cannot be split.
+    Raises: as `policy_step`; also for max_tokens below the longest sequence, or below a batch that cannot be split.
     """
     options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing, idle=idle)
     return PolicySteps(model, batch, loss, extra_inputs, options, group)
@@ -235,11 +221,7 @@ class PolicySteps(Iterator[PolicyStep]):
 
     @property
     def total(self) -> PolicyStep:
-        """The step of the whole batch: the sum of the losses, without gradient, and all metrics, merged.
-
-        Raises:
-            RuntimeError: before the last step.
-        """
+        """The step of the whole batch: the sum of the losses, without gradient, and all metrics, merged."""
         if self._total is None or self._taken < len(self):
             raise RuntimeError(f"total is known after all {len(self)} steps, {self._taken} were taken")
         return self._total
