@@ -96,12 +96,9 @@ def logits_logprobs(
     torch.compile the graph breaks around the call, and `fullgraph=True` raises.
 
     Args:
-        logits: (B, T, V) or (N, V), float32, bfloat16 or float16. Leading dimensions may have any strides: a slice
-            such as `logits[:, :-1]` is not copied.
+        logits: (B, T, V) or (N, V), float32, bfloat16 or float16. A slice such as `logits[:, :-1]` is not copied.
         targets: (B, T) or (N,) integer token ids in [0, V). A negative id masks its token.
-        mask: shaped like targets, bool or 0/1. Other values raise; with fixed_shape they count as 1.
-        transform, entropy: as in `linear_logprobs`.
-        fixed_shape: as in `linear_logprobs`.
+        mask, transform, entropy, fixed_shape: as in `linear_logprobs`.
 
     Returns, raises: as `linear_logprobs`.
     """

@@ -70,7 +70,7 @@ def swap_lm_head(model: Model) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed, and tied weights stay tied.
-    LoRA adapters on the head (PEFT) become low-rank terms of its product. Each call reads which of them are active.
+    LoRA adapters on the head (PEFT) become low-rank terms of its product, read at each call.
 
     Keyword args: Arguments of the fused call, beside the model's own:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
@@ -78,7 +78,7 @@ def swap_lm_head(model: Model) -> Model:
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits; or (B, T), at the places of the log-probabilities.
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
-            per_token_logps[b, t] was drawn. So with labels the rows t = 0 are not used. See docs/support.md.
+            per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
         grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
