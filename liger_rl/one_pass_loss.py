@@ -18,7 +18,7 @@ from liger_rl.engines.interface import Head
 from liger_rl.engines.plan import path_for
 from liger_rl.engines.shape import HeadShape
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.fused import evaluate, gradients_at, with_gradients
+from liger_rl.losses.fused import evaluate, with_gradients
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
@@ -126,7 +126,7 @@ def loss_in_one_pass(
 
     def gradients_of_chunk(chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         positions = chunk if live.index is None else live.index[chunk]
-        return gradients_at(prepare(), positions, logps, entropy)
+        return with_gradients(prepare().take(positions), logps, entropy)[1:]
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)

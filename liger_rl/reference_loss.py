@@ -23,8 +23,8 @@ from liger_rl.engines.pair.run import (
     with_gradients,
 )
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses import fused
 from liger_rl.losses.batch import PolicyBatch
-from liger_rl.losses.fused import evaluate, gradients_by_autograd
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.one_pass_loss import prepared_loss, terms_obstacle
 
@@ -132,7 +132,7 @@ def loss_with_reference(
         prepared = prepare(divergence.teacher_logps)
     else:
         prepared = _with_reference(prepared, divergence.teacher_logps)
-    loss, metrics = evaluate(prepared, divergence.logps, divergence.entropy, divergence.divergence)
+    loss, metrics = fused.evaluate(prepared, divergence.logps, divergence.entropy, divergence.divergence)
     return PolicyLoss(with_gradients(call, loss, gradients), metrics)
 
 
@@ -150,9 +150,7 @@ def _chunk_gradients(
     tokens = prepared.take(chunk if live.index is None else live.index[chunk])
     tokens = _with_reference(tokens, statistics.teacher_logps)
     assert tokens.weights is not None
-    _, grad_logps, grad_entropy = gradients_by_autograd(
-        lambda logps, entropy: tokens.evaluate(logps, entropy, statistics.divergence),
-        statistics.logps,
-        statistics.entropy,
+    _, grad_logps, grad_entropy = fused.with_gradients(
+        tokens, statistics.logps, statistics.entropy, statistics.divergence
     )
     return tokens.terms.kl.beta * tokens.weights, grad_logps, grad_entropy
