@@ -25,29 +25,19 @@ class VocabParallel:
     """This rank's place in an lm_head whose vocabulary is sharded over a group of ranks.
 
     The rank's weight, bias and low-rank `b` are the rows of the token ids from `vocab_start` on. Shards may differ in
-    size. Everything else of a call (hidden, targets, mask, a low-rank term's `a`, options) must be the same on every
-    rank of the group. Targets are ids of the whole vocabulary. The loss must be the same too, because each rank decides
-    from dL/dlogp which tokens enter the backward. Results and the gradient of hidden are the same on every rank.
-
-    The forward has two collectives of (N,) statistics, a maximum and a sum. It has a third for the (N, K) logits of
-    several targets, and another for the (N, K) keys of topk. The backward has one for the gradient of hidden, and one
-    for that of the (n, r) inputs of low-rank terms. The divergence of two heads has one sum more for a "jsd".
+    size. Everything else of a call (hidden, targets, mask, a low-rank term's `a`, options), and the loss, must be the
+    same on every rank of the group. Targets are ids of the whole vocabulary. Results and the gradient of hidden are the
+    same on every rank. docs/distributed.md lists the collectives, and what a sharded head does not go with.
 
     The first call with a weight checks that the arguments of the ranks fit together. It waits for the device, even with
-    fixed_shape, so give the same weight object in each call. A grad_tolerance above 0 and batch_invariant are refused.
-    Under torch.compile the graph breaks around the call. The mesh of a DTensor weight says all this by itself, by the
-    rules of `liger_rl.call.dtensors`.
+    fixed_shape, so give the same weight object in each call. The mesh of a DTensor weight says all this by itself.
 
-    Attributes:
-        group: the ranks that hold the shards. Ranks with other tokens are not in it.
-        vocab_start: token id of this rank's first row, >= 0.
-        sum_hidden_grad: True sums the gradient of hidden (and of a low-rank term's `a`) over the group. False leaves
-            this rank's part of the sum, for a caller whose own backward adds the parts, such as Megatron's gather from
-            sequence-parallel ranks.
+    With sum_hidden_grad the gradient of hidden (and of a low-rank term's `a`) is summed over the group. Without it, it
+    is this rank's part, for a caller whose own backward adds the parts, such as Megatron's sequence parallelism.
     """
 
-    group: "dist.ProcessGroup"
-    vocab_start: int
+    group: "dist.ProcessGroup"  # the ranks that hold the shards. Ranks with other tokens are not in it
+    vocab_start: int  # token id of this rank's first row, >= 0
     sum_hidden_grad: bool = True
 
     def __post_init__(self) -> None:
@@ -59,16 +49,10 @@ class VocabParallel:
             raise TypeError(f"vocab_parallel.sum_hidden_grad must be a bool, got {type(self.sum_hidden_grad).__name__}")
 
     def shard_of(self, weight: Tensor, signature: Callable[[], Signature], *, known_by: Tensor) -> "VocabShard":
-        """`weight` as a checked shard. The first call with a weight is a collective, which compares the ranks.
+        """`weight` (rows, H) as a checked shard. The first call with a weight is a collective that compares the ranks.
 
-        Args:
-            weight: (rows, H).
-            known_by: a tensor that is the same object in each call: the weight, or the tensor that it was cut from.
-            signature: runs in the first call alone. If it raises, every rank raises the error.
-
-        Raises:
-            ValueError, TypeError: on every rank of the group alike: shards overlap, token ids are in no shard, or
-                signatures differ.
+        `known_by` is the same object in each call: the weight, or the tensor that it was cut from. `signature` runs in
+        the first call alone. If it raises, if shards do not fit or if signatures differ, every rank raises the error.
         """
         shards = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
         if self not in shards:
@@ -185,6 +169,30 @@ class PendingSum:
             self.start()
         for work in self.works or ():
             work.wait()
+
+
+def vocab_shard(
+    group: "dist.ProcessGroup | None",
+    weight: Tensor,
+    bounds: tuple[int, int] | None = None,
+    *,
+    sum_hidden_grad: bool = False,
+) -> VocabParallel | None:
+    """The shard that `weight` (V / ranks, H) is, in the ranks' order; None if one rank holds the whole vocabulary.
+
+    `bounds` are the vocab_start_index and vocab_end_index that a caller states. Without `sum_hidden_grad` the caller's
+    own backward adds the ranks' gradients of hidden.
+    """
+    rows = weight.shape[0]
+    if bounds is not None and bounds[1] - bounds[0] != rows:
+        raise ValueError(
+            f"vocab_end_index must be vocab_start_index + {rows} from the weight's rows, "
+            f"got {bounds[0]} and {bounds[1]}"
+        )
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    start = dist.get_rank(group) * rows if bounds is None else bounds[0]
+    return VocabParallel(group, start, sum_hidden_grad=sum_hidden_grad)
 
 
 class _GatheredRows(torch.autograd.Function):

@@ -53,10 +53,8 @@ def linear_divergence(
                      KL(p || q) at beta = 1
 
     "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649, as in TRL 1.16 and liger-kernel 0.8.5.
-    docs/distillation.md says which memory, host syncs and rounding a call has.
-
-    Logits are float32, one tile of both heads at a time. The backward recomputes them for tokens with a nonzero
-    gradient. Only hidden, weight, bias and low_rank are differentiable. Autocast sets the products' dtype.
+    docs/distillation.md says which memory, host syncs and rounding a call has. Only hidden, weight, bias and low_rank
+    are differentiable.
 
     Args:
         hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
@@ -64,24 +62,19 @@ def linear_divergence(
         teacher_weight, teacher_bias: (V', H') and (V',). V' = V, unless `vocab` is given.
         kind: as above.
         targets: (B, T) or (N,) integer ids in [0, V), whose log-probabilities are also returned. A negative id masks
-            its token in every result. With fixed_shape so does an id outside the vocabulary.
+            its token in every result.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
             makes the gradients in the forward. Tokens at 0 are masked.
-        vocab_parallel: this rank's place in two heads whose weights and biases are sharded, from the same id on. A
-            DTensor weight needs none; the teacher's is then over the same ranks, or this rank's rows.
+        vocab_parallel: this rank's place in two heads whose weights and biases are sharded, from the same id on.
         options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
-            student's, `teacher_transform` the teacher's; both have one temperature. `vocab` is the number of rows of
-            both weights that count: padding after them gets no probability and a gradient of 0. A grad_tolerance of
-            "auto" is exact here. `gather` is called for each head.
+            student's, `teacher_transform` the teacher's. `vocab` is the number of rows of both weights that count:
+            padding after them gets no probability. A grad_tolerance of "auto" is exact here.
 
     Returns:
-        Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable. A
-            KL divergence is infinite if its second distribution is 0 where its first is not.
+        Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable.
 
-    Raises: as `linear_logprobs`, and
-        TypeError: an option that two heads do not have.
-        ValueError: a teacher's tensor that requires a gradient, while gradients are enabled.
-        torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
+    Raises: as `linear_logprobs`; also for an option that two heads do not have, and for a teacher's tensor that
+        requires a gradient. Under torch.compile the graph breaks around the call, and fullgraph=True raises.
     """
     measure = measure_of(kind, options.pop("beta", BETA))
     teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)

@@ -18,18 +18,15 @@ from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.options import one_of
-from liger_rl.losses.presets import build_per_token
+from liger_rl.losses.presets import build_loss
 
 
 class PerTokenLoss(NamedTuple):
     """Unreduced results, (B, T) or (N,) each, 0 or False at masked tokens."""
 
-    loss: Tensor
-    """float32, differentiable."""
-    kl: Tensor | None
-    """float32 in nats, without gradient; None without a KL penalty."""
-    is_clipped: Tensor | None
-    """bool, by `clip_indicator`; None if the objective does not clip."""
+    loss: Tensor  # float32, differentiable
+    kl: Tensor | None  # float32 in nats, without gradient; None without a KL penalty
+    is_clipped: Tensor | None  # bool, by `clip_indicator`; None if the objective does not clip
 
 
 CLIP_INDICATORS = ("active", "range", "helion")
@@ -63,9 +60,7 @@ def grpo_loss_from_logits(
 ) -> PerTokenLoss:
     """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
 
-    On CUDA one kernel computes the loss, its derivative, the KL and the clip indicator for these objectives: `PPOClip`
-    with one ratio per token, `CISPO`, `SAPO`, `Reinforce` and `DPPO`. Other objectives and other devices run the
-    formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True` raises.
+    Under torch.compile the graph breaks around the call, and `fullgraph=True` raises.
 
     Args:
         logits: (B, T, V), packed (N, V), or (B, T + 1, V), whose last position is left out; float32, bfloat16 or
@@ -77,22 +72,19 @@ def grpo_loss_from_logits(
         loss_type: the name of a preset, such as "gspo" for one ratio per sequence.
         clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
             is out of bounds (Fast-LLM). "helion": r A < clip(r) A, out of bounds where no gradient is cut (Helion).
-        fixed_shape: never wait for the device, as in `linear_logprobs`. A token whose id is outside the vocabulary is
-            masked and does not raise.
+        fixed_shape: as in `linear_logprobs`.
         temperature: divides the logits, > 0.
         options: the columns old_per_token_logps, ref_per_token_logps, importance_ratio and segments of `PolicyBatch`,
             and fields of the preset's objective and of `KLPenalty`, such as `epsilon_high` and `beta`.
 
-    Raises:
-        TypeError, ValueError: as `logits_logprobs`; also an unknown loss_type, option or clip_indicator, a `reduction`
-            (the result is per token), kl_estimator="exact" with beta > 0 (it needs a reference's logits), and a mask or
-            column together with a `PolicyBatch`.
+    Raises: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
+        kl_estimator="exact" with beta > 0, and a mask or column together with a `PolicyBatch`.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     check_flag("fixed_shape", fixed_shape)
-    columns: Any = {name: options.pop(name) for name in COLUMNS if name in options}
-    batch = batch_of("grpo_loss_from_logits", advantages, mask, columns)
-    terms = build_per_token(loss_type, options, keywords=KEYWORDS)
+    given = {name: options.pop(name) for name in COLUMNS if name in options}
+    batch = batch_of("grpo_loss_from_logits", advantages, mask, given)
+    terms = build_loss(loss_type, options, per_token=True, keywords=KEYWORDS, metrics="none")
     if terms.kl.exact:
         raise ValueError(
             "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from liger_rl.call.checks import Passes, check_passes
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import HeadOptions, Tolerance
+from liger_rl.call.options import HOW, HeadOptions
 from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support
 from liger_rl.call.tokens import counted_tokens
@@ -20,19 +20,16 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.losses.batch import BatchColumns, PolicyBatch, batch_of
+from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.fused import evaluate
-from liger_rl.losses.loss import PolicyLoss, PreparedLoss
+from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.presets import build_loss
 from liger_rl.losses.reductions import Reduction
-from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape
+from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
 from liger_rl.reference_loss import ReferenceHead, loss_with_reference
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -44,17 +41,16 @@ class FusedLinearGRPOLoss(nn.Module):
         reduction: a callable (batch) -> weights, instead of the preset's.
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
-        metrics: "none", "loss", "basic" or "with_entropy".
-        grad_tolerance, chunk_tokens, chunk_vocab, batch_invariant: as in `linear_logprobs`. In one pass, chunk_tokens
-            bounds the tokens whose gradients are made together over the whole vocabulary.
-        fixed_shape: as in `linear_logprobs`, for CUDA graphs. An id outside the vocabulary masks its token.
+        metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.losses.metrics`.
         passes: "two" recomputes the logits in the backward. "one" makes the gradients in the forward, with three
             products instead of four and with more memory. If that is not possible, it raises a ValueError that says
             what is missing. "auto" takes one pass if it pays and a tolerance has no effect. `plan_linear_logprobs`
             states the rule and shows the plan.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
-            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
+            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). Also
+            grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant, as in `linear_logprobs`. In one
+            pass, chunk_tokens bounds the tokens whose gradients are made together over the whole vocabulary.
             kl_estimator="exact" with beta > 0 needs a `reference` in the call, and excludes batch_invariant.
 
     Raises:
@@ -70,31 +66,18 @@ class FusedLinearGRPOLoss(nn.Module):
         sampler_correction: SamplerCorrection | None = None,
         corrections: Iterable[Correction] = (),
         metrics: MetricsLevel = "loss",
-        grad_tolerance: Tolerance = "auto",
-        chunk_tokens: int | None = None,
-        chunk_vocab: int | None = None,
-        fixed_shape: bool = False,
-        batch_invariant: bool = False,
         passes: Passes = "auto",
         **options: Any,
     ) -> None:
         super().__init__()
         check_passes(passes)
         self.passes = passes
-        transform = LogitTransform(**{name: options.pop(name) for name in TRANSFORM if name in options})
+        transform, how = ({name: options.pop(name) for name in names if name in options} for names in (TRANSFORM, HOW))
         self.terms = build_loss(
             loss_type, options, reduction=reduction, keywords=KEYWORDS,
             sampler_correction=sampler_correction, corrections=corrections, metrics=metrics,
         )  # fmt: skip
-        self.options = HeadOptions(
-            transform=transform,
-            entropy=self.terms.needs_entropy,
-            grad_tolerance=grad_tolerance,
-            chunk_tokens=chunk_tokens,
-            chunk_vocab=chunk_vocab,
-            fixed_shape=fixed_shape,
-            batch_invariant=batch_invariant,
-        )
+        self.options = HeadOptions(transform=LogitTransform(**transform), entropy=self.terms.needs_entropy, **how)
         if self.terms.kl.exact:
             check_left_alone(self.options, 'with kl_estimator="exact"')
 
@@ -112,7 +95,7 @@ class FusedLinearGRPOLoss(nn.Module):
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         reference: ReferenceHead | None = None,
-        **columns: "Unpack[BatchColumns]",
+        **columns: Any,
     ) -> PolicyLoss:
         """Policy loss of one batch.
 
@@ -122,29 +105,23 @@ class FusedLinearGRPOLoss(nn.Module):
             selected_token_ids: (B, T) or (N,) sampled token ids; a negative id masks its token.
             advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and columns.
             mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
-                projected if neither the loss nor a metric depends on it. Its id is validated, except with
-                vocab_parallel.
-            bias: (V,) of the lm_head.
-            low_rank: adapters on the lm_head, as in `linear_logprobs`.
-            support: ids that each token could have been drawn from, as in `linear_logprobs`; takes two passes. The
-                metric `missing_target` is the share of the projected tokens whose row lists ids, but not their own.
-            weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
-            vocab_parallel: this rank's place in a sharded head, as in `linear_logprobs`. The batch must be the same on
-                every rank of its group, and so is the loss.
+                projected if neither the loss nor a metric depends on it.
+            bias, low_rank, weight_grad: as in `linear_logprobs`.
+            support: as in `linear_logprobs`; takes two passes. The metric `missing_target` is the share of the
+                projected tokens whose row lists ids, but not their own.
+            vocab_parallel: as in `linear_logprobs`. The batch must be the same on every rank of its group, and so is
+                the loss.
             reference: the reference policy's hidden states and head, only for kl_estimator="exact". The same products
-                give its log-probabilities. Objectives and corrections read them as `ref_per_token_logps`, which must
-                then not be given. Not with support or weight_grad. Under torch.compile the graph breaks around the
-                call.
+                give its log-probabilities, which objectives and corrections read as `ref_per_token_logps`. Not with
+                support or weight_grad. Under torch.compile the graph breaks around the call.
             columns: the other fields of `PolicyBatch`.
 
         Returns:
-            PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
-                `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
+            PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name.
 
         Raises:
             TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
-                needs. With vocab_parallel or a DTensor weight, the first call with the weight raises on every rank that
-                has a part of it.
+                needs. With a sharded head, the first call with the weight raises on every rank that has a part of it.
         """
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask
@@ -169,28 +146,22 @@ class FusedLinearGRPOLoss(nn.Module):
                 )
             compute_dtype = call.check_tensors()
             call.check_weight_grad(weight)
-            # int64, because in int8 the vocabulary's size would wrap around in comparisons.
             ids = selected_token_ids.long().contiguous()
             aligned = self.terms.check(batch, ids.shape, ids.device)
             call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
             shape = one_pass_shape(call, self.terms, aligned.segments, self.passes, compute_dtype)
 
-        def prepare() -> PreparedLoss:
-            counted = counted_tokens(ids, mask)
-            if self.options.fixed_shape:
-                counted = counted & (ids < weight.shape[0])
-            return self.terms.prepared(replace(aligned, mask=counted), torch.float32)
-
         if shape is not None:
-            return loss_in_one_pass(call, shape, self.terms, aligned, prepare)
+            return loss_in_one_pass(call, shape, self.terms, aligned)
+        projected = call
         if vocab_parallel is not None and call.needed_mask is not None:
-            call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
-        head_values = log_probs(call, dtype=compute_dtype)
+            projected = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
+        head_values = log_probs(projected, dtype=compute_dtype)
         # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
-        result = evaluate(prepare(), head_values.logps, head_values.entropy)
+        result = evaluate(prepared_loss(self.terms, aligned, call), head_values.logps, head_values.entropy)
         if head_values.missing_target is not None and self.terms.metrics != "none":
             # For tokens that are not projected it is unknown.
-            count = counted_tokens(ids, call.mask, call.needed_mask).sum()
+            count = counted_tokens(ids, mask, call.needed_mask).sum()
             result.metrics["missing_target"] = Metric(head_values.missing_target.sum().float(), count=count)
         return result
 
@@ -230,5 +201,6 @@ TRANSFORM = tuple(field.name for field in fields(LogitTransform))
 # The options of a loss that belong to none of its terms.
 KEYWORDS = (
     *TRANSFORM,
+    *HOW,
     *(p.name for p in signature(FusedLinearGRPOLoss).parameters.values() if p.kind is p.KEYWORD_ONLY),
 )

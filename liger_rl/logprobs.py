@@ -44,9 +44,8 @@ def linear_logprobs(
         z = transform(hidden @ weight.T + bias)
         logps = torch.log_softmax(z.float(), -1).gather(-1, targets[..., None]).squeeze(-1)
 
-    Logits are float32, one tile at a time. Masked tokens enter no product. The backward recomputes logits for tokens
-    with a nonzero gradient. Autocast sets the products' dtype. On CUDA the host waits for two counts: live tokens here,
-    tokens with a gradient in the backward.
+    Logits are float32, one tile at a time. Masked tokens enter no product, nor do tokens without a gradient in the
+    backward. Autocast sets the products' dtype. On CUDA the host waits for one count in each direction.
 
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
@@ -70,8 +69,7 @@ def linear_logprobs(
     Raises:
         TypeError: a wrong type or dtype, an unknown option.
         ValueError: shapes, devices, values or options that do not fit, such as a live target outside [0, V).
-        NotImplementedError: a tensor with a forward-mode tangent.
-        RuntimeError: in the backward of a gradient from `create_graph=True`: there is no second derivative.
+        NotImplementedError, RuntimeError: a forward-mode derivative or a second derivative is asked for.
     """
     with shared_errors(vocab_parallel, weight, hidden, targets, mask, bias, *low_rank_tensors(low_rank)):
         head_options = options_of("linear_logprobs", options)
@@ -98,12 +96,9 @@ def logits_logprobs(
     torch.compile the graph breaks around the call, and `fullgraph=True` raises.
 
     Args:
-        logits: (B, T, V) or (N, V), float32, bfloat16 or float16. Leading dimensions may have any strides: a slice
-            such as `logits[:, :-1]` is not copied.
+        logits: (B, T, V) or (N, V), float32, bfloat16 or float16. A slice such as `logits[:, :-1]` is not copied.
         targets: (B, T) or (N,) integer token ids in [0, V). A negative id masks its token.
-        mask: shaped like targets, bool or 0/1. Other values raise; with fixed_shape they count as 1.
-        transform, entropy: as in `linear_logprobs`.
-        fixed_shape: as in `linear_logprobs`.
+        mask, transform, entropy, fixed_shape: as in `linear_logprobs`.
 
     Returns, raises: as `linear_logprobs`.
     """

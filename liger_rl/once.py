@@ -27,12 +27,11 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
     """`backward(ctx, saved, *grads)` -> the backward of an autograd Function, whose gradients raise if differentiated.
 
     `saved` is `ctx.saved_tensors`, and must contain an input or an output of the Function. With `create_graph=True` the
-    gradients are connected to the saved tensors. A second backward that reaches the Function's inputs through the
-    gradients raises. Nothing raises before, because `create_graph=True` may be meant for another part of the graph.
+    gradients are connected to the saved tensors, and a second backward that goes through the gradients raises. Nothing
+    raises before, because `create_graph=True` may be meant for another part of the graph.
 
-    `torch.autograd.function.once_differentiable` is not enough, for two reasons. It raises only if the gradient from
-    above requires a gradient, and the gradient of a plain sum does not. And it does not connect the error to the
-    inputs, so `torch.autograd.grad(..., inputs)` does not meet it. A gradient penalty would then silently do nothing.
+    `torch.autograd.function.once_differentiable` raises only if the gradient from above requires a gradient, and does
+    not connect the error to the inputs. A gradient penalty would silently do nothing.
     """
 
     @wraps(backward)

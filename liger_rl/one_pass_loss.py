@@ -1,8 +1,8 @@
 """A policy loss whose gradients are made in the forward: when that is possible, and how it is done."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from liger_rl.engines.interface import Head
 from liger_rl.engines.plan import path_for
 from liger_rl.engines.shape import HeadShape
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.fused import evaluate, gradients_at, with_gradients
+from liger_rl.losses.fused import evaluate, with_gradients
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
@@ -74,20 +74,25 @@ def _name(term: Any) -> str:
     return getattr(term, "__name__", type(term).__name__)
 
 
+def prepared_loss(terms: PolicyTerms, aligned: AlignedBatch, call: HeadCall, vocab: int | None = None) -> PreparedLoss:
+    """The loss of the tokens that count. With fixed_shape an id of at least `vocab` (None: V) does not count."""
+    counted = counted_tokens(call.targets, call.mask)
+    if call.options.fixed_shape:
+        # In int64, because in int8 the vocabulary's size would wrap around.
+        counted = counted & (call.targets.long() < (vocab or call.weight.shape[0]))
+    return terms.prepared(replace(aligned, mask=counted), torch.float32)
+
+
 def loss_in_one_pass(
     call: HeadCall,
     shape: HeadShape,  # from `one_pass_shape`
     terms: PolicyTerms,
     aligned: AlignedBatch,  # from `terms.check`
-    prepare: Callable[[], PreparedLoss],  # called only after the first product is launched
 ) -> PolicyLoss:
     """The loss of the tokens' log-probabilities, with its gradients already values.
 
-    The forward's one host sync counts the tokens. If many of them cannot have a gradient, another sync for each chunk
-    picks the rest.
-
-    Raises:
-        ValueError: an id outside the vocabulary.
+    The forward's one host sync counts the tokens, and raises for an id outside the vocabulary. If many tokens cannot
+    have a gradient, another sync for each chunk picks the rest.
     """
     token_shape = call.targets.shape
     by_row = terms.locality == "sequence" and len(token_shape) == 2
@@ -106,7 +111,7 @@ def loss_in_one_pass(
     plan = chunks_of(replace(shape, tokens=n, together=together))
     chunks = _chunks(n, rows, plan.chunk_tokens)
 
-    prepare = cache(prepare)
+    prepare = cache(partial(prepared_loss, terms, aligned, call))  # called only after the first product is launched
     results: list[PolicyLoss] = []
 
     def spread(*columns: Tensor | None) -> list[Any]:
@@ -120,7 +125,7 @@ def loss_in_one_pass(
 
     def gradients_of_chunk(chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         positions = chunk if live.index is None else live.index[chunk]
-        return gradients_at(prepare(), positions, logps, entropy)
+        return with_gradients(prepare().take(positions), logps, entropy)[1:]
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)

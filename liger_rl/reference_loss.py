@@ -10,7 +10,7 @@ from liger_rl.call.checks import Passes
 from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.rules import lacks
-from liger_rl.call.tokens import TokenSelection, counted_tokens
+from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.pair.reference import PairStatistics
 from liger_rl.engines.pair.run import (
     BETA,
@@ -23,41 +23,26 @@ from liger_rl.engines.pair.run import (
     with_gradients,
 )
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses import fused
 from liger_rl.losses.batch import PolicyBatch
-from liger_rl.losses.fused import evaluate, gradients_by_autograd
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.one_pass_loss import terms_obstacle
+from liger_rl.one_pass_loss import prepared_loss, terms_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceHead:
     """A reference policy's last hidden states and lm_head, for `FusedLinearGRPOLoss` with kl_estimator="exact".
 
-    Attributes:
-        hidden: (B, T, H') or (N, H'), for the policy's tokens. H' and the dtype may differ from the policy's. No tensor
-            of the reference may require a gradient, because it would get none.
-        weight: (V', H'), in hidden's dtype, or in any dtype under autocast. If the reference is the policy without its
-            adapters, this is the policy's detached weight.
-        bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids. The weight
-            should be the same object in each call, because ranks compare their arguments at the first call with it.
-        transform: temperature, softcap and scale of the reference's logits; None takes the loss's transform.
-        vocab: number of vocabulary entries of both heads, if their weights are padded. V' may then differ from V, and
-            padding has no probability.
+    H' and the dtype may differ from the policy's. No tensor of the reference may require a gradient. If the reference
+    is the policy without its adapters, `weight` is the policy's detached weight. With a sharded policy head, weight and
+    bias are this rank's rows of the same token ids, and the weight should be the same object in each call.
     """
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    transform: LogitTransform | None = None
-    vocab: int | None = None
-
-
-# Argument that an exact KL does not take -> why.
-NOT_EXACT = {
-    "support": "the KL is over the whole vocabulary",
-    "weight_grad": "the weight's gradient is returned to autograd",
-    "ref_per_token_logps": "the reference's head gives them",
-}
+    hidden: Tensor  # (B, T, H') or (N, H'), for the policy's tokens
+    weight: Tensor  # (V', H'), in hidden's dtype, or in any dtype under autocast
+    bias: Tensor | None = None  # (V',)
+    transform: LogitTransform | None = None  # of the reference's logits; None takes the loss's transform
+    vocab: int | None = None  # vocabulary entries of both heads, if their weights are padded; V' may then differ from V
 
 
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:
@@ -85,14 +70,13 @@ def loss_with_reference(
     options, weight, ids = head_call.options, head_call.weight, head_call.targets
     tensors = head_call.hidden, ids, head_call.mask, *low_rank_tensors(head_call.low_rank)
     with shared_errors(head_call.vocab_parallel, weight, *tensors):
-        refused = {
-            "support": head_call.support,
-            "weight_grad": head_call.weight_grad,
-            "ref_per_token_logps": batch.ref_per_token_logps,
-        }
-        for name, value in refused.items():
+        for name, value, why in (
+            ("support", head_call.support, "the KL is over the whole vocabulary"),
+            ("weight_grad", head_call.weight_grad, "the weight's gradient is returned to autograd"),
+            ("ref_per_token_logps", batch.ref_per_token_logps, "the reference's head gives them"),
+        ):
             if value is not None:
-                raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
+                raise ValueError(f'{name} must be None with kl_estimator="exact": {why}')
         if options.fixed_shape and head_call.vocab_parallel is not None:
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
         if not isinstance(reference, ReferenceHead):
@@ -127,11 +111,9 @@ def loss_with_reference(
         columns = terms.check(batch, ids.shape, ids.device)
 
     def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-        counted = counted_tokens(ids, head_call.mask)
-        if options.fixed_shape:
-            # In int64, because in int8 the vocabulary's size would wrap around.
-            counted = counted & (ids.long() < (reference.vocab or weight.shape[0]))
-        return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
+        return prepared_loss(
+            terms, replace(columns, ref_per_token_logps=ref_per_token_logps), head_call, reference.vocab
+        )
 
     prepared, gradients = None, None
     with paired(local_call) as (call, pair):
@@ -150,7 +132,7 @@ def loss_with_reference(
         prepared = prepare(divergence.teacher_logps)
     else:
         prepared = _with_reference(prepared, divergence.teacher_logps)
-    loss, metrics = evaluate(prepared, divergence.logps, divergence.entropy, divergence.divergence)
+    loss, metrics = fused.evaluate(prepared, divergence.logps, divergence.entropy, divergence.divergence)
     return PolicyLoss(with_gradients(call, loss, gradients), metrics)
 
 
@@ -168,9 +150,7 @@ def _chunk_gradients(
     tokens = prepared.take(chunk if live.index is None else live.index[chunk])
     tokens = _with_reference(tokens, statistics.teacher_logps)
     assert tokens.weights is not None
-    _, grad_logps, grad_entropy = gradients_by_autograd(
-        lambda logps, entropy: tokens.evaluate(logps, entropy, statistics.divergence),
-        statistics.logps,
-        statistics.entropy,
+    _, grad_logps, grad_entropy = fused.with_gradients(
+        tokens, statistics.logps, statistics.entropy, statistics.divergence
     )
     return tokens.terms.kl.beta * tokens.weights, grad_logps, grad_entropy

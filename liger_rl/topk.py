@@ -26,10 +26,8 @@ LARGEST_LOG_MASS = -1e-7  # TRL's bound of the listed ids' log mass: the log-pro
 class TopKDivergence(NamedTuple):
     """Per-token results of `topk_divergence`."""
 
-    divergence: Tensor
-    """(B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens."""
-    student: LogProbs
-    """The student's log-probabilities (..., K) of the teacher's ids, and the results that `options` ask for."""
+    divergence: Tensor  # (B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens
+    student: LogProbs  # log-probabilities (..., K) of the teacher's ids, and the results that `options` ask for
 
 
 def topk_divergence(
@@ -54,11 +52,9 @@ def topk_divergence(
         none           sum_k q_k (log q_k - log p_k)
         renormalized   sum_k u_k (log u_k - log v_k),  u_k = q_k / sum_j q_j,  v_k = p_k / sum_j p_j
 
-    "bucket" is the divergence over K + 1 outcomes: the ids, and all other ids together. It is a lower bound of the
-    divergence over the whole vocabulary. TRL 1.16's server distillation computes it at beta = 0 with
-    `loss_add_tail=True`, and "renormalized" with `loss_add_tail=False`. We keep TRL's bound of the listed mass,
-    exp(-1e-7). "none" is verl 0.9.1's `compute_forward_kl_topk` with `log_prob_min_clamp=None`. It may be negative, and
-    does not see where the student puts the mass of all other ids.
+    "bucket" is the divergence over K + 1 outcomes, a lower bound of the divergence over the whole vocabulary. "none"
+    may be negative, and does not see where the student puts the mass of all other ids. docs/targets.md has other
+    systems' names of the three.
 
     Args:
         hidden, weight, mask, bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
@@ -73,9 +69,8 @@ def topk_divergence(
         TopKDivergence(divergence, student). The divergence is infinite if the student gives probability 0 to an id with
             q_k > 0.
 
-    Raises:
-        TypeError, ValueError: as `linear_logprobs` with several targets; also teacher_logps that require a gradient,
-            and a DTensor among teacher_ids, teacher_logps and mask.
+    Raises: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient, and for a DTensor
+        among teacher_ids, teacher_logps and mask.
     """
     tensors = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *tensors):

@@ -279,7 +279,6 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
-    index = torch.arange(N) if entropy else slice(3, N)
     batch = PolicyBatch(
         advantages=ones(N),
         old_per_token_logps=ones(N) if entropy else None,
@@ -295,7 +294,7 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         terms = PolicyTerms(objective=objective(), reduction=TokenSum(), kl=kl)
         prepared = terms.prepared(terms.check(batch, torch.Size([N]), CPU), torch.float32)
         policy_terms_triton.launch(prepared, ones(N), outputs=("slopes", "sums") if entropy else ("sums",))
-        policy_terms_triton.launch(prepared, ones(N - 3), index, outputs=("slopes",))
+        policy_terms_triton.launch(prepared, ones(N), outputs=("slopes",))
         policy_terms_triton.launch(
             prepared._replace(weights=None),
             ones(N),

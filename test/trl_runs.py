@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from liger_rl.integrations import trl as integration
+from liger_rl.integrations import trl_divergence
 from liger_rl.integrations.trl import patched_trl
-from liger_rl.integrations.trl_divergence import FusedDivergence
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
 SIZES = {
@@ -136,20 +136,20 @@ class Run(NamedTuple):
 def counted_calls():
     """-> a list that grows by the number of low-rank terms of every call of our op or our divergence."""
     calls: list[int] = []
-    logprobs, divergence = integration.linear_logprobs, FusedDivergence.call
+    logprobs, divergence = integration.linear_logprobs, trl_divergence.DivergenceCall
 
     def counting(*args, low_rank=(), **options):
         calls.append(len(low_rank))
         return logprobs(*args, low_rank=low_rank, **options)
 
-    def counting_divergence(*args):
-        made = divergence(*args)
+    def counting_divergence(**tensors):
+        made = divergence(**tensors)
         calls.append(len(made.low_rank))
         return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integration, "linear_logprobs", counting)
-        patch.setattr(FusedDivergence, "call", counting_divergence)
+        patch.setattr(trl_divergence, "DivergenceCall", counting_divergence)
         yield calls
 
 

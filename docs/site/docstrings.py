@@ -17,13 +17,28 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         if pkg.name == "liger_rl":
+            for module in pkg["integrations"].modules.values():
+                _describe_methods(module, pkg["integrations.patching.Framework"])
             _rewrite(pkg, {str(name) for name in pkg.exports or ()})
+
+
+def _describe_methods(module: griffe.Module, framework: griffe.Class) -> None:
+    """`unpatch_x = X.unpatch` has the docstring of the method."""
+    for member in module.attributes.values():
+        method = str(member.value).rpartition(".")[2]
+        if not member.docstring and method in framework.members:
+            text = framework[method].docstring.value
+            member.docstring = griffe.Docstring(text, parent=member)
 
 
 def _rewrite(owner: griffe.Object, public: set[str]) -> None:
     for member in owner.members.values():
         if member.is_alias:
             continue
+        if owner.is_class and member.is_attribute and not member.docstring:
+            # A field says what it is behind its default.
+            comment = member.lines[-1].partition("  # ")[2] if member.lines else ""
+            member.docstring = griffe.Docstring(comment, parent=member) if comment else None
         if member.docstring:
             member.docstring.value = _as_shown(member.docstring.value, public - {member.name})
         _rewrite(member, public)

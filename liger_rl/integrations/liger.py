@@ -1,10 +1,6 @@
-"""liger-kernel's chunked GRPO and distillation losses on this package's head and losses.
-
-Constructors, calls and results are those of liger-kernel 0.8.5.
-"""
+"""liger-kernel's chunked GRPO and distillation losses on this package's head and losses: docs/liger.md."""
 
 import warnings
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -12,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_rl.call.checks import check_chunk
-from liger_rl.call.host_answer import HostAnswer
+from liger_rl.call.checks import check_chunk, check_dense
 from liger_rl.call.options import HeadOptions
 from liger_rl.engines.graphs import break_graph
 from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
@@ -48,43 +43,24 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` 0.8.5: `(loss, metrics)` from hidden states.
 
     The same numbers, except where Liger's are wrong, such as in the padding of luspo, with (B, T) advantages and with
-    -inf at masked tokens. docs/liger.md lists every difference.
+    -inf at masked tokens. docs/liger.md lists every difference, and the options without effect.
 
-    Args:
-        beta: coefficient of the KL penalty, >= 0; 0 needs no reference, whatever use_ref_model says.
-        compiled: no effect; there is nothing to compile.
-        use_ref_model: must be True where beta > 0.
-        chunk_size: no effect on results, as in Liger, and none on memory: tiles are sized from a memory budget.
-        epsilon_low, epsilon_high: distances of the clip's bounds from 1; for "cispo" epsilon_high is the bound itself
-            and epsilon_low has no effect; no effect for "sapo" and "vespo".
-        loss_type: "grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo" or "vespo".
-        max_completion_length: tokens, for "dr_grpo", which needs it; no effect elsewhere.
-        importance_sampling_level: "token" or "sequence"; only "token" for "cispo", "sapo" and "vespo".
-        sapo_temperature_pos, sapo_temperature_neg: above 0; for "sapo", no effect elsewhere.
-        temperature: divisor of the logits, > 0.
-        delta: upper clamp of the ratio, > 0, or None; None for "cispo", "sapo" and "vespo", where Liger ignores it.
-        use_bias_correction_kl: multiply the KL by the importance ratio.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for "vespo"; no effect elsewhere.
-
-    Options are attributes of the same names, read at every call.
-
-    Raises:
-        ValueError, TypeError: a value that is not listed above, naming the option.
+    Options are Liger's, and attributes of the same names, checked here and at every call.
     """
 
     beta: float = 0.04
-    compiled: bool = True
-    use_ref_model: bool = True
-    chunk_size: int = 1
+    compiled: bool = True  # no effect
+    use_ref_model: bool = True  # must be True where beta > 0
+    chunk_size: int = 1  # no effect
     epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
+    epsilon_high: float = 0.2  # for "cispo" the bound itself, elsewhere its distance from 1
     loss_type: str = "dapo"
-    max_completion_length: int | None = None
-    importance_sampling_level: str = "token"
+    max_completion_length: int | None = None  # "dr_grpo" needs it
+    importance_sampling_level: str = "token"  # or "sequence" for the losses that clip with PPO's formula
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     temperature: float = 1.0
-    delta: float | None = None
+    delta: float | None = None  # for the losses that clip with PPO's formula
     use_bias_correction_kl: bool = False
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
@@ -119,27 +95,19 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, with the ranks of torch.distributed's default
         group. Without it the batch's count is summed over the ranks: one all-reduce a call.
 
-        A lin_weight that ZeRO-3 has partitioned is copied, because it is whole until the forward's end only.
-
         Returns:
             loss: () in float32.
             metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
-
-        Raises:
-            TypeError, ValueError: naming the argument, before the loss is computed; for a mask value other than 0 and
-                1 after that, so that the device is not waited for.
         """
         fused = self._fused()
-        _check_tensor("_input", _input, _input)
-        if _input.dim() != 3:
+        if check_dense("_input", _input).dim() != 3:
             raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
         rows, columns = _input.shape[:2]
-        _check_tensor("selected_token_ids", selected_token_ids, _input, (rows, columns))
-        _check_tensor("attention_mask", attention_mask, _input, (rows, columns))
+        _check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
+        _check_shape("attention_mask", attention_mask, _input, (rows, columns))
         if vllm_is_ratio is not None:
-            _check_tensor("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
-        _check_tensor("lin_weight", lin_weight, _input)
-        check_mask = _ask_for_other_values(attention_mask)
+            _check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
+        check_dense("lin_weight", lin_weight, _input, "_input")
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
         global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
         num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
@@ -152,11 +120,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 raise ValueError(
                     f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}"
                 )
-            _check_tensor("ref_input", ref_input, _input)
-            _check_tensor("ref_weight", ref_weight, _input)
+            check_dense("ref_input", ref_input, _input, "_input")
+            check_dense("ref_weight", ref_weight, _input, "_input")
             ref_input, ref_weight, ref_bias = _head(ref_input, ref_weight, ref_bias)
             ref_per_token_logps = fused.reference_logps(
-                ref_input, ref_weight, selected_token_ids, counted, bias=ref_bias
+                ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias
             )
         elif ref_input is not None:
             warnings.warn("Both ref_per_token_logps and ref_input are given. Using ref_per_token_logps.", stacklevel=2)
@@ -166,14 +134,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             weight,
             selected_token_ids,
             advantages,
-            counted,
+            attention_mask,
             bias=bias,
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps,
             importance_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,
         )
-        check_mask()
         values = [metrics["kl_ref"].value] if "kl_ref" in metrics else []
         clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
         return loss, (*values, clipped)
@@ -224,27 +191,8 @@ def _divisor(
     return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
 
 
-def _ask_for_other_values(attention_mask: Tensor) -> Callable[[], None]:
-    """-> a function that raises ValueError where the mask has a value other than 0 and 1."""
-    if attention_mask.dtype == torch.bool or torch.compiler.is_compiling():
-        return lambda: None
-    answer = HostAnswer(((attention_mask != 0) & (attention_mask != 1)).sum()[None])
-
-    def check() -> None:
-        count = int(answer.wait())
-        if count:
-            raise ValueError(f"attention_mask must be 0 or 1 at every token, found {count} other values")
-
-    return check
-
-
-def _check_tensor(name: str, value: Any, like: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raises unless `value` is a tensor on the device of the hidden states, `like`, of one of `shapes` if any."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} as the hidden states, got {value.device}")
-    if shapes and value.shape not in shapes:
+def _check_shape(name: str, value: Any, hidden: Tensor, *shapes: tuple[int, ...]) -> None:
+    if check_dense(name, value, hidden, "_input").shape not in shapes:
         raise ValueError(f"{name} must be {' or '.join(map(str, shapes))} from _input, got {tuple(value.shape)}")
 
 
@@ -281,29 +229,17 @@ class LigerFusedLinearJSDLoss(nn.Module):
     and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's, for example a
     teacher with more vocabulary entries than the student raises here.
 
-    Args:
-        weight_hard_loss, weight_soft_loss: finite. A hard loss at another temperature than 1 takes products of its own.
-        beta: in [0, 1], the teacher's share in the mixture.
-        ignore_index: the label of tokens that do not count, of either sign.
-        temperature: divisor of both heads' logits in the soft loss, > 0.
-        compiled: no effect; there is nothing to compile.
-        chunk_size: no effect on results, as in Liger, and none on memory: tiles are sized from a memory budget.
-        return_soft_hard_loss: return (loss, soft, hard).
-
-    Options are attributes of the same names, read at every call.
-
-    Raises:
-        ValueError, TypeError: a value that is not listed above, naming the option.
+    Options are attributes of the same names, checked here and at every call.
     """
 
-    weight_hard_loss: float = 0.5
+    weight_hard_loss: float = 0.5  # a hard loss at another temperature than 1 takes products of its own
     weight_soft_loss: float = 0.5
-    beta: float = 0.5
-    ignore_index: int = -100
-    temperature: float = 1.0
-    compiled: bool = True
-    chunk_size: int = 1024
-    return_soft_hard_loss: bool = False
+    beta: float = 0.5  # in [0, 1], the teacher's share in the mixture
+    ignore_index: int = -100  # the label of tokens that do not count, of either sign
+    temperature: float = 1.0  # of both heads' logits in the soft loss
+    compiled: bool = True  # no effect
+    chunk_size: int = 1024  # no effect
+    return_soft_hard_loss: bool = False  # return (loss, soft, hard)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -319,17 +255,13 @@ class LigerFusedLinearJSDLoss(nn.Module):
         student_bias: Tensor | None = None,  # (V,)
         teacher_bias: Tensor | None = None,  # (V,)
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. The teacher gets no gradient.
-
-        Raises:
-            TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in Liger.
-        """
+        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. No gradient for the teacher."""
         break_graph("LigerFusedLinearJSDLoss")
         self._check()
-        _check_tensor("student_input", student_input, student_input)
-        _check_tensor("student_weight", student_weight, student_input)
-        _check_tensor("teacher_weight", teacher_weight, student_input)
-        _check_tensor("true_labels", true_labels, student_input)
+        check_dense("student_input", student_input)
+        check_dense("student_weight", student_weight, student_input, "student_input")
+        check_dense("teacher_weight", teacher_weight, student_input, "student_input")
+        check_dense("true_labels", true_labels, student_input, "student_input")
         if true_labels.is_floating_point() or true_labels.shape != student_input.shape[:-1]:
             raise ValueError(
                 f"true_labels must be integers of shape {tuple(student_input.shape[:-1])} from student_input, got "
@@ -393,29 +325,22 @@ LIGER = Framework(
     (0, 8),
     (0, 9),
     *(
-        Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, None, modules=("liger_kernel", "trl"))
+        Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, None, modules=("liger_kernel", "trl", "swift"))
         for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
     ),
-    gain="2% of the time of the chunked GRPO loss, without its defects in padding, masks and ratios",
     distributions=("liger-kernel", "liger-kernel-nightly"),
 )
 
 
-def patch_liger(*, modules: Collection[str] = ()) -> None:
-    """Put the two classes of this module in place of liger-kernel's, in liger-kernel and in TRL.
+def patch_liger() -> None:
+    """Put the two classes of this module in place of liger-kernel's, in liger-kernel, TRL and ms-swift.
 
     Objects made before keep their class. liger-kernel's other losses and the functional `liger_fused_linear_grpo` and
     `liger_fused_linear_jsd` stay as they are.
-
-    Args:
-        modules: names of further packages or modules to patch, under whatever name they hold a class.
     """
-    LIGER.patch(modules=modules)
+    LIGER.patch()
 
 
 unpatch_liger = LIGER.unpatch
-"""Undo `patch_liger`; harmless where nothing is patched."""
 patched_liger = LIGER.within
-"""`patch_liger` for the length of a `with` block, by its arguments; afterwards the state before it."""
 is_patched = LIGER.is_patched
-"""Whether `patch_liger` is in place now."""

@@ -1,10 +1,4 @@
-"""Megatron-Core's output processor: per-token log-probabilities and entropies where `GPTModel` would make logits.
-
-    from liger_rl.integrations.megatron import fused_output
-
-    out = model(ids, position_ids, attention_mask, labels=labels, loss_mask=loss_mask,
-                output_processor=fused_output, output_processor_context={"entropy": True, "temperature": 0.8})
-    out.logps, out.entropy  # (b, s) each
+"""Megatron-Core's output processor: log-probabilities where `GPTModel` would make logits, see docs/megatron.md.
 
 The output layer's checks and hooks run. For one call our product replaces the layer's own, and reads from its arguments
 how tensor and sequence parallelism are set.
@@ -18,9 +12,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.options import HOW
-from liger_rl.distributed import gathered_rows
+from liger_rl.distributed import gathered_rows, vocab_shard
 from liger_rl.integrations.patching import check_version
-from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs
 
@@ -33,18 +26,11 @@ PROBE_LOGITS = (1.0, -60.0, 0.25, 30.0)
 
 @dataclass(frozen=True)
 class FusedOutput:
-    """The result of `fused_output`. Not a NamedTuple, because Megatron's Float16Module makes a plain tuple of one.
+    """The result of `fused_output`. Not a NamedTuple, because Megatron's Float16Module makes a plain tuple of one."""
 
-    Attributes:
-        logps: (b, s) float32, log-probability in nats of labels[b, s], differentiable; 0 where the label is negative or
-            loss_mask is 0.
-        entropy: (b, s) float32 in nats, differentiable; None unless asked for.
-        missing_target: (b, s) bool, as in `LogProbs`; None without a support.
-    """
-
-    logps: Tensor
-    entropy: Tensor | None = None
-    missing_target: Tensor | None = None
+    logps: Tensor  # (b, s) float32 in nats, differentiable; 0 where the label is negative or loss_mask is 0
+    entropy: Tensor | None = None  # (b, s) float32 in nats, differentiable; None unless asked for
+    missing_target: Tensor | None = None  # (b, s) bool, as in `LogProbs`; None without a support
 
 
 def fused_output(
@@ -61,26 +47,22 @@ def fused_output(
 ) -> FusedOutput:
     """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19.
 
-    `output_layer` says how tensor parallel ranks hold the vocabulary. With sequence parallelism the hidden states are
-    gathered, and their gradient is reduced and scattered. With context parallelism labels and outputs are this rank's
-    tokens. Tied embeddings and MuP's factor on logits are honoured. With `gradient_accumulation_fusion` the weight's
-    gradient is added to `weight.main_grad` in place.
-
     `context`, Megatron's `output_processor_context`, may hold temperature (a number or (b, s)), entropy, a support of
-    b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and
-    batch_invariant as in `linear_logprobs`.
-
-    Raises:
-        ImportError: a version of Megatron-Core that is not supported.
-        TypeError, ValueError: before anything is computed, naming the argument: a layer or an option of it that is not
-            reproduced, such as FP8 or LoRA layers, deferred weight gradients and Megatron-FSDP's parameters.
+    b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant as in
+    `linear_logprobs`. docs/megatron.md says how each kind of parallelism is served. A version, a layer or an option
+    that is not reproduced raises before anything is computed.
     """
     _check_layer(output_layer, output_layer.weight if output_weight is None else output_weight)
     if inference_context is not None:
         raise ValueError(f"inference_context must be None, got {type(inference_context).__name__}")
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, whose log-probabilities are returned, got {type(labels).__name__}")
-    options = _checked_options(context)
+    if context is not None and not isinstance(context, Mapping):
+        raise TypeError(f"output_processor_context must be a mapping or None, got {type(context).__name__}")
+    options = dict(context or {})
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise TypeError(f"output_processor_context must hold {', '.join(OPTIONS)}; got {', '.join(map(str, unknown))}")
     options["transform"] = LogitTransform(temperature=options.pop("temperature", 1.0), scale=_scale_of(scale_logits))
     results: list[LogProbs] = []
 
@@ -139,16 +121,6 @@ def _log_probs(
     return result._replace(logps=logps, entropy=entropy)
 
 
-def _checked_options(context: Mapping[str, Any] | None) -> dict[str, Any]:
-    if context is not None and not isinstance(context, Mapping):
-        raise TypeError(f"output_processor_context must be a mapping or None, got {type(context).__name__}")
-    options = dict(context or {})
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise TypeError(f"output_processor_context must hold {', '.join(OPTIONS)}; got {', '.join(map(str, unknown))}")
-    return options
-
-
 def _check_layer(layer: Any, weight: Tensor) -> None:
     import megatron.core
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -181,8 +153,7 @@ class _AddedToMainGrad(torch.autograd.Function):
     """The identity. Its backward marks the weight and gives it a placeholder gradient, as Megatron's product does.
 
     The hooks of Megatron's data parallelism read the mark and throw the placeholder away. Without a gradient they would
-    run in another thread, at the same time as other hooks' collectives. They run after the weight's gradient has been
-    added, because the parameter waits for the node of the head too.
+    run in another thread, at the same time as other hooks' collectives.
     """
 
     @staticmethod

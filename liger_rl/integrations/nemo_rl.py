@@ -1,11 +1,4 @@
-"""NeMo-RL's log-probabilities from hidden states, by its own signature, on this package's head.
-
-    from liger_rl.integrations.nemo_rl import patch_nemo_rl
-
-    patch_nemo_rl()  # before the model's first forward, in every worker process
-
-Arguments, outputs and gradients are those of NeMo-RL 0.7.
-"""
+"""NeMo-RL's log-probabilities from hidden states, by its own signature, on this package's head: docs/nemo_rl.md."""
 
 from contextlib import nullcontext
 
@@ -13,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_rl.distributed import gathered_rows
+from liger_rl.distributed import gathered_rows, vocab_shard
 from liger_rl.integrations.patching import Framework, Patch
-from liger_rl.integrations.shards import vocab_shard
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = [
@@ -47,9 +39,6 @@ def from_parallel_hidden_states_to_logprobs(
 
     Returns:
         (b, S - 1) float32 in nats, the same on every rank of both groups.
-
-    Raises:
-        TypeError, ValueError: before anything is computed, naming the argument.
     """
     weight, cp = output_weight_layer, 1 if cp_group is None else dist.get_world_size(cp_group)
     place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
@@ -89,7 +78,6 @@ NEMO_RL = Framework(
         "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs",
         from_parallel_hidden_states_to_logprobs,
     ),  # 0.6.0 has other parameters, and is refused
-    gain="float32 logits, two collectives in all",
 )
 
 
@@ -102,8 +90,5 @@ def patch_nemo_rl() -> None:
 
 
 unpatch_nemo_rl = NEMO_RL.unpatch
-"""Undo `patch_nemo_rl`; harmless where nothing is patched."""
 patched_nemo_rl = NEMO_RL.within
-"""`patch_nemo_rl` for the length of a `with` block, by its arguments; afterwards the state before it."""
 is_patched = NEMO_RL.is_patched
-"""Whether `patch_nemo_rl` is in place now."""

@@ -1,9 +1,4 @@
-"""OpenRLHF's Actor on this package's head.
-
-from liger_rl.integrations.openrlhf import patch_openrlhf
-
-patch_openrlhf()  # before the actors are built or later, in every worker process
-"""
+"""OpenRLHF's Actor on this package's head: docs/openrlhf.md."""
 
 from typing import Any
 
@@ -95,7 +90,6 @@ OPENRLHF = Framework(
     (0, 11),
     (0, 12),
     Patch("openrlhf.models.actor:Actor.forward", _forward),
-    gain="no logits, and no work for prompts and padding in PPO",
     distributions=("openrlhf",),
 )
 
@@ -110,8 +104,5 @@ def patch_openrlhf() -> None:
 
 
 unpatch_openrlhf = OPENRLHF.unpatch
-"""Undo `patch_openrlhf`; harmless where nothing is patched."""
 patched_openrlhf = OPENRLHF.within
-"""`patch_openrlhf` for the length of a `with` block, by its arguments; afterwards the state before it."""
 is_patched = OPENRLHF.is_patched
-"""Whether `patch_openrlhf` is in place now."""

@@ -1,6 +1,6 @@
 """A table of another package's functions and methods, each with its replacement; and the functions that apply it.
 
-VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours), gain="float32 logits")
+VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours))
 unpatch_verl, patched_verl, is_patched = VERL.unpatch, VERL.within, VERL.is_patched
 """
 
@@ -32,42 +32,34 @@ def parameters_of(function: Callable) -> str:
 class Patch:
     """One row of a table: a function, a class or a method of another package, and its replacement.
 
-    A module that has imported a function holds it as a global of its own. So we replace the function in every loaded
-    module of the package. A method is replaced in its class, and objects that exist already have the replacement too.
-
-    Args:
-        target: "package.module:function" or "package.module:Class.method".
-        replacement: the object in its place.
-        parameters: names of the target's parameters in their order; one that ends in "?" may be missing. "" stands for
-            the replacement's; None: any.
-        checked: the name in the module that has these parameters, if it is not the target's.
-        modules: packages and modules in which the function is replaced; the target's package by default.
-        group: the row is applied if `Framework.patch` names this group; "" is always applied.
-        since: the lowest version of the package that has the target.
-        needed: -> whether to apply the row, called at each `Framework.patch`.
+    A function is replaced in every loaded module of the package, because modules hold what they import. A method is
+    replaced in its class, for objects that exist already too. `parameters` are the names of the target's in their
+    order. One that ends in "?" may be missing. "" stands for the replacement's parameters, None for any.
     """
 
     def __init__(
         self,
-        target: str,
+        target: str,  # "package.module:function" or "package.module:Class.method"
         replacement: Any,
         parameters: str | None = "",
         *,
-        checked: str = "",
-        modules: Collection[str] = (),
-        group: str = "",
-        since: Version = (0, 0),
-        needed: Callable[[], bool] = lambda: True,
+        checked: str = "",  # the name in the module that has these parameters, if it is not the target's
+        modules: Collection[str] = (),  # packages and modules with the function; the target's package by default
+        group: str = "",  # the row is applied if `Framework.patch` names this group; "" is always applied
+        since: Version = (0, 0),  # the lowest version of the package that has the target
+        needed: Callable[[], bool] = lambda: True,  # whether to apply the row, called at each `Framework.patch`
     ) -> None:
         self.module, _, self.name = target.partition(":")
         self.replacement, self.checked = replacement, checked or self.name
         self.parameters = parameters_of(replacement) if parameters == "" else parameters
         self.group, self.since, self.needed = group, since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
-        self.patched: frozenset[str] = frozenset()  # names of packages and modules; empty while nothing is applied
-        self._original: Any = None
+        self._original: Any = None  # None while nothing is replaced
         self._owner: Any = None  # the class of a method
-        self._held_before: set[tuple[Any, str]] = set()  # places that held the replacement before the patch
+
+    @property
+    def patched(self) -> bool:
+        return self._original is not None
 
     @property
     def original(self) -> Any:
@@ -89,33 +81,37 @@ class Patch:
             function: Any = module
             for name in self.checked.split("."):
                 function = getattr(function, name, None)
-            _check_parameters(f"{self.module}.{self.checked}", function, self.parameters)
+            names = parameters_of(function).split() if callable(function) else [str(function)]
+            expected = [p.rstrip("?") for p in self.parameters.split() if not p.endswith("?") or p[:-1] in names]
+            if names != expected:
+                raise RuntimeError(
+                    f"{self.module}.{self.checked} must take ({', '.join(expected)}), found ({', '.join(names)}); "
+                    "nothing was patched"
+                )
         return original
 
-    def put(self, original: Any, modules: Collection[str] = ()) -> None:
-        """Replace `original` in the modules of the row and in `modules`."""
-        joining = (self.home | set(modules)) - self.patched
-        self._held_before.update(self._places_of(self.replacement, joining))
-        self._original, self.patched = original, self.patched | joining
-        for owner, name in self._places_of(original, self.patched):
+    def put(self, original: Any) -> None:
+        """Replace `original` in the modules of the row."""
+        self._original = original
+        for owner, name in self._places_of(original):
             setattr(owner, name, self.replacement)
 
     def undo(self) -> None:
         """Put the original back in every place that was patched or has imported the replacement since."""
-        for owner, name in self._places_of(self.replacement, self.patched):
-            if (owner, name) not in self._held_before:
+        if self.patched:
+            for owner, name in self._places_of(self.replacement):
                 setattr(owner, name, self._original)
-        self._original, self.patched, self._held_before = None, frozenset(), set()
+        self._original = None
 
-    def _places_of(self, value: Any, modules: Collection[str]) -> list[tuple[Any, str]]:
+    def _places_of(self, value: Any) -> list[tuple[Any, str]]:
         if self._owner is not None:
             attribute = self.name.rpartition(".")[2]
-            return [(self._owner, attribute)] if modules and vars(self._owner).get(attribute) is value else []
-        inside = tuple(f"{name}." for name in modules)
+            return [(self._owner, attribute)] if vars(self._owner).get(attribute) is value else []
+        inside = tuple(f"{name}." for name in self.home)
         return [
             (module, name)
             for key, module in list(sys.modules.items())
-            if (key in modules or key.startswith(inside)) and isinstance(module, ModuleType)
+            if (key in self.home or key.startswith(inside)) and isinstance(module, ModuleType)
             # Not getattr, which would make lazy modules load what they have not loaded.
             for name, held in list(vars(module).items())
             if held is value
@@ -123,29 +119,18 @@ class Patch:
 
 
 class Framework:
-    """The table of one package.
-
-    Args:
-        name: of the package as it is installed, such as "prime-rl"; it is imported as prime_rl.
-        lowest, below: the supported versions, lowest <= version < below.
-        patches: the rows.
-        gain: the advantage over the package's own functions, for the log.
-        distributions: names under which the package's metadata may know its version; none: its `__version__` does.
-        advice: for the owner of an older version.
-    """
+    """The table of one package, for the versions lowest <= version < below."""
 
     def __init__(
         self,
-        name: str,
+        name: str,  # of the package as it is installed, such as "prime-rl"; it is imported as prime_rl
         lowest: Version,
         below: Version,
-        *patches: Patch,
-        gain: str,
-        distributions: tuple[str, ...] = (),
-        advice: str = "",
+        *patches: Patch,  # the rows
+        distributions: tuple[str, ...] = (),  # metadata that may know the version; none: `__version__` does
     ) -> None:
         self.name, self.lowest, self.below, self.patches = name, lowest, below, patches
-        self.gain, self.distributions, self.advice = gain, distributions, advice
+        self.distributions = distributions
 
     def version(self) -> str:
         """The installed version; ImportError if there is none or it is not supported."""
@@ -153,28 +138,23 @@ class Framework:
             package = importlib.import_module(self.name.replace("-", "_"))
         except ImportError as error:
             raise ImportError(f"{self.name} is not installed: {error}; nothing was patched") from error
-        version = getattr(package, "__version__", None)
-        if self.distributions:
-            version = _installed_version(*self.distributions)
-        return check_version(self.name, version, self.lowest, self.below, advice=self.advice)
+        version = None if self.distributions else getattr(package, "__version__", None)
+        for distribution in self.distributions:
+            with suppress(metadata.PackageNotFoundError):
+                version = version or metadata.version(distribution)
+        return check_version(self.name, version, self.lowest, self.below)
 
     def original(self, name: str) -> Any:
         """The replaced object of that name, such as "Actor.forward"."""
         (patch,) = (patch for patch in self.patches if patch.name == name)
         return patch.original
 
-    def patch(self, *groups: str, modules: Collection[str] = ()) -> None:
+    def patch(self, *groups: str) -> None:
         """Apply the rows of no group and of `groups`, all of them or none. Those in place stay.
 
         A row of a later version is left out. It raises ImportError if its group is named. A patch that was not in place
         is logged to "liger_rl", at the level INFO.
-
-        Args:
-            groups: names of groups.
-            modules: further packages and modules to patch.
         """
-        if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
-            raise TypeError(f"modules must be names of modules, such as ('my_trainer',), got {modules!r}")
         with LOCK:
             version, originals = self.version(), []
             for patch in self.patches:
@@ -187,9 +167,9 @@ class Framework:
                 originals.append((patch, patch.original if patch.patched else patch.find()))
             added = [patch.name for patch, _ in originals if not patch.patched]
             for patch, original in originals:
-                patch.put(original, modules)
+                patch.put(original)
         if added:
-            logger.info("patched %s %s: %s; %s", self.name, version, ", ".join(dict.fromkeys(added)), self.gain)
+            logger.info("patched %s %s: %s", self.name, version, ", ".join(dict.fromkeys(added)))
 
     def unpatch(self) -> None:
         """Undo the patch, in modules that were loaded since too. Harmless where nothing is patched."""
@@ -198,11 +178,11 @@ class Framework:
                 patch.undo()
 
     @contextmanager
-    def within(self, *groups: str, modules: Collection[str] = ()) -> Iterator[None]:
+    def within(self, *groups: str) -> Iterator[None]:
         """The patch for the length of a `with` block, by the patch function's arguments; then the state before it."""
         with LOCK:
             before = [(patch, patch.patched) for patch in self.patches]
-            self.patch(*groups, modules=modules)
+            self.patch(*groups)
         try:
             yield
         finally:
@@ -211,28 +191,18 @@ class Framework:
                     if patch.patched != patched:
                         patch.undo()
                         if patched:
-                            patch.put(patch.find(), patched)
+                            patch.put(patch.find())
 
     def is_patched(self) -> bool:
         """Whether the patch is in place now."""
         return any(patch.patched for patch in self.patches)
 
 
-def _check_parameters(name: str, function: Any, parameters: str) -> None:
-    """Raises RuntimeError unless `function` takes parameters of these names, in their order ("name?" may miss)."""
-    names = parameters_of(function).split() if callable(function) else [str(function)]
-    expected = [p.rstrip("?") for p in parameters.split() if not p.endswith("?") or p[:-1] in names]
-    if names != expected:
-        raise RuntimeError(f"{name} must take ({', '.join(expected)}), found ({', '.join(names)}); nothing was patched")
-
-
-def check_version(name: str, version: str | None, lowest: Version, below: Version, *, advice: str = "") -> str:
-    """-> version; ImportError unless lowest <= version < below. `advice` is for an older version."""
-    numbers = _numbers(version)
-    if version is None or not lowest <= numbers < below:
+def check_version(name: str, version: str | None, lowest: Version, below: Version) -> str:
+    """-> version; ImportError unless lowest <= version < below."""
+    if version is None or not lowest <= _numbers(version) < below:
         supported = f"{name} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
-        hint = advice if () < numbers < lowest else ""
-        raise ImportError(f"{supported} is supported, found {version}; nothing was patched{hint}")
+        raise ImportError(f"{supported} is supported, found {version}; nothing was patched")
     return version
 
 
@@ -240,10 +210,3 @@ def _numbers(version: str | None) -> tuple[int, ...]:
     """Major and minor number; () of a version that has none."""
     match = re.match(r"(\d+)\.(\d+)", version or "")
     return () if match is None else (int(match[1]), int(match[2]))
-
-
-def _installed_version(*distributions: str) -> str | None:
-    for distribution in distributions:
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(distribution)
-    return None

@@ -68,9 +68,7 @@ def base_model(model: Any) -> Any:
 def read_head(module: nn.Module, owner: str) -> Head:
     """The output embeddings of a model of class `owner`, with the adapters that are active now.
 
-    Raises:
-        TypeError: a PEFT layer other than LoRA's on an `nn.Linear`, or other than modules_to_save.
-        ValueError: a variant of LoRA that is more than a low-rank term, such as DoRA.
+    Raises TypeError or ValueError for a PEFT layer other than modules_to_save and plain LoRA on an `nn.Linear`.
     """
     if "peft" not in sys.modules:
         return Head(module, module)

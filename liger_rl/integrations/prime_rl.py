@@ -1,9 +1,4 @@
-"""prime-rl's fused lm_head on this package's, by its own signature.
-
-from liger_rl.integrations.prime_rl import patch_prime_rl
-
-patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given a model its head
-"""
+"""prime-rl's fused lm_head on this package's, by its own signature: docs/prime_rl.md."""
 
 import importlib
 from collections.abc import Callable
@@ -39,9 +34,6 @@ def fused_output(
     Returns:
         "logprobs" and "entropy", (B, T) float32 in nats, differentiable, both over the ids of sampling_mask. prime-rl's
         entropy is of the whole vocabulary, and has no gradient.
-
-    Raises:
-        TypeError, ValueError: as `linear_logprobs`.
     """
     tokens = labels.numel()
     labels = labels.reshape(tokens)
@@ -97,20 +89,18 @@ def _has_gemma_head() -> bool:
     return False
 
 
-# prime-rl's heads have sampling_mask since prime-rl#3431.
-PARAMETERS = "self hidden_states labels temperature sampling_mask?"
+def _row(module: str, name: str, needed: Callable[[], bool] = lambda: True) -> Patch:
+    # prime-rl's heads have sampling_mask since prime-rl#3431.
+    parameters = "self hidden_states labels temperature sampling_mask?"
+    return Patch(f"{LAYERS}.{module}:{name}.forward", _forward_of(name), parameters, needed=needed)
+
+
 PRIME_RL = Framework(
     "prime-rl",
     (0, 8),
     (0, 10),
-    Patch(f"{LAYERS}.lm_head:FusedOutputLinear.forward", _forward_of("FusedOutputLinear"), PARAMETERS),
-    Patch(
-        f"{LAYERS}.lm_head_gemma:GemmaFusedOutputLinear.forward",
-        _forward_of("GemmaFusedOutputLinear"),
-        PARAMETERS,
-        needed=_has_gemma_head,
-    ),
-    gain="float32 logits, products over a sampling mask's ids alone, a gradient of the entropy",
+    _row("lm_head", "FusedOutputLinear"),
+    _row("lm_head_gemma", "GemmaFusedOutputLinear", _has_gemma_head),
     distributions=("prime-rl",),
 )
 
@@ -125,8 +115,5 @@ def patch_prime_rl() -> None:
 
 
 unpatch_prime_rl = PRIME_RL.unpatch
-"""Undo `patch_prime_rl`; harmless where nothing is patched."""
 patched_prime_rl = PRIME_RL.within
-"""`patch_prime_rl` for the length of a `with` block, by its arguments; afterwards the state before it."""
 is_patched = PRIME_RL.is_patched
-"""Whether `patch_prime_rl` is in place now."""

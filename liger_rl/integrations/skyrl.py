@@ -1,25 +1,17 @@
-"""SkyRL's log-probabilities on this package's head, for both of its training backends.
-
-    from liger_rl.integrations.skyrl import patch_skyrl
-
-    patch_skyrl("megatron")  # or "fsdp"; in every worker process
-
-Arguments, outputs and gradients are those of SkyRL 0.3.
-"""
+"""SkyRL's log-probabilities on this package's head, for both of its training backends: docs/skyrl.md."""
 
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from liger_rl.distributed import vocab_shard
 from liger_rl.integrations.patching import Framework, Patch
-from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
@@ -60,9 +52,6 @@ def fused_lm_head_logprob_apply(
 
     Returns:
         (B, S) float32 in nats, the same on every rank of the group.
-
-    Raises:
-        TypeError, ValueError: before anything is computed, naming the argument.
     """
     with torch.no_grad() if inference_only else nullcontext():
         return linear_logprobs(
@@ -83,7 +72,7 @@ def fused_vocab_parallel_entropy_from_hidden(
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_vocab_parallel_entropy_from_hidden`. It is differentiable. SkyRL's is not.
 
-    Returns and raises as `fused_lm_head_logprob_apply`. The gradient of hidden is this rank's part.
+    Returns (B, S). The gradient of hidden is this rank's part.
     """
     entropy = linear_logprobs(
         hidden.to(lm_head_weight.dtype),
@@ -97,77 +86,11 @@ def fused_vocab_parallel_entropy_from_hidden(
     return entropy
 
 
-@dataclass
-class _PerToken:
-    """Stands for logits in `HFModelWrapper.forward`, which divides them and then asks for values of tokens."""
-
-    logps: Tensor
-    entropy: Tensor | None
-
-    def div_(self, temperature: float) -> "_PerToken":
-        """The values already have this temperature."""
-        return self
-
-
-@dataclass
-class _FusedModel:
-    """Stands for a wrapper's model in one forward, and returns values of tokens for logits."""
-
-    model: nn.Module
-    columns: slice
-    entropy: bool
-    temperature: float
-
-    def __post_init__(self) -> None:
-        self.config = self.model.config
-
-    def __call__(self, ids: Tensor, *, attention_mask: Tensor | None, position_ids: Tensor | None) -> Any:
-        targets = torch.full_like(ids, -100)
-        targets[:, self.columns] = ids.roll(-1, 1)[:, self.columns]
-        output = self.model(
-            ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            fused=True,
-            shift_labels=targets,
-            entropy=self.entropy,
-            temperature=self.temperature,
-        )
-        output["logits"] = _PerToken(output.per_token_logps, output.entropy)
-        return output
-
-
-@dataclass
-class _FusedWrapper:
-    """Stands for an HFModelWrapper's `self` in one forward. No object that threads share changes."""
-
-    wrapper: nn.Module
-    model: _FusedModel
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapper, name)
-
-    @staticmethod
-    def chunked_entropy_from_logits_fn(
-        logits: _PerToken, *, requires_grad: bool, attention_mask: Tensor | None, chunk_size: int
-    ) -> Tensor:
-        assert logits.entropy is not None
-        entropy = logits.entropy if requires_grad else logits.entropy.detach()
-        return entropy if attention_mask is None else entropy * attention_mask
-
-
-def logprobs_from_logits(logits: Any, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """SkyRL's function, and the log-probabilities of a `_PerToken`."""
-    if isinstance(logits, _PerToken):
-        return logits.logps
-    return SKYRL.original("logprobs_from_logits")(logits, labels, inplace_backward)
-
-
 def forward(
     self: Any,
-    sequences: Tensor,
+    sequences: Tensor,  # (B, S)
     num_actions: int | list[int],
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,  # (B, S)
     temperature: float = 1.0,
     return_output: bool = False,
     compute_entropy: bool = False,
@@ -190,19 +113,45 @@ def forward(
             f"sequence_parallel_size must be 1, got {self.sequence_parallel_size}: a part's last token has its target "
             "in another part"
         )
-    actions = max(num_actions) if isinstance(num_actions, list) else num_actions
-    columns = slice(None) if self.remove_microbatch_padding else slice(-actions - 1, -1)
-    model = _FusedModel(swap_lm_head(self.model), columns, compute_entropy, temperature)
-    return SKYRL.original("HFModelWrapper.forward")(
-        _FusedWrapper(self, model),
-        sequences,
-        num_actions,
-        attention_mask,
-        temperature,
-        return_output,
-        compute_entropy,
-        entropy_requires_grad,
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
+    if isinstance(num_actions, list):
+        (num_actions,) = num_actions
+    actions = slice(-num_actions - 1, -1)
+    framework, packed = SKYRL.original("HFModelWrapper.forward").__globals__, self.remove_microbatch_padding
+    mask: Tensor | None = attention_mask
+    ids, positions = sequences, attention_mask.long().cumsum(-1) - 1
+    if packed:
+        ids, indices, *_ = framework["unpad_input"](ids.unsqueeze(-1), attention_mask=attention_mask)
+        positions, *_ = framework["unpad_input"](positions.unsqueeze(-1), attention_mask=attention_mask)
+        ids, positions, mask = ids.T, positions.T, None  # (1, tokens)
+        targets = ids.roll(-1, 1)
+    else:
+        positions = positions.masked_fill(attention_mask == 0, 1)
+        targets = torch.full_like(ids, -100)
+        targets[:, actions] = ids.roll(-1, 1)[:, actions]
+    output = swap_lm_head(self.model)(
+        ids,
+        attention_mask=mask,
+        position_ids=positions,
+        fused=True,
+        shift_labels=targets,
+        entropy=compute_entropy,
+        temperature=temperature,
     )
+
+    def padded(values: Tensor) -> Tensor:
+        """(B, S)"""
+        if not packed:
+            return values
+        batch, length = sequences.shape
+        return framework["pad_input"](values.T, indices=indices, batch=batch, seqlen=length).squeeze(-1)
+
+    if compute_entropy:
+        entropy = output.entropy if entropy_requires_grad else output.entropy.detach()
+        output["entropy"] = padded(entropy if packed else entropy * attention_mask)
+    logps = padded(output.per_token_logps)[:, actions]
+    return (logps, output) if return_output else logps
 
 
 def _at_temperature(name: str) -> Callable[..., Tensor]:
@@ -244,9 +193,7 @@ SKYRL = Framework(
         "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index group "
         "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
     ),
-    _row("fsdp", "logprobs_from_logits", logprobs_from_logits),
     _row("fsdp", "HFModelWrapper.forward", forward),
-    gain="float32 logits; under FSDP no logits, and prompts are not projected",
 )
 
 
@@ -268,9 +215,7 @@ def patched_skyrl(backend: str) -> AbstractContextManager[None]:
 
 
 unpatch_skyrl = SKYRL.unpatch
-"""Undo `patch_skyrl`; harmless where nothing is patched. Swapped heads stay, and give logits as before."""
 is_patched = SKYRL.is_patched
-"""Whether `patch_skyrl` is in place now, for either backend."""
 
 
 def _checked(backend: str) -> str:

@@ -1,9 +1,4 @@
-"""torchtitan's chunked loss on this package's head.
-
-from liger_rl.integrations.torchtitan import patch_torchtitan
-
-patch_torchtitan()  # before the trainer is built
-"""
+"""torchtitan's chunked loss on this package's head: docs/torchtitan.md."""
 
 import threading
 from typing import Any
@@ -93,7 +88,6 @@ TORCHTITAN = Framework(
     Patch(f"{LOSSES}:ChunkedLossWrapper.__call__", _chunked),
     Patch(f"{LOSSES}:CrossEntropyLoss.__call__", _cross_entropy),
     Patch(f"{LOSSES}:compute_logprobs", compute_logprobs),
-    gain="float32 log-probabilities without logits",
     distributions=("torchtitan",),
 )
 
@@ -108,8 +102,5 @@ def patch_torchtitan() -> None:
 
 
 unpatch_torchtitan = TORCHTITAN.unpatch
-"""Undo `patch_torchtitan`; harmless where nothing is patched."""
 patched_torchtitan = TORCHTITAN.within
-"""`patch_torchtitan` for the length of a `with` block, by its arguments; afterwards the state before it."""
 is_patched = TORCHTITAN.is_patched
-"""Whether `patch_torchtitan` is in place now."""

@@ -1,14 +1,9 @@
-"""Swap a HuggingFace causal LM's head for the fused one: per-token log-probabilities without logits.
-
-    model = swap_lm_head(AutoModelForCausalLM.from_pretrained(...))
-    out = model(input_ids, attention_mask=attention_mask, labels=labels, fused=True, entropy=True)
-    out.per_token_logps, out.entropy, out.loss
+"""Swap a HuggingFace causal LM's head for the fused one: docs/transformers.md.
 
 The model's own forward runs, and its head answers with log-probabilities in place of logits. So any architecture works:
 everything before the head is in. A softcap or a scale behind the head is tried out at swap time.
 """
 
-import importlib.util
 import inspect
 import threading
 from collections.abc import Callable
@@ -57,34 +52,25 @@ Model = TypeVar("Model", bound=nn.Module)
 class FusedCausalLMOutput(CausalLMOutputWithPast):
     """The output of a swapped model with `fused=True`.
 
-    `logits` is None. `hidden_states`, `attentions` and `past_key_values` are those of the plain forward.
-    transformers 5.24 calls the last of them `cache`.
-
-    Attributes:
-        loss: () mean negative log-likelihood of the labelled tokens (their sum over `num_items_in_batch` if given),
-            plus the model's weighted router loss if it has one: the plain forward's loss. None with `labels` if the
-            plain forward does not shift them (Bart, Whisper, ...): its loss is not one of the next tokens.
-        per_token_logps: (B, T) float32, log-probability in nats of labels[b, t] given the tokens before it; 0 where
-            the label is -100 and at t = 0. With `shift_labels`, of shift_labels[b, t].
-        entropy: (B, T) float32 in nats, of the distribution that predicted each label; None unless asked for.
-        missing_target: (B, T) bool, the label was not among the ids that its row of the support lists, and was added to
-            them; None without a support.
-        aux_loss, router_logits: as in the plain forward.
+    `logits` is None. All other fields are those of the plain forward. The loss is () the mean negative log-likelihood
+    of the labelled tokens (their sum over `num_items_in_batch` if given), plus the model's weighted router loss if it
+    has one: the plain forward's loss. It is None with `labels` if the plain forward does not shift them (Bart, ...).
     """
 
     loss: Tensor | None = None  # type: ignore[assignment]
-    per_token_logps: Tensor | None = None
-    entropy: Tensor | None = None
-    missing_target: Tensor | None = None
+    # (B, T) float32, log-probability in nats of labels[b, t] given the tokens before it, or of shift_labels[b, t].
+    per_token_logps: Tensor | None = None  # 0 where the label is -100, and with labels at t = 0
+    entropy: Tensor | None = None  # (B, T) float32 in nats, of the distribution that predicted each label
+    missing_target: Tensor | None = None  # (B, T) bool, as in `LogProbs`; None without a support
     aux_loss: Tensor | None = None
     router_logits: Any = None
 
 
-def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
+def swap_lm_head(model: Model) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed, and tied weights stay tied.
-    LoRA adapters on the head (PEFT) become low-rank terms of its product. Each call reads which of them are active.
+    LoRA adapters on the head (PEFT) become low-rank terms of its product, read at each call.
 
     Keyword args: Arguments of the fused call, beside the model's own:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
@@ -92,59 +78,30 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits; or (B, T), at the places of the log-probabilities.
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
-            per_token_logps[b, t] was drawn. So with labels the rows t = 0 are not used. See docs/support.md.
+            per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
         grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
 
-    Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md). Threads
-    may call one swapped model at once, some fused, some plain. A pickled or copied model is swapped as it is; its
-    class builds and loads plain models.
+    Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md).
 
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
-        liger_layers: also put liger-kernel's RMSNorm, RoPE and SwiGLU or GeGLU into the body, on CUDA, without its
-            fused cross entropy. They stay after `unswap_lm_head`, and RoPE is replaced for the whole process.
 
     Raises:
-        ImportError: liger_layers without liger-kernel.
-        TypeError: not a HuggingFace model, or a head that is not a plain `nn.Linear` with or without LoRA.
-        ValueError: a head or a logit convention that the fused head would not reproduce; the model's class and the
-            reason are named, and the model is left as it was.
+        TypeError, ValueError: not a HuggingFace model, or a head or a logit convention that the fused head would not
+            reproduce. The model's class and the reason are named, and the model is left as it was.
     """
     swapped: Any = base_model(model)
     if not isinstance(swapped, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}")
-    if liger_layers:
-        _check_liger_layers(swapped)
     with _swapping:
         if not is_swapped(model):
             _swap(swapped)
-    if liger_layers:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=swapped, fused_linear_cross_entropy=False, cross_entropy=False)
     return model
 
 
 _swapping = threading.Lock()
-
-
-def _check_liger_layers(model: Any) -> None:
-    name = type(model).__name__
-    if model.device.type != "cuda":
-        raise ValueError(
-            f"liger_layers=True needs {name} on a CUDA device, its layers are Triton kernels; it is on {model.device}"
-        )
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise ImportError("liger-kernel is not installed, and liger_layers=True needs it")
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(
-            f"liger-kernel has no layers for {name}, model type {model.config.model_type!r}; it has them for "
-            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
-        )
 
 
 def _swap(swapped: Any) -> None:
@@ -173,11 +130,7 @@ def _swap(swapped: Any) -> None:
 
 
 def unswap_lm_head(model: Model) -> Model:
-    """Undo `swap_lm_head`; harmless on a model that is not swapped.
-
-    Raises:
-        ValueError: something else changed the model's class after the swap and has to be undone first.
-    """
+    """Undo `swap_lm_head`; harmless on a model that is not swapped. ValueError if the model's class changed since."""
     if not is_swapped(model):
         return model
     swapped: Any = base_model(model)

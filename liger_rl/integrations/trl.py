@@ -1,11 +1,7 @@
-"""TRL's trainers on this package's head, by one call.
-
-    from liger_rl.integrations.trl import patch_trl
-
-    patch_trl()  # then GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer, DistillationTrainer as ever
+"""TRL's trainers on this package's head, by one call: docs/trl.md.
 
 The patch replaces three things: the op for log-probabilities, entropies and statistics; the trainers' refusal of LoRA
-adapters on the lm_head (`trl_adapters`); and DistillationTrainer's loss with its op (`trl_divergence`).
+adapters on the lm_head (`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
 """
 
 from collections.abc import Collection, Iterator
@@ -19,17 +15,13 @@ from torch import Tensor
 from liger_rl.call.checks import check_floating
 from liger_rl.call.options import Tolerance
 from liger_rl.integrations import trl_adapters, trl_divergence
-from liger_rl.integrations.patching import LOCK, Framework, Patch, parameters_of
+from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
 
-OLDER = (
-    ": upgrade TRL; or, with TRL 1.10 to 1.12 and use_liger_kernel=True, call "
-    "liger_rl.integrations.liger.patch_liger() before the trainer is built"
-)
 NAME = "_ChunkedLogProbFunction"
 OUTPUTS = ("log_probs", "entropy", *EXTRAS)
 
@@ -91,8 +83,6 @@ TRL = Framework(
     _op_patch,
     *trl_adapters.ROWS,
     *trl_divergence.ROWS,
-    gain="float32 logits, no work for tokens without a gradient, LoRA on the lm_head",
-    advice=OLDER,
 )
 
 
@@ -115,11 +105,11 @@ def patch_trl(
     TRL.version()
     # A call without tokens raises for an option that is refused.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
-    _apply(options)
+    TRL.patch()
+    _set(options)
 
 
 unpatch_trl = TRL.unpatch
-"""Undo `patch_trl`; harmless where nothing is patched."""
 
 
 def is_patched() -> bool:
@@ -130,20 +120,15 @@ def is_patched() -> bool:
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards the state before it."""
-    with LOCK:
-        before = _op.options if is_patched() else None
+    before = _op.options
+    with TRL.within():
         patch_trl(**options)
-    try:
-        yield
-    finally:
-        if before is None:
-            unpatch_trl()
-        else:
-            _apply(before)
+        try:
+            yield
+        finally:
+            _set(before)
 
 
-def _apply(options: dict[str, Any]) -> None:
-    with LOCK:
-        TRL.patch()
-        _op.options = options
-        trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options["chunk_tokens"], options["chunk_vocab"]
+def _set(options: dict[str, Any]) -> None:
+    _op.options = options
+    trl_divergence.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}

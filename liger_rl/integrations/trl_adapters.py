@@ -73,10 +73,10 @@ class _ReadsTheLayer(type):
 class RefusedLayer(metaclass=_ReadsTheLayer):
     """In place of PEFT's `BaseTunerLayer` in TRL's trainers. They refuse a head that is an instance of it.
 
-    No layer is an instance. A layer that the fused head cannot take apart raises TypeError or ValueError and says why.
+    No layer is an instance. A layer that the fused head cannot take apart raises.
     """
 
-    accepted = False  # whether an adapter has passed
+    accepted = False  # whether a trainer has let an adapter pass
 
 
 def refusal(trainer: str, replacement: type = RefusedLayer, *, since: Version = (0, 0)) -> Patch:
@@ -92,9 +92,7 @@ def add_fused_lm_head(
 ) -> None:
     """`trl.trainer.utils.add_fused_lm_head`, of which the forward tells the op its head.
 
-    Raises:
-        TypeError, ValueError: adapters on the head that `read_head` does not understand, or any at all together with
-            cast_lm_head_to_fp32, which TRL refuses too.
+    Raises for adapters on the head that `read_head` refuses, and for any together with cast_lm_head_to_fp32, as TRL.
     """
     if _read(model).adapters and cast_lm_head_to_fp32:
         raise ValueError(
@@ -116,12 +114,7 @@ def _naming_its_head(fused_forward: Callable) -> Callable:
 
 @contextmanager
 def naming_head(model: Any) -> Iterator[None]:
-    """The context in which `adapted_head` is the model's, if adapters are active on it.
-
-    Raises:
-        TypeError, ValueError: adapters that `read_head` does not understand.
-        RuntimeError: the op has not read them within.
-    """
+    """The context in which `adapted_head` is the model's, if adapters are active. RuntimeError if no op reads it."""
     head = _read(model)
     if not head.adapters:
         yield

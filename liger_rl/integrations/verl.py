@@ -1,13 +1,4 @@
-"""verl's fused log-probabilities and entropy, by its own signatures, on this package's head.
-
-    from liger_rl.integrations.verl import linear_cross_entropy, patch_verl
-
-    logprobs, entropy = linear_cross_entropy(hidden, weight, labels, temperature)
-    patch_verl()  # or: in all of verl, whatever backend of its fused kernels is chosen
-    patch_verl(distillation=True)  # and distillation from a teacher's top-K lists, for FSDP
-
-Arguments, outputs, signs and gradients are those of verl 0.9.1.
-"""
+"""verl's fused log-probabilities and entropy, by its own signatures, on this package's head: docs/verl.md."""
 
 import importlib
 from types import SimpleNamespace
@@ -17,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_rl.distributed import vocab_shard
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
-from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
@@ -37,8 +28,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
 
-    It returns log-probabilities, not their negatives. Position t predicts labels[t]. A negative label masks its token.
-    docs/verl.md lists all differences from verl's.
+    Position t predicts labels[t]. A negative label masks its token. docs/verl.md lists all differences from verl's.
 
     The ranks of dist_process_group hold the vocabulary in equal parts, in their order, and the same hidden states and
     labels. As in verl the gradient of hidden is then this rank's part, which the gather before the head adds up.
@@ -46,9 +36,6 @@ def linear_cross_entropy(
     Returns:
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
         entropy: (N,) float32 in nats, differentiable, whatever the reduction.
-
-    Raises:
-        TypeError, ValueError: before anything is computed, naming the argument; on every rank of the group.
     """
     for name, tensor in (("hidden", hidden), ("labels", labels)):
         if not isinstance(tensor, Tensor):
@@ -85,12 +72,9 @@ def fused_linear_for_ppo(
     input_ids: Tensor,  # (N,) or (B, T), the predicted ids; or K for each, (N, K) or (B, T, K)
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """`verl.utils.experimental.torch_functional.FusedLinearForPPO.forward` of verl 0.5 to 0.10, all in float32.
+    """`FusedLinearForPPO.forward` of verl 0.5 to 0.10, all in float32, whatever the module's chunk_size.
 
-    The module's chunk_size and impl_backend have no effect.
-
-    Returns:
-        (log_probs, entropy): as `linear_cross_entropy`, shaped like input_ids and like hidden_states without H.
+    Returns log_probs and entropy as `linear_cross_entropy`, shaped like input_ids and like hidden_states without H.
     """
     log_probs, entropy = linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature)
     return log_probs.view(input_ids.shape), entropy.view(hidden_states.shape[:-1])
@@ -164,7 +148,6 @@ VERL = Framework(
     Patch("verl.utils.experimental.torch_functional:FusedLinearForPPO.forward", fused_linear_for_ppo),
     Patch(f"{ENGINE}.prepare_model_inputs", inputs_with_teacher, group="distillation", since=(0, 8)),
     Patch(f"{ENGINE}.prepare_model_outputs", outputs_with_losses, group="distillation", since=(0, 8)),
-    gain="float32 logits and entropies on every device, whichever fused backend is set",
 )
 
 
@@ -183,8 +166,5 @@ def patch_verl(*, distillation: bool = False) -> None:
 
 
 unpatch_verl = VERL.unpatch
-"""Undo `patch_verl`; harmless where nothing is patched."""
 patched_verl = VERL.within
-"""`patch_verl()` for the length of a `with` block; afterwards the state before it."""
 is_patched = VERL.is_patched
-"""Whether `patch_verl` is in place now."""

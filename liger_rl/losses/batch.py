@@ -1,8 +1,8 @@
 """The columns of a batch: checked and aligned once, so that losses need not look again."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class AlignedBatch:
     """
 
     advantages: Tensor
-    mask: Tensor
-    """bool"""
+    mask: Tensor  # bool
     old_per_token_logps: Tensor | None
     ref_per_token_logps: Tensor | None
     sampling_per_token_logps: Tensor | None
@@ -39,19 +38,15 @@ class AlignedBatch:
     segments: Segments | None
     num_sequences: int | Tensor | None
     num_items_in_batch: int | float | Tensor | None
-    entropy: Tensor | None = None
-    """In nats, without gradient, if the caller has it."""
+    entropy: Tensor | None = None  # in nats, without gradient, if the caller has it
 
     def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
         """Detached copies of the columns in `dtype`, 0 where the mask is 0; the mask as bool."""
         masked = self.mask == 0
-        columns = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
-        clean: dict[str, Any] = {
-            name: column.detach().to(dtype).masked_fill(masked, 0.0)
-            for name, column in columns.items()
-            if column is not None
-        }
-        return replace(self, **clean, mask=~masked)
+        columns: dict[str, Any] = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
+        for name, column in columns.items():
+            columns[name] = None if column is None else column.detach().to(dtype).masked_fill(masked, 0.0)
+        return replace(self, **columns, mask=~masked)
 
     def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
         """The tokens at flat positions of (B, T) or (N,). The divisors stay those of the whole batch.
@@ -110,27 +105,23 @@ class AlignedBatch:
 class PolicyBatch:
     """The columns of a batch: one entry per token, (B, T), or packed (N,).
 
-    Columns are dense tensors. A loss reads them detached: a column that requires grad gets no gradient.
+    Columns are dense tensors, and get no gradient. Log-probabilities are in nats.
 
     Attributes:
         advantages: (B,) one per sequence, or (B, T) / (N,) one per token.
         completion_mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all. `ppo_loss_fn` refuses
-            other values of a mask in CPU memory. A mask on another device is not read: there any value but 0 counts
-            the token.
-        old_per_token_logps: log-probabilities in nats under the policy that sampled. None means the current ones,
-            detached (ratio 1).
-        ref_per_token_logps: log-probabilities in nats under the reference policy, for the KL penalty.
-        sampling_per_token_logps: log-probabilities in nats that the sampler (an inference engine) reported, NaN where
-            it has none. For `SamplerCorrection` and `OffPolicySequenceMask`.
+            other values in CPU memory. It does not read a mask on another device, where any value but 0 counts.
+        old_per_token_logps: under the policy that sampled; None means the current ones, detached (ratio 1).
+        ref_per_token_logps: under the reference policy, for the KL penalty.
+        sampling_per_token_logps: as the sampler (an inference engine) reported them, NaN where it has none. For
+            `SamplerCorrection` and `OffPolicySequenceMask`.
         importance_ratio: trainer over sampler probability, (B, T) / (N,) per token, or (B,) / (B, 1) per sequence. It
             multiplies the policy term, without gradient.
         segments: which sequence each token of a packed batch belongs to, for losses per sequence.
         num_sequences: divisor of means over sequences; None is B, or segments.count.
-        num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), for the reductions that
-            divide by it.
+        num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), a divisor.
 
-    Both divisors are a finite number of at least 1, or a 0-dim real tensor. A tensor's value is not read, because that
-    would wait for the device. A value under 1 counts as 1.
+    A divisor is a finite number of at least 1, or a 0-dim real tensor, whose value is not read; under 1 it counts as 1.
     """
 
     advantages: Tensor
@@ -144,12 +135,9 @@ class PolicyBatch:
     num_items_in_batch: int | float | Tensor | None = None
 
     def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
-        """Every column in `shape`, (B, T) or (N,), and a mask in any case. Values stay as they are until
-        `AlignedBatch.cleaned`.
+        """Every column in `shape`, (B, T) or (N,), with its values as they are, and a mask in any case.
 
-        Raises:
-            TypeError: a column is not a dense tensor of real numbers, or a divisor not a number.
-            ValueError: a column's shape or device does not fit, or a divisor's value.
+        Raises TypeError or ValueError for a column or a divisor that does not fit.
         """
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
@@ -243,27 +231,11 @@ def _divisor(name: str, value: Any, device: torch.device) -> Any:
     return value.detach().reshape(())
 
 
-class BatchColumns(TypedDict, total=False):
-    """The fields of `PolicyBatch` except advantages and mask, as keywords of a function."""
-
-    old_per_token_logps: Tensor | None
-    ref_per_token_logps: Tensor | None
-    sampling_per_token_logps: Tensor | None
-    importance_ratio: Tensor | None
-    segments: Segments | None
-    num_sequences: int | Tensor | None
-    num_items_in_batch: int | float | Tensor | None
-
-
 def batch_of(
-    function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: BatchColumns
+    function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: dict[str, Any]
 ) -> PolicyBatch:
-    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and columns.
-
-    Raises:
-        TypeError: an unknown column, or a column as well as a whole batch.
-    """
-    known = BatchColumns.__annotations__
+    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and the other columns."""
+    known = [f.name for f in fields(PolicyBatch) if f.name not in ("advantages", "completion_mask")]
     for name in columns:
         if name not in known:
             raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(known)}")

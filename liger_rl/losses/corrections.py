@@ -27,16 +27,11 @@ class SamplerCorrection(Options):
     """The importance ratio exp(old - sampling) of trainer over sampler, bounded; TRL's vLLM correction.
 
     A token without a sampling log-probability (NaN) has ratio 1.
-
-    Attributes:
-        level: "token": one ratio per token. "sequence": exp of the sum over the sequence.
-        mode: "truncate" clamps the ratio to the bounds, "mask" makes it 0 outside them.
-        ratio_min, ratio_max: bounds of the ratio, 0 <= ratio_min < ratio_max; None is no bound.
     """
 
-    level: Annotated[str, LEVELS] = "sequence"
-    mode: Annotated[str, MODES] = "mask"
-    ratio_min: Annotated[float | None, "[0, inf)"] = None
+    level: Annotated[str, LEVELS] = "sequence"  # one ratio per "token", or exp of the sum over the "sequence"
+    mode: Annotated[str, MODES] = "mask"  # "truncate" clamps the ratio to the bounds, "mask" makes it 0 outside them
+    ratio_min: Annotated[float | None, "[0, inf)"] = None  # under ratio_max; None is no bound
     ratio_max: Annotated[float | None, "(0, inf]"] = 3.0
 
     def __post_init__(self) -> None:
@@ -76,12 +71,9 @@ class OffPolicySequenceMask(Options):
     """0 on tokens with A < 0 whose sequence's mean of sampling - logp is above the threshold. arXiv:2512.02556.
 
     Without sampling log-probabilities, the batch's old ones take their place; without these, the current ones.
-
-    Attributes:
-        threshold: in nats per token.
     """
 
-    threshold: Annotated[float, "[-inf, inf]"]
+    threshold: Annotated[float, "[-inf, inf]"]  # in nats per token
     token_local: ClassVar[bool] = False
     needs_sequences: ClassVar[bool] = True
     sequence_local: ClassVar[bool] = True
@@ -99,13 +91,10 @@ class OffPolicySequenceMask(Options):
 class TopEntropyMask(Options):
     """1 on the tokens of highest entropy, 0 elsewhere. arXiv:2506.01939.
 
-    Attributes:
-        top_entropy_quantile: share of the tokens to keep, in (0, 1].
-        gather: (n,) entropies of this rank's tokens -> the entropies of all ranks, for a common threshold. NaN entries
-            are ignored, so ranks may pad with NaN. None is one rank.
+    For a threshold of all ranks, `gather` maps this rank's entropies (n,) to those of all ranks. NaN is ignored.
     """
 
-    top_entropy_quantile: Annotated[float, "(0, 1]"]
+    top_entropy_quantile: Annotated[float, "(0, 1]"]  # share of the tokens to keep
     gather: Annotated[Callable[[Tensor], Tensor] | None, callable] = None
     token_local: ClassVar[bool] = False
     restricts_entropy: ClassVar[bool] = True

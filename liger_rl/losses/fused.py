@@ -4,7 +4,6 @@ On a GPU the formulas of `liger_rl.losses` are dozens of small launches each way
 published losses in which each token's gradient depends on that token alone. This module decides which of the two runs.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -23,32 +22,25 @@ def evaluate(
     prepared: PreparedLoss, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
 ) -> PolicyLoss:
     """`prepared.evaluate`, differentiable once, for (B, T) or (N,) log-probabilities of the whole batch."""
-    kernel = kernel_for(prepared, per_token_logps, sums=True)
+    kernel = kernel_for(prepared, per_token_logps)
     if kernel is None:
         return prepared.evaluate(per_token_logps, entropy, exact_kl)
     loss, *_, sums = _Launch.apply(per_token_logps, prepared, kernel, ("sums",), "active")
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
 
+@torch.enable_grad()
 def with_gradients(
-    prepared: PreparedLoss, logps: Tensor, entropy: Tensor | None
+    prepared: PreparedLoss, logps: Tensor, entropy: Tensor | None, exact_kl: Tensor | None = None
 ) -> tuple[PolicyLoss, Tensor, Tensor | None]:
-    """The loss, without gradient, d loss / d logp and d loss / d entropy, shaped like the log-probabilities."""
-    kernel = kernel_for(prepared, logps, sums=True)
-    if kernel is None:
-        return gradients_by_autograd(prepared.evaluate, logps, entropy)
-    out = kernel.launch(prepared, logps, outputs=("slopes", "sums"))
-    return PolicyLoss(out.sums[0], _metrics(prepared, out.sums, kernel)), out.slopes, None
-
-
-def gradients_at(
-    prepared: PreparedLoss, positions: Tensor | slice, logps: Tensor, entropy: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """(n,) d loss / d logp and d loss / d entropy of the tokens at flat positions of the batch."""
-    kernel = kernel_for(prepared, logps, sums=False)
-    if kernel is None:
-        return gradients_by_autograd(prepared.take(positions).evaluate, logps, entropy)[1:]
-    return kernel.launch(prepared, logps, positions, outputs=("slopes",)).slopes, None
+    """The loss, d loss / d logps and d loss / d entropy; None for the entropy if the loss does not depend on it."""
+    leaves = [values.detach().requires_grad_() for values in (logps, entropy) if values is not None]
+    result = evaluate(prepared, leaves[0], leaves[1] if len(leaves) > 1 else None, exact_kl)
+    if not result.loss.requires_grad:
+        return result, torch.zeros_like(logps), None
+    grad_logps, *grad_entropies = torch.autograd.grad(result.loss, leaves, allow_unused=True)
+    grad_logps = torch.zeros_like(logps) if grad_logps is None else grad_logps
+    return result, grad_logps, grad_entropies[0] if grad_entropies else None
 
 
 def per_token(
@@ -62,20 +54,6 @@ def per_token(
     if kernel is None:
         return None
     return _Launch.apply(logps, prepared, kernel, ("losses", "kls", "clipped"), clip_indicator)[:3]
-
-
-@torch.enable_grad()
-def gradients_by_autograd(
-    evaluate: Callable[[Tensor, Tensor | None], PolicyLoss], logps: Tensor, entropy: Tensor | None
-) -> tuple[PolicyLoss, Tensor, Tensor | None]:
-    """The loss, d loss / d logps and d loss / d entropy; None for the entropy if the loss does not depend on it."""
-    leaves = [values.detach().requires_grad_() for values in (logps, entropy) if values is not None]
-    result = evaluate(leaves[0], leaves[1] if len(leaves) > 1 else None)
-    if not result.loss.requires_grad:
-        return result, torch.zeros_like(logps), None
-    grad_logps, *grad_entropies = torch.autograd.grad(result.loss, leaves, allow_unused=True)
-    grad_logps = torch.zeros_like(logps) if grad_logps is None else grad_logps
-    return result, grad_logps, grad_entropies[0] if grad_entropies else None
 
 
 class _Launch(torch.autograd.Function):
@@ -117,8 +95,8 @@ def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
     return fused_triton if fused_triton.knows(terms) else None
 
 
-def kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
-    """`kernel_of` the terms and batch, if it can also read these log-probabilities and the weights."""
+def kernel_for(prepared: PreparedLoss, logps: Tensor) -> ModuleType | None:
+    """`kernel_of` the terms and batch, if it has the metrics and can read these log-probabilities and the weights."""
     kernel, weights = kernel_of(prepared.terms, prepared.batch), prepared.weights
     if kernel is None or not isinstance(weights, Tensor) or weights.requires_grad:
         return None
@@ -126,12 +104,12 @@ def kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleTy
         return None
     if any(tensor.dtype != torch.float32 or type(tensor) is not Tensor for tensor in (logps, weights)):
         return None
-    return None if sums and prepared.metrics not in ("none", "loss") else kernel
+    return kernel if prepared.metrics in ("none", "loss") else None
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
     """The metrics that `policy_metrics` makes at the level "loss"."""
-    penalised, clips = kernel.penalises(prepared), kernel.clips(prepared.terms)
+    penalised, clips = kernel.penalises(prepared), kernel.FORMULAS[type(prepared.terms.objective)].clips
     if prepared.metrics == "none" or not (penalised or clips):
         return {}
     return loss_metrics(prepared.batch.mask.sum(), sums[1] if penalised else None, sums[2:] if clips else None)

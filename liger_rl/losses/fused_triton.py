@@ -147,14 +147,12 @@ def _k3(logp, ref, grad):
     return kl, tl.where(_within(difference, LARGEST), grad * slope, 0.0)
 
 
-# These numbers differ from call to call; specialising on them would compile the kernel again.
-@triton.jit(do_not_specialize=["first", "tokens"], do_not_specialize_on_alignment=["index"])
+# The number differs from call to call; specialising on it would compile the kernel again.
+@triton.jit(do_not_specialize=["tokens"])
 def _policy_terms_kernel(
-    logps,  # (tokens,)
-    index,  # (tokens,) into the columns; None for the span from `first` on
-    first,
+    logps,  # (tokens,), as the columns from `mask` to `weights`
     tokens,
-    mask,  # the columns of the whole batch
+    mask,
     advantages,
     old,
     ref,
@@ -176,23 +174,20 @@ def _policy_terms_kernel(
     program = tl.program_id(0)
     place = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < tokens
-    token = first + place
-    if index is not None:
-        token = tl.load(index + place, mask=inside, other=0)
-    counts = tl.load(mask + token, mask=inside, other=0) != 0
+    counts = tl.load(mask + place, mask=inside, other=0) != 0
     logp = tl.load(logps + place, mask=counts, other=0.0)
-    advantage = tl.load(advantages + token, mask=counts, other=0.0)
+    advantage = tl.load(advantages + place, mask=counts, other=0.0)
     weight = tl.full([BLOCK], 1.0, tl.float32)
     if weights is not None:
-        weight = tl.load(weights + token, mask=counts, other=0.0)
+        weight = tl.load(weights + place, mask=counts, other=0.0)
     before = logp  # inf - inf is NaN, as in the formulas
     if old is not None:
-        before = tl.load(old + token, mask=counts, other=0.0)
+        before = tl.load(old + place, mask=counts, other=0.0)
     log_ratio = logp - before
     ratio = _exp(_at_most(log_ratio, LARGEST))
     grad = weight
     if importance_ratio is not None:
-        importance = tl.load(importance_ratio + token, mask=counts, other=0.0)
+        importance = tl.load(importance_ratio + place, mask=counts, other=0.0)
         grad = weight * importance
     loss, slope, to_ratio, below, above = OBJECTIVE(logp, log_ratio, ratio, advantage, grad, p, q, r, s)
     low, high = below & (advantage < 0.0), above & (advantage > 0.0)
@@ -201,7 +196,7 @@ def _policy_terms_kernel(
     if ESTIMATOR is not None:
         grad = weight * beta
         factor = ratio if IMPORTANCE_WEIGHTED else 1.0
-        kl, to_logp = ESTIMATOR(logp, tl.load(ref + token, mask=counts, other=0.0), grad * factor)
+        kl, to_logp = ESTIMATOR(logp, tl.load(ref + place, mask=counts, other=0.0), grad * factor)
         if IMPORTANCE_WEIGHTED:
             to_ratio += grad * kl
         kl *= factor
@@ -271,11 +266,6 @@ def knows(terms: PolicyTerms) -> bool:
     return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty and terms.kl.kl_estimator in ESTIMATORS
 
 
-def clips(terms: PolicyTerms) -> bool:
-    """Whether the objective has clip indicators."""
-    return FORMULAS[type(terms.objective)].clips
-
-
 def penalises(prepared: PreparedLoss) -> bool:
     """Whether there is a KL penalty."""
     return prepared.terms.kl.beta != 0.0 and prepared.batch.ref_per_token_logps is not None
@@ -283,8 +273,7 @@ def penalises(prepared: PreparedLoss) -> bool:
 
 def launch(
     prepared: PreparedLoss,
-    logps: Tensor,  # (B, T) or (N,) of the whole batch, or (n,) of some tokens
-    positions: Tensor | slice | None = None,  # (n,) flat positions of these tokens; None for all
+    logps: Tensor,  # (B, T) or (N,)
     *,
     outputs: Collection[str],  # names of `Outputs`
     indicator: str = "active",
@@ -312,8 +301,6 @@ def launch(
         with on(logps.device):
             _policy_terms_kernel[(programs,)](
                 logps.contiguous(),
-                positions.contiguous() if isinstance(positions, Tensor) else None,
-                positions.start if isinstance(positions, slice) else 0,
                 tokens,
                 batch.mask.contiguous(),
                 whole(batch.advantages),

@@ -21,10 +21,8 @@ Locality = Literal["token", "sequence", "batch"]
 class PolicyLoss(NamedTuple):
     """A loss to call backward on, and its metrics."""
 
-    loss: Tensor
-    """() in float32; with reduction=None per token, shaped like the log-probabilities, 0 at masked tokens."""
-    metrics: dict[str, Metric]
-    """By name, without gradient; see `liger_rl.losses.metrics`."""
+    loss: Tensor  # () in float32; with reduction=None per token, shaped like the log-probabilities, 0 at masked tokens
+    metrics: dict[str, Metric]  # by name, without gradient; see `liger_rl.losses.metrics`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +83,7 @@ class PolicyTerms(Options):
             object.__setattr__(self, name, value)
 
     def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
-        """The batch's columns in `shape`, with their values as they are. No value is read.
-
-        Raises:
-            TypeError, ValueError: columns that do not fit together, or that these terms lack.
-        """
+        """The batch's columns in `shape`, unread. Raises for columns that do not fit together, or that are missing."""
         self.kl.check(batch)
         if batch.ref_per_token_logps is not None and not self.reads_reference and not torch.compiler.is_compiling():
             warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
@@ -263,16 +257,13 @@ def ppo_loss_fn(
             `TopEntropyMask` and the metrics "with_entropy" need them.
         exact_kl: KL(policy || reference) of each token in nats, with gradient, for `KLPenalty(kl_estimator="exact")`;
             `linear_divergence(kind="reverse_kl").divergence` is one.
-        kl: penalty for leaving the reference policy.
-        entropy_bonus: reward for entropy.
+        kl, entropy_bonus: the penalty for leaving the reference policy; the reward for entropy.
         sampler_correction: makes `importance_ratio` from the batch's sampling_per_token_logps.
-        corrections: callables (logps, batch) -> factor on the policy term, such as `OffPolicySequenceMask(...)`. Any
-            iterable, read once.
+        corrections: callables (logps, batch) -> factor on the policy term, such as `OffPolicySequenceMask(...)`.
         metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.losses.metrics`.
 
     Raises:
-        TypeError, ValueError: columns that do not fit together; a column that an option needs is missing; a
-            completion_mask in CPU memory has values other than 0 and 1. The error names the argument.
+        TypeError, ValueError: columns that do not fit together or that are missing, naming the argument.
     """
     terms = PolicyTerms(
         objective=objective,

@@ -1,8 +1,7 @@
-"""Metrics of a step: 0-dim tensors, each with the way to merge it over micro-batches and ranks. None waits for a
-device.
+"""Metrics of a step: 0-dim tensors, merged over micro-batches and ranks by sum, maximum or minimum.
 
-A metric is merged by sum, maximum or minimum. A mean keeps its sum and its count until it is read, so that merging is
-exact. A rank without tokens is neutral: 0 in a sum, -inf in a maximum, +inf in a minimum.
+A mean keeps its sum and its count until it is read, so that merging is exact. A rank without tokens is neutral: 0 in a
+sum, -inf in a maximum, +inf in a minimum. No metric waits for a device.
 """
 
 import math
@@ -25,17 +24,11 @@ MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max"
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a step and how it is merged.
+    """A number of a step and how it is merged."""
 
-    Attributes:
-        total: () the sum, maximum or minimum, without gradient.
-        reduction: "sum", "max" or "min", over micro-batches and ranks.
-        count: () the divisor of a mean, merged by sum; None for other metrics.
-    """
-
-    total: Tensor
-    reduction: ReductionKind = "sum"
-    count: Tensor | None = None
+    total: Tensor  # () the sum, maximum or minimum, without gradient
+    reduction: ReductionKind = "sum"  # over micro-batches and ranks
+    count: Tensor | None = None  # () the divisor of a mean, merged by sum; None for other metrics
 
     @property
     def value(self) -> Tensor:
@@ -53,9 +46,8 @@ class Metric:
 def policy_metrics(
     level: MetricsLevel, logps: Tensor, token_loss: TokenLoss, kl: Tensor | None, batch: AlignedBatch
 ) -> dict[str, Metric]:
-    """Metrics by name, at one of four levels. Each level has those of the level before.
+    """Metrics by name, at one of four levels. "none" has none. Each other level has those of the level before.
 
-    - "none": no metric.
     - "loss", with a KL penalty: `kl_ref`, the mean KL to the reference in nats. With an objective that clips, shares of
       the tokens: `clip_low` (r below the lower bound and A < 0), `clip_high` (r above the upper bound and A > 0), and
       `clip_ratio` (either).
@@ -143,15 +135,10 @@ AllReduceKind = Callable[[Tensor, ReductionKind], Tensor]
 def reduce_metrics(
     micro_batches: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
 ) -> dict[str, Metric]:
-    """A step's metrics, merged over its micro-batches and, with `all_reduce`, over all ranks.
+    """A step's metrics, merged over its micro-batches, of which one may lack a name, and over all ranks.
 
-    Args:
-        micro_batches: metrics of each micro-batch. A micro-batch may lack a name.
-        all_reduce: (values, kind) -> values merged over ranks. It is called once per kind, with all values of the kind.
-            Every rank must have the same names.
-
-    Raises:
-        ValueError: two micro-batches merge a name in different ways.
+    `all_reduce` maps (values, kind) to the values merged over ranks, such as `merge_over(group)`. It is called once for
+    each kind. Every rank must have the same names. None is one rank.
     """
     merged: dict[str, Metric] = {}
     for metrics in micro_batches:

@@ -4,9 +4,8 @@ An objective is a callable `(logps, batch) -> TokenLoss` on the columns of an `A
 every column, and their losses are dropped. r_t = exp(logp_t - old_t), at most e^40, is `batch.ratio(logps)`. An
 objective may have these attributes. Those that are not there are False.
 
-    token_local: a token's gradient depends on that token alone; callers may split sequences.
-    sequence_local: a token's gradient depends on its sequence alone; callers may split batches. An objective with
-        either attribute is a function of its arguments alone, and all its gradient flows through them.
+    token_local, sequence_local: a token's gradient depends on that token alone, or on its sequence alone; callers may
+        split sequences, or batches. All the gradient flows through the arguments.
     zero_without_advantage: a token with advantage 0 has a loss, gradient and clip indicators of 0, whatever its
         log-probability; callers need not project it. A subclass with its own formula does not inherit this.
     sequence_zero_without_advantages: the same for a sequence whose advantages are all 0. It follows from
@@ -29,18 +28,16 @@ from liger_rl.losses.options import Options
 
 
 class TokenLoss(NamedTuple):
-    """An objective's result for each token. All but the loss may be broadcastable to the log-probabilities."""
+    """An objective's result for each token. All but the loss may be broadcastable to the log-probabilities.
 
-    loss: Tensor
-    """One for each token, shaped like the log-probabilities."""
+    The probability ratio is before its clip, per token or per sequence as the objective has it, differentiable.
+    """
+
+    loss: Tensor  # one for each token, shaped like the log-probabilities
     ratio: Tensor | None = None
-    """The probability ratio before its clip, per token or per sequence as the objective has it, differentiable."""
-    clip_low: Tensor | None = None
-    """bool: the ratio is under the lower bound, and A < 0."""
-    clip_high: Tensor | None = None
-    """bool: the ratio is over the upper bound, and A > 0."""
-    outside: Tensor | None = None
-    """bool: the ratio is outside the bounds, whatever the advantage's sign."""
+    clip_low: Tensor | None = None  # bool: the ratio is under the lower bound, and A < 0
+    clip_high: Tensor | None = None  # bool: the ratio is over the upper bound, and A > 0
+    outside: Tensor | None = None  # bool: the ratio is outside the bounds, whatever the advantage's sign
 
 
 Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
@@ -51,24 +48,17 @@ RATIO_LEVELS = ("token", "sequence", "sequence_token")
 class PPOClip(Options):
     """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
 
-    Attributes:
-        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0. Two different ones: arXiv:2503.14476. An
-            epsilon_low of 1 or more is no lower bound.
-        delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high; None is none. Two-sided clipping,
-            arXiv:2505.07291.
-        dual_clip: c > 1. If A < 0, the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
-        importance_sampling_level: "token": r per token. "sequence": GSPO's R = exp(mean over the sequence of logp -
-            old). "sequence_token": GSPO-token's sg(R) exp(logp - sg(logp)), where sg() has no gradient; eq. 14 of
-            arXiv:2507.18071.
-        mean_advantages: replace A by its mean over the sequence, as Fast-LLM's GSPO does.
+    At the level "token" r is per token. At "sequence" it is GSPO's R = exp(mean over the sequence of logp - old). At
+    "sequence_token" it is GSPO-token's sg(R) exp(logp - sg(logp)), where sg() has no gradient; eq. 14 of
+    arXiv:2507.18071. If A < 0, the loss is at most -dual_clip A.
     """
 
-    epsilon_low: Annotated[float, "[0, inf)"] = 0.2
-    epsilon_high: Annotated[float, "[0, inf)"] = 0.2
-    delta: Annotated[float | None, "(0, inf)"] = None
-    dual_clip: Annotated[float | None, "(1, inf]"] = None
+    epsilon_low: Annotated[float, "[0, inf)"] = 0.2  # distance of the lower bound of r from 1
+    epsilon_high: Annotated[float, "[0, inf)"] = 0.2  # of the upper bound; another than epsilon_low: arXiv:2503.14476
+    delta: Annotated[float | None, "(0, inf)"] = None  # upper clamp of the first r, arXiv:2505.07291; None is none
+    dual_clip: Annotated[float | None, "(1, inf]"] = None  # arXiv:1912.09729, verl's `clip_ratio_c`
     importance_sampling_level: Annotated[str, RATIO_LEVELS] = "token"
-    mean_advantages: Annotated[bool, bool] = False
+    mean_advantages: Annotated[bool, bool] = False  # replace A by its mean over the sequence, as Fast-LLM's GSPO does
     sequence_local: ClassVar[bool] = True
     sequence_zero_without_advantages: ClassVar[bool] = True
 
@@ -107,15 +97,12 @@ class PPOClip(Options):
 class CISPO(Options):
     """-clip(r, ratio_min, epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
 
-    Attributes:
-        epsilon_high: the upper bound of r itself, > 0, not its distance from 1. 0.2 is TRL's default; arXiv:2510.13786
-            recommends 5.
-        ratio_min: the lower bound of r itself, in [0, epsilon_high]. 0 is none, as in TRL. verl's `cispo` has
-            1 - clip_ratio_low and 1 + clip_ratio_high.
+    The options are the bounds of r themselves, not distances from 1. verl's are 1 - clip_ratio_low and
+    1 + clip_ratio_high.
     """
 
-    epsilon_high: Annotated[float, "(0, inf)"] = 0.2
-    ratio_min: Annotated[float, "[0, inf)"] = 0.0
+    epsilon_high: Annotated[float, "(0, inf)"] = 0.2  # TRL's default; arXiv:2510.13786 recommends 5
+    ratio_min: Annotated[float, "[0, inf)"] = 0.0  # at most epsilon_high
     token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
@@ -132,14 +119,10 @@ class CISPO(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SAPO(Options):
-    """-sigmoid(t (r - 1)) 4 / t A. arXiv:2511.20347.
+    """-sigmoid(t (r - 1)) 4 / t A. arXiv:2511.20347."""
 
-    Attributes:
-        sapo_temperature_pos, sapo_temperature_neg: t, the steepness of the gate, for A > 0 and for A <= 0; > 0.
-    """
-
-    sapo_temperature_pos: Annotated[float, "(0, inf)"] = 1.0
-    sapo_temperature_neg: Annotated[float, "(0, inf)"] = 1.05
+    sapo_temperature_pos: Annotated[float, "(0, inf)"] = 1.0  # t, the steepness of the gate, for A > 0
+    sapo_temperature_neg: Annotated[float, "(0, inf)"] = 1.05  # t for A <= 0
     token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
@@ -155,16 +138,12 @@ class VESPO(Options):
 
     log w = clamp(sum_t clamp(logp - old, +-20) + sum_t log importance_ratio, log 1e-8, 20). The importance ratio is a
     part of w and multiplies nothing else. arXiv:2602.10693, as in TRL's `get_gamma_weights`.
-
-    Attributes:
-        vespo_k_pos, vespo_lambda_pos: k and lambda for A >= 0; >= 0.
-        vespo_k_neg, vespo_lambda_neg: k and lambda for A < 0; >= 0.
     """
 
-    vespo_k_pos: Annotated[float, "[0, inf)"] = 2.0
-    vespo_lambda_pos: Annotated[float, "[0, inf)"] = 3.0
-    vespo_k_neg: Annotated[float, "[0, inf)"] = 3.0
-    vespo_lambda_neg: Annotated[float, "[0, inf)"] = 2.0
+    vespo_k_pos: Annotated[float, "[0, inf)"] = 2.0  # k for A >= 0
+    vespo_lambda_pos: Annotated[float, "[0, inf)"] = 3.0  # lambda for A >= 0
+    vespo_k_neg: Annotated[float, "[0, inf)"] = 3.0  # k for A < 0
+    vespo_lambda_neg: Annotated[float, "[0, inf)"] = 2.0  # lambda for A < 0
     token_local: ClassVar[bool] = False
     sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
@@ -202,12 +181,9 @@ class VESPO(Options):
 class GMPO(Options):
     """-exp(mean over the sequence of c_t) mean(A), the geometric mean of clipped ratios. arXiv:2507.20673.
 
-    c_t is min(log r_t, epsilon_high) if A_t > 0, else max(log r_t, -epsilon_low).
-
-    Attributes:
-        epsilon_low, epsilon_high: bounds of log r, in nats, >= 0.
-        mean_importance_ratio: True multiplies a sequence's loss by the geometric mean of its importance ratios, each at
-            least 1e-10, as verl's `geo_mean` does. False multiplies each token's loss by its ratio.
+    c_t is min(log r_t, epsilon_high) if A_t > 0, else max(log r_t, -epsilon_low), in nats. With mean_importance_ratio a
+    sequence's loss is multiplied by the geometric mean of its importance ratios, each at least 1e-10, as in verl's
+    `geo_mean`; without it each token's loss is multiplied by its ratio.
     """
 
     epsilon_low: Annotated[float, "[0, inf)"] = 0.4
@@ -254,10 +230,6 @@ class DPPO(Options):
 
     A > 0 drops tokens with p - p_old > divergence_high. A <= 0 drops tokens with p - p_old < -divergence_low. This is
     binary total variation, verl's `dppo_tv`. Below the cap, the gradient is that of prime-rl's default loss.
-
-    Attributes:
-        divergence_low, divergence_high: bounds of the change of probability, in [0, 1].
-        ratio_cap: upper bound of r, > 0.
     """
 
     divergence_low: Annotated[float, "[0, 1]"] = 0.2
@@ -285,11 +257,7 @@ class DPPOKL(DPPO):
     """`DPPO` by the binary KL divergence D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
 
     A > 0 drops tokens with p > p_old and D > divergence_high. A <= 0 drops tokens with p < p_old and D >
-    divergence_low. As in verl's `dppo_kl`, 1e-8 is added to 1 - p_old and to 1 - p. arXiv:2602.04879.
-
-    Attributes:
-        divergence_low, divergence_high: bounds of D in nats, >= 0.
-        ratio_cap: upper bound of r, > 0.
+    divergence_low, in nats. As in verl's `dppo_kl`, 1e-8 is added to 1 - p_old and to 1 - p. arXiv:2602.04879.
     """
 
     divergence_low: Annotated[float, "[0, inf)"] = 0.2
@@ -310,12 +278,9 @@ class DRO(Options):
     """-(A logp - dro_beta / 2 (logp - old)^2), direct reward optimisation. arXiv:2405.19107, verl's `dro`.
 
     The paper's A is the reward minus a learned value.
-
-    Attributes:
-        dro_beta: strength of the penalty for leaving the old policy, > 0. It has no default.
     """
 
-    dro_beta: Annotated[float, "(0, inf)"]
+    dro_beta: Annotated[float, "(0, inf)"]  # strength of the penalty for leaving the old policy; it has no default
     token_local: ClassVar[bool] = True
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -327,14 +292,8 @@ class DRO(Options):
 class ClipCov(Options):
     """`PPOClip`, with loss 0 for a few tokens of high covariance. arXiv:2505.22617, verl's `clip_cov`.
 
-    A token is eligible if clip_cov_lb < (A - mean A)(logp - mean logp) < clip_cov_ub and PPO does not clip it.
+    A token is eligible if clip_cov_lb < (A - mean A)(logp - mean logp) < clip_cov_ub in nats and PPO does not clip it.
     max(1, floor(clip_cov_ratio * tokens)) of the eligible tokens are drawn, and get loss 0.
-
-    Attributes:
-        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0.
-        clip_cov_ratio: share of the tokens to cut, in (0, 1].
-        clip_cov_lb, clip_cov_ub: bounds of the covariance in nats, clip_cov_lb < clip_cov_ub.
-        generator: draws the tokens, on the log-probabilities' device; None is torch's default.
     """
 
     epsilon_low: Annotated[float, "[0, inf)"] = 0.2
@@ -342,7 +301,7 @@ class ClipCov(Options):
     clip_cov_ratio: Annotated[float, "(0, 1]"] = 0.0002
     clip_cov_lb: Annotated[float, "[-inf, inf]"] = 1.0
     clip_cov_ub: Annotated[float, "[-inf, inf]"] = 5.0
-    generator: Annotated[torch.Generator | None, torch.Generator] = None
+    generator: Annotated[torch.Generator | None, torch.Generator] = None  # on the log-probabilities' device
     token_local: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -368,10 +327,6 @@ class KLCov(Options):
     """-r A, plus ppo_kl_coef |logp - old| on the tokens of highest covariance. arXiv:2505.22617, verl's `kl_cov`.
 
     The covariance is (A - mean A)(logp - mean logp). max(1, floor(kl_cov_ratio * tokens)) tokens get the penalty.
-
-    Attributes:
-        kl_cov_ratio: share of the tokens with the penalty, in (0, 1].
-        ppo_kl_coef: coefficient of the penalty, >= 0.
     """
 
     kl_cov_ratio: Annotated[float, "(0, 1]"] = 0.0002

@@ -54,12 +54,7 @@ def in_interval(name: str, value: Any, interval: str) -> None:
 
 
 def number(name: str, value: Any) -> float:
-    """The number as a float, NaN and infinities included.
-
-    Raises:
-        TypeError: it is not an int or float.
-        ValueError: it is an int beyond a float's range.
-    """
+    """The number as a float, NaN and infinities included. Raises for another type or an int beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:

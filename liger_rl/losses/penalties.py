@@ -37,14 +37,10 @@ KL_ESTIMATORS = (*ESTIMATORS, EXACT)
 class KLPenalty(Options):
     """+ beta kl(logp, ref). At beta == 0 nothing is computed.
 
-    Attributes:
-        beta: coefficient, >= 0.
-        kl_estimator: "k1", "k2" and "k3" estimate the KL from the sampled token. "exact" is KL(policy || reference)
-            over the whole vocabulary at each sampled prefix, the Rao-Blackwellised term of arXiv:2504.10637.
-            `FusedLinearGRPOLoss` makes it from a `ReferenceHead`; `ppo_loss_fn` takes it as `exact_kl`. With each of
-            the four, the gradient ignores that the policy chose the prefix.
-        importance_weighted: multiply the estimate by the objective's un-clamped ratio, with gradient. TRL's
-            `use_bias_correction_kl`, arXiv:2512.02556. Not with "exact", which has no sampled token.
+    "k1", "k2" and "k3" estimate the KL from the sampled token. "exact" is KL(policy || reference) over the whole
+    vocabulary at each sampled prefix, the Rao-Blackwellised term of arXiv:2504.10637. `FusedLinearGRPOLoss` makes it
+    from a `ReferenceHead`; `ppo_loss_fn` takes it as `exact_kl`. With importance_weighted the estimate is multiplied by
+    the objective's un-clamped ratio, with gradient: TRL's `use_bias_correction_kl`, arXiv:2512.02556.
     """
 
     beta: Annotated[float, "[0, inf)"] = 0.0
@@ -65,7 +61,6 @@ class KLPenalty(Options):
         return self.beta != 0.0 and self.kl_estimator == EXACT
 
     def check(self, batch: PolicyBatch) -> None:
-        """Raises ValueError if the penalty needs a reference and the batch has none."""
         if self.beta != 0.0 and not self.exact and batch.ref_per_token_logps is None:
             raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
 
@@ -87,12 +82,9 @@ class EntropyBonus(Options):
 
     With a `TopEntropyMask` among the corrections, the mean is over the tokens that it keeps. The mean is over one
     batch: divide the coefficient by the number of micro-batches, as TRL does, and they add up.
-
-    Attributes:
-        entropy_coef: coefficient, finite; 0 computes nothing.
     """
 
-    entropy_coef: Annotated[float, "(-inf, inf)"] = 0.0
+    entropy_coef: Annotated[float, "(-inf, inf)"] = 0.0  # 0 computes nothing
 
     def __call__(self, entropy: Tensor, kept: Tensor, count: Tensor | None = None) -> Tensor:
         """() the term, of entropies in nats and the bool mask of the tokens kept, (B, T) or (N,).

@@ -43,52 +43,34 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def build_loss(
-    loss_type: str | Objective,
+    loss_type: str | Objective,  # the name of a preset, or an objective of the caller's, which needs a reduction
     options: dict[str, Any],
     *,
-    reduction: Reduction | None = None,
-    keywords: Sequence[str] = (),
-    **terms: Any,
+    reduction: Reduction | None = None,  # replaces the preset's reduction, whose options are then unknown
+    per_token: bool = False,  # no reduction, and so no entropy bonus, which is a mean
+    keywords: Sequence[str] = (),  # names of the caller's other options, for the message about an unknown one
+    **terms: Any,  # the other fields of `PolicyTerms`
 ) -> PolicyTerms:
     """A loss whose objective, reduction and penalties are made with the options that are their fields.
 
-    Args:
-        loss_type: the name of a preset, or an objective of the caller's, which needs a reduction.
-        reduction: replaces the preset's reduction, whose options are then unknown.
-        keywords: names of the caller's other options, for the message about an unknown one.
-        terms: the other fields of `PolicyTerms`.
-
-    Raises:
-        TypeError: loss_type is neither a name nor callable.
-        ValueError: an unknown preset or option (the known ones are listed), or a required option left out.
+    Raises TypeError or ValueError for an unknown preset or option, naming the known ones, and for a missing option.
     """
-    if isinstance(loss_type, str):
-        preset = _preset(loss_type)
-        classes = [preset.objective, KLPenalty, EntropyBonus, *([preset.reduction] if reduction is None else [])]
-        objective, kl, bonus, *reductions = _built(
-            f"loss_type {loss_type!r}", classes, preset.defaults | options, keywords
-        )
-        reduction = reductions[0] if reductions else reduction
+    classes: dict[str, type] = {"kl": KLPenalty} if per_token else {"kl": KLPenalty, "entropy_bonus": EntropyBonus}
+    given = {"objective": loss_type, "reduction": reduction}
+    name = "an objective of your own, whose options are its attributes,"
+    if isinstance(loss_type, str) or per_token:
+        one_of("loss_type", loss_type, sorted(PRESETS))
+        preset, name = PRESETS[str(loss_type)], f"loss_type {loss_type!r}"
+        options = preset.defaults | options
+        classes = {"objective": preset.objective, **classes}
+        if reduction is None and not per_token:
+            classes["reduction"] = preset.reduction
     else:
         callable_instance("loss_type, which is a name or an objective,", loss_type)
         if reduction is None:
             raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-        objective, name = loss_type, "an objective of your own, whose options are its attributes,"
-        kl, bonus = _built(name, (KLPenalty, EntropyBonus), options, keywords)
-    return PolicyTerms(objective=objective, reduction=reduction, kl=kl, entropy_bonus=bonus, **terms)
-
-
-def build_per_token(loss_type: str, options: dict[str, Any], *, keywords: Sequence[str]) -> PolicyTerms:
-    """`build_loss` of a preset, without reduction, entropy bonus (which is a mean) and metrics."""
-    preset = _preset(loss_type)
-    name = f"loss_type {loss_type!r}"
-    objective, kl = _built(name, (preset.objective, KLPenalty), preset.defaults | options, keywords)
-    return PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
-
-
-def _preset(loss_type: str) -> Preset:
-    one_of("loss_type", loss_type, sorted(PRESETS))
-    return PRESETS[loss_type]
+    built = dict(zip(classes, _built(name, list(classes.values()), options, keywords), strict=True))
+    return PolicyTerms(**{**given, **built, **terms})
 
 
 def _built(name: str, classes: Sequence[type], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:

@@ -1,10 +1,9 @@
 """Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
 
-A reduction is a callable `(batch) -> weights` on an `AlignedBatch`. Weights at masked tokens are 0. m is the mask, 1 at
-tokens that count. `policy_steps` makes the weights of the whole batch before it cuts the batch. Micro-batches that a
-caller gives to `ppo_loss_fn` add up to the whole batch if they share its divisors, num_sequences or num_items_in_batch.
-
-A reduction may have a method check(batch). It raises ValueError for a batch that lacks a column or divisor.
+A reduction is a callable `(batch) -> weights` on an `AlignedBatch`, 0 at masked tokens. m is the mask, 1 at tokens that
+count. Micro-batches that a caller gives to `ppo_loss_fn` add up to the whole batch if they share its divisors,
+num_sequences or num_items_in_batch. A method check(batch), if there is one, raises ValueError for a batch that lacks a
+column or divisor.
 """
 
 from collections.abc import Callable
@@ -23,15 +22,14 @@ class _OverSequences:
     """A reduction that divides by the number of sequences."""
 
     def check(self, batch: AlignedBatch) -> None:
+        self.sequences(batch)
+
+    def sequences(self, batch: AlignedBatch) -> float | Tensor:
         if batch.num_sequences is None:
             raise ValueError(
                 "num_sequences or segments must be given for packed (N,) tokens, because this reduction divides by "
                 "the number of sequences; got neither"
             )
-
-    def sequences(self, batch: AlignedBatch) -> float | Tensor:
-        self.check(batch)
-        assert batch.num_sequences is not None
         return divisor(batch.num_sequences)
 
 
@@ -68,12 +66,9 @@ class GlobalTokenMean:
     """m world_size / num_items_in_batch: the mean over the tokens of the whole optimiser step. arXiv:2503.14476.
 
     Without `num_items_in_batch` in the batch, it is `TokenMean`.
-
-    Attributes:
-        world_size: number of ranks whose gradients are averaged afterwards, as data parallelism does; at least 1.
     """
 
-    world_size: int = 1
+    world_size: int = 1  # number of ranks whose gradients are averaged afterwards, as data parallelism does
 
     def __post_init__(self) -> None:
         whole_number("world_size", self.world_size, least=1)
@@ -87,13 +82,9 @@ class GlobalTokenMean:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLengthMean(_OverSequences, Options):
-    """m / (num_sequences * max_completion_length): tokens of short and of long sequences weigh alike. arXiv:2503.20783.
+    """m / (num_sequences * max_completion_length): a token weighs the same in every batch. arXiv:2503.20783."""
 
-    Attributes:
-        max_completion_length: the most tokens of a completion, > 0. It has no default.
-    """
-
-    max_completion_length: Annotated[float, "(0, inf)"]
+    max_completion_length: Annotated[float, "(0, inf)"]  # the most tokens of a completion; it has no default
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / self.max_completion_length / self.sequences(batch)

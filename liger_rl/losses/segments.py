@@ -13,17 +13,11 @@ AllReduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Which sequence each token of a packed batch belongs to.
+    """Which sequence each token of a packed batch belongs to."""
 
-    Attributes:
-        index: (N,) integers in [0, count). A token outside of them belongs to no sequence, and must be masked.
-        count: number of sequences, the same on every rank. A sequence may have no token.
-        all_reduce: sums a (count,) tensor over the ranks that hold parts of the same sequences; None is one rank.
-    """
-
-    index: Tensor
-    count: int
-    all_reduce: AllReduce | None = None
+    index: Tensor  # (N,) integers in [0, count). A token outside of them belongs to no sequence, and must be masked
+    count: int  # number of sequences, the same on every rank. A sequence may have no token
+    all_reduce: AllReduce | None = None  # sums (count,) over the ranks that hold parts of the same sequences
 
     def __post_init__(self) -> None:
         if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _integers(self.index):
@@ -34,17 +28,10 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, *, all_reduce: AllReduce | None = None) -> "Segments":
-        """From cumulative lengths, as flash-attention takes them. Tokens past the last length belong to no sequence.
+        """From cumulative lengths (S + 1,), as flash-attention takes them, of N = num_tokens.
 
-        Args:
-            cu_seqlens: (S + 1,) integers that start at 0 and never decrease. They are checked in CPU memory alone,
-                because reading them elsewhere would wait for the device.
-            num_tokens: N.
-            all_reduce: as the attribute.
-
-        Raises:
-            TypeError: cu_seqlens is not a tensor of integers.
-            ValueError: cu_seqlens has another shape, or values that are not cumulative lengths.
+        They start at 0 and never decrease, which is checked in CPU memory alone. Tokens past the last length belong to
+        no sequence.
         """
         if not isinstance(cu_seqlens, Tensor) or not _integers(cu_seqlens):
             kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__

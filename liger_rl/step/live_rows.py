@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.call.checks import check_count
+from liger_rl.losses.batch import AlignedBatch
+from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.options import Options
 from liger_rl.step.model_body import Body
 
@@ -40,22 +42,14 @@ class RowOptions(Options):
 
 
 class MicroBatch(NamedTuple):
-    """Sequences that run together.
+    """Sequences that run together."""
 
-    Attributes:
-        cells: (b, w), or (1, n) packed, int64 in CPU memory: the flat positions of its tokens in the (B, T) batch, -1
-            for padding. None is the batch as it is.
-        lengths: number of tokens of each sequence, in order.
-        packed: one row holds all sequences.
-        keeps_mask: the attention mask says more than the positions.
-        rows: the rows of the batch whose loss it computes.
-    """
-
-    cells: Tensor | None
-    lengths: tuple[int, ...]
-    packed: bool = False
-    keeps_mask: bool = True
-    rows: tuple[int, ...] = ()
+    # (b, w), or (1, n) packed, int64 in CPU memory: the tokens' flat positions in the (B, T) batch, -1 for padding.
+    cells: Tensor | None  # None is the batch as it is
+    lengths: tuple[int, ...]  # number of tokens of each sequence, in order
+    packed: bool = False  # one row holds all sequences
+    keeps_mask: bool = True  # the attention mask says more than the positions
+    rows: tuple[int, ...] = ()  # the rows of the batch whose loss it computes
 
 
 class Plan(NamedTuple):
@@ -67,16 +61,14 @@ class Plan(NamedTuple):
     carrier: MicroBatch  # the cheapest to run once more, on a rank with fewer micro-batches than another
 
 
-class Demand(NamedTuple):
-    """The loss's needs."""
-
-    may_have_gradient: Tensor | None  # (B, T) or (B, 1), nonzero in sequences with a gradient; None is everywhere
-    reads_idle: bool  # it reads log-probabilities of sequences without a gradient
-    divisible: bool  # it is a sum over sequences
-
-
 def planned(
-    ids: Tensor, mask: Tensor, inputs: Mapping[str, Any], body: Body, demand: Demand, options: RowOptions
+    ids: Tensor,  # (B, T)
+    mask: Tensor,  # (B, T) bool, completion tokens
+    inputs: Mapping[str, Any],
+    body: Body,
+    terms: PolicyTerms,
+    aligned: AlignedBatch | None,  # None for log-probabilities alone
+    options: RowOptions,
 ) -> Plan:
     """The plan of a batch. Raises ValueError for options that the model or the batch does not allow."""
     obstacle = body.obstacle or (None if options.trim else "trim=False keeps rows as they are")
@@ -91,7 +83,8 @@ def planned(
             )
         whole = MicroBatch(None, (), rows=tuple(range(batch)))
         return Plan([whole], [], (), whole)
-    rows = _read_rows(ids, mask, inputs, demand.may_have_gradient, body, options.trim)
+    advantages = aligned.advantages if aligned is not None and terms.idle_without_advantages else None
+    rows = _read_rows(ids, mask, inputs, advantages, body, options.trim)
     packed = _packs(rows, body, options)
     every_row = body.router or options.idle == "backward"
     live = [r for r, row in enumerate(rows) if row.lives or every_row]
@@ -99,7 +92,9 @@ def planned(
     if not live:  # for a loss to call backward on
         shortest = min(waiting or range(batch), key=lambda r: rows[r].length)
         live, waiting = [shortest], [r for r in waiting if r != shortest]
-    waiting_run = demand.reads_idle or options.idle == "forward"
+    # A support has the metric missing_target.
+    metrics_read = terms.metrics_read_all or (terms.metrics != "none" and inputs.get("support") is not None)
+    waiting_run = aligned is None or metrics_read or options.idle == "forward"
     idle, left_out = (waiting, []) if waiting_run else ([], waiting)
     longest = max([*live, *idle], key=lambda r: rows[r].length)
     if budget is not None and budget < rows[longest].length:
@@ -108,7 +103,7 @@ def planned(
             f"without its padding), got {budget}"
         )
     groups = _groups(live, rows, budget, packed)
-    if len(groups) > 1 and (body.router or not demand.divisible):
+    if len(groups) > 1 and (body.router or (aligned is not None and terms.locality == "batch")):
         why = "the router loss is of all tokens" if body.router else "the loss's sequences depend on each other"
         least = _tokens([rows[r].length for r in live], packed)
         raise ValueError(f"max_tokens must be None or at least {least} here, got {budget}: {why}")
@@ -143,14 +138,15 @@ class Row(NamedTuple):
 
 
 def _read_rows(
-    ids: Tensor, mask: Tensor, inputs: Mapping[str, Any], may_have_gradient: Tensor | None, body: Body, trim: bool
+    ids: Tensor, mask: Tensor, inputs: Mapping[str, Any], advantages: Tensor | None, body: Body, trim: bool
 ) -> list[Row]:
+    """The host's copy of the rows. Only rows with an advantage live; None: all."""
     width = ids.shape[1]
     column = torch.arange(width, device=ids.device)
     attention, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     attended = torch.ones_like(mask) if attention is None else attention.to(mask.device) != 0
     counts = mask.any(1)
-    lives = counts if may_have_gradient is None else ((may_have_gradient != 0) & mask).any(1)
+    lives = counts if advantages is None else ((advantages != 0) & mask).any(1)
     start, stop = torch.zeros_like(counts, dtype=torch.int64), torch.full_like(counts, width, dtype=torch.int64)
     if trim:
         stop = torch.where(mask, column + 1, 0).amax(1)
@@ -195,26 +191,17 @@ def _packs(rows: list[Row], body: Body, options: RowOptions) -> bool:
     return True
 
 
-class Trial(NamedTuple):
-    """The results of a trial of packing."""
-
-    apart: bool  # a packed sequence has the log-probabilities that it has alone
-    shifts: bool  # it has them at other positions, too
-
-
 _trial_lock = threading.Lock()
-_trials: WeakKeyDictionary[Any, dict[str, Trial]] = WeakKeyDictionary()
+_trials: WeakKeyDictionary[Any, dict[str, tuple[bool, bool]]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def packing_trial(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> Trial:
-    """Six forwards of at most 32 tokens, once for a model and its kind of attention.
+def packing_trial(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> tuple[bool, bool]:
+    """Whether a packed sequence has the log-probabilities that it has alone, and the same at other positions.
 
     Some models do not pass positions on to their attention, have a state that runs on, or use positions for more than a
-    rotary embedding.
-
-    Args:
-        run: inputs, as `inputs_of` makes them -> log-probabilities (1, n).
+    rotary embedding. Six forwards of at most 32 tokens, once for a model and its kind of attention. `run` maps inputs,
+    as `inputs_of` makes them, to log-probabilities (1, n).
     """
     config = swapped.config.get_text_config()
     with _trial_lock:
@@ -224,7 +211,9 @@ def packing_trial(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: B
         return trials[config._attn_implementation]
 
 
-def _packing_trial(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, vocab: int, device: Any) -> Trial:
+def _packing_trial(
+    run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, vocab: int, device: Any
+) -> tuple[bool, bool]:
     """The second of two sequences: packed, packed behind another first one, alone, and in one row with the first."""
     length = min(TRIAL_TOKENS, body.positions // 2 or TRIAL_TOKENS)
     ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % vocab
@@ -251,7 +240,7 @@ def _packing_trial(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: 
 
     # The first sequence's tokens are told apart from its length, because learned positions may change more.
     apart = same(packed, alone, joined - alone), same(packed, packed_changed, joined - joined_changed)
-    return Trial(all(apart), same(moved, alone, joined - alone))
+    return all(apart), same(moved, alone, joined - alone)
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------

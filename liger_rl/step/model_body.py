@@ -37,29 +37,17 @@ RESERVED = ("labels", "shift_labels", "num_logits_to_keep", "logits_to_keep", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """How the rows of a batch may be rearranged, by the model and by its inputs.
+    """How the rows of a batch may be rearranged, by the model and by its inputs."""
 
-    Attributes:
-        obstacle: why the batch must stay as it is; None if rows may be chosen.
-        rolls: rows may lose their padding on the left, because the model takes positions.
-        causal: no token depends on a later one.
-        router: the model returns a router loss, a mean over all tokens of the batch.
-        rotary: only differences of a sequence's positions matter.
-        packs: attention takes time linear in the number of packed sequences.
-        varlen: attention takes the sequences' ends.
-        no_packing: why rows cannot be packed; None if a trial may decide.
-        positions: number of positions that the model has, up to which its rotary embedding is fixed; 0 if unknown.
-    """
-
-    obstacle: str | None
-    rolls: bool
-    causal: bool
-    router: bool
-    rotary: bool
-    packs: bool
-    varlen: bool
-    no_packing: str | None
-    positions: int
+    obstacle: str | None  # why the batch must stay as it is; None if rows may be chosen
+    rolls: bool  # rows may lose their padding on the left, because the model takes positions
+    causal: bool  # no token depends on a later one
+    router: bool  # the model returns a router loss, a mean over all tokens of the batch
+    rotary: bool  # only differences of a sequence's positions matter
+    packs: bool  # attention takes time linear in the number of packed sequences
+    varlen: bool  # attention takes the sequences' ends
+    no_packing: str | None  # why rows cannot be packed; None if a trial may decide
+    positions: int  # number of positions that the model has, up to which its rotary embedding is fixed; 0 if unknown
 
 
 def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tensor, obstacle: str | None) -> Body:

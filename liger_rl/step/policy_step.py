@@ -1,17 +1,15 @@
 """One call for a training step of a HuggingFace policy: a batch in, the loss to call backward on and metrics out.
 
-    loss = FusedLinearGRPOLoss("dapo", epsilon_high=0.28, beta=0.01)
-    batch["old_per_token_logps"] = completion_logps(model, batch, loss)
-    step = policy_step(model, batch, loss)
-    step.loss.backward()
-
-Every per-token column has the shape of `input_ids`: entry t belongs to token t, not to the position that predicts it.
+loss = FusedLinearGRPOLoss("dapo", epsilon_high=0.28, beta=0.01)
+batch["old_per_token_logps"] = completion_logps(model, batch, loss)
+step = policy_step(model, batch, loss)
+step.loss.backward()
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,10 +22,8 @@ from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.metrics import Metric, reduce_metrics
 from liger_rl.step.live_rows import (
-    Demand,
     Idle,
     MicroBatch,
-    Plan,
     RowOptions,
     inputs_of,
     packing_trial,
@@ -53,58 +49,38 @@ POLICY_COLUMNS = tuple(field.name for field in fields(PolicyBatch))
 
 
 class PolicyStep(NamedTuple):
-    """A step's loss, its metrics, and its log-probabilities."""
+    """A step's loss, its metrics, and its log-probabilities, NaN in a completion that did not run."""
 
-    loss: Tensor
-    """() float32, to call backward on; with a mixture of experts' weighted router loss if the model returns one."""
-    metrics: dict[str, Metric]
-    """By name, without gradient; see `liger_rl.losses.metrics`."""
-    per_token_logps: Tensor
-    """(B, T) float32 in nats, without gradient; 0 outside the completions, NaN in a completion that did not run."""
-    entropy: Tensor | None
-    """(B, T) float32 in nats, without gradient; None unless the loss needs it."""
+    loss: Tensor  # () float32, to call backward on; with a mixture of experts' weighted router loss if there is one
+    metrics: dict[str, Metric]  # by name, without gradient; see `liger_rl.losses.metrics`
+    per_token_logps: Tensor  # (B, T) float32 in nats, without gradient; 0 outside the completions
+    entropy: Tensor | None  # (B, T) float32 in nats, without gradient; None unless the loss needs it
 
 
-def policy_step(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    loss: FusedLinearGRPOLoss,
-    *,
-    trim: bool = True,
-    packing: bool | None = None,
-    idle: Idle = "skip",
-    group: Any = None,
-    **extra_inputs: Any,
-) -> PolicyStep:
+def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, **options: Any) -> PolicyStep:
     """The policy loss of one batch, from token ids, for one backward: `policy_steps` with one micro-batch.
 
-    Only positions that predict a completion token are projected on the vocabulary. With a support, log-probabilities
-    and entropies are over the listed ids alone, and the metric `missing_target` is the share of completion tokens whose
-    id was not listed.
+    Only positions that predict a completion token are projected on the vocabulary. With a support, the metric
+    `missing_target` is the share of completion tokens whose id was not listed.
 
     Args:
         model: a HuggingFace causal LM or a `peft.PeftModel` of one, whose head is swapped at the first call
             (`swap_lm_head`); or a wrapper (DDP, torch.compile) of one whose head has been swapped before.
         batch: columns by name. Entry t belongs to token t, not to the position that predicts it.
             input_ids: (B, T) integers, prompt and completion.
-            completion_mask: (B, T) bool or 0/1, the sampled tokens that count. The first token of a row never counts,
-                because nothing predicts it.
-            advantages: (B,) or (B, T).
-            Optional, as in `PolicyBatch`: old_per_token_logps, ref_per_token_logps, sampling_per_token_logps (B, T),
-                importance_ratio (B,) or (B, T), num_items_in_batch, num_sequences; segments for a packed row, B = 1.
+            completion_mask: (B, T) bool or 0/1, the sampled tokens that count, except the first of a row.
+            advantages and optional columns: as in `PolicyBatch`, (B, T) per token; segments for a packed row, B = 1.
             support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
-                which it was drawn. `Support.take` gives a micro-batch its rows.
+                which it was drawn.
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
         loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
-        trim, packing, idle, group: as in `policy_steps`.
-        extra_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
+        options: trim, packing, idle, group and further arguments for the model, as in `policy_steps`.
 
     Raises:
         TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, a softcap or
             scale of the loss that is not the model's, or packing that the model or the batch does not allow.
     """
-    options = RowOptions(trim=trim, packing=packing, idle=idle)
-    return next(PolicySteps(_Job.of(model, batch, loss, extra_inputs, options, group)))
+    return next(policy_steps(model, batch, loss, max_tokens=None, **options))
 
 
 def policy_steps(
@@ -127,20 +103,13 @@ def policy_steps(
         optimizer.step()
         print(steps.total.metrics)
 
-    Sequences are sorted by length into micro-batches, the longest first. Every divisor is the whole batch's, so losses,
-    gradients and merged metrics add up to those of the padded batch, to rounding. Call backward on each step before you
-    take the next one.
-
-    The model does not run padding, tokens after the last completion token, sequences without a completion token, and
-    sequences without a gradient: all advantages are 0, and neither a penalty, an entropy bonus nor the objective gives
-    them one. docs/transformers.md lists the models and batches that need more of a batch.
-
-    All ranks (DDP, FSDP2, DTensors) make the same number of forwards and backwards: a rank with fewer micro-batches
-    runs its shortest sequence with a loss of 0. DDP reduces gradients in the last backward alone. The host waits for
-    the device once for the sequences' ends, once for the ranks' numbers of micro-batches, and in each head.
+    Sequences are sorted by length into micro-batches, the longest first. Losses, gradients and merged metrics add up to
+    those of the padded batch, to rounding. Call backward on each step before you take the next one. The model does not
+    run padding, tokens after the last completion token, and sequences without a completion token or without a gradient.
+    docs/transformers.md lists the models and batches that need more of a batch, and says how ranks run together.
 
     Args:
-        model, batch, loss, extra_inputs: as in `policy_step`.
+        model, batch, loss: as in `policy_step`.
         max_tokens: the most tokens that the model runs at once, padding included; None is one micro-batch.
         trim: whether padding leaves.
         packing: whether sequences are put into one row, told apart by position_ids. None does so with flash attention;
@@ -151,16 +120,24 @@ def policy_steps(
             NaN.
         group: process group whose ranks run the model together. None finds the group of DDP, FSDP2 and tensor
             parallelism. Other wrappers (DeepSpeed) need it.
+        extra_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
 
     Returns:
         An iterator over the micro-batches' `PolicyStep`, of known length, with `total` after the last.
 
-    Raises:
-        TypeError, ValueError: before the model runs: as `policy_step`; max_tokens below the longest sequence, or below
-            the batch if it cannot be split.
+    Raises: as `policy_step`; also for max_tokens below the longest sequence, or below a batch that cannot be split.
     """
     options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing, idle=idle)
-    return PolicySteps(_Job.of(model, batch, loss, extra_inputs, options, group))
+    return PolicySteps(model, batch, loss, extra_inputs, options, group)
+
+
+class _Output(NamedTuple):
+    """A micro-batch's tokens, flat, in the order of its cells."""
+
+    logps: Tensor
+    entropy: Tensor | None
+    missing_target: Tensor | None
+    aux_loss: Tensor | None
 
 
 class PolicySteps(Iterator[PolicyStep]):
@@ -170,18 +147,72 @@ class PolicySteps(Iterator[PolicyStep]):
     in the sequences of other steps.
     """
 
-    def __init__(self, job: "_Job") -> None:
-        self._job = job
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss: FusedLinearGRPOLoss,
+        extra_inputs: dict[str, Any],
+        options: RowOptions,
+        group: Any,
+        *,
+        logps_alone: bool = False,
+    ) -> None:
+        self._model, self._loss = model, loss
+        self._swapped = swapped = swapped_model(model)
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
+        self._inputs = inputs = model_inputs(swapped, batch, POLICY_COLUMNS, extra_inputs)
+        _check_loss(loss, swapped)
+        self._ids, self._mask = ids, mask = _tokens(batch)
+        aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
+        obstacle = None
+        if batch.get("segments") is not None:
+            obstacle = "its segments are one packed row"
+        elif loss.options.fixed_shape:
+            obstacle = "a loss of fixed_shape reads no value"
+        body = body_of(model, swapped, inputs, ids, obstacle)
+        # A rank with the longest row takes part in the trial's collectives, which ranks with shorter rows run.
+        if wants_packing(replace(body, obstacle=None) if body.obstacle == LONGEST else body, options):
+            body = self._after_trial(body)
+        if aligned is None:
+            body = replace(body, router=False)  # nobody reads the router loss
+        groups = rank_groups(model, group)
+        try:
+            plan = planned(ids, mask, inputs, body, loss.terms, aligned, options)
+        except ValueError:
+            agreed(None, groups, ids.device)
+            raise
+        # `_forwards` run without a graph, before the first step.
+        self._steps, self._forwards = agreed(plan, groups, ids.device)
+        if aligned is not None and plan.left_out:
+            # An earlier step may have given NaN for rows that do not run.
+            left_out = _rows_mask(plan.left_out, ids)
+            logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
+            filled = {name: column.masked_fill(left_out, 0.0) for name, column in logps.items() if column is not None}
+            aligned = replace(aligned, **filled)
+        self._aligned, self._body, self._plan = aligned, body, plan
         self._taken = 0
         self._total: PolicyStep | None = None
 
     def __len__(self) -> int:
-        return self._job.steps
+        return self._steps
 
     def __next__(self) -> PolicyStep:
-        if self._taken == len(self):
+        """Runs the next micro-batch. Micro-batches without a graph run before the first."""
+        number = self._taken
+        if number == self._steps:
             raise StopIteration
-        step = self._job.step(self._taken)
+        idle, left_out = (self._plan.idle, self._plan.left_out) if number == 0 else ([], ())
+        with torch.no_grad():
+            outputs = self._run_all(idle, self._forwards if number == 0 else 0)
+        wrapper = data_parallel(self._model) if number < self._steps - 1 else None
+        with nullcontext() if wrapper is None else wrapper.no_sync():
+            if number < len(self._plan.live):
+                micro = self._plan.live[number]
+                step = self._step_of([micro, *idle], [self._run(micro), *outputs], left_out)
+            else:
+                step = self._step_of_nothing(self._run(self._plan.carrier))
         self._taken += 1
         # Detached: the graph would keep memory that a backward does not free.
         detached = step._replace(loss=step.loss.detach())
@@ -190,14 +221,99 @@ class PolicySteps(Iterator[PolicyStep]):
 
     @property
     def total(self) -> PolicyStep:
-        """The step of the whole batch: the sum of the losses, without gradient, and all metrics, merged.
-
-        Raises:
-            RuntimeError: before the last step.
-        """
+        """The step of the whole batch: the sum of the losses, without gradient, and all metrics, merged."""
         if self._total is None or self._taken < len(self):
             raise RuntimeError(f"total is known after all {len(self)} steps, {self._taken} were taken")
         return self._total
+
+    def logps(self) -> Tensor:
+        """(B, T) log-probabilities alone."""
+        logps = [output.logps for output in self._run_all(self._plan.live, self._steps)]
+        return _gathered(logps, placed(self._plan.live, self._ids.shape, self._ids.device), self._ids.shape)
+
+    @cached_property
+    def _prepared(self) -> PreparedLoss:
+        """With the weights and divisors of the whole batch."""
+        assert self._aligned is not None
+        return self._loss.terms.prepared(self._aligned, torch.float32)
+
+    def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
+        """Runs `number` micro-batches, because other ranks do, and returns the outputs of `micros`."""
+        outputs = [self._run(micros[n] if n < len(micros) else self._plan.carrier) for n in range(number)]
+        return outputs[: len(micros)]
+
+    def _run(self, micro: MicroBatch) -> _Output:
+        inputs = inputs_of(micro, self._ids, self._mask, self._inputs, self._body)
+        entropy = self._aligned is not None and self._loss.terms.needs_entropy
+        output, width = fused_forward(self._model, self._loss, inputs, entropy=entropy), inputs["input_ids"].shape[1]
+        if (
+            output.aux_loss is not None
+            and not self._body.router
+            and micro.cells is not None
+            and self._aligned is not None
+        ):
+            raise ValueError(
+                f"{type(self._swapped).__name__} returns a router loss without output_router_logits in its config or "
+                'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
+            )
+
+        def flat(values: Tensor | None) -> Any:
+            # Without the virtual tokens that prompt tuning puts before each row.
+            return None if values is None else values[:, -width:].to(self._ids.device).reshape(-1)
+
+        return _Output(flat(output.per_token_logps), flat(output.entropy), flat(output.missing_target), output.aux_loss)
+
+    def _step_of(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
+        """The loss of the rows of the first micro-batch."""
+        shape, device, rows = self._ids.shape, self._ids.device, micros[0].rows
+        source, prepared, mask, index = placed(micros, shape, device), self._prepared, self._mask, None
+        if len(rows) < shape[0]:
+            assert source is not None
+            index = torch.tensor(rows).to(device, non_blocking=True)
+            positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
+            source, mask = source[index], mask[index]
+            prepared = prepared.take(positions, metrics=prepared.metrics)
+
+        def column(name: str) -> Any:
+            values = [getattr(output, name) for output in outputs]
+            return None if values[0] is None else _gathered(values, source, mask.shape)
+
+        def whole(values: Tensor) -> Tensor:
+            """(B, T) without gradient"""
+            values = values.detach()
+            return values if index is None else values.new_zeros(shape).index_copy(0, index, values)
+
+        logps, entropy, missing = column("logps"), column("entropy"), column("missing_target")
+        loss_shape = prepared.batch.mask.shape  # (N,) with segments
+        total, metrics = evaluate(
+            prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape)
+        )
+        if missing is not None and self._loss.terms.metrics != "none":
+            metrics["missing_target"] = Metric(missing.sum().float(), count=mask.sum())
+        if outputs[0].aux_loss is not None:
+            total = total + router_loss(self._swapped, outputs[0].aux_loss).to(total.device)
+        values = whole(logps)
+        if left_out:
+            values = values.masked_fill(_rows_mask(left_out, self._ids) & self._mask, math.nan)
+        return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy))
+
+    def _step_of_nothing(self, output: _Output) -> PolicyStep:
+        """A loss of 0 whose graph goes through the whole model."""
+        nothing = self._ids.new_zeros(self._ids.shape, dtype=torch.float32)
+        loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
+        return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing)
+
+    def _after_trial(self, body: Body) -> Body:
+        """Without packing if sequences in one row see each other; rotary only if positions may be shifted."""
+        options = {name: value for name, value in self._inputs.items() if name not in CARRIED}
+
+        def run(inputs: dict[str, Any]) -> Tensor:
+            return fused_forward(self._model, self._loss, options | inputs, entropy=False).per_token_logps
+
+        apart, shifts = packing_trial(run, self._swapped, body, self._ids.device)
+        if apart:
+            return replace(body, rotary=body.rotary and shifts)
+        return replace(body, no_packing=f"sequences in one row of {type(self._swapped).__name__} see each other")
 
 
 def _merged(a: PolicyStep, b: PolicyStep) -> PolicyStep:
@@ -225,198 +341,7 @@ def completion_logps(
     it is.
     """
     options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing)
-    return _Job.of(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
-
-
-class _Output(NamedTuple):
-    """A micro-batch's tokens, flat, in the order of its cells."""
-
-    logps: Tensor
-    entropy: Tensor | None
-    missing_target: Tensor | None
-    aux_loss: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A checked batch and its plan."""
-
-    model: nn.Module
-    swapped: Any
-    loss: FusedLinearGRPOLoss
-    ids: Tensor
-    mask: Tensor
-    inputs: dict[str, Any]
-    aligned: AlignedBatch | None  # None for log-probabilities alone
-    body: Body
-    plan: Plan
-    steps: int
-    forwards: int  # without a graph, before the first step
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        loss: FusedLinearGRPOLoss,
-        extra_inputs: dict[str, Any],
-        options: RowOptions,
-        group: Any,
-        *,
-        logps_alone: bool = False,
-    ) -> "_Job":
-        swapped = swapped_model(model)
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
-        inputs = model_inputs(swapped, batch, POLICY_COLUMNS, extra_inputs)
-        _check_loss(loss, swapped)
-        ids, mask = _tokens(batch)
-        aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
-        obstacle = None
-        if batch.get("segments") is not None:
-            obstacle = "its segments are one packed row"
-        elif loss.options.fixed_shape:
-            obstacle = "a loss of fixed_shape reads no value"
-        body = body_of(model, swapped, inputs, ids, obstacle)
-        # A rank with the longest row takes part in the trial's collectives, which ranks with shorter rows run.
-        if wants_packing(replace(body, obstacle=None) if body.obstacle == LONGEST else body, options):
-            body = _after_trial(model, swapped, loss, inputs, body, ids.device)
-        if aligned is None:
-            body = replace(body, router=False)  # nobody reads the router loss
-        groups = rank_groups(model, group)
-        try:
-            plan = planned(ids, mask, inputs, body, _demand(loss, aligned, inputs), options)
-        except ValueError:
-            agreed(None, groups, ids.device)
-            raise
-        steps, forwards = agreed(plan, groups, ids.device)
-        if aligned is not None and plan.left_out:
-            # An earlier step may have given NaN for rows that do not run.
-            left_out = _rows_mask(plan.left_out, ids)
-            logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
-            filled = {name: column.masked_fill(left_out, 0.0) for name, column in logps.items() if column is not None}
-            aligned = replace(aligned, **filled)
-        return cls(
-            model=model, swapped=swapped, loss=loss, ids=ids, mask=mask, inputs=inputs, aligned=aligned, body=body,
-            plan=plan, steps=steps, forwards=forwards,
-        )  # fmt: skip
-
-    @cached_property
-    def prepared(self) -> PreparedLoss:
-        """With the weights and divisors of the whole batch."""
-        assert self.aligned is not None
-        return self.loss.terms.prepared(self.aligned, torch.float32)
-
-    def step(self, number: int) -> PolicyStep:
-        """The micro-batch of this number. Micro-batches without a graph run before the first."""
-        idle = self.plan.idle if number == 0 else []
-        left_out = self.plan.left_out if number == 0 else ()
-        with torch.no_grad():
-            outputs = self._run_all(idle, self.forwards if number == 0 else 0)
-        wrapper = data_parallel(self.model) if number < self.steps - 1 else None
-        with nullcontext() if wrapper is None else wrapper.no_sync():
-            if number >= len(self.plan.live):
-                return self._step_of_nothing(self._run(self.plan.carrier))
-            micro = self.plan.live[number]
-            return self._step_of([micro, *idle], [self._run(micro), *outputs], left_out)
-
-    def logps(self) -> Tensor:
-        """(B, T)"""
-        logps = [output.logps for output in self._run_all(self.plan.live, self.steps)]
-        return _gathered(logps, placed(self.plan.live, self.ids.shape, self.ids.device), self.ids.shape)
-
-    def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
-        """Runs `number` micro-batches, because other ranks do, and returns the outputs of `micros`."""
-        outputs = [self._run(micros[n] if n < len(micros) else self.plan.carrier) for n in range(number)]
-        return outputs[: len(micros)]
-
-    def _run(self, micro: MicroBatch) -> _Output:
-        inputs = inputs_of(micro, self.ids, self.mask, self.inputs, self.body)
-        entropy = self.aligned is not None and self.loss.terms.needs_entropy
-        output, width = fused_forward(self.model, self.loss, inputs, entropy=entropy), inputs["input_ids"].shape[1]
-        if (
-            output.aux_loss is not None
-            and not self.body.router
-            and micro.cells is not None
-            and self.aligned is not None
-        ):
-            raise ValueError(
-                f"{type(self.swapped).__name__} returns a router loss without output_router_logits in its config or "
-                'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
-            )
-
-        def flat(values: Tensor | None) -> Any:
-            # Without the virtual tokens that prompt tuning puts before each row.
-            return None if values is None else values[:, -width:].to(self.ids.device).reshape(-1)
-
-        return _Output(flat(output.per_token_logps), flat(output.entropy), flat(output.missing_target), output.aux_loss)
-
-    def _step_of(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
-        """The loss of the rows of the first micro-batch."""
-        shape, device, rows = self.ids.shape, self.ids.device, micros[0].rows
-        source, prepared, mask, index = placed(micros, shape, device), self.prepared, self.mask, None
-        if len(rows) < shape[0]:
-            assert source is not None
-            index = torch.tensor(rows).to(device, non_blocking=True)
-            positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
-            source, mask = source[index], mask[index]
-            prepared = prepared.take(positions, metrics=prepared.metrics)
-
-        def column(name: str) -> Any:
-            values = [getattr(output, name) for output in outputs]
-            return None if values[0] is None else _gathered(values, source, mask.shape)
-
-        def whole(values: Tensor) -> Tensor:
-            """(B, T) without gradient"""
-            values = values.detach()
-            return values if index is None else values.new_zeros(shape).index_copy(0, index, values)
-
-        logps, entropy, missing = column("logps"), column("entropy"), column("missing_target")
-        loss_shape = prepared.batch.mask.shape  # (N,) with segments
-        total, metrics = evaluate(
-            prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape)
-        )
-        if missing is not None and self.loss.terms.metrics != "none":
-            metrics["missing_target"] = Metric(missing.sum().float(), count=mask.sum())
-        if outputs[0].aux_loss is not None:
-            total = total + router_loss(self.swapped, outputs[0].aux_loss).to(total.device)
-        values = whole(logps)
-        if left_out:
-            values = values.masked_fill(_rows_mask(left_out, self.ids) & self.mask, math.nan)
-        return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy))
-
-    def _step_of_nothing(self, output: _Output) -> PolicyStep:
-        """A loss of 0 whose graph goes through the whole model."""
-        nothing = self.ids.new_zeros(self.ids.shape, dtype=torch.float32)
-        loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
-        return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing)
-
-
-def _demand(loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None, inputs: Mapping[str, Any]) -> Demand:
-    if aligned is None:
-        return Demand(may_have_gradient=None, reads_idle=True, divisible=True)
-    terms = loss.terms
-    return Demand(
-        may_have_gradient=aligned.advantages if terms.idle_without_advantages else None,
-        # A support has the metric missing_target.
-        reads_idle=terms.metrics_read_all or (terms.metrics != "none" and inputs.get("support") is not None),
-        divisible=terms.locality != "batch",
-    )
-
-
-def _after_trial(
-    model: nn.Module, swapped: Any, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], body: Body, device: torch.device
-) -> Body:
-    """The body, without packing if sequences in one row see each other, and rotary only if positions may be shifted."""
-    options = {name: value for name, value in inputs.items() if name not in CARRIED}
-
-    def run(inputs: dict[str, Any]) -> Tensor:
-        return fused_forward(model, loss, options | inputs, entropy=False).per_token_logps
-
-    trial = packing_trial(run, swapped, body, device)
-    if trial.apart:
-        return replace(body, rotary=body.rotary and trial.shifts)
-    return replace(body, no_packing=f"sequences in one row of {type(swapped).__name__} see each other")
+    return PolicySteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
 
 
 def _rows_mask(rows: tuple[int, ...], ids: Tensor) -> Tensor:

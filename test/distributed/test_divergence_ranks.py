@@ -190,7 +190,7 @@ def loss_of_trl(rank, patched, chunk_vocab):
 
     from liger_rl.integrations import trl_divergence
 
-    trl_divergence.op.chunk_vocab = chunk_vocab
+    trl_divergence.chunks = {"chunk_vocab": chunk_vocab}
     loss = vars(trl_divergence if patched else distillation_trainer)[trl_divergence.LOSS]
     parts = problem()
     heads = [distribute_tensor(parts[name], rank.mesh("dp"), [Shard(0)]) for name in ("weight", "teacher_weight")]

@@ -3,8 +3,6 @@
 Small random float32 models; the fused call against the full logits of the same forward, to float32 rounding.
 """
 
-from importlib import import_module
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -270,37 +268,3 @@ def test_a_head_of_another_dtype_runs_under_autocast_as_the_models_own(body, hea
     error = oracles.norm_error(fused.per_token_logps, exact)
     assert error <= oracles.norm_budget(plain, exact, torch.bfloat16)
     assert gradients(model, fused.loss)["lm_head.weight"].dtype == getattr(torch, head)
-
-
-# --- liger-kernel's layers in the body --------------------------------------------------------------------------------
-
-
-def test_ligers_layers_need_a_gpu_and_a_model_they_know(monkeypatch):
-    """It is applied without its loss."""
-    liger = pytest.importorskip("liger_kernel.transformers", reason="the layers are liger-kernel's")
-    calls, model, other = [], swap_lm_head(build("Llama")), build("OPT")
-    with pytest.raises(ValueError, match="needs OPTForCausalLM on a CUDA device"):
-        swap_lm_head(other, liger_layers=True)
-    assert not is_swapped(other)
-    monkeypatch.setattr(liger, "_apply_liger_kernel_to_instance", lambda **options: calls.append(options))
-    monkeypatch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda", 0))
-    assert swap_lm_head(model, liger_layers=True) is model
-    assert is_swapped(model)
-    assert calls == [{"model": model, "fused_linear_cross_entropy": False, "cross_entropy": False}]
-    with pytest.raises(ValueError, match=r"no layers for OPTForCausalLM, model type 'opt'; .*llama"):
-        swap_lm_head(other, liger_layers=True)
-    assert not is_swapped(other)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="liger-kernel's layers need a CUDA GPU")
-def test_ligers_layers_on_a_gpu(monkeypatch):
-    pytest.importorskip("liger_kernel", reason="the layers are liger-kernel's")
-    modeling = import_module("transformers.models.qwen3.modeling_qwen3")
-    for name, value in list(vars(modeling).items()):
-        # liger-kernel replaces layers in the module itself, for every model that is made later.
-        monkeypatch.setattr(modeling, name, value)
-    batch = {name: value.cuda() for name, value in make_batch().items()}
-    expected = swap_lm_head(build("Qwen3").cuda())(**batch, fused=True).per_token_logps
-    model = swap_lm_head(build("Qwen3").cuda(), liger_layers=True)
-    assert "Liger" in str(model.model.norm) or "Liger" in type(model.model.norm).__name__
-    torch.testing.assert_close(model(**batch, fused=True).per_token_logps, expected, rtol=1e-3, atol=1e-3)

@@ -376,7 +376,7 @@ def test_a_mask_value_other_than_0_and_1(value, device):
     right = run(THEIRS, options, call)
     call["attention_mask"][0, 1] = value
     assert not abs(run(THEIRS, options, call)[0] - right[0]) < 1e-3 * abs(right[0])
-    with pytest.raises(ValueError, match="attention_mask must be 0 or 1 at every token, found 1 other"):
+    with pytest.raises(ValueError, match="mask must be 0 or 1 at each token; 1 of"):
         run(LigerFusedLinearGRPOLoss, options, call)
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import pytest
 
 import checkouts
-from liger_rl.integrations import liger
 from liger_rl.integrations.patching import Framework, Patch
 from threads import in_threads
 
@@ -152,7 +151,7 @@ def test_a_patch_is_logged_once_and_can_be_asked_for(system, caplog):
     assert not framework.is_patched()
     first, second = (record.message for record in caplog.records if record.name == "liger_rl")
     assert first == second  # of the block and of the call behind it
-    assert re.match(rf"patched {framework.name} \d+\.\d+\S*: .*; {re.escape(framework.gain)}$", first)
+    assert re.match(rf"patched {framework.name} \d+\.\d+\S*: .", first)
     assert any(patch.name in first for patch in framework.patches)
 
 
@@ -271,45 +270,6 @@ def test_a_group_of_a_later_version_is_refused(monkeypatch):
     with pytest.raises(ImportError, match=r"verl >= 0\.8"):
         system.framework.patch("distillation")
     system.patch()
-
-
-@pytest.fixture
-def trainers(monkeypatch):
-    """Modules of users that have imported liger-kernel's class, under another name too."""
-    pytest.importorskip(REAL["liger"], reason="liger-kernel is not installed")
-    made = {name: ModuleType(name) for name in ("my_trainer", "my_trainer.losses", "my_trainers")}
-    for name, module in made.items():
-        exec(f"from {REAL['liger']} import LigerFusedLinearGRPOLoss as loss, LigerFusedLinearGRPOLoss", vars(module))
-        monkeypatch.setitem(sys.modules, name, module)
-    return made
-
-
-def test_other_modules_are_patched_when_named(trainers):
-    theirs = trainers["my_trainers"].loss
-
-    def patched_now():
-        assert all(module.loss is module.LigerFusedLinearGRPOLoss for module in trainers.values())
-        return {name for name, module in trainers.items() if module.loss is not theirs}
-
-    named = {"my_trainer", "my_trainer.losses"}
-    liger.patch_liger()
-    assert not patched_now()
-    for modules in (("my_trainer",), ()):
-        liger.patch_liger(modules=modules)
-        assert patched_now() == named
-    liger.unpatch_liger()
-    assert not patched_now()
-    trainers["my_trainer"].ours = liger.LigerFusedLinearGRPOLoss  # a caller's own import of ours stays
-    with liger.patched_liger():
-        with liger.patched_liger(modules=("my_trainer",)):
-            trainers["my_trainers"].ours = liger.LigerFusedLinearGRPOLoss
-            assert patched_now() == named
-        assert not patched_now()
-    assert trainers["my_trainer"].ours is trainers["my_trainers"].ours is liger.LigerFusedLinearGRPOLoss is not theirs
-    for modules in ("my_trainer", (trainers["my_trainer"],)):
-        with pytest.raises(TypeError, match="modules must be names"):
-            liger.patch_liger(modules=modules)
-    assert not patched_now()
 
 
 BEFORE_IMPORT = """

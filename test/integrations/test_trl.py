@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
-import trl
 import trl.trainer.grpo_trainer as grpo_module
 import trl.trainer.utils as trl_utils
 from trl.kernels import ChunkedLogProbFunction as THEIRS
@@ -231,15 +230,6 @@ def test_options_are_refused_before_anything_is_patched(options):
     with pytest.raises((TypeError, ValueError)):
         patch_trl(**options)
     assert vars(trl_utils)[NAME].options["chunk_vocab"] == 64
-
-
-@pytest.mark.parametrize(("version", "older"), [("1.14.1", True), ("1.10.0", True), ("1.17.0", False)])
-def test_what_to_do_with_an_older_version_is_said(version, older, monkeypatch):
-    monkeypatch.setattr(trl, "__version__", version)
-    with pytest.raises(ImportError) as caught:
-        patch_trl()
-    for advice in ("upgrade TRL", "TRL 1.10 to 1.12", "patch_liger()"):
-        assert (advice in str(caught.value)) == older
 
 
 class AnotherOp:

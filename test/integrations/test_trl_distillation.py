@@ -1,4 +1,4 @@
-"""TRL's distillation on our divergence: the op and the loss against TRL's own, and whole runs."""
+"""TRL's distillation on our divergence: the loss against TRL's own, and whole runs."""
 
 import inspect
 from contextlib import contextmanager
@@ -13,44 +13,17 @@ import trl.trainer.distillation_trainer as module
 import trl.trainer.utils as trl_utils
 from peft import LoraConfig
 from trl import DistillationTrainer
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as THEIRS
 
 import oracles
 import trl_runs
 from head_calls import Products
+from liger_rl.integrations import trl_divergence
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl_divergence import LOSS, METHOD, FusedDivergence, RefusedStudentLayer, op
+from liger_rl.integrations.trl_divergence import LOSS, METHOD, RefusedStudentLayer
 from liger_rl.integrations.trl_divergence import _chunked_divergence_loss as patched_loss
 
 NAME = "ChunkedDivergenceFunction"
 THEIR_LOSS = vars(module)[LOSS]
-
-
-def solve(op, beta, rest, n=23, device="cpu"):
-    """-> divergence, entropy, and gradients of hidden, weight and bias."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((n, 32), (301, 32), (301,), (n, 48), (301, 48), (301,))
-    tensors = [torch.randn(*shape, generator=generator) / (6 if shape[0] == 301 else 1) for shape in shapes]
-    tensors = [tensor.to(device).requires_grad_() for tensor in tensors]
-    divergence, entropy = op.apply(*tensors, beta, *rest)
-    assert not entropy.requires_grad
-    weights = torch.linspace(-1, 1, n, device=device)
-    return divergence, entropy, *torch.autograd.grad((divergence * weights).sum(), tensors[:3])
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("rest", [(), (0.7, 1.3, 3.0, 1.0, None), (1.6, 1.0, None, 0.5, 2.0)])
-@pytest.mark.parametrize("n", [23, 0])
-def test_the_op_agrees_with_trls(beta, rest, n, device):
-    mine, theirs = (solve(op, beta, rest, n, device) for op in (FusedDivergence(), THEIRS))
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_float32_tensors_under_autocast(beta, device):
-    with torch.autocast(device.type, torch.bfloat16):
-        mine, theirs = (solve(op, beta, (), device=device) for op in (FusedDivergence(), THEIRS))
-    torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.01)
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -93,7 +66,11 @@ def test_the_loss_has_trls_signature():
 @pytest.mark.parametrize("items", [None, 7, torch.tensor(52.0)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.7, "student_logit_scale": 1.3, "student_final_logit_softcapping": 3.0}],
+    [
+        {},
+        {"temperature": 0.7, "student_logit_scale": 1.3, "student_final_logit_softcapping": 3.0},
+        {"temperature": 1.6, "teacher_logit_scale": 0.5, "teacher_final_logit_softcapping": 2.0},
+    ],
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_loss_agrees_with_trls(beta, items, options, bias, device):
@@ -101,6 +78,14 @@ def test_the_loss_agrees_with_trls(beta, items, options, bias, device):
     options = {"beta": beta, "num_items_in_batch": items, **options}
     mine, theirs = (solve_loss(loss, call, **options) for loss in (patched_loss, THEIR_LOSS))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_float32_tensors_under_autocast(beta, device):
+    call = loss_call(device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        mine, theirs = (solve_loss(loss, call, beta=beta) for loss in (patched_loss, THEIR_LOSS))
+    torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,8 +114,7 @@ def test_16_bit_heads_are_no_further_from_float64_than_trls():
 def test_the_loss_makes_its_gradients_in_the_forward(more, one, monkeypatch):
     """Where nothing stands in the way; of the tokens that count alone."""
     call = loss_call(bias=False)
-    for name, value in more.items():
-        monkeypatch.setattr(op, name, value)
+    monkeypatch.setattr(trl_divergence, "chunks", more)
     with Products() as products:
         solve_loss(patched_loss, call, beta=0.5)
     tokens = int(call["completion_mask"].sum())
@@ -148,7 +132,7 @@ def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, chunk_vocab, e
     """As under ZeRO-3, which empties them again, and enters the context on all ranks together. In one pass the forward
     alone needs them. Whether a 16-bit head takes it depends on a rank's tokens elsewhere, and here it does not.
     """
-    monkeypatch.setattr(op, "chunk_vocab", chunk_vocab)
+    monkeypatch.setattr(trl_divergence, "chunks", {"chunk_vocab": chunk_vocab})
     call, whole, entered = loss_call(dtype), {}, []
     expected = solve_loss(patched_loss, call, beta=0.5)
 
@@ -175,13 +159,11 @@ def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, chunk_vocab, e
 
 def test_options_come_and_go_with_the_patch():
     patch_trl(chunk_vocab=64)
-    assert vars(module)[NAME] is op
     assert vars(module)[LOSS] is patched_loss
     with patched_trl(chunk_tokens=7):
-        assert (op.chunk_tokens, op.chunk_vocab) == (7, None)
-    assert (op.chunk_tokens, op.chunk_vocab) == (None, 64)
+        assert trl_divergence.chunks == {"chunk_tokens": 7, "chunk_vocab": None}
+    assert trl_divergence.chunks == {"chunk_tokens": None, "chunk_vocab": 64}
     unpatch_trl()
-    assert vars(module)[NAME] is THEIRS
     assert vars(module)[LOSS] is THEIR_LOSS
 
 
@@ -250,6 +232,6 @@ def test_an_adapter_on_the_head_is_trained(path_of, tmp_path, monkeypatch):
         trainer = adapted(path_of, tmp_path)
     with pytest.raises(RuntimeError, match=r"patch_trl\(\) must hold"):
         trainer.train()
-    monkeypatch.setattr(RefusedStudentLayer, "accepted", False)
+    RefusedStudentLayer.accepted = False
     METHOD.undo()
     assert vars(DistillationTrainer)["_compute_loss"] is before

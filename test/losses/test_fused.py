@@ -81,7 +81,7 @@ def by_formula(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor, dt
 def by_kernel(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor):
     """-> PolicyLoss and the gradient."""
     prepared = prepare(terms, columns, logps.shape)
-    assert fused.kernel_for(prepared, logps, sums=True) is fused_triton
+    assert fused.kernel_for(prepared, logps) is fused_triton
     return fused.with_gradients(prepared, logps, None)[:2]
 
 
@@ -212,7 +212,7 @@ def test_some_tokens_of_a_batch(packed):
     terms = replace(BASE, reduction=TokenMean() if packed else SequenceMean(), kl=PENALTIES[-1])
     prepared, (_, whole) = prepare(terms, columns, logps.shape), by_kernel(terms, columns, logps)
     for positions in (slice(3, 1500), slice(1500, tokens), torch.randperm(tokens, device=DEVICE)[5:1400]):
-        part, _ = fused.gradients_at(prepared, positions, logps.flatten()[positions], None)
+        _, part, _ = fused.with_gradients(prepared.take(positions), logps.flatten()[positions], None)
         assert torch.equal(part, whole.flatten()[positions])
         assert part.any()
 
@@ -239,7 +239,7 @@ def test_the_samplers_ratio(level):
     torch.testing.assert_close(slopes, grad, rtol=1e-5, atol=1e-7)
     positions = torch.randperm(150, device=DEVICE)[:70]
     prepared = prepare(terms, columns, logps.shape)
-    some, _ = fused.gradients_at(prepared, positions, logps.flatten()[positions], None)
+    _, some, _ = fused.with_gradients(prepared.take(positions), logps.flatten()[positions], None)
     assert torch.equal(some, slopes.flatten()[positions])
 
 
@@ -270,10 +270,10 @@ def whole_step(loss: FusedLinearGRPOLoss):
         ({"passes": "two"}, {"slopes and sums"}),
         ({"passes": "two", "metrics": "none"}, {"slopes and sums"}),
         ({"passes": "one"}, {"slopes and sums"}),
-        ({"passes": "one", "chunk_tokens": 40}, {"slopes", "sums"}),
-        ({"passes": "one", "chunk_tokens": 40, "metrics": "none"}, {"slopes", "sums"}),
+        ({"passes": "one", "chunk_tokens": 40}, {"slopes and sums", "sums"}),
+        ({"passes": "one", "chunk_tokens": 40, "metrics": "none"}, {"slopes and sums", "sums"}),
         # What is logged of sequences needs the formulas once; the gradients of the chunks do not.
-        ({"passes": "one", "chunk_tokens": 40, "metrics": "basic"}, {"slopes"}),
+        ({"passes": "one", "chunk_tokens": 40, "metrics": "basic"}, {"slopes and sums"}),
     ],
     ids=["two", "two, no metrics", "one", "chunks", "chunks, no metrics", "chunks, of sequences"],
 )
@@ -338,9 +338,10 @@ def test_others_run_their_formulas(name, monkeypatch):
     dtype = torch.float64 if name == "float64" else torch.float32
     logps, entropy = logps.to(dtype), torch.rand_like(logps) if terms.needs_entropy else None
     prepared = prepare(terms, columns, logps.shape, dtype)
-    assert fused.kernel_for(prepared, logps, sums=True) is None
-    if name != "metrics":  # which the slopes of some tokens do not need
-        assert fused.kernel_for(prepared, logps.flatten()[:3], sums=False) is None
+    assert fused.kernel_for(prepared, logps) is None
+    # Some tokens have no metrics, and a weight each.
+    if name != "metrics" and (prepared.weights is None or prepared.weights.shape == logps.shape):
+        assert fused.kernel_for(prepared.take(slice(0, 3)), logps.flatten()[:3]) is None
     leaves = [logps.clone().requires_grad_() for _ in range(2)]
     found, expected = fused.evaluate(prepared, leaves[0], entropy), prepared.evaluate(leaves[1], entropy)
     assert torch.equal(found.loss, expected.loss)
