@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from liger_rl import (
-    FusedLinearGRPOLoss,
-    LogitTransform,
-    LowRank,
-    ReferenceHead,
-    VocabParallel,
-    linear_divergence,
-    topk_divergence,
-)
+from liger_rl import LogitTransform, LowRank, VocabParallel, linear_divergence, topk_divergence
 from ranks import assert_whole, message_of, sent
 
 N, H, TEACHER_H, VOCAB = 29, 10, 14, 301
@@ -209,40 +201,6 @@ def test_trls_loss_of_heads_that_are_dtensors(chunk_vocab, ranks):
     for found, theirs in zip(*runs, strict=True):
         for mine, truth in zip(found, theirs, strict=True):
             torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
-
-
-# --- the exact KL of a policy loss ------------------------------------------------------------------------------------
-
-
-def solve_loss(rank, sharded="rows", passes="auto"):
-    parts = problem("cpu" if rank is None else rank.device)
-    ids, advantages = torch.arange(32).view(4, 8) % 37, torch.linspace(-1, 1, 4)
-    place = None
-    if rank is not None and sharded == "DTensor":
-        for name in ("weight", "teacher_weight"):
-            parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [Shard(0)])
-    elif rank is not None:
-        sizes = (20, 17)
-        start, place = sum(sizes[: rank.index]), VocabParallel(rank.group, sum(sizes[: rank.index]))
-        for name in ("weight", "teacher_weight"):
-            parts[name] = parts[name][start : start + sizes[rank.index]].clone()
-    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    loss_fn = FusedLinearGRPOLoss("grpo", beta=0.2, kl_estimator="exact", entropy_coef=0.01, passes=passes)
-    reference = ReferenceHead(hidden=parts["teacher_hidden"], weight=parts["teacher_weight"])
-    loss, metrics = loss_fn(*leaves, ids, advantages, reference=reference, vocab_parallel=place)
-    grads = zip(("grad_hidden", "grad_weight"), torch.autograd.grad(loss, leaves), strict=True)
-    return {"loss": loss.detach(), "kl": metrics["kl_ref"].value} | {name: whole(grad) for name, grad in grads}
-
-
-def refused_in_one_pass(rank, sharded):
-    return message_of(lambda: solve_loss(rank, sharded, "one"))
-
-
-@pytest.mark.parametrize("sharded", ["rows", "DTensor"])
-def test_the_policy_loss(ranks, sharded):
-    assert_whole(ranks.run(solve_loss, sharded), solve_loss(None), 1e-5, 1e-5)
-    for message in ranks.run(refused_in_one_pass, sharded):
-        assert message.startswith('ValueError: passes="one" needs tensors that are whole on this rank')
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -138,18 +138,3 @@ def test_what_cannot_be_is_named_on_every_rank(ranks):
     for message in mistakes:
         assert message.startswith("ValueError: advantages must be (B, T) = (4, 8)")
         assert message.endswith("(rank 1 of vocab_parallel.group)")
-
-
-def solve_loss(rank):
-    hidden, weight, _, targets, advantages = problem("cpu" if rank is None else rank.device)
-    if rank is not None:
-        mesh = rank.mesh("tp")
-        hidden, weight = distribute_tensor(hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    loss = FusedLinearGRPOLoss("gspo", entropy_coef=0.01)(*leaves, targets, advantages[:, 0]).loss
-    grads = torch.autograd.grad(loss, leaves)
-    return [loss.detach().cpu(), *(grad.full_tensor().cpu() if isinstance(grad, DTensor) else grad for grad in grads)]
-
-
-def test_the_policy_loss(ranks, world):
-    assert_same(ranks.run(solve_loss, **world), solve_loss(None))

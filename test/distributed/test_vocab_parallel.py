@@ -19,6 +19,7 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
     LowRank,
+    ReferenceHead,
     Support,
     VocabParallel,
     linear_divergence,
@@ -51,6 +52,7 @@ class Case:
     support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
     several: int = 0  # ids of each token, 0 for its target alone
     topk: int | None = None
+    banned: int = 0  # the first entries, whose bias is -inf: a whole shard and more
     in_place: bool = False  # the weight's gradient is added to a tensor that holds something already
     dtensors: bool = False
     placement: Shard | Replicate | None = None  # of hidden states that are a DTensor
@@ -81,6 +83,7 @@ CASES = [
     Case(support=(2, 0), masked="all"),
     Case(support=(2,), tokens=0, masked="none"),
     Case(support=(1, 2, 30), fixed_shape=True, shards=1),
+    Case(bias=True, banned=520, shards=1),
     Case(in_place=True, entropy=False),
     Case(in_place=True, masked="all"),
     Case(in_place=True, support=(3, 1)),
@@ -115,7 +118,9 @@ def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
         case.topk
     ):  # the largest logit four times, in one shard and in two, to the last bit: the smallest id is the first
         parts["weight"][tied], parts["bias"][tied] = 0.0, 30.0
-    targets = torch.randint(case.ids_below, (case.tokens,))
+    if case.banned:
+        parts["bias"][: case.banned] = -torch.inf
+    targets = torch.randint(case.banned, case.ids_below, (case.tokens,))
     if case.ids_below == VOCAB:
         merged = parts["weight"] + (0.5 * parts["b"] @ parts["a"] if case.rank else 0.0)
         targets[::5] = oracles.linear_logits(parts["hidden"], merged, parts.get("bias")).argmax(-1)[::5]
@@ -146,12 +151,13 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     own = {name: parts[name] for name in ("hidden", "weight", "bias", "a", "b") if name in parts}
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
     total = torch.ones_like(parts["weight"]) if case.in_place else None
+    chunks = {"chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab}
     found = linear_logprobs(
-        parts["hidden"], parts["weight"], parts["targets"], mask=parts.get("mask"), bias=parts.get("bias"),
+        parts["hidden"], parts["weight"], parts["targets"], mask=parts.get("mask"), bias=parts.get("bias"), **chunks,
         low_rank=[LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [], support=support,
         transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
-        extras=() if case.several else EXTRAS, lse=case.several > 0, topk=case.topk, chunk_tokens=case.chunk_tokens,
-        chunk_vocab=case.chunk_vocab, fixed_shape=case.fixed_shape, vocab_parallel=place, weight_grad=total,
+        extras=() if case.several or case.banned else EXTRAS, lse=case.several > 0, topk=case.topk,
+        fixed_shape=case.fixed_shape, vocab_parallel=place, weight_grad=total,
     )  # fmt: skip
     of_logps, of_others = parts["upstream"]
     loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
@@ -218,26 +224,6 @@ def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
     assert_whole(
         ranks.run(solve_in_triton, case), solve(case, *whole(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
     )
-
-
-def with_banned(rank, vocab_start=0):
-    """A bias of -inf over the first 4 of 8 entries: a whole shard of two. An entropy over the others."""
-    rows = slice(vocab_start, 8) if rank is None else slice(4 * rank.index, 4 * rank.index + 4)
-    hidden, bias = torch.ones(3, 2, requires_grad=True), torch.tensor([-torch.inf] * 4 + [0.0] * 4)
-    leaf = torch.linspace(-1, 1, 16).view(8, 2)[rows].clone().requires_grad_()
-    place = None if rank is None else VocabParallel(rank.group, rows.start)
-    targets = torch.tensor([4, 5, 7]) - vocab_start
-    found = linear_logprobs(hidden, leaf, targets, bias=bias[rows], entropy=True, vocab_parallel=place)
-    (found.logps.sum() + found.entropy.sum()).backward()
-    results = {"logps": found.logps, "entropy": found.entropy, "grad_hidden": hidden.grad, "rows": leaf.grad}
-    return {name: part.detach() for name, part in results.items()}
-
-
-def test_a_shard_whose_entries_are_all_banned(ranks):
-    results, expected = ranks.run(with_banned), with_banned(None, vocab_start=4)
-    assert not results[0].pop("rows").any()
-    assert relative_error(results[1].pop("rows"), expected.pop("rows")) < 1e-6
-    assert_whole(results, expected)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -494,36 +480,66 @@ def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collecti
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def solve_loss(rank, loss_type, support):
+# Loss -> its options; what is given beside the head; and how that is sharded: rows by hand, or DTensors.
+LOSSES = {
+    "grpo": ("grpo", {}, "rows"),
+    "gspo": ("gspo", {}, "rows"),
+    "a support": ("grpo", {"support": True}, "rows"),
+    "an exact KL": ("grpo", {"kl_estimator": "exact"}, "rows"),
+    "DTensors": ("gspo", {}, "DTensors"),
+    "an exact KL of DTensors": ("grpo", {"kl_estimator": "exact"}, "DTensors"),
+}
+
+
+def solve_loss(rank, loss_type, options, sharded, passes="auto"):
     torch.manual_seed(3)
-    hidden, weight = torch.randn(3, 9, HIDDEN), torch.randn(40, HIDDEN)
-    ids, advantages = torch.randint(40, (3, 9)), torch.randn(3)
-    mask = torch.rand(3, 9) < 0.7
-    old = torch.randn(3, 9) - 4
-    given, place = {}, None
-    if support:
+    hidden, weight, teacher_weight = torch.randn(3, 8, HIDDEN), torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
+    ids, advantages = torch.randint(40, (3, 8)), torch.randn(3)
+    mask = torch.rand(3, 8) < 0.7
+    columns, place, options = {"old_per_token_logps": torch.randn(3, 8) - 4}, None, {"beta": 0.05, **options}
+    teacher_hidden = hidden + 0.1
+    if options.pop("support", False):
         rows = [[] if t % 5 == 0 else [t, 39 - t, int(i)] for t, i in enumerate(ids.flatten())]
-        given["support"] = Support.from_vllm(rows)
-    if rank is not None:
+        columns["support"] = Support.from_vllm(rows)
+    if rank is not None and sharded == "rows":
         rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
-        weight, place = weight[rows].clone(), VocabParallel(rank.group, rows.start)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    loss = FusedLinearGRPOLoss(loss_type, temperature=0.9, entropy_coef=0.01, beta=0.05, metrics="with_entropy")
-    reference = loss.reference_logps(hidden.detach() + 0.1, weight, ids, mask, vocab_parallel=place, **given)
-    columns = {"old_per_token_logps": old, "ref_per_token_logps": reference}
-    result = loss(hidden, weight, ids, advantages, mask, vocab_parallel=place, **columns, **given)
-    result.loss.backward()
+        place = VocabParallel(rank.group, rows.start)
+        weight, teacher_weight = weight[rows].clone(), teacher_weight[rows].clone()
+    elif rank is not None:
+        mesh = rank.mesh("tp")
+        weight, teacher_weight = (distribute_tensor(part, mesh, [Shard(0)]) for part in (weight, teacher_weight))
+        if "kl_estimator" not in options:
+            hidden, teacher_hidden = (distribute_tensor(part, mesh, [Shard(1)]) for part in (hidden, teacher_hidden))
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = FusedLinearGRPOLoss(
+        loss_type, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes, **options
+    )
+    if "kl_estimator" in options:
+        columns["reference"] = ReferenceHead(hidden=teacher_hidden, weight=teacher_weight)
+    else:
+        given = {"support": columns["support"]} if "support" in columns else {}
+        columns["ref_per_token_logps"] = loss.reference_logps(
+            teacher_hidden.detach(), weight.detach(), ids, mask, vocab_parallel=place, **given
+        )
+    result = loss(*leaves, ids, advantages, mask, vocab_parallel=place, **columns)
+    grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))
     metrics = {name: metric.value for name, metric in result.metrics.items()}
-    return {"loss": result.loss.detach(), "grad_hidden": hidden.grad, "grad_weight": weight.grad, **metrics}
+    return {"loss": result.loss.detach()} | dict(zip(("grad_hidden", "grad_weight"), grads, strict=True)) | metrics
 
 
-@pytest.mark.parametrize(("loss_type", "support"), [("grpo", False), ("gspo", False), ("grpo", True)])
-def test_the_policy_loss(ranks, loss_type, support):
+def refused_in_one_pass(rank, *loss):
+    return message_of(lambda: solve_loss(rank, *loss, "one"))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_the_policy_loss(ranks, loss):
     """The gradients of tokens with an empty row are rounded before they are added to the others'."""
-    results, expected = ranks.run(solve_loss, loss_type, support), solve_loss(None, loss_type, support)
-    assert_whole(results, expected, 1e-5, 3e-6 if support else 1e-6)
+    results, expected = ranks.run(solve_loss, *loss), solve_loss(None, *loss)
+    assert_whole(results, expected, 1e-5, 3e-6)
     assert relative_error(results[0]["loss"], expected["loss"]) <= 1e-6
+    if "support" not in loss[1]:
+        for message in ranks.run(refused_in_one_pass, *loss):
+            assert message.startswith('ValueError: passes="one" needs ')
 
 
 def uneven_rows(rank):

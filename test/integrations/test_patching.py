@@ -93,7 +93,7 @@ def stand_in(name: str, monkeypatch) -> System:
             module.__path__ = []
             monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
         parameters = ", ".join(name.rstrip("?") for name in (patch.parameters or "").split())
-        for function in {patch.name, patch.checked}:
+        for function in sorted({patch.name, patch.checked}):  # a class before its method
             add_function(patch, function, parameters)
     say(monkeypatch, system.framework, newest(system.framework))
     return system
@@ -220,12 +220,14 @@ def test_threads_that_patch_and_undo(system):
     assert system.state() == before
 
 
-@pytest.mark.parametrize("name", STAND_INS)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_a_row_that_is_not_what_its_version_says_leaves_all(name, monkeypatch):
     for row in range(len(system_of(name).framework.patches)):
         for parameters, message in (("another", "must take .*, found .another.*"), (None, "has no .* here")):
             system = stand_in(name, monkeypatch)
             patch = system.framework.patches[row]
+            if parameters and patch.parameters is None:
+                continue  # which takes any
             add_function(patch, patch.checked if parameters else patch.name, parameters or "")
             if parameters is None:
                 owner, _, attribute = patch.name.rpartition(".")

@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed")
 
 import trl
-import trl.trainer.grpo_trainer as grpo_module
 import trl.trainer.utils as trl_utils
 from trl.kernels import ChunkedLogProbFunction as THEIRS
 
@@ -18,7 +17,7 @@ import oracles
 import trl_runs
 from head_calls import Products
 from liger_rl.integrations import trl as integration
-from liger_rl.integrations import trl_adapters
+from liger_rl.integrations import trl_adapters, trl_divergence
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 
 NAME = "_ChunkedLogProbFunction"
@@ -93,13 +92,6 @@ def test_float32_agrees_with_trls_op(transform, outputs, options, device):
         assert 0 < values[-1].sum() < len(values[-1])
 
 
-@pytest.mark.parametrize("outputs", [("log_probs", "entropies"), "entropy", ("logits",)])
-def test_an_output_that_it_does_not_have_is_refused(outputs):
-    """TRL computes the ones that it knows, and the other is None."""
-    with pytest.raises(ValueError, match="outputs must be among"):
-        ours().apply(*inputs(), 1.0, 64, None, 1.0, outputs)
-
-
 def test_outputs_default_to_all():
     for op in (ours(), THEIRS):
         assert all(x is not None for x in op.apply(*inputs(), 1.0, 64))
@@ -161,11 +153,13 @@ def test_the_dtype_of_the_hidden_states_is_that_of_the_products(dtypes):
         (4, 0.0, "temperature"),
         (6, 0.0, "softcap"),
         (7, 0.0, "scale"),
+        *((8, outputs, "outputs must be among") for outputs in (("log_probs", "entropies"), "entropy", ("logits",))),
     ],
 )
 def test_what_would_be_computed_differently_is_refused_by_name(position, value, message):
-    """TRL computes 0 as a logit scale, 1 for a softcap of 0, and -lse for a target beyond the vocabulary."""
-    arguments = [*inputs(), 1.0, 64, None, 1.0]
+    """TRL computes 0 as a logit scale, 1 for a softcap of 0, -lse for a target beyond the vocabulary, and None for an
+    output that it does not know."""
+    arguments = [*inputs(), 1.0, 64, None, 1.0, ALL]
     arguments[position] = value
     with pytest.raises((TypeError, ValueError), match=rf"\b{message}\b"):
         ours().apply(*arguments)
@@ -196,13 +190,11 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 
 def test_options_come_and_go_with_the_patch():
     def options():
-        return vars(trl_utils)[NAME].options["chunk_vocab"]
+        assert integration._op.options["chunk_vocab"] == trl_divergence.op.chunk_vocab
+        return trl_divergence.op.chunk_vocab
 
-    patch_trl()
-    first = vars(trl_utils)[NAME]
-    assert isinstance(first, integration.FusedLogProbs)
     patch_trl(chunk_vocab=64)
-    assert vars(trl_utils)[NAME] is first
+    assert vars(trl_utils)[NAME] is integration._op
     assert options() == 64
     with patched_trl(chunk_vocab=32):
         assert options() == 32
@@ -242,58 +234,17 @@ def test_what_to_do_with_an_older_version_is_said(version, older, monkeypatch):
         assert (advice in str(caught.value)) == older
 
 
-class AnotherOp:
-    """The signature of TRL 1.14's op, which has no `outputs`."""
-
-    @staticmethod
-    def forward(ctx, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None,
-                logit_scale=1.0):  # fmt: skip
-        raise NotImplementedError
-
-
-def patched_names():
-    modules = [importlib.import_module(name) for name in trl_adapters.TRAINERS]
-    names = [vars(module)[name] for module in modules for name in ("BaseTunerLayer", "add_fused_lm_head")]
-    return [vars(trl_utils)[NAME], *names]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "other"),
-    [
-        (trl_utils, NAME, AnotherOp),
-        (trl_utils, NAME, None),
-        (grpo_module, "BaseTunerLayer", None),
-        (trl_utils, "add_fused_lm_head", lambda model: None),
-    ],
-)
-def test_a_trl_that_is_not_what_its_version_says_is_left_as_it_is(module, name, other):
-    """Everything is looked up before anything is replaced."""
-    pytest.importorskip("peft", reason="PEFT is not installed")
-    whole = patched_names()
-    with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(module, name, other)
-        before = patched_names()
-        with pytest.raises(RuntimeError, match=f"{name}.*nothing was patched"):
-            patch_trl(chunk_vocab=64)
-        assert patched_names() == before
-    patch_trl()
-    assert not any(ours is theirs for ours, theirs in zip(patched_names(), whole, strict=True))
-    assert vars(trl_utils)[NAME].options["chunk_vocab"] is None
-    unpatch_trl()
-    assert patched_names() == whole
-
-
 def test_without_peft_there_is_nothing_to_lift(monkeypatch):
     monkeypatch.setattr("transformers.utils.is_peft_available", lambda: False)
-    before = patched_names()
+    modules = [importlib.import_module(name) for name in trl_adapters.TRAINERS]
+    before = [(vars(module)["BaseTunerLayer"], vars(module)["add_fused_lm_head"]) for module in modules]
     patch_trl()
-    assert patched_names()[1:] == before[1:]
+    assert [(vars(module)["BaseTunerLayer"], vars(module)["add_fused_lm_head"]) for module in modules] == before
     assert isinstance(vars(trl_utils)[NAME], integration.FusedLogProbs)
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------
 
-# test/convergence has the others on gemma2.
 FAMILIES = [model for model in trl_runs.MODELS if model != "qwen3"]
 GRPO_RUNS = [*((name, "qwen3") for name in trl_runs.GRPO_RUNS), *(("dapo", model) for model in FAMILIES)]
 
@@ -377,8 +328,7 @@ def test_a_trainer_that_outlives_the_patch(path_of, tmp_path):
         ("SFT", "gemma2", {}),
         ("DPO", "qwen3", {}),
         ("DPO", "gemma2", {"use_weighting": True}),  # the only use of log sum p^2
-        ("KTO", "qwen3", {}),
-        ("RLOO", "qwen3", {}),
+        *((kind, model, {}) for kind in ("KTO", "RLOO") for model in ("qwen3", "gemma2")),
     ],
 )
 def test_other_trainers(kind, model, options, path_of, tmp_path):
