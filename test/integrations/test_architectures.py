@@ -131,29 +131,6 @@ def test_recurrent_gemma_has_another_name_for_its_softcap():
     assert_same_as_full_logits(randomised(transformers.AutoModelForCausalLM.from_config(config)), make_batch())
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
-@on_both_attentions
-def test_packed_rows_are_told_apart_by_position_ids(attention):
-    """Three sequences in one row, without an attention mask: what each of them is alone."""
-    model = build("Llama", attention=attention)
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(3, VOCAB, (1, n), generator=generator) for n in (7, 4, 9)]
-    labels = [row.masked_fill(torch.arange(row.shape[1]) < 1, -100) for row in rows]
-    packed = {
-        "input_ids": torch.cat(rows, 1),
-        "position_ids": torch.cat([torch.arange(row.shape[1]) for row in rows])[None],
-        "labels": torch.cat(labels, 1),
-        "use_cache": False,  # with a cache transformers does not look for the sequences
-    }
-    together = assert_same_as_full_logits(model, packed).per_token_logps
-    alone = [fused_logps(model, {"input_ids": r, "labels": y}) for r, y in zip(rows, labels, strict=True)]
-    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
-    del packed["position_ids"]
-    assert (fused_logps(model, packed) - together).abs().max() > 1e-2
-
-
 # --- several devices --------------------------------------------------------------------------------------------------
 
 

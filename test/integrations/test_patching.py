@@ -5,7 +5,6 @@ A stand-in has modules, functions and methods as the rows name them. Each framew
 
 import importlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -312,37 +311,3 @@ def test_other_modules_are_patched_when_named(trainers):
         with pytest.raises(TypeError, match="modules must be names"):
             liger.patch_liger(modules=modules)
     assert not patched_now()
-
-
-BEFORE_IMPORT = """
-import sys
-
-from liger_rl.integrations import liger, trl, trl_adapters
-
-assert not {"trl", "liger_kernel"} & set(sys.modules)
-liger.patch_liger()
-from liger_kernel import chunked_loss
-
-assert chunked_loss.LigerFusedLinearGRPOLoss is liger.LigerFusedLinearGRPOLoss
-trl.patch_trl()
-from trl.trainer import grpo_trainer, rloo_trainer, utils
-
-assert isinstance(utils._ChunkedLogProbFunction, trl.FusedLogProbs)
-for module in (utils, grpo_trainer, rloo_trainer):
-    assert module.add_fused_lm_head is trl_adapters.add_fused_lm_head
-liger.unpatch_liger()
-trl.unpatch_trl()
-from trl.kernels import ChunkedLogProbFunction
-
-assert chunked_loss.LigerFusedLinearGRPOLoss.__module__ == "liger_kernel.chunked_loss.grpo_loss"
-assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-for module in (utils, grpo_trainer, rloo_trainer):
-    assert module.add_fused_lm_head.__module__ == "trl.trainer.utils"
-"""
-
-
-def test_patching_before_the_packages_are_imported():
-    for package in ("trl", "liger_kernel", "peft"):
-        pytest.importorskip(package, reason="the patches are of all of them")
-    done = subprocess.run([sys.executable, "-c", BEFORE_IMPORT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

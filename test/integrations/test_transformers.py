@@ -91,22 +91,14 @@ def test_a_bfloat16_model_is_as_close_to_float64_as_with_full_logits(name, trans
         assert oracles.max_error(values, truth) <= oracles.error_budget(eager, truth, torch.float32)
 
 
-def test_the_router_loss_is_part_of_the_loss_and_of_the_gradient():
-    model, batch = swapped("Mixtral"), make_batch()
-    output, plain = model(**batch, fused=True), model(**batch)
-    count = (batch["labels"][:, 1:] != -100).sum()
-    torch.testing.assert_close(output.aux_loss, plain.aux_loss, rtol=0, atol=0)
-    assert output.aux_loss > 1.0
-    cross_entropy = -output.per_token_logps.sum() / count
-    torch.testing.assert_close(output.loss - cross_entropy, 0.1 * output.aux_loss, rtol=1e-5, atol=1e-6)
-    router = "model.layers.0.mlp.gate.weight"
-    with_router = gradients(model, output.loss)[router]
-    without = gradients(model, -fused_logps(model, batch).sum() / count)[router]
-    assert (with_router - without).norm() > 0.01 * without.norm()
-    for divisor in (57, torch.tensor(57)):  # as the Trainer passes it
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_the_divisor_of_the_loss(name):
+    """As the Trainer passes it. A router loss is not divided."""
+    model, batch = swapped(name), make_batch()
+    for divisor in (57, torch.tensor(57)):
         plain, fused = (model(**batch, num_items_in_batch=divisor, **o).loss for o in ({}, {"fused": True}))
         torch.testing.assert_close(fused, plain)
-        assert not torch.allclose(fused, output.loss, rtol=1e-2)
+        assert not torch.allclose(fused, model(**batch, fused=True).loss, rtol=1e-2)
 
 
 class Casts(TorchDispatchMode):
@@ -300,41 +292,6 @@ def test_the_default_device_has_no_say(device):
     model, batch = build("Llama", device), make_batch(device)
     with torch.device(device):
         assert swap_lm_head(model)(**batch, fused=True).loss.isfinite()
-
-
-@pytest.mark.parametrize("name", ["GPT2", "OPT", "Cohere"])
-def test_tied_weights_stay_tied(name):
-    model, batch = build(name), make_batch()
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert head.weight is embedding.weight
-    swap_lm_head(model)
-    assert model.get_output_embeddings() is head
-    assert head.weight is embedding.weight
-    both = gradients(model, model(**batch, fused=True).loss)
-    tied = next(key for key, p in model.named_parameters() if p is head.weight)
-    # Each use alone, by untying a copy: their sum is the gradient of the tied weight.
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    model.zero_grad()
-    model(**batch, fused=True).loss.backward()
-    of_head, of_embedding = head.weight.grad, embedding.weight.grad
-    assert min(of_head.norm(), of_embedding.norm()) > 0.01 * both[tied].norm()
-    torch.testing.assert_close(both[tied], of_head + of_embedding)
-
-
-def test_the_signature_names_the_columns_of_a_data_set():
-    model = build("Llama")
-    before = inspect.signature(model.forward)
-    after = inspect.signature(swap_lm_head(model).forward)
-    assert {"input_ids", "attention_mask", "labels"} <= set(after.parameters)
-    assert after.parameters.keys() == before.parameters.keys()
-
-
-def test_hooks_on_the_model_still_run():
-    model, outputs = swapped(), []
-    model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    output = model(**make_batch(), fused=True)
-    assert len(outputs) == 1
-    assert outputs[0] is output
 
 
 def test_a_training_loop_of_transformers(tmp_path):
