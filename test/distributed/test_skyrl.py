@@ -1,11 +1,5 @@
 """SkyRL's functions over ranks against its own where it is there (see `checkouts`). Full logits: test_frameworks.py."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,39 +96,6 @@ def test_equals_its_own(ranks, world):
         for name, values in theirs.items():
             for found, value in zip(mine[name], values, strict=True):
                 torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-OWN_TEST = "tests/backends/skyrl_train/gpu/gpu_ci/megatron/test_fused_linear_logprob.py"
-OWN_IMPORTS = re.compile(r"from skyrl\.backends\S+ import \(.*?\)\n|from skyrl\.train\S+ import \w+\n", re.DOTALL)
-OURS = """
-from types import SimpleNamespace
-import skyrl_modules
-from liger_rl.integrations import skyrl as integration
-ChunkedDistributedLogprob = skyrl_modules.load(integration.MODULES["megatron"]).ChunkedDistributedLogprob
-FusedLinearChunkedDistributedLogprob = SimpleNamespace(
-    apply=lambda *arguments: integration.fused_lm_head_logprob_apply("torch", *arguments)
-)
-get_free_port = lambda: 29512
-"""
-
-
-@NEEDS_SKYRL
-def test_its_own_test(tmp_path):
-    """On CPU, with our function for its. Left out: ids beyond the vocabulary, which raise here; bfloat16 weights,
-    where it expects logits rounded to bfloat16; CUDA and Liger's kernel."""
-    own = checkouts.source("SkyRL").parent / OWN_TEST
-    if not own.is_file():
-        pytest.skip("an installed SkyRL has no tests")
-    text = own.read_text(encoding="utf-8")
-    text, replaced = OWN_IMPORTS.subn("", text)
-    assert replaced == 2
-    text = text.replace('torch.device("cuda")', 'torch.device("cpu")').replace("\nH = ", f"{OURS}\nH = ")
-    (tmp_path / "test_its_own.py").write_text(text, encoding="utf-8")
-    left_out = "True or all_out or liger or logprob_tp or dtype0"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not ({left_out})", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:3]))}
-    done = subprocess.run([*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "11 passed" in done.stdout, done.stdout + done.stderr
 
 
 IDS = torch.arange(2 * 12).reshape(2, 12) * 5 % 50 + 2
