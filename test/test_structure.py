@@ -13,7 +13,6 @@ import liger_rl
 
 PACKAGE = Path(liger_rl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
 SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 # Room -> what of the package it may import, as prefixes of module names: the floors of docs/design.md, and the order
 # of engines: dense, sparse, pair.
@@ -146,24 +145,6 @@ def test_outside_imports(module):
 
 def test_no_circles():
     TopologicalSorter(graph()).prepare()  # raises CycleError with the circle
-
-
-def test_no_circles_in_the_benchmark():
-    if not BENCHMARK.is_dir():
-        pytest.skip("the benchmark is not part of an installed package")
-    names = {path.relative_to(BENCHMARK.parent).with_suffix(""): path for path in BENCHMARK.rglob("*.py")}
-    trees = {
-        ".".join(name.parts).removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in names.items()
-    }
-    edges = {}
-    for module, tree in trees.items():
-        found = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                inner = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= (inner & trees.keys()) or {node.module}
-        edges[module] = {name for name in found if name in trees and name != module}
-    TopologicalSorter(edges).prepare()
 
 
 def test_no_entry_imports_triton():

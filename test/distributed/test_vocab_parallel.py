@@ -1,4 +1,4 @@
-"""A head sharded over its vocabulary is the whole head: the same numbers, the same gradients, the same errors."""
+"""Heads sharded over their vocabulary are the whole heads: the same numbers, the same gradients, the same errors."""
 
 import re
 from dataclasses import dataclass
@@ -24,11 +24,12 @@ from liger_rl import (
     VocabParallel,
     linear_divergence,
     linear_logprobs,
+    topk_divergence,
 )
 from liger_rl.kernels.statistics import EXTRAS
 from ranks import assert_whole, message_of, relative_error, sent
 
-HIDDEN, VOCAB = 12, 601
+HIDDEN, TEACHER_HIDDEN, VOCAB = 12, 14, 601
 # Rows of each rank, by the number of ranks, cut evenly or not.
 SHARDS = {2: [(301, 300), (513, 88)], 4: [(151, 150, 150, 150), (7, 380, 1, 213)]}
 
@@ -54,8 +55,11 @@ class Case:
     topk: int | None = None
     banned: int = 0  # the first entries, whose bias is -inf: a whole shard and more
     in_place: bool = False  # the weight's gradient is added to a tensor that holds something already
-    dtensors: bool = False
-    placement: Shard | Replicate | None = None  # of hidden states that are a DTensor
+    dtensors: str = ""  # which of "student" and "both" are DTensors; the teacher's other rows are a plain shard
+    placement: Shard | Replicate | None = None  # of hidden states that are DTensors
+    kind: str = ""  # of a divergence from a teacher
+    padding: int = 0  # rows of the teacher's after the vocabulary
+    vocab: int | None = None
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -92,10 +96,26 @@ CASES = [
     Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
     Case(several=7, topk=6, bias=True, fixed_shape=True),
     Case(topk=6, bias=True, shards=1, masked="none"),
-    *(Case(dtensors=True, placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
-    *(Case(dtensors=True, placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
-    Case(dtensors=True, placement=Shard(0), bias=True, rank=2),
-    Case(dtensors=True, placement=Replicate(), bias=True, several=7, topk=6),
+    *(Case(dtensors="both", placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
+    *(Case(dtensors="both", placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
+    Case(dtensors="both", placement=Shard(0), bias=True, rank=2),
+    Case(dtensors="both", placement=Replicate(), bias=True, several=7, topk=6),
+    Case(kind="reverse_kl", bias=True, temperature=0.8),
+    Case(kind="forward_kl", shards=1),
+    Case(kind="jsd", shards=1, bias=True, softcap=3.0),
+    Case(kind="jsd", fixed_shape=True),
+    Case(kind="reverse_kl", padding=9, vocab=VOCAB, shards=1, bias=True),
+    Case(kind="jsd", padding=3, vocab=340),  # the last ranks' rows are padding, some of them all
+    Case(kind="reverse_kl", rank=3, chunk_vocab=64, shards=1),
+    Case(kind="forward_kl", masked="all"),
+    Case(kind="reverse_kl", frozen="weight", rank=2),
+    Case(kind="forward_kl", frozen="hidden"),
+    Case(kind="jsd", dtype=torch.bfloat16),
+    *(
+        Case(kind=kind, dtensors=dtensors, placement=placement, bias=True)
+        for kind in ("reverse_kl", "jsd")
+        for dtensors, placement in (("both", None), ("both", Shard(0)), ("student", Replicate()))
+    ),
 ]
 
 
@@ -120,6 +140,11 @@ def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
         parts["weight"][tied], parts["bias"][tied] = 0.0, 30.0
     if case.banned:
         parts["bias"][: case.banned] = -torch.inf
+    if case.kind:
+        parts |= {"teacher_hidden": made(case.tokens, TEACHER_HIDDEN), "teacher_bias": made(VOCAB + case.padding)}
+        parts["teacher_weight"] = 0.7 * made(VOCAB + case.padding, TEACHER_HIDDEN)
+        parts["targets"] = torch.randint(case.vocab or VOCAB, (case.tokens,))
+        return {name: part.to(device) for name, part in parts.items()}
     targets = torch.randint(case.banned, case.ids_below, (case.tokens,))
     if case.ids_below == VOCAB:
         merged = parts["weight"] + (0.5 * parts["b"] @ parts["a"] if case.rank else 0.0)
@@ -151,18 +176,28 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     own = {name: parts[name] for name in ("hidden", "weight", "bias", "a", "b") if name in parts}
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
     total = torch.ones_like(parts["weight"]) if case.in_place else None
-    chunks = {"chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab}
-    found = linear_logprobs(
-        parts["hidden"], parts["weight"], parts["targets"], mask=parts.get("mask"), bias=parts.get("bias"), **chunks,
-        low_rank=[LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [], support=support,
-        transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
-        extras=() if case.several or case.banned else EXTRAS, lse=case.several > 0, topk=case.topk,
-        fixed_shape=case.fixed_shape, vocab_parallel=place, weight_grad=total,
-    )  # fmt: skip
+    options = {
+        "mask": parts.get("mask"), "bias": parts.get("bias"), "entropy": case.entropy, "fixed_shape": case.fixed_shape,
+        "transform": LogitTransform(temperature=case.temperature, softcap=case.softcap), "vocab_parallel": place,
+        "low_rank": [LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [],
+        "chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab,
+    }  # fmt: skip
     of_logps, of_others = parts["upstream"]
-    loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
-    for part in (found.entropy, found.lse if case.several else None):
-        loss = loss if part is None else loss + (part * of_others).sum()
+    if case.kind:
+        found = linear_divergence(
+            *(parts[name] for name in ("hidden", "weight", "teacher_hidden", "teacher_weight")), **options,
+            kind=case.kind, beta=0.3 if case.kind == "jsd" else 0.5, targets=parts["targets"], vocab=case.vocab,
+            teacher_bias=parts["teacher_bias"], teacher_transform=LogitTransform(softcap=3.0),
+        )  # fmt: skip
+        loss = (found.divergence * of_others.flip(0) + found.logps * of_logps + found.entropy * of_others).sum()
+    else:
+        found = linear_logprobs(
+            parts["hidden"], parts["weight"], parts["targets"], **options, support=support, weight_grad=total,
+            extras=() if case.several or case.banned else EXTRAS, lse=case.several > 0, topk=case.topk,
+        )  # fmt: skip
+        loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
+        for part in (found.entropy, found.lse if case.several else None):
+            loss = loss if part is None else loss + (part * of_others).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
     results = {name: part for name, part in found._asdict().items() if part is not None}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
@@ -185,12 +220,19 @@ def shard_of(rank, case: Case):
     rows = slice(sum(sizes[: rank.index]), sum(sizes[: rank.index + 1]))
     parts, support = whole(case, rank.device)
     if case.dtensors:
-        sharded = {"weight": Shard(0), "bias": Shard(0), "b": Shard(0), "a": Replicate(), "hidden": case.placement}
+        sharded = dict.fromkeys(("weight", "bias", "b", "teacher_weight", "teacher_bias"), Shard(0)) | {
+            "a": Replicate()
+        }
+        sharded |= {"hidden": case.placement, "teacher_hidden": case.placement}
         for name, placement in sharded.items():  # in one order on all ranks: each is a collective
             if name in parts and placement is not None:
-                parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [placement])
+                part = distribute_tensor(parts[name], rank.mesh("tp"), [placement])
+                plain = case.dtensors == "student" and name.startswith("teacher") and placement == Shard(0)
+                parts[name] = part.to_local() if plain else part
         return case, parts, support, None
     parts |= {name: parts[name][rows].clone() for name in ("weight", "bias", "b") if name in parts}
+    padded = slice(rows.start, rows.stop + (case.padding if rank.index == rank.world - 1 else 0))
+    parts |= {name: parts[name][padded].clone() for name in ("teacher_weight", "teacher_bias") if name in parts}
     return case, parts, support, VocabParallel(rank.group, rows.start)
 
 
@@ -202,8 +244,9 @@ def solve_sharded(rank, case):
 def test_equals_the_whole_head(ranks, world, case):
     results, expected = ranks.run(solve_sharded, case, **world), solve(case, *whole(case, world["device"]))
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
-    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or case.topk else 1e-6
-    assert_whole(results, expected, 1e-5 if case.topk else 1e-6, grad_tolerance)
+    loose = case.topk or case.kind
+    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or loose else 1e-6
+    assert_whole(results, expected, 1e-5 if loose else 1e-6, grad_tolerance)
     for name, truth in expected.items():
         if case.tokens and case.masked != "all":
             assert truth.any() or (name == "is_top1" and case.ids_below < VOCAB) or name == "missing_target", name
@@ -224,6 +267,52 @@ def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
     assert_whole(
         ranks.run(solve_in_triton, case), solve(case, *whole(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
     )
+
+
+def distilled(rank):
+    """From a teacher's lists."""
+    case = Case(bias=True)
+    parts, place = parts_of(case), None
+    ids, teacher = torch.randint(VOCAB, (37, 7)), torch.randn(37, 7).log_softmax(-1)
+    if rank is not None:
+        _, parts, _, place = shard_of(rank, case)
+    hidden = parts["hidden"].requires_grad_()
+    found = topk_divergence(
+        hidden, parts["weight"], ids, teacher, tail="none", bias=parts["bias"], vocab_parallel=place
+    ).divergence
+    return {"divergence": found.detach(), "grad_hidden": torch.autograd.grad(found.sum(), hidden)[0]}
+
+
+def test_distillation_from_lists(ranks):
+    torch.manual_seed(0)
+    assert_whole(ranks.run(distilled), distilled(None), 1e-5, 1e-5)
+
+
+def loss_of_trl(rank, patched, chunk_vocab):
+    from trl.trainer import distillation_trainer
+
+    from liger_rl.integrations import trl_divergence
+
+    trl_divergence.op.chunk_vocab = chunk_vocab
+    loss = vars(trl_divergence if patched else distillation_trainer)[trl_divergence.LOSS]
+    hidden, teacher_hidden = torch.randn(4, 8, HIDDEN), torch.randn(4, 8, TEACHER_HIDDEN)
+    whole = torch.randn(37, HIDDEN), torch.randn(37, TEACHER_HIDDEN)
+    heads = [distribute_tensor(part, rank.mesh("dp"), [Shard(0)]) for part in whole]
+    leaves = [hidden.requires_grad_(), heads[0].requires_grad_()]
+    mask = torch.arange(8) < torch.tensor([[8], [5], [1 + rank.index], [0]])
+    found = loss(hidden, teacher_hidden, *heads, mask, 0.5, 7)
+    grads = torch.autograd.grad(found[0], leaves)
+    return [found[0].detach(), *found[1:], grads[0], grads[1].full_tensor()]
+
+
+@pytest.mark.parametrize("chunk_vocab", [None, 16])
+def test_trls_loss_of_heads_that_are_dtensors(chunk_vocab, ranks):
+    """Gathered as TRL gathers them, in one pass and in two."""
+    pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+    runs = (ranks.run(loss_of_trl, patched, chunk_vocab) for patched in (True, False))
+    for found, theirs in zip(*runs, strict=True):
+        for mine, truth in zip(found, theirs, strict=True):
+            torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -317,6 +406,32 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_all, on_last,
     (message,) = {message for message, _ in results}
     assert re.match(expected, message or "")
     assert [count for _, count in results] == [2, 2]
+
+
+def misaligned(rank):
+    """A teacher whose shards are padded each, and so start elsewhere."""
+    place = VocabParallel(rank.group, 5 * rank.index)
+    parts = (
+        torch.randn(6, HIDDEN),
+        torch.randn(5, HIDDEN),
+        torch.randn(6, TEACHER_HIDDEN),
+        torch.randn(6, TEACHER_HIDDEN),
+    )
+    whole = distribute_tensor(torch.randn(11, HIDDEN), rank.mesh("tp"), [Shard(0)])
+    other = distribute_tensor(torch.randn(13, TEACHER_HIDDEN), rank.mesh("tp"), [Shard(0)])
+    return [
+        message_of(lambda: linear_divergence(*parts, vocab=10, vocab_parallel=place)),
+        message_of(lambda: linear_divergence(parts[0], whole, parts[2], other, vocab=10)),
+        message_of(lambda: linear_divergence(parts[0], torch.randn(13, HIDDEN), parts[2], other)),  # not the student's
+    ]
+
+
+def test_shards_that_start_at_other_ids_are_refused(ranks):
+    first, last = ranks.run(misaligned)
+    for covering, dtensors, whole in (first, last):
+        assert "the shards of weight must cover the vocabulary" in covering
+        for message in (dtensors, whole):
+            assert message.startswith("ValueError: teacher_weight must be sharded over the ranks of weight")
 
 
 def bad_places(rank):
@@ -469,6 +584,18 @@ def test_what_a_call_with_several_targets_sends(ranks, topk):
         assert shapes[-1][1] == HIDDEN
 
 
+@pytest.mark.parametrize(("kind", "sums"), [("reverse_kl", [2, 6]), ("jsd", [2, 5, 2])])
+@pytest.mark.parametrize("chunk_vocab", [None, 32])
+def test_what_a_divergence_sends(ranks, kind, sums, chunk_vocab):
+    """A maximum and a sum of a few numbers a token, one sum more for a mixture, and the gradient of hidden."""
+    first, other = ranks.run(calls_seen, Case(kind=kind, chunk_vocab=chunk_vocab))
+    assert first == other
+    shapes = first[2]
+    assert [shape[0] for shape in shapes[:-1]] == sums
+    assert shapes[-1][1] == HIDDEN
+    assert shapes[-1][0] < shapes[0][1] < 37  # tokens without a gradient are not sent
+
+
 @pytest.mark.parametrize(("support", "collectives"), [((3, 1), 3), ((3, 0), 6)])
 def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collectives):
     """Rows that are empty have collectives of their own."""
@@ -540,31 +667,6 @@ def test_the_policy_loss(ranks, loss):
     if "support" not in loss[1]:
         for message in ranks.run(refused_in_one_pass, *loss):
             assert message.startswith('ValueError: passes="one" needs ')
-
-
-def uneven_rows(rank):
-    """Two groups of two ranks, each with other tokens: the first pair has many, the second none."""
-    tokens, rows, place = 30, slice(0, 20), None
-    if rank is not None:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        first = 10 * (rank.index % 2)
-        tokens, rows = 30 if rank.index < 2 else 0, slice(first, first + 10)
-        place = VocabParallel(pairs[rank.index // 2], first)
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(30, HIDDEN)[:tokens].requires_grad_(), torch.randn(20, HIDDEN)[rows].clone()
-    weight.requires_grad_()
-    found = linear_logprobs(hidden, weight, torch.arange(tokens) % 20, entropy=True, vocab_parallel=place)
-    (found.logps.sum() + found.entropy.sum()).backward()
-    if rank is not None:  # as data parallelism does, over the ranks that hold the same shard
-        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        dist.all_reduce(weight.grad, group=columns[rank.index % 2])
-    return {"grad_weight": weight.grad}
-
-
-def test_tensor_parallel_beside_data_parallel_with_an_empty_replica(ranks):
-    results, expected = ranks.run(uneven_rows, world=4), uneven_rows(None)
-    for pair in (results[:2], results[2:]):
-        assert_whole(pair, expected)
 
 
 # --- ranks that hang: in the last file, for the ranks must be started again after it ---------------------------------

@@ -44,6 +44,10 @@ CONFIGS = {
     "Gemma": HEADS,
     "Gemma2": {**HEADS, "final_logit_softcapping": 3.0},
     "Gemma3Text": HEADS,
+    "RecurrentGemma": {
+        **HEADS, "num_key_value_heads": 1, "num_hidden_layers": 3, "lru_width": HIDDEN, "attention_window_size": 14,
+        "logits_soft_cap": 3.0,  # another name for it
+    },
     "Cohere": {**SIZES, "logit_scale": 0.25},
     "Cohere2": {**HEADS, "logit_scale": 0.25},
     "Granite": {**SIZES, "logits_scaling": 4.0},  # divides

@@ -251,23 +251,6 @@ def test_options_are_read_at_every_call():
         ours(**call)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_zero3_empties_the_head_after_the_forward(level):
-    """DeepSpeed's ZeRO-3 gathers a parameter for the forward alone and marks it with an id."""
-    call, options = problem(), options_of("dapo", level)
-    expected = run(LigerFusedLinearGRPOLoss, options, call)
-    call["_input"].requires_grad_()
-    for name in ("lin_weight", "bias"):
-        call[name] = torch.nn.Parameter(call[name])
-        call[name].ds_id = 1
-    loss, _ = LigerFusedLinearGRPOLoss(**options)(**call)
-    for name in ("lin_weight", "bias"):
-        call[name].data.fill_(torch.nan)  # another parameter is gathered where this one was
-        call[name].data = torch.empty(0)
-    grads = torch.autograd.grad(loss, [call[name] for name in ("_input", "lin_weight", "bias")])
-    torch.testing.assert_close(grads, expected[1], rtol=0, atol=0)
-
-
 @pytest.fixture
 def two_ranks(monkeypatch):
     """-> the values that were all-reduced, as if another rank had the same."""
@@ -396,30 +379,15 @@ def test_ratios_and_kl_stop_at_40_nats(column, sign):
     assert not wrong[1][0].isfinite().all()
 
 
-def test_which_kl_needs_a_reference():
-    """Liger takes a KL of 0 without a reference model, and asserts a reference without a KL."""
-    call = problem()
-    without = {name: value for name, value in call.items() if name != "ref_per_token_logps"}
-    options = options_of("dapo", beta=0.5) | {"use_ref_model": False}
-    for arguments in (call, without):
-        assert THEIRS(**options)(**arguments)[1][0] == 0
-    with pytest.raises(ValueError, match="use_ref_model"):
-        LigerFusedLinearGRPOLoss(**options)
-    with pytest.raises(ValueError, match="ref_per_token_logps"):
-        LigerFusedLinearGRPOLoss(**options_of("dapo", beta=0.5))(**without)
-    options = options_of("dapo", beta=0.0)
-    expected = run(THEIRS, options, without)
+def test_a_reference_without_a_kl():
+    """Liger asserts. It takes a KL without a reference model, and makes it 0: ours refuses that by name."""
+    call, options = problem(), options_of("dapo", beta=0.0)
+    del call["ref_per_token_logps"]
     with pytest.raises(AssertionError):
-        run(THEIRS, options | {"use_ref_model": True}, without)
-    assert_same(run(LigerFusedLinearGRPOLoss, options | {"use_ref_model": True}, without), expected)
-
-
-def test_an_id_beyond_the_vocabulary_is_refused():
-    call = problem()
-    call["selected_token_ids"][0, 2] = VOCAB
-    assert run(THEIRS, options_of("bnpo"), call)[0].isfinite()
-    with pytest.raises(ValueError, match=r"\[0, 61\)"):
-        run(LigerFusedLinearGRPOLoss, options_of("bnpo"), call)
+        run(THEIRS, options | {"use_ref_model": True}, call)
+    expected = run(THEIRS, options, call)
+    assert_same(run(LigerFusedLinearGRPOLoss, options | {"use_ref_model": True}, call), expected)
+    assert run(THEIRS, options_of("dapo", beta=0.5) | {"use_ref_model": False}, call)[2][0] == 0
 
 
 def test_a_float32_head_computes_in_float32():
@@ -464,6 +432,7 @@ BAD_ARGUMENTS = [
     ("weight", TypeError, {"lin_weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)}),
     ("selected_token_ids", ValueError, {"selected_token_ids": torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64)}),
     ("selected_token_ids", TypeError, {"selected_token_ids": torch.zeros(BATCH, LENGTH)}),
+    (r"\[0, 61\)", ValueError, {"selected_token_ids": torch.full((BATCH, LENGTH), VOCAB)}),
     ("attention_mask", ValueError, {"attention_mask": torch.ones(BATCH)}),
     ("attention_mask", TypeError, {"attention_mask": None}),
     ("advantages", ValueError, {"advantages": torch.zeros(BATCH + 1)}),
@@ -568,18 +537,26 @@ def test_products_of_a_jsd(options, units):
     assert products.flops == tokens * 2 * vocab * (hidden + teacher_hidden)
 
 
-def test_zero3_parameters_of_a_jsd_are_kept_for_a_second_pass():
-    """DeepSpeed empties them behind the forward; its id marks them."""
-    call = jsd_problem(dtype=torch.float16)
-    truth = run(LigerFusedLinearJSDLoss, {}, call)
-    leaves = {name: call[name].clone().requires_grad_() for name in LEAVES if name in call}
-    for part in (leaves["student_weight"], leaves["student_bias"], call["teacher_weight"], call["teacher_bias"]):
+@pytest.mark.parametrize("kind", ["dapo", "dapo of sequences", "JSD"])
+def test_zero3_empties_the_heads_after_the_forward(kind):
+    """DeepSpeed gathers a parameter for the forward alone, marks it with an id, and gathers another where it was."""
+    if kind == "JSD":  # in 16 bits, which take two passes
+        loss_class, call, options = LigerFusedLinearJSDLoss, jsd_problem(dtype=torch.float16), {}
+    else:
+        loss_class, call = LigerFusedLinearGRPOLoss, problem()
+        options = options_of("dapo", "sequence" if "sequences" in kind else "token")
+    expected = run(loss_class, options, call)
+    leaves = {name: torch.nn.Parameter(call[name].clone()) for name in LEAVES if name in call}
+    call |= leaves
+    heads = [part for name, part in call.items() if name.endswith(("weight", "bias"))]
+    for part in heads:
         part.ds_id = 1
-    loss = LigerFusedLinearJSDLoss()(**{**call, **leaves})
-    for part in (leaves["student_weight"], leaves["student_bias"], call["teacher_weight"], call["teacher_bias"]):
-        part.data.zero_()
-    loss.backward()
-    torch.testing.assert_close([part.grad for part in leaves.values()], list(truth[1]), rtol=0, atol=0)
+    result = loss_class(**{"compiled": False, **options})(**call)
+    for part in heads:
+        part.data.fill_(torch.nan)
+        part.data = torch.empty(0, dtype=part.dtype)
+    grads = torch.autograd.grad(result[0] if isinstance(result, tuple) else result, list(leaves.values()))
+    torch.testing.assert_close(grads, expected[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

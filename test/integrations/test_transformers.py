@@ -183,16 +183,6 @@ def test_gradient_checkpointing(use_reentrant):
     assert len(calls) == 2, "the layer was not recomputed"
 
 
-def test_dropout_draws_the_same_random_numbers():
-    model, batch = swapped("GPT2", **DROPOUT).train(), make_batch()
-    losses = []
-    for options in ({}, {"fused": True}):
-        torch.manual_seed(3)
-        losses.append(model(**batch, **options).loss)
-    torch.testing.assert_close(losses[1], losses[0])
-    assert not torch.allclose(model(**batch, fused=True).loss, losses[0], rtol=1e-3)
-
-
 def test_a_model_without_gradients_and_with_what_else_it_returns():
     model, batch = swapped(), make_batch()
     with torch.no_grad():
@@ -205,10 +195,9 @@ def test_a_model_without_gradients_and_with_what_else_it_returns():
     assert fused.past_key_values.get_seq_length() == LENGTH
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-def test_no_tensor_has_all_logits_of_a_token(name):
+def test_no_tensor_has_all_logits_of_a_token():
     vocab, length = 32768, 512  # so few tokens that attention is small beside the logits, "eager" too
-    model = swapped(name, vocab_size=vocab, max_position_embeddings=length, num_hidden_layers=1)
+    model = swapped("Gemma2", vocab_size=vocab, max_position_embeddings=length, num_hidden_layers=1)
     ids = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(1))
     logits = 4 * vocab * length
 

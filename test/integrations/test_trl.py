@@ -82,7 +82,7 @@ PARITY = {
 @pytest.mark.parametrize(("transform", "outputs", "options"), PARITY.values(), ids=PARITY)
 def test_float32_agrees_with_trls_op(transform, outputs, options, device):
     tensors = inputs(**options, device=device)
-    values, grads = solve(ours(), tensors, *transform, outputs)
+    values, grads = solve(ours(), tensors, *transform, outputs, chunk_size=300)  # which ours does not use
     expected, their_grads = solve(THEIRS, tensors, *transform, outputs)
     assert [x is None for x in values] == [x is None for x in expected]
     values, expected = ([x for x in five if x is not None] for five in (values, expected))
@@ -95,13 +95,6 @@ def test_float32_agrees_with_trls_op(transform, outputs, options, device):
 def test_outputs_default_to_all():
     for op in (ours(), THEIRS):
         assert all(x is not None for x in op.apply(*inputs(), 1.0, 64))
-
-
-@pytest.mark.parametrize("chunk_size", [1, 300, 301])
-def test_chunk_size_is_taken(chunk_size):
-    tensors = inputs()
-    chunked, whole = (solve(ours(), tensors, 0.9, 4.0, 1.0, ALL, chunk_size=size) for size in (chunk_size, 32768))
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
