@@ -343,30 +343,30 @@ def provoked(rank, on_all, on_last):
 
 TEACHER = {"teacher_rows": 5}
 COVER, SAME = "ValueError: the shards of weight must cover", "must be the same on every rank"
+# What one rank alone asks for: the name in the error, and what every rank has.
+OF_ONE_RANK = {
+    "entropy": ({}, {"entropy": True}),
+    "transform": ({}, {"transform": LogitTransform(temperature=0.5)}),
+    "bias": ({}, {"bias": torch.zeros(5)}),
+    "lse": ({}, {"lse": True}),
+    "the ids of support": ({}, {"support": Support(torch.zeros(6).long(), torch.arange(7))}),
+    "kind and beta": (TEACHER, {"kind": "jsd"}),
+    "teacher_transform": (TEACHER, {"teacher_transform": LogitTransform(temperature=0.5)}),
+}
 # What every rank does otherwise, what the last one alone does, and the error on all of them.
 MISTAKES = {
+    **{name: (rest, {"options": given}, f"ValueError: {name} {SAME}") for name, (rest, given) in OF_ONE_RANK.items()},
     "a gap": ({}, {"start": 1}, rf"{COVER} .*\[0, 5\) on rank 0"),
     "an overlap": ({}, {"start": -1}, COVER),
     "a missing start": ({"start": 1}, {}, rf"{COVER} .*\[1, 6\) on rank 0"),
     "N": ({}, {"tokens": 7}, rf"ValueError: hidden {SAME}.*\(6, 12\).*\(7, 12\)"),
     "H": ({}, {"size": HIDDEN + 1, "columns": HIDDEN + 1}, rf"ValueError: hidden {SAME}.*\(6, 12\).*\(6, 13\)"),
     "dtype": ({}, {"dtype": torch.bfloat16}, f"ValueError: hidden {SAME}.*float32.*bfloat16"),
-    "entropy": ({}, {"options": {"entropy": True}}, f"ValueError: entropy {SAME}"),
-    "transform": (
-        {}, {"options": {"transform": LogitTransform(temperature=0.5)}}, rf"ValueError: transform {SAME}.*0\.5"
-    ),
-    "bias": ({}, {"options": {"bias": torch.zeros(5)}}, f"ValueError: bias {SAME}"),
     "mask": ({}, {"options": {"mask": torch.arange(6) < 3}}, f"ValueError: the number of tokens that count {SAME}"),
     "sum_hidden_grad": ({}, {"sum_hidden_grad": False}, f"ValueError: vocab_parallel.sum_hidden_grad {SAME}"),
-    "support": (
-        {},
-        {"options": {"support": Support(torch.zeros(6).long(), torch.arange(7))}},
-        f"ValueError: the ids of support {SAME}",
-    ),
     "targets": ({}, {"target": 1}, f"ValueError: the sum of targets {SAME}"),
     "one rank's weight": ({}, {"columns": HIDDEN + 1}, r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
     "topk": ({"options": {"topk": 3}}, {"options": {"topk": 4}}, f"ValueError: topk {SAME}.*3 on rank 0, 4 on rank 1"),
-    "lse": ({}, {"options": {"lse": True}}, f"ValueError: lse {SAME}"),
     "ids": (
         {"ids": 7}, {"ids": 5}, rf"ValueError: targets {SAME}.*\(6, 7\) on rank 0, \(6, 5\) on rank 1"
     ),
@@ -387,11 +387,6 @@ MISTAKES = {
     # Two heads.
     "a gap of two heads": (TEACHER, {"start": 1}, COVER),
     "tokens of two heads": (TEACHER, {"tokens": 7}, f"ValueError: hidden {SAME}"),
-    "kind": (TEACHER, {"options": {"kind": "jsd"}}, f"ValueError: kind and beta {SAME}"),
-    "teacher_transform": (
-        TEACHER, {"options": {"teacher_transform": LogitTransform(temperature=0.5)}},
-        f"ValueError: teacher_transform {SAME}",
-    ),
     "one rank's targets": (TEACHER, {"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
     "token_weights": (
         TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"
