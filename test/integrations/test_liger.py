@@ -229,15 +229,6 @@ def test_no_argument_is_dropped():
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("chunk_size", [2, 4, 9])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_mask_of_any_kind_and_any_chunk(chunk_size, dtype):
-    call, options = problem(), options_of("dapo", chunk_size=chunk_size)
-    expected = run(THEIRS, options, call)
-    call["attention_mask"] = call["attention_mask"].to(dtype)
-    assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
-
-
 def test_options_are_read_at_every_call():
     call = problem()
     ours, theirs = (c(**options_of("grpo")) for c in (LigerFusedLinearGRPOLoss, THEIRS))
@@ -348,10 +339,12 @@ def test_nothing_under_the_mask_counts(column, value):
 
 
 @pytest.mark.parametrize(("loss_type", "level"), FAMILIES)
-def test_advantages_per_token_may_be_those_of_the_sequences(loss_type, level):
+def test_advantages_of_the_tokens_and_masks_of_any_kind(loss_type, level):
+    """The same sequences' advantages for each token, which Liger mixes up."""
     call, options = problem(full=loss_type == "luspo"), options_of(loss_type, level)
     expected = run(THEIRS, options, call)
     call["advantages"] = call["advantages"][:, None].expand(BATCH, LENGTH)
+    call["attention_mask"] = call["attention_mask"].to(torch.bool if level == "token" else torch.int64)
     assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
 
 
