@@ -21,17 +21,9 @@ def logits_logprobs(logits: Tensor, targets: Tensor, **transform) -> tuple[Tenso
     return logps, -torch.where(p > 0, p * log_p, 0.0).sum(-1)
 
 
-def logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **transform):
     """-> (logps, entropy) in float64 from the full logits."""
-    return logits_logprobs(linear_logits(hidden, weight, bias, temperature, softcap, scale), targets)
+    return logits_logprobs(linear_logits(hidden, weight, bias, **transform), targets)
 
 
 def linear_logits(
