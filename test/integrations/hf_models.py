@@ -139,6 +139,14 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def state_of(model: nn.Module) -> list:
+    """Attributes and hooks of every module."""
+    return [
+        (set(vars(module)), list(module._forward_pre_hooks.items()), list(module._forward_hooks.items()))
+        for module in model.modules()
+    ]
+
+
 def assert_same_gradients(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Together to 1e-5 of their size, each to 1e-4 of its own or 1e-5 of the whole's."""
     assert grads.keys() == expected.keys()

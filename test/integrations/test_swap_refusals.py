@@ -19,6 +19,7 @@ from hf_models import (
     build,
     fused_logps,
     make_batch,
+    state_of,
     transformers,
 )
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head, unswap_lm_head
@@ -270,14 +271,6 @@ def test_what_would_not_be_reproduced_is_left_as_it_was(made, error, message):
         assert before == (type(model), state_of(model))
     if causal:
         assert torch.equal(model(**make_batch()).logits, expected)
-
-
-def state_of(model: nn.Module) -> list:
-    """Attributes and hooks of every module."""
-    return [
-        (set(vars(module)), list(module._forward_pre_hooks.items()), list(module._forward_hooks.items()))
-        for module in model.modules()
-    ]
 
 
 def _doubled(linear: nn.Linear) -> nn.Module:
