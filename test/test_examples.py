@@ -71,7 +71,7 @@ def shape(printed: list[str]) -> list[str]:
 
 
 def test_notebook(monkeypatch):
-    """Its cells, without the kernel of `make notebook`, which takes longer to start than they take to run."""
+    """Its cells, in this process, which has imported most of what a kernel would have to import again."""
     for system in ("matplotlib", "transformers"):
         pytest.importorskip(system, reason="the notebook needs it")
     monkeypatch.setenv("MPLBACKEND", "Agg")
