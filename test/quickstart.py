@@ -12,13 +12,9 @@ from traitlets.config import Config
 PATH = Path(__file__).resolve().parent.parent / "examples" / "quickstart.ipynb"
 
 
-def committed() -> nbformat.NotebookNode:
-    return nbformat.read(PATH, as_version=4)
-
-
-def executed() -> nbformat.NotebookNode:
-    """The notebook with fresh outputs: warnings and times, which differ from host to host, are left out."""
-    notebook = committed()
+def main() -> None:
+    """Fresh outputs in the notebook: warnings and times, which differ from host to host, are left out."""
+    notebook = nbformat.read(PATH, as_version=4)
     metadata = copy.deepcopy(notebook.metadata)
     # Over sockets that are files: a port may be taken or forbidden. Their paths have to be short.
     sockets = Config({"KernelManager": {"transport": "ipc"}})
@@ -31,8 +27,8 @@ def executed() -> nbformat.NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-    return notebook
+    nbformat.write(notebook, PATH)
 
 
 if __name__ == "__main__":
-    nbformat.write(executed(), PATH)
+    main()

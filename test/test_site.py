@@ -36,21 +36,6 @@ def test_names_that_the_reference_lacks_are_named(site, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("markdown", "expected"),
-    [
-        ("[a](../liger_rl/grpo.py)", "[a](../liger_rl/grpo.py.md)"),
-        ("[a](../README.md#use)", "[a](../index.md#use)"),
-        ("![a](../benchmark/results/memory-cpu.png)", "![a](../benchmark/results/memory-cpu.png)"),
-        ("[`a[0]`](losses.md#presets)", "[`a[0]`](../losses.md#presets)"),
-        ("`a[0](b)` and [a](https://example.org)", "`a[0](b)` and [a](https://example.org)"),
-        ("```python\na[0](b)\n```\n", "```python\na[0](b)\n```\n"),
-    ],
-)
-def test_links_fit_the_site(site, markdown, expected):
-    assert site.relinked(markdown, ROOT / "docs" / "page.md", "api/page.md", files.Files([])) == expected
-
-
 @pytest.mark.parametrize("target", ["nowhere.md", "../liger_rl", "../../outside.md"])
 def test_a_link_that_leads_nowhere_stops_the_build(site, target):
     with pytest.raises(PluginError, match="which is no file of the repository"):

@@ -10,6 +10,7 @@ The weights are five times as large as transformers would draw them, and AdamW's
 a gradient so small that its step is all rounding, and training is smooth instead of chaotic.
 """
 
+import pydoc_data.topics
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
+tokenizers = pytest.importorskip("tokenizers", reason="the text is cut into tokens by tokenizers")
 from liger_rl import FusedLinearGRPOLoss, KLPenalty, PolicyBatch, PPOClip, SequenceMean, ppo_loss_fn  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
-from texts import sampled  # noqa: E402
 
 pytestmark = pytest.mark.convergence
 
@@ -41,34 +42,25 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config(**SIZES),
     "gemma2": transformers.Gemma2Config(**SIZES, final_logit_softcapping=30.0),
 }
-on_every_model = pytest.mark.parametrize("name", CONFIGS)
-on_both_precisions = pytest.mark.parametrize(
-    ("dtype", "exact_dtype"), [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)]
-)
 ROW_ORDERS = ((0, 1, 2, 3), (3, 1, 0, 2))
-SEED = 0
 # Of the fused error over that of full logits, in float32 and in bfloat16, as for a single call. In bfloat16 both errors
-# are mostly the body's and grow along the run, so their ratio scatters around 1. For seeds 0, 1 and 2 on two kinds of
-# CPU it was 0.93 to 1.11 for log-probabilities, 0.996 to 1.005 for parameters and, in policy optimisation, 0.97 to 1.04
-# for losses; see `chance` for those of a language model.
+# are mostly the body's and grow along the run, so their ratio scatters around 1. For three seeds on two kinds of CPU it
+# was 0.93 to 1.11 for log-probabilities, 0.996 to 1.005 for parameters and 0.97 to 1.04 for losses.
 SLACK = 2.0
 
 PROMPT, STEPS_PER_BATCH = 32, 4
 CLIP, BETA = {"epsilon_low": 0.2, "epsilon_high": 0.28}, 0.04
 
 
-def make_batches(seed: int) -> list[Tensor]:
-    """BATCHES of (ROWS, LENGTH) token ids."""
-    return list(sampled((BATCHES, ROWS), LENGTH, VOCAB, torch.Generator().manual_seed(seed)))
-
-
-def make_model(name: str, seed: int, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype)
-
-
-def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
+@cache
+def make_batches() -> list[Tensor]:
+    """BATCHES of (ROWS, LENGTH) token ids, from anywhere in Python's own help pages."""
+    text = [page for _, page in sorted(pydoc_data.topics.topics.items())]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text, vocab_size=VOCAB, show_progress=False)
+    tokens = torch.tensor(tokenizer.encode("\n".join(text)).ids)
+    starts = torch.randint(len(tokens) - LENGTH, (BATCHES, ROWS), generator=torch.Generator().manual_seed(0))
+    return list(tokens[starts[..., None] + torch.arange(LENGTH)])
 
 
 def logps_from_logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -92,10 +84,10 @@ class Run:
     largest_ratio: float = 1.0
     clip_ratio: float = 0.0
 
-    def finish(self, model: torch.nn.Module, logps, order: tuple[int, ...], seed: int) -> "Run":
+    def finish(self, model: torch.nn.Module, logps, order: tuple[int, ...]) -> "Run":
         """Log-probabilities of the first batch, whose rows are put back in their order, and parameters."""
         with torch.no_grad():
-            self.final_logps = logps(model, make_batches(seed)[0][list(order)])[torch.tensor(order).argsort()].double()
+            self.final_logps = logps(model, make_batches()[0][list(order)])[torch.tensor(order).argsort()].double()
         self.parameters = torch.cat([p.detach().double().flatten() for p in model.parameters()])
         return self
 
@@ -119,15 +111,6 @@ def rounding(run: Run) -> dict[str, float]:
     return {key: eps * size for key, size in run.errors(zero).items()}
 
 
-def chance(run: Run, exact: Run) -> float:
-    """How far the loss, a mean over a batch's tokens, is off when each of them is off at random as at the end of `run`.
-
-    The losses of a language model in bfloat16 are hardly further off (Gemma 2: 8e-4 by training, 9e-4 by chance), so
-    that the ratio of two such errors alone says little: for seeds 0, 1 and 2 it was 0.9 to 1.4.
-    """
-    return run.errors(exact)["final log-probabilities"] / (ROWS * (LENGTH - 1)) ** 0.5
-
-
 def assert_no_further(fused: list[Run], full: list[Run], exact: Run, floor: dict[str, float]) -> None:
     """The fused runs' mean error is at most SLACK times that of the full runs, which `floor` is added to."""
     for what in exact.errors(exact):
@@ -136,57 +119,14 @@ def assert_no_further(fused: list[Run], full: list[Run], exact: Run, floor: dict
         assert ratio <= SLACK, f"{what}: {ratio:.3f} times the error of full logits"
 
 
-# --- language modelling -----------------------------------------------------------------------------------------------
-
-
-@cache
-def language_model(
-    name: str, dtype: torch.dtype, order: tuple[int, ...] = ROW_ORDERS[0], *, fused: bool = False, seed: int = SEED
-) -> Run:
-    model, run = make_model(name, seed, dtype), Run()
-    options = {}
-    if fused:
-        swap_lm_head(model)
-        options["fused"] = True
-    optimizer, batches = make_optimizer(model, lr=3e-3), make_batches(seed)
-    for step in range(STEPS):
-        ids = batches[step % BATCHES][list(order)]
-        loss = model(input_ids=ids, labels=ids, use_cache=False, **options).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.losses.append(loss.item())
-    return run.finish(model, logps_from_swapped_head if fused else logps_from_logits, order, seed)
-
-
-@on_both_precisions
-@on_every_model
-def test_language_modelling(name, dtype, exact_dtype):
-    exact = language_model(name, exact_dtype)
-    full = [language_model(name, dtype, order) for order in ROW_ORDERS]
-    fused = [language_model(name, dtype, order, fused=True) for order in ROW_ORDERS]
-    for run in (*full, *fused):
-        assert run.losses[-1] < 0.8 * run.losses[0]
-    if dtype == torch.float32:
-        for a, b in zip(fused, full, strict=True):
-            assert a.losses == pytest.approx(b.losses, rel=1e-5)
-        floor = rounding(exact)
-    else:
-        floor = {"losses": chance(full[0], exact)}
-    assert_no_further(fused, full, exact, floor)
-
-
-# --- policy optimisation ----------------------------------------------------------------------------------------------
-
-
-def make_completions(seed: int, order: tuple[int, ...]) -> list[tuple[Tensor, PolicyBatch]]:
+def make_completions(order: tuple[int, ...]) -> list[tuple[Tensor, PolicyBatch]]:
     """Token ids, and columns (B, T - 1) of ids[:, 1:].
 
     A prompt of PROMPT tokens each, completions of different lengths, rewards normalised over the group of rows.
     """
-    generator = torch.Generator().manual_seed(seed + 1000)
+    generator = torch.Generator().manual_seed(1000)
     completions, rows = [], list(order)
-    for ids in make_batches(seed):
+    for ids in make_batches():
         lengths = torch.randint(PROMPT + 24, LENGTH + 1, (ROWS,), generator=generator)
         position = torch.arange(1, LENGTH)
         mask = (position >= PROMPT) & (position < lengths[:, None])
@@ -257,13 +197,13 @@ METHODS = {
 
 
 @cache
-def policy(
-    name: str, dtype: torch.dtype, order: tuple[int, ...] = ROW_ORDERS[0], *, method="full logits", seed: int = SEED
-) -> Run:
-    model, run, (logps, loss_of) = make_model(name, seed, dtype), Run(), METHODS[method]
+def policy(name: str, dtype: torch.dtype, order: tuple[int, ...] = ROW_ORDERS[0], *, method="full logits") -> Run:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype)
+    run, (logps, loss_of) = Run(), METHODS[method]
     if method == "swapped head":
         swap_lm_head(model)
-    batches, optimizer = make_completions(seed, order), make_optimizer(model, lr=5e-4)
+    batches, optimizer = make_completions(order), torch.optim.AdamW(model.parameters(), lr=5e-4, eps=1e-6)
     with torch.no_grad():
         references = [logps(model, ids) for ids, _ in batches]
     for (ids, batch), reference in zip(batches, references, strict=True):
@@ -275,7 +215,7 @@ def policy(
             loss.backward()
             optimizer.step()
             run.losses.append(loss.item())
-    return run.finish(model, logps, order, seed)
+    return run.finish(model, logps, order)
 
 
 def assert_the_policy_moves(run: Run) -> None:
@@ -287,8 +227,8 @@ def assert_the_policy_moves(run: Run) -> None:
 
 
 @pytest.mark.parametrize("method", ["module", "swapped head"])
-@on_both_precisions
-@on_every_model
+@pytest.mark.parametrize(("dtype", "exact_dtype"), [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_policy_optimisation(name, dtype, exact_dtype, method):
     exact = policy(name, exact_dtype)
     full = [policy(name, dtype, order) for order in ROW_ORDERS]

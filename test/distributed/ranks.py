@@ -51,7 +51,7 @@ def message_of(call: Callable[[], Any]) -> str | None:
     """Kind and text of what a call refuses; None where it takes it."""
     try:
         call()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from liger_rl import FusedLinearGRPOLoss, Segments, merge_over, reduce_metrics, sum_over
-from liger_rl.losses.segments import segment_sum
 
 HIDDEN, VOCAB, COUNT = 8, 30, 4
 LENGTHS = [5, 1, 9, 7]
@@ -98,23 +97,3 @@ def test_a_step_without_tokens_anywhere(ranks, loss_type):
         metrics = result["metrics"]
         assert (metrics.pop("max_advantage"), metrics.pop("min_advantage")) == (-torch.inf, torch.inf)
         assert not any(metrics.values())
-
-
-def summed_twice(rank):
-    """A sum over ranks of something that depends on one: its gradient is a sum over ranks too."""
-    torch.manual_seed(rank.index)
-    values = torch.randn(3 + rank.index, dtype=torch.float64, requires_grad=True)
-    factors = torch.randn(3 + rank.index, dtype=torch.float64)
-    index = torch.arange(3 + rank.index) % 2
-    sums = segment_sum(values, Segments(index=index, count=2, all_reduce=sum_over(rank.group)))
-    (sums.square() * factors).sum().backward()
-    return values.detach(), factors, index, values.grad
-
-
-def test_the_gradient_of_a_sum_over_ranks(ranks):
-    results = ranks.run(summed_twice, world=4)
-    values = torch.cat([result[0] for result in results]).requires_grad_()
-    factors, index = (torch.cat([result[place] for result in results]) for place in (1, 2))
-    totals = torch.stack([values[index == s].sum() for s in range(2)])
-    (totals[index].square() * factors).sum().backward()
-    torch.testing.assert_close(torch.cat([result[3] for result in results]), values.grad)

@@ -1,9 +1,6 @@
 """The script that times a sharded head: it runs, checks what it times, and counts bytes as they are."""
 
-import json
-
 import pytest
-import torch
 
 scaling = pytest.importorskip("benchmark.scaling", reason="the benchmark is not part of an install")
 tensor_parallel = pytest.importorskip("benchmark.tensor_parallel", reason="the benchmark is not part of an install")
@@ -17,15 +14,18 @@ def test_bytes_on_the_wire():
     assert found["backward"] == 8192 * 4096 * 4
 
 
-def test_two_ranks_on_any_machine(tmp_path, monkeypatch):
-    if torch.cuda.device_count() == 1:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two ranks need two GPUs, or none
-    assert tensor_parallel.spawn(2, tmp_path / "found.json") == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ranks"] == 2
-    assert [row["ranks"] for row in found["rows"][:2]] == [1, 2]
-    assert all(row["step_ms"] > 0 for row in found["rows"])
-    assert found["errors"].keys() == tensor_parallel.TOLERANCE.keys()
+def checked_and_timed(rank):
+    """-> the errors, and the rows of a shape."""
+    place = tensor_parallel.Place(rank.index, rank.world, rank.device)
+    shapes = tensor_parallel.CHECKED["cpu"], tensor_parallel.TIMED["cpu"][0]
+    return tensor_parallel.check(shapes[0], place), tensor_parallel.measure(shapes[1], place)
+
+
+def test_ranks_are_checked_and_timed(ranks):
+    for errors, rows in ranks.run(checked_and_timed, world=4):
+        assert errors.keys() == tensor_parallel.TOLERANCE.keys()
+        assert [row["ranks"] for row in rows] == [1, 4]
+        assert all(row["step_ms"] > 0 for row in rows)
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A head sharded over its vocabulary is the whole head: the same numbers, the same gradients, the same errors."""
+"""Heads sharded over their vocabulary are the whole heads: the same numbers, the same gradients, the same errors."""
 
 import re
 from dataclasses import dataclass
@@ -19,15 +19,17 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
     LowRank,
+    ReferenceHead,
     Support,
     VocabParallel,
     linear_divergence,
     linear_logprobs,
+    topk_divergence,
 )
 from liger_rl.kernels.statistics import EXTRAS
 from ranks import assert_whole, message_of, relative_error, sent
 
-HIDDEN, VOCAB = 12, 601
+HIDDEN, TEACHER_HIDDEN, VOCAB = 12, 14, 601
 # Rows of each rank, by the number of ranks, cut evenly or not.
 SHARDS = {2: [(301, 300), (513, 88)], 4: [(151, 150, 150, 150), (7, 380, 1, 213)]}
 
@@ -51,9 +53,13 @@ class Case:
     support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
     several: int = 0  # ids of each token, 0 for its target alone
     topk: int | None = None
+    banned: int = 0  # the first entries, whose bias is -inf: a whole shard and more
     in_place: bool = False  # the weight's gradient is added to a tensor that holds something already
-    dtensors: bool = False
-    placement: Shard | Replicate | None = None  # of hidden states that are a DTensor
+    dtensors: str = ""  # which of "student" and "both" are DTensors; the teacher's other rows are a plain shard
+    placement: Shard | Replicate | None = None  # of hidden states that are DTensors
+    kind: str = ""  # of a divergence from a teacher
+    padding: int = 0  # rows of the teacher's after the vocabulary
+    vocab: int | None = None
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -81,6 +87,7 @@ CASES = [
     Case(support=(2, 0), masked="all"),
     Case(support=(2,), tokens=0, masked="none"),
     Case(support=(1, 2, 30), fixed_shape=True, shards=1),
+    Case(bias=True, banned=520, shards=1),
     Case(in_place=True, entropy=False),
     Case(in_place=True, masked="all"),
     Case(in_place=True, support=(3, 1)),
@@ -89,10 +96,26 @@ CASES = [
     Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
     Case(several=7, topk=6, bias=True, fixed_shape=True),
     Case(topk=6, bias=True, shards=1, masked="none"),
-    *(Case(dtensors=True, placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
-    *(Case(dtensors=True, placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
-    Case(dtensors=True, placement=Shard(0), bias=True, rank=2),
-    Case(dtensors=True, placement=Replicate(), bias=True, several=7, topk=6),
+    *(Case(dtensors="both", placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
+    *(Case(dtensors="both", placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
+    Case(dtensors="both", placement=Shard(0), bias=True, rank=2),
+    Case(dtensors="both", placement=Replicate(), bias=True, several=7, topk=6),
+    Case(kind="reverse_kl", bias=True, temperature=0.8),
+    Case(kind="forward_kl", shards=1),
+    Case(kind="jsd", shards=1, bias=True, softcap=3.0),
+    Case(kind="jsd", fixed_shape=True),
+    Case(kind="reverse_kl", padding=9, vocab=VOCAB, shards=1, bias=True),
+    Case(kind="jsd", padding=3, vocab=340),  # the last ranks' rows are padding, some of them all
+    Case(kind="reverse_kl", rank=3, chunk_vocab=64, shards=1),
+    Case(kind="forward_kl", masked="all"),
+    Case(kind="reverse_kl", frozen="weight", rank=2),
+    Case(kind="forward_kl", frozen="hidden"),
+    Case(kind="jsd", dtype=torch.bfloat16),
+    *(
+        Case(kind=kind, dtensors=dtensors, placement=placement, bias=True)
+        for kind in ("reverse_kl", "jsd")
+        for dtensors, placement in (("both", None), ("both", Shard(0)), ("student", Replicate()))
+    ),
 ]
 
 
@@ -115,7 +138,14 @@ def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
         case.topk
     ):  # the largest logit four times, in one shard and in two, to the last bit: the smallest id is the first
         parts["weight"][tied], parts["bias"][tied] = 0.0, 30.0
-    targets = torch.randint(case.ids_below, (case.tokens,))
+    if case.banned:
+        parts["bias"][: case.banned] = -torch.inf
+    if case.kind:
+        parts |= {"teacher_hidden": made(case.tokens, TEACHER_HIDDEN), "teacher_bias": made(VOCAB + case.padding)}
+        parts["teacher_weight"] = 0.7 * made(VOCAB + case.padding, TEACHER_HIDDEN)
+        parts["targets"] = torch.randint(case.vocab or VOCAB, (case.tokens,))
+        return {name: part.to(device) for name, part in parts.items()}
+    targets = torch.randint(case.banned, case.ids_below, (case.tokens,))
     if case.ids_below == VOCAB:
         merged = parts["weight"] + (0.5 * parts["b"] @ parts["a"] if case.rank else 0.0)
         targets[::5] = oracles.linear_logits(parts["hidden"], merged, parts.get("bias")).argmax(-1)[::5]
@@ -146,17 +176,28 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     own = {name: parts[name] for name in ("hidden", "weight", "bias", "a", "b") if name in parts}
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
     total = torch.ones_like(parts["weight"]) if case.in_place else None
-    found = linear_logprobs(
-        parts["hidden"], parts["weight"], parts["targets"], mask=parts.get("mask"), bias=parts.get("bias"),
-        low_rank=[LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [], support=support,
-        transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
-        extras=() if case.several else EXTRAS, lse=case.several > 0, topk=case.topk, chunk_tokens=case.chunk_tokens,
-        chunk_vocab=case.chunk_vocab, fixed_shape=case.fixed_shape, vocab_parallel=place, weight_grad=total,
-    )  # fmt: skip
+    options = {
+        "mask": parts.get("mask"), "bias": parts.get("bias"), "entropy": case.entropy, "fixed_shape": case.fixed_shape,
+        "transform": LogitTransform(temperature=case.temperature, softcap=case.softcap), "vocab_parallel": place,
+        "low_rank": [LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [],
+        "chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab,
+    }  # fmt: skip
     of_logps, of_others = parts["upstream"]
-    loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
-    for part in (found.entropy, found.lse if case.several else None):
-        loss = loss if part is None else loss + (part * of_others).sum()
+    if case.kind:
+        found = linear_divergence(
+            *(parts[name] for name in ("hidden", "weight", "teacher_hidden", "teacher_weight")), **options,
+            kind=case.kind, beta=0.3 if case.kind == "jsd" else 0.5, targets=parts["targets"], vocab=case.vocab,
+            teacher_bias=parts["teacher_bias"], teacher_transform=LogitTransform(softcap=3.0),
+        )  # fmt: skip
+        loss = (found.divergence * of_others.flip(0) + found.logps * of_logps + found.entropy * of_others).sum()
+    else:
+        found = linear_logprobs(
+            parts["hidden"], parts["weight"], parts["targets"], **options, support=support, weight_grad=total,
+            extras=() if case.several or case.banned else EXTRAS, lse=case.several > 0, topk=case.topk,
+        )  # fmt: skip
+        loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
+        for part in (found.entropy, found.lse if case.several else None):
+            loss = loss if part is None else loss + (part * of_others).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
     results = {name: part for name, part in found._asdict().items() if part is not None}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
@@ -179,12 +220,19 @@ def shard_of(rank, case: Case):
     rows = slice(sum(sizes[: rank.index]), sum(sizes[: rank.index + 1]))
     parts, support = whole(case, rank.device)
     if case.dtensors:
-        sharded = {"weight": Shard(0), "bias": Shard(0), "b": Shard(0), "a": Replicate(), "hidden": case.placement}
+        sharded = dict.fromkeys(("weight", "bias", "b", "teacher_weight", "teacher_bias"), Shard(0)) | {
+            "a": Replicate()
+        }
+        sharded |= {"hidden": case.placement, "teacher_hidden": case.placement}
         for name, placement in sharded.items():  # in one order on all ranks: each is a collective
             if name in parts and placement is not None:
-                parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [placement])
+                part = distribute_tensor(parts[name], rank.mesh("tp"), [placement])
+                plain = case.dtensors == "student" and name.startswith("teacher") and placement == Shard(0)
+                parts[name] = part.to_local() if plain else part
         return case, parts, support, None
     parts |= {name: parts[name][rows].clone() for name in ("weight", "bias", "b") if name in parts}
+    padded = slice(rows.start, rows.stop + (case.padding if rank.index == rank.world - 1 else 0))
+    parts |= {name: parts[name][padded].clone() for name in ("teacher_weight", "teacher_bias") if name in parts}
     return case, parts, support, VocabParallel(rank.group, rows.start)
 
 
@@ -196,8 +244,9 @@ def solve_sharded(rank, case):
 def test_equals_the_whole_head(ranks, world, case):
     results, expected = ranks.run(solve_sharded, case, **world), solve(case, *whole(case, world["device"]))
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
-    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or case.topk else 1e-6
-    assert_whole(results, expected, 1e-5 if case.topk else 1e-6, grad_tolerance)
+    loose = case.topk or case.kind
+    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or loose else 1e-6
+    assert_whole(results, expected, 1e-5 if loose else 1e-6, grad_tolerance)
     for name, truth in expected.items():
         if case.tokens and case.masked != "all":
             assert truth.any() or (name == "is_top1" and case.ids_below < VOCAB) or name == "missing_target", name
@@ -220,24 +269,50 @@ def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
     )
 
 
-def with_banned(rank, vocab_start=0):
-    """A bias of -inf over the first 4 of 8 entries: a whole shard of two. An entropy over the others."""
-    rows = slice(vocab_start, 8) if rank is None else slice(4 * rank.index, 4 * rank.index + 4)
-    hidden, bias = torch.ones(3, 2, requires_grad=True), torch.tensor([-torch.inf] * 4 + [0.0] * 4)
-    leaf = torch.linspace(-1, 1, 16).view(8, 2)[rows].clone().requires_grad_()
-    place = None if rank is None else VocabParallel(rank.group, rows.start)
-    targets = torch.tensor([4, 5, 7]) - vocab_start
-    found = linear_logprobs(hidden, leaf, targets, bias=bias[rows], entropy=True, vocab_parallel=place)
-    (found.logps.sum() + found.entropy.sum()).backward()
-    results = {"logps": found.logps, "entropy": found.entropy, "grad_hidden": hidden.grad, "rows": leaf.grad}
-    return {name: part.detach() for name, part in results.items()}
+def distilled(rank):
+    """From a teacher's lists."""
+    case = Case(bias=True)
+    parts, place = parts_of(case), None
+    ids, teacher = torch.randint(VOCAB, (37, 7)), torch.randn(37, 7).log_softmax(-1)
+    if rank is not None:
+        _, parts, _, place = shard_of(rank, case)
+    hidden = parts["hidden"].requires_grad_()
+    found = topk_divergence(
+        hidden, parts["weight"], ids, teacher, tail="none", bias=parts["bias"], vocab_parallel=place
+    ).divergence
+    return {"divergence": found.detach(), "grad_hidden": torch.autograd.grad(found.sum(), hidden)[0]}
 
 
-def test_a_shard_whose_entries_are_all_banned(ranks):
-    results, expected = ranks.run(with_banned), with_banned(None, vocab_start=4)
-    assert not results[0].pop("rows").any()
-    assert relative_error(results[1].pop("rows"), expected.pop("rows")) < 1e-6
-    assert_whole(results, expected)
+def test_distillation_from_lists(ranks):
+    torch.manual_seed(0)
+    assert_whole(ranks.run(distilled), distilled(None), 1e-5, 1e-5)
+
+
+def loss_of_trl(rank, patched, chunk_vocab):
+    from trl.trainer import distillation_trainer
+
+    from liger_rl.integrations import trl_divergence
+
+    trl_divergence.chunks = {"chunk_vocab": chunk_vocab}
+    loss = vars(trl_divergence if patched else distillation_trainer)[trl_divergence.LOSS]
+    hidden, teacher_hidden = torch.randn(4, 8, HIDDEN), torch.randn(4, 8, TEACHER_HIDDEN)
+    whole = torch.randn(37, HIDDEN), torch.randn(37, TEACHER_HIDDEN)
+    heads = [distribute_tensor(part, rank.mesh("dp"), [Shard(0)]) for part in whole]
+    leaves = [hidden.requires_grad_(), heads[0].requires_grad_()]
+    mask = torch.arange(8) < torch.tensor([[8], [5], [1 + rank.index], [0]])
+    found = loss(hidden, teacher_hidden, *heads, mask, 0.5, 7)
+    grads = torch.autograd.grad(found[0], leaves)
+    return [found[0].detach(), *found[1:], grads[0], grads[1].full_tensor()]
+
+
+@pytest.mark.parametrize("chunk_vocab", [None, 16])
+def test_trls_loss_of_heads_that_are_dtensors(chunk_vocab, ranks):
+    """Gathered as TRL gathers them, in one pass and in two."""
+    pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+    runs = (ranks.run(loss_of_trl, patched, chunk_vocab) for patched in (True, False))
+    for found, theirs in zip(*runs, strict=True):
+        for mine, truth in zip(found, theirs, strict=True):
+            torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -268,30 +343,30 @@ def provoked(rank, on_all, on_last):
 
 TEACHER = {"teacher_rows": 5}
 COVER, SAME = "ValueError: the shards of weight must cover", "must be the same on every rank"
+# What one rank alone asks for: the name in the error, and what every rank has.
+OF_ONE_RANK = {
+    "entropy": ({}, {"entropy": True}),
+    "transform": ({}, {"transform": LogitTransform(temperature=0.5)}),
+    "bias": ({}, {"bias": torch.zeros(5)}),
+    "lse": ({}, {"lse": True}),
+    "the ids of support": ({}, {"support": Support(torch.zeros(6).long(), torch.arange(7))}),
+    "kind and beta": (TEACHER, {"kind": "jsd"}),
+    "teacher_transform": (TEACHER, {"teacher_transform": LogitTransform(temperature=0.5)}),
+}
 # What every rank does otherwise, what the last one alone does, and the error on all of them.
 MISTAKES = {
+    **{name: (rest, {"options": given}, f"ValueError: {name} {SAME}") for name, (rest, given) in OF_ONE_RANK.items()},
     "a gap": ({}, {"start": 1}, rf"{COVER} .*\[0, 5\) on rank 0"),
     "an overlap": ({}, {"start": -1}, COVER),
     "a missing start": ({"start": 1}, {}, rf"{COVER} .*\[1, 6\) on rank 0"),
     "N": ({}, {"tokens": 7}, rf"ValueError: hidden {SAME}.*\(6, 12\).*\(7, 12\)"),
     "H": ({}, {"size": HIDDEN + 1, "columns": HIDDEN + 1}, rf"ValueError: hidden {SAME}.*\(6, 12\).*\(6, 13\)"),
     "dtype": ({}, {"dtype": torch.bfloat16}, f"ValueError: hidden {SAME}.*float32.*bfloat16"),
-    "entropy": ({}, {"options": {"entropy": True}}, f"ValueError: entropy {SAME}"),
-    "transform": (
-        {}, {"options": {"transform": LogitTransform(temperature=0.5)}}, rf"ValueError: transform {SAME}.*0\.5"
-    ),
-    "bias": ({}, {"options": {"bias": torch.zeros(5)}}, f"ValueError: bias {SAME}"),
     "mask": ({}, {"options": {"mask": torch.arange(6) < 3}}, f"ValueError: the number of tokens that count {SAME}"),
     "sum_hidden_grad": ({}, {"sum_hidden_grad": False}, f"ValueError: vocab_parallel.sum_hidden_grad {SAME}"),
-    "support": (
-        {},
-        {"options": {"support": Support(torch.zeros(6).long(), torch.arange(7))}},
-        f"ValueError: the ids of support {SAME}",
-    ),
     "targets": ({}, {"target": 1}, f"ValueError: the sum of targets {SAME}"),
     "one rank's weight": ({}, {"columns": HIDDEN + 1}, r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
     "topk": ({"options": {"topk": 3}}, {"options": {"topk": 4}}, f"ValueError: topk {SAME}.*3 on rank 0, 4 on rank 1"),
-    "lse": ({}, {"options": {"lse": True}}, f"ValueError: lse {SAME}"),
     "ids": (
         {"ids": 7}, {"ids": 5}, rf"ValueError: targets {SAME}.*\(6, 7\) on rank 0, \(6, 5\) on rank 1"
     ),
@@ -312,11 +387,6 @@ MISTAKES = {
     # Two heads.
     "a gap of two heads": (TEACHER, {"start": 1}, COVER),
     "tokens of two heads": (TEACHER, {"tokens": 7}, f"ValueError: hidden {SAME}"),
-    "kind": (TEACHER, {"options": {"kind": "jsd"}}, f"ValueError: kind and beta {SAME}"),
-    "teacher_transform": (
-        TEACHER, {"options": {"teacher_transform": LogitTransform(temperature=0.5)}},
-        f"ValueError: teacher_transform {SAME}",
-    ),
     "one rank's targets": (TEACHER, {"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
     "token_weights": (
         TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"
@@ -331,6 +401,32 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_all, on_last,
     (message,) = {message for message, _ in results}
     assert re.match(expected, message or "")
     assert [count for _, count in results] == [2, 2]
+
+
+def misaligned(rank):
+    """A teacher whose shards are padded each, and so start elsewhere."""
+    place = VocabParallel(rank.group, 5 * rank.index)
+    parts = (
+        torch.randn(6, HIDDEN),
+        torch.randn(5, HIDDEN),
+        torch.randn(6, TEACHER_HIDDEN),
+        torch.randn(6, TEACHER_HIDDEN),
+    )
+    whole = distribute_tensor(torch.randn(11, HIDDEN), rank.mesh("tp"), [Shard(0)])
+    other = distribute_tensor(torch.randn(13, TEACHER_HIDDEN), rank.mesh("tp"), [Shard(0)])
+    return [
+        message_of(lambda: linear_divergence(*parts, vocab=10, vocab_parallel=place)),
+        message_of(lambda: linear_divergence(parts[0], whole, parts[2], other, vocab=10)),
+        message_of(lambda: linear_divergence(parts[0], torch.randn(13, HIDDEN), parts[2], other)),  # not the student's
+    ]
+
+
+def test_shards_that_start_at_other_ids_are_refused(ranks):
+    first, last = ranks.run(misaligned)
+    for covering, dtensors, whole in (first, last):
+        assert "the shards of weight must cover the vocabulary" in covering
+        for message in (dtensors, whole):
+            assert message.startswith("ValueError: teacher_weight must be sharded over the ranks of weight")
 
 
 def bad_places(rank):
@@ -483,6 +579,18 @@ def test_what_a_call_with_several_targets_sends(ranks, topk):
         assert shapes[-1][1] == HIDDEN
 
 
+@pytest.mark.parametrize(("kind", "sums"), [("reverse_kl", [2, 6]), ("jsd", [2, 5, 2])])
+@pytest.mark.parametrize("chunk_vocab", [None, 32])
+def test_what_a_divergence_sends(ranks, kind, sums, chunk_vocab):
+    """A maximum and a sum of a few numbers a token, one sum more for a mixture, and the gradient of hidden."""
+    first, other = ranks.run(calls_seen, Case(kind=kind, chunk_vocab=chunk_vocab))
+    assert first == other
+    shapes = first[2]
+    assert [shape[0] for shape in shapes[:-1]] == sums
+    assert shapes[-1][1] == HIDDEN
+    assert shapes[-1][0] < shapes[0][1] < 37  # tokens without a gradient are not sent
+
+
 @pytest.mark.parametrize(("support", "collectives"), [((3, 1), 3), ((3, 0), 6)])
 def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collectives):
     """Rows that are empty have collectives of their own."""
@@ -494,61 +602,66 @@ def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collecti
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def solve_loss(rank, loss_type, support):
+# Loss -> its options; what is given beside the head; and how that is sharded: rows by hand, or DTensors.
+LOSSES = {
+    "grpo": ("grpo", {}, "rows"),
+    "gspo": ("gspo", {}, "rows"),
+    "a support": ("grpo", {"support": True}, "rows"),
+    "an exact KL": ("grpo", {"kl_estimator": "exact"}, "rows"),
+    "DTensors": ("gspo", {}, "DTensors"),
+    "an exact KL of DTensors": ("grpo", {"kl_estimator": "exact"}, "DTensors"),
+}
+
+
+def solve_loss(rank, loss_type, options, sharded, passes="auto"):
     torch.manual_seed(3)
-    hidden, weight = torch.randn(3, 9, HIDDEN), torch.randn(40, HIDDEN)
-    ids, advantages = torch.randint(40, (3, 9)), torch.randn(3)
-    mask = torch.rand(3, 9) < 0.7
-    old = torch.randn(3, 9) - 4
-    given, place = {}, None
-    if support:
+    hidden, weight, teacher_weight = torch.randn(3, 8, HIDDEN), torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
+    ids, advantages = torch.randint(40, (3, 8)), torch.randn(3)
+    mask = torch.rand(3, 8) < 0.7
+    columns, place, options = {"old_per_token_logps": torch.randn(3, 8) - 4}, None, {"beta": 0.05, **options}
+    teacher_hidden = hidden + 0.1
+    if options.pop("support", False):
         rows = [[] if t % 5 == 0 else [t, 39 - t, int(i)] for t, i in enumerate(ids.flatten())]
-        given["support"] = Support.from_vllm(rows)
-    if rank is not None:
+        columns["support"] = Support.from_vllm(rows)
+    if rank is not None and sharded == "rows":
         rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
-        weight, place = weight[rows].clone(), VocabParallel(rank.group, rows.start)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    loss = FusedLinearGRPOLoss(loss_type, temperature=0.9, entropy_coef=0.01, beta=0.05, metrics="with_entropy")
-    reference = loss.reference_logps(hidden.detach() + 0.1, weight, ids, mask, vocab_parallel=place, **given)
-    columns = {"old_per_token_logps": old, "ref_per_token_logps": reference}
-    result = loss(hidden, weight, ids, advantages, mask, vocab_parallel=place, **columns, **given)
-    result.loss.backward()
+        place = VocabParallel(rank.group, rows.start)
+        weight, teacher_weight = weight[rows].clone(), teacher_weight[rows].clone()
+    elif rank is not None:
+        mesh = rank.mesh("tp")
+        weight, teacher_weight = (distribute_tensor(part, mesh, [Shard(0)]) for part in (weight, teacher_weight))
+        if "kl_estimator" not in options:
+            hidden, teacher_hidden = (distribute_tensor(part, mesh, [Shard(1)]) for part in (hidden, teacher_hidden))
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = FusedLinearGRPOLoss(
+        loss_type, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes, **options
+    )
+    if "kl_estimator" in options:
+        columns["reference"] = ReferenceHead(hidden=teacher_hidden, weight=teacher_weight)
+    else:
+        given = {"support": columns["support"]} if "support" in columns else {}
+        columns["ref_per_token_logps"] = loss.reference_logps(
+            teacher_hidden.detach(), weight.detach(), ids, mask, vocab_parallel=place, **given
+        )
+    result = loss(*leaves, ids, advantages, mask, vocab_parallel=place, **columns)
+    grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))
     metrics = {name: metric.value for name, metric in result.metrics.items()}
-    return {"loss": result.loss.detach(), "grad_hidden": hidden.grad, "grad_weight": weight.grad, **metrics}
+    return {"loss": result.loss.detach()} | dict(zip(("grad_hidden", "grad_weight"), grads, strict=True)) | metrics
 
 
-@pytest.mark.parametrize(("loss_type", "support"), [("grpo", False), ("gspo", False), ("grpo", True)])
-def test_the_policy_loss(ranks, loss_type, support):
+def refused_in_one_pass(rank, *loss):
+    return message_of(lambda: solve_loss(rank, *loss, "one"))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_the_policy_loss(ranks, loss):
     """The gradients of tokens with an empty row are rounded before they are added to the others'."""
-    results, expected = ranks.run(solve_loss, loss_type, support), solve_loss(None, loss_type, support)
-    assert_whole(results, expected, 1e-5, 3e-6 if support else 1e-6)
+    results, expected = ranks.run(solve_loss, *loss), solve_loss(None, *loss)
+    assert_whole(results, expected, 1e-5, 3e-6)
     assert relative_error(results[0]["loss"], expected["loss"]) <= 1e-6
-
-
-def uneven_rows(rank):
-    """Two groups of two ranks, each with other tokens: the first pair has many, the second none."""
-    tokens, rows, place = 30, slice(0, 20), None
-    if rank is not None:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        first = 10 * (rank.index % 2)
-        tokens, rows = 30 if rank.index < 2 else 0, slice(first, first + 10)
-        place = VocabParallel(pairs[rank.index // 2], first)
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(30, HIDDEN)[:tokens].requires_grad_(), torch.randn(20, HIDDEN)[rows].clone()
-    weight.requires_grad_()
-    found = linear_logprobs(hidden, weight, torch.arange(tokens) % 20, entropy=True, vocab_parallel=place)
-    (found.logps.sum() + found.entropy.sum()).backward()
-    if rank is not None:  # as data parallelism does, over the ranks that hold the same shard
-        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        dist.all_reduce(weight.grad, group=columns[rank.index % 2])
-    return {"grad_weight": weight.grad}
-
-
-def test_tensor_parallel_beside_data_parallel_with_an_empty_replica(ranks):
-    results, expected = ranks.run(uneven_rows, world=4), uneven_rows(None)
-    for pair in (results[:2], results[2:]):
-        assert_whole(pair, expected)
+    if "support" not in loss[1]:
+        for message in ranks.run(refused_in_one_pass, *loss):
+            assert message.startswith('ValueError: passes="one" needs ')
 
 
 # --- ranks that hang: in the last file, for the ranks must be started again after it ---------------------------------

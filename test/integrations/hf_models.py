@@ -44,6 +44,10 @@ CONFIGS = {
     "Gemma": HEADS,
     "Gemma2": {**HEADS, "final_logit_softcapping": 3.0},
     "Gemma3Text": HEADS,
+    "RecurrentGemma": {
+        **HEADS, "num_key_value_heads": 1, "num_hidden_layers": 3, "lru_width": HIDDEN, "attention_window_size": 14,
+        "logits_soft_cap": 3.0,  # another name for it
+    },
     "Cohere": {**SIZES, "logit_scale": 0.25},
     "Cohere2": {**HEADS, "logit_scale": 0.25},
     "Granite": {**SIZES, "logits_scaling": 4.0},  # divides
@@ -133,6 +137,14 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def state_of(model: nn.Module) -> list:
+    """Attributes and hooks of every module."""
+    return [
+        (set(vars(module)), list(module._forward_pre_hooks.items()), list(module._forward_hooks.items()))
+        for module in model.modules()
+    ]
 
 
 def assert_same_gradients(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -13,7 +13,6 @@ from hf_models import (
     CONFIGS,
     HEADS,
     HIDDEN,
-    LENGTH,
     SIZES,
     VOCAB,
     assert_same_as_full_logits,
@@ -123,35 +122,6 @@ def test_a_class_that_does_not_shift_its_labels(name):
     torch.testing.assert_close(unshifted.loss, plain.loss, rtol=1e-5, atol=1e-5)
 
 
-def test_recurrent_gemma_has_another_name_for_its_softcap():
-    sizes = {**HEADS, "num_key_value_heads": 1, "num_hidden_layers": 3, "lru_width": HIDDEN}
-    config = transformers.RecurrentGemmaConfig(**sizes, attention_window_size=LENGTH, logits_soft_cap=3.0)
-    assert_same_as_full_logits(randomised(transformers.AutoModelForCausalLM.from_config(config)), make_batch())
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
-@on_both_attentions
-def test_packed_rows_are_told_apart_by_position_ids(attention):
-    """Three sequences in one row, without an attention mask: what each of them is alone."""
-    model = build("Llama", attention=attention)
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(3, VOCAB, (1, n), generator=generator) for n in (7, 4, 9)]
-    labels = [row.masked_fill(torch.arange(row.shape[1]) < 1, -100) for row in rows]
-    packed = {
-        "input_ids": torch.cat(rows, 1),
-        "position_ids": torch.cat([torch.arange(row.shape[1]) for row in rows])[None],
-        "labels": torch.cat(labels, 1),
-        "use_cache": False,  # with a cache transformers does not look for the sequences
-    }
-    together = assert_same_as_full_logits(model, packed).per_token_logps
-    alone = [fused_logps(model, {"input_ids": r, "labels": y}) for r, y in zip(rows, labels, strict=True)]
-    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
-    del packed["position_ids"]
-    assert (fused_logps(model, packed) - together).abs().max() > 1e-2
-
-
 # --- several devices --------------------------------------------------------------------------------------------------
 
 
@@ -227,28 +197,6 @@ def test_accelerates_mixed_precision_after_the_swap():
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
-
-
-class _Int8Linear(nn.Module):
-    """A weight-only quantised layer, as the bodies of large models have them."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
-
-    def forward(self, hidden):
-        return nn.functional.linear(hidden, (self.weight * self.scale).to(hidden.dtype))
-
-
-def test_a_quantised_body_with_a_plain_head():
-    model = build("Llama")
-    for parent in [block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)]:
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, _Int8Linear(child))
-    assert not any(p.requires_grad for n, p in model.named_parameters() if "proj" in n)
-    assert_same_as_full_logits(model, make_batch())
 
 
 @pytest.mark.parametrize(("body", "head"), [("bfloat16", "float32"), ("float32", "bfloat16")])

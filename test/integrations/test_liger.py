@@ -1,4 +1,4 @@
-"""The drop-in for liger-kernel's chunked GRPO loss against liger-kernel itself, and the places where that is wrong."""
+"""The drop-ins for liger-kernel's chunked losses against liger-kernel itself, and the places where that is wrong."""
 
 import inspect
 from itertools import product
@@ -12,6 +12,7 @@ from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as THEI
 from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss as THEIR_JSD
 
 import oracles
+from head_calls import Products
 from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 
 BATCH, LENGTH, HIDDEN, VOCAB = 6, 7, 12, 61
@@ -65,14 +66,16 @@ def ratios(call):
     return {"none": None, "(B, T)": torch.where(mask, ratio, 1.0), "(B, 1)": ratio[:, :1], "(B,)": ratio[:, 0]}
 
 
-LEAVES = ("_input", "lin_weight", "bias")
+LEAVES = ("_input", "lin_weight", "bias", "student_input", "student_weight", "student_bias")
 
 
-def run(loss_class, options, call):
-    """-> loss, gradients of hidden, weight and bias, metrics."""
+def run(loss_class, options, call, factor=1.0):
+    """-> loss, gradients of hidden, weight and bias, and the other results: metrics, or a JSD's two parts."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in LEAVES if call.get(name) is not None}
-    loss, metrics = loss_class(**options)(**{**call, **leaves})
-    return loss.detach(), torch.autograd.grad(loss, list(leaves.values())), metrics
+    result = loss_class(**{"compiled": False, **options})(**{**call, **leaves})
+    loss, *others = result if isinstance(result, tuple) else (result,)
+    grads = torch.autograd.grad(loss * factor, list(leaves.values()))
+    return loss.detach(), grads, tuple(part.detach() for part in (others[0] if len(others) == 1 else others))
 
 
 def both(options, call):
@@ -80,14 +83,13 @@ def both(options, call):
     return run(LigerFusedLinearGRPOLoss, options, call), run(THEIRS, options, call)
 
 
-def assert_same(result, expected):
+def assert_same(result, expected, atol=0.0):
     assert expected[0].abs() > 1e-3
     torch.testing.assert_close(result[0], expected[0], rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(result[1], expected[1], strict=True):
         assert theirs.any()
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
-    assert isinstance(result[2], tuple)
-    torch.testing.assert_close(result[2], tuple(part.detach() for part in expected[2]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result[2], expected[2], rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(LigerFusedLinearGRPOLoss, THEIRS), (LigerFusedLinearJSDLoss, THEIR_JSD)])
@@ -227,15 +229,6 @@ def test_no_argument_is_dropped():
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("chunk_size", [2, 4, 9])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_mask_of_any_kind_and_any_chunk(chunk_size, dtype):
-    call, options = problem(), options_of("dapo", chunk_size=chunk_size)
-    expected = run(THEIRS, options, call)
-    call["attention_mask"] = call["attention_mask"].to(dtype)
-    assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
-
-
 def test_options_are_read_at_every_call():
     call = problem()
     ours, theirs = (c(**options_of("grpo")) for c in (LigerFusedLinearGRPOLoss, THEIRS))
@@ -247,23 +240,6 @@ def test_options_are_read_at_every_call():
     ours.use_ref_model = False
     with pytest.raises(ValueError, match="use_ref_model"):
         ours(**call)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_zero3_empties_the_head_after_the_forward(level):
-    """DeepSpeed's ZeRO-3 gathers a parameter for the forward alone and marks it with an id."""
-    call, options = problem(), options_of("dapo", level)
-    expected = run(LigerFusedLinearGRPOLoss, options, call)
-    call["_input"].requires_grad_()
-    for name in ("lin_weight", "bias"):
-        call[name] = torch.nn.Parameter(call[name])
-        call[name].ds_id = 1
-    loss, _ = LigerFusedLinearGRPOLoss(**options)(**call)
-    for name in ("lin_weight", "bias"):
-        call[name].data.fill_(torch.nan)  # another parameter is gathered where this one was
-        call[name].data = torch.empty(0)
-    grads = torch.autograd.grad(loss, [call[name] for name in LEAVES])
-    torch.testing.assert_close(grads, expected[1], rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -363,10 +339,12 @@ def test_nothing_under_the_mask_counts(column, value):
 
 
 @pytest.mark.parametrize(("loss_type", "level"), FAMILIES)
-def test_advantages_per_token_may_be_those_of_the_sequences(loss_type, level):
+def test_advantages_of_the_tokens_and_masks_of_any_kind(loss_type, level):
+    """The same sequences' advantages for each token, which Liger mixes up."""
     call, options = problem(full=loss_type == "luspo"), options_of(loss_type, level)
     expected = run(THEIRS, options, call)
     call["advantages"] = call["advantages"][:, None].expand(BATCH, LENGTH)
+    call["attention_mask"] = call["attention_mask"].to(torch.bool if level == "token" else torch.int64)
     assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
 
 
@@ -394,30 +372,15 @@ def test_ratios_and_kl_stop_at_40_nats(column, sign):
     assert not wrong[1][0].isfinite().all()
 
 
-def test_which_kl_needs_a_reference():
-    """Liger takes a KL of 0 without a reference model, and asserts a reference without a KL."""
-    call = problem()
-    without = {name: value for name, value in call.items() if name != "ref_per_token_logps"}
-    options = options_of("dapo", beta=0.5) | {"use_ref_model": False}
-    for arguments in (call, without):
-        assert THEIRS(**options)(**arguments)[1][0] == 0
-    with pytest.raises(ValueError, match="use_ref_model"):
-        LigerFusedLinearGRPOLoss(**options)
-    with pytest.raises(ValueError, match="ref_per_token_logps"):
-        LigerFusedLinearGRPOLoss(**options_of("dapo", beta=0.5))(**without)
-    options = options_of("dapo", beta=0.0)
-    expected = run(THEIRS, options, without)
+def test_a_reference_without_a_kl():
+    """Liger asserts. It takes a KL without a reference model, and makes it 0: ours refuses that by name."""
+    call, options = problem(), options_of("dapo", beta=0.0)
+    del call["ref_per_token_logps"]
     with pytest.raises(AssertionError):
-        run(THEIRS, options | {"use_ref_model": True}, without)
-    assert_same(run(LigerFusedLinearGRPOLoss, options | {"use_ref_model": True}, without), expected)
-
-
-def test_an_id_beyond_the_vocabulary_is_refused():
-    call = problem()
-    call["selected_token_ids"][0, 2] = VOCAB
-    assert run(THEIRS, options_of("bnpo"), call)[0].isfinite()
-    with pytest.raises(ValueError, match=r"\[0, 61\)"):
-        run(LigerFusedLinearGRPOLoss, options_of("bnpo"), call)
+        run(THEIRS, options | {"use_ref_model": True}, call)
+    expected = run(THEIRS, options, call)
+    assert_same(run(LigerFusedLinearGRPOLoss, options | {"use_ref_model": True}, call), expected)
+    assert run(THEIRS, options_of("dapo", beta=0.5) | {"use_ref_model": False}, call)[2][0] == 0
 
 
 def test_a_float32_head_computes_in_float32():
@@ -462,6 +425,7 @@ BAD_ARGUMENTS = [
     ("weight", TypeError, {"lin_weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)}),
     ("selected_token_ids", ValueError, {"selected_token_ids": torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64)}),
     ("selected_token_ids", TypeError, {"selected_token_ids": torch.zeros(BATCH, LENGTH)}),
+    (r"\[0, 61\)", ValueError, {"selected_token_ids": torch.full((BATCH, LENGTH), VOCAB)}),
     ("attention_mask", ValueError, {"attention_mask": torch.ones(BATCH)}),
     ("attention_mask", TypeError, {"attention_mask": None}),
     ("advantages", ValueError, {"advantages": torch.zeros(BATCH + 1)}),
@@ -487,3 +451,124 @@ def test_bad_options(name, error, options):
 def test_bad_arguments(name, error, arguments):
     with pytest.raises(error, match=name):
         LigerFusedLinearGRPOLoss(**options_of("dapo"))(**{**problem(), **arguments})
+
+
+# --- distillation -----------------------------------------------------------------------------------------------------
+
+SIZES = (12, 20, 61)  # H, H', V
+
+
+def jsd_problem(shape=(23,), dtype=torch.float32, device="cpu", *, ignored=-100, bias=True):
+    generator = torch.Generator().manual_seed(2)
+    hidden, teacher_hidden, vocab = SIZES
+
+    def random(*size):
+        return torch.randn(*size, generator=generator)
+
+    call = {
+        "student_input": random(*shape, hidden),
+        "student_weight": random(vocab, hidden) / hidden**0.5,
+        "teacher_input": random(*shape, teacher_hidden),
+        "teacher_weight": random(vocab, teacher_hidden) / teacher_hidden**0.5,
+        "student_bias": random(vocab) if bias else None,
+        "teacher_bias": random(vocab) if bias else None,
+    }
+    call = {name: None if part is None else part.to(device, dtype) for name, part in call.items()}
+    labels = torch.randint(vocab, shape, generator=generator)
+    labels.view(-1)[::4] = ignored
+    return call | {"true_labels": labels.to(device)}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.0, 1.0), (1.7, 0.0), (-0.2, 0.9)])
+@pytest.mark.parametrize("temperature", [1.0, 1.8])
+def test_jsd_has_the_same_numbers(beta, weights, temperature, device):
+    """Whole and in parts, over several of Liger's chunks; a label that is ignored may be an id."""
+    for more in ({}, {"return_soft_hard_loss": True, "ignore_index": 7}):
+        options = {"weight_hard_loss": weights[0], "weight_soft_loss": weights[1], "beta": beta, **more}
+        options |= {"temperature": temperature, "chunk_size": 5}
+        call = jsd_problem(device=device, ignored=options.get("ignore_index", -100))
+        result, expected = (run(loss, options, call, factor=3.0) for loss in (LigerFusedLinearJSDLoss, THEIR_JSD))
+        assert_same(result, expected, atol=1e-6)
+        assert len(result[2]) == (2 if more else 0)
+
+
+def test_jsd_of_other_shapes_no_bias_and_nothing_that_counts():
+    nothing = jsd_problem((6,)) | {"true_labels": torch.full((6,), -100)}
+    for call in (jsd_problem((3, 5)), jsd_problem(bias=False), nothing):
+        result, expected = (run(loss, {}, call) for loss in (LigerFusedLinearJSDLoss, THEIR_JSD))
+        if call is nothing:
+            assert result[0] == expected[0] == 0
+            assert not any(grad.any() for grad in result[1])
+        else:
+            assert_same(result, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"weight_hard_loss": 0.0, "beta": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs_of_a_jsd_are_no_further_from_float64_than_theirs(options, dtype):
+    call = jsd_problem((96,), dtype)
+    wide = {name: part.double() if isinstance(part, torch.Tensor) else part for name, part in call.items()}
+    truth = run(THEIR_JSD, options, wide | {"true_labels": call["true_labels"]})
+    result, theirs = (run(loss, options, call) for loss in (LigerFusedLinearJSDLoss, THEIR_JSD))
+    assert abs(result[0] - truth[0]) < 1e-5
+    for mine, other, gold in zip(result[1], theirs[1], truth[1], strict=True):
+        assert oracles.norm_error(mine, gold) <= oracles.norm_budget(other, gold, dtype)
+
+
+@pytest.mark.parametrize(("options", "units"), [({}, 3), ({"weight_hard_loss": 0.0}, 3), ({"temperature": 2.0}, 7)])
+def test_products_of_a_jsd(options, units):
+    """One pass, of the tokens that count; a hard loss at another temperature takes two passes of the student's head."""
+    call = jsd_problem(bias=False)
+    with Products() as products:
+        run(LigerFusedLinearJSDLoss, options, call)
+    hidden, teacher_hidden, vocab = SIZES
+    tokens = int((call["true_labels"] != -100).sum())
+    assert products.flops == tokens * 2 * vocab * (units * hidden + teacher_hidden)
+    with Products() as products, torch.no_grad():
+        LigerFusedLinearJSDLoss(compiled=False)(**call)
+    assert products.flops == tokens * 2 * vocab * (hidden + teacher_hidden)
+
+
+@pytest.mark.parametrize("kind", ["dapo", "dapo of sequences", "JSD"])
+def test_zero3_empties_the_heads_after_the_forward(kind):
+    """DeepSpeed gathers a parameter for the forward alone, marks it with an id, and gathers another where it was."""
+    if kind == "JSD":  # in 16 bits, which take two passes
+        loss_class, call, options = LigerFusedLinearJSDLoss, jsd_problem(dtype=torch.float16), {}
+    else:
+        loss_class, call = LigerFusedLinearGRPOLoss, problem()
+        options = options_of("dapo", "sequence" if "sequences" in kind else "token")
+    expected = run(loss_class, options, call)
+    leaves = {name: torch.nn.Parameter(call[name].clone()) for name in LEAVES if name in call}
+    call |= leaves
+    heads = [part for name, part in call.items() if name.endswith(("weight", "bias"))]
+    for part in heads:
+        part.ds_id = 1
+    result = loss_class(**{"compiled": False, **options})(**call)
+    for part in heads:
+        part.data.fill_(torch.nan)
+        part.data = torch.empty(0, dtype=part.dtype)
+    grads = torch.autograd.grad(result[0] if isinstance(result, tuple) else result, list(leaves.values()))
+    torch.testing.assert_close(grads, expected[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "error", "message"),
+    [
+        ({"beta": 1.5}, {}, ValueError, r"beta must be in \[0, 1\]"),
+        ({"temperature": 0.0}, {}, ValueError, "temperature must be"),
+        ({"weight_hard_loss": float("inf")}, {}, ValueError, r"weight_hard_loss must be in \(-inf, inf\)"),
+        ({"weight_soft_loss": "half"}, {}, TypeError, "weight_soft_loss must be a number"),
+        ({}, {"teacher_weight": torch.zeros(70, 20)}, ValueError, "teacher_weight must have the 61 .*to padding"),
+        ({}, {"true_labels": torch.zeros(22, dtype=torch.int64)}, ValueError, "true_labels must be integers of shape"),
+        ({}, {"true_labels": torch.zeros(23)}, ValueError, "true_labels must be integers of shape"),
+        ({}, {"true_labels": torch.full((23,), 61)}, ValueError, "true_labels must be token ids"),
+        ({}, {"true_labels": torch.full((23,), -1)}, ValueError, "true_labels must be token ids"),
+        ({}, {"teacher_input": torch.zeros(22, 20)}, ValueError, "teacher_hidden must have the tokens"),
+        ({}, {"student_weight": None}, TypeError, "student_weight must be a tensor"),
+    ],
+)
+def test_bad_input_of_a_jsd(options, changed, error, message):
+    call = jsd_problem() | ({"teacher_bias": None} if "teacher_weight" in changed else {})
+    with pytest.raises(error, match=message):
+        LigerFusedLinearJSDLoss(**options)(**{**call, **changed})

@@ -1,6 +1,8 @@
 """Steps whose padding and sequences without a gradient leave the model, against full logits of the padded batch."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch import Tensor, nn
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, gradients, transformers
 from liger_rl import PRESETS, FusedLinearGRPOLoss, Support, TopEntropyMask
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head
-from liger_rl.step import ranks as step_ranks
 from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps
 from step_calls import (
     BATCH,
@@ -109,41 +110,91 @@ LONG_ROPE = {
 }  # fmt: skip
 SCALED_QUERIES = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.3, "no_rope_layers": [1, 0]}
 LLAMA_4 = {**HEADS, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4, **SCALED_QUERIES}
-POSITIONS_THAT_MATTER = {
+
+
+def advantages_of_tokens(batch):
+    batch["advantages"] = torch.randn(BATCH, LENGTH) * (torch.arange(BATCH) != IDLE)[:, None]
+    batch["importance_ratio"] = torch.rand(BATCH, 1) + 0.5
+
+
+def columns_that_follow_on(batch):
+    """Row 1 begins at the column after row 0's last. By columns they would be one sequence."""
+    batch |= rows_of(batch, slice(2))
+    column = torch.arange(LENGTH)
+    attended = torch.stack([column < 6, column >= 6])
+    batch |= {"attention_mask": attended.long(), "completion_mask": attended & (column % 6 > 1)}
+
+
+def a_hole_in_the_mask(batch):
+    batch["attention_mask"][0, 3:5] = 0
+
+
+def a_gap_in_the_positions(batch):
+    """Without a mask they would be those of packed sequences."""
+    batch["position_ids"][:, 4:] += 2
+
+
+def shorter_completions(batch):
+    batch["completion_mask"][0, 11:] = False
+
+
+@dataclass(frozen=True)
+class Step:
+    model: str
+    model_options: dict = field(default_factory=dict)
+    batch: dict = field(default_factory=dict)
+    change: Callable[[dict], None] | None = None
+    options: dict = field(default_factory=dict)
+    preset: str = "gspo"
+    call: tuple | None = None  # of the last forward: shape, and names of tensors beside the ids
+
+
+STEPS = {
     # A row's padding counts on from its last position, which may be the last that the model has.
-    "a short table": ("GPT2", {"n_positions": LENGTH}, {"padding": "left"}, {}),
-    "a short table, packed": (
-        "GPT2", {"n_positions": LENGTH}, {"padding": "left", "positions": True}, {"packing": True},
+    "a short table": Step("GPT2", {"n_positions": LENGTH}, {"padding": "left"}),
+    "a short table, packed": Step(
+        "GPT2", {"n_positions": LENGTH}, {"padding": "left", "positions": True}, options={"packing": True}
     ),
     # A row that begins late and is padded on its right would count on, past the last position of the short factors.
-    "two sets of factors": (
-        "Phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 16}, {"padding": "both"}, {},
-    ),
-    "queries scaled by their columns": ("Llama4Text", {"attention": "eager"}, {"padding": "both"}, {"max_tokens": 24}),
+    "two sets of factors": Step("Phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 16}),
+    "queries scaled by their columns": Step("Llama4Text", {"attention": "eager"}, options={"max_tokens": 24}),
     # HunYuan scales queries and keys, entry by entry, after their rotary embedding.
-    "scales behind the rotation": ("HunYuanDenseV1", {}, {"positions": True}, {"packing": True}),
+    "scales behind the rotation": Step("HunYuanDenseV1", {}, {"positions": True}, options={"packing": True}),
+    # Then only what follows the completions leaves.
+    "without a mask": Step(
+        "GPT2", {}, {"padding": "right", "mask": False}, shorter_completions, preset="dapo", call=((4, 11), set())
+    ),
+    # What is no run of tokens stays.
+    "a hole in the mask": Step("Llama", {}, {}, a_hole_in_the_mask, call=((4, 13), {"attention_mask", "position_ids"})),
+    "a gap in the positions": Step(
+        "Llama", {}, {"positions": True}, a_gap_in_the_positions, call=((4, 13), {"attention_mask", "position_ids"})
+    ),
+    "advantages of tokens": Step("Llama", {}, {}, advantages_of_tokens, {"max_tokens": 20}, "dapo"),
+    "advantages of tokens, GMPO": Step("Llama", {}, {}, advantages_of_tokens, {"max_tokens": 20}, "gmpo"),
+    "micro-batches of rows as they are": Step(
+        "Llama",
+        options={"max_tokens": 2 * LENGTH, "trim": False},
+        call=((2, LENGTH), {"attention_mask", "position_ids"}),
+    ),
+    "packed columns that follow on": Step("Llama", {}, {}, columns_that_follow_on, {"packing": True}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "batch_options", "step_options"), POSITIONS_THAT_MATTER.values(), ids=POSITIONS_THAT_MATTER
-)
-def test_positions_that_matter(name, options, batch_options, step_options, monkeypatch):
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_other_batches(step, monkeypatch):
     monkeypatch.setitem(CONFIGS, "Llama4Text", LLAMA_4)
     monkeypatch.setitem(CONFIGS, "HunYuanDenseV1", HEADS)
-    model, loss = build(name, **options), FusedLinearGRPOLoss("gspo")
-    assert_as_padded(model, with_columns(model, make_batch(**batch_options)), loss, **step_options)
-    if name == "HunYuanDenseV1":
-        refused(model, make_batch(), loss, "row 1 of input_ids is no run of tokens", packing=True)
-
-
-def test_without_a_mask_only_what_follows_the_completions_leaves():
-    model, loss = build("GPT2"), FusedLinearGRPOLoss("dapo")
-    batch = with_columns(model, make_batch("right", mask=False))
-    batch["completion_mask"][0, 11:] = False
+    model, loss = build(step.model, **step.model_options), FusedLinearGRPOLoss(step.preset, metrics="basic")
+    batch = make_batch(**step.batch)
+    if step.change is not None:
+        step.change(batch)
     calls = Calls(swap_lm_head(model))
-    assert_as_padded(model, batch, loss)
-    assert calls[-1] == ((4, 11), True, set())
+    assert_as_padded(model, with_columns(model, batch), loss, **step.options)
+    if step.call is not None:
+        assert (calls[-1][0], calls[-1][2]) == step.call
+    if step.change in (a_hole_in_the_mask, a_gap_in_the_positions):
+        with pytest.raises(ValueError, match="packing must not be True here: row 0 of input_ids is no run of tokens"):
+            policy_step(model, batch, loss, packing=True)
 
 
 BERT = {
@@ -184,23 +235,6 @@ def test_models_that_are_not_causal_are_refused(name):
     assert not is_swapped(model)
 
 
-@pytest.mark.parametrize("changed", ["a hole in the mask", "a gap in the positions"])
-def test_what_is_no_run_of_tokens_stays(changed):
-    """Without a mask, positions with gaps would be those of packed sequences."""
-    model, loss = build("Llama"), FusedLinearGRPOLoss("grpo")
-    batch = make_batch("both", positions=changed != "a hole in the mask")
-    if changed == "a hole in the mask":
-        batch["attention_mask"][0, 3:5] = 0
-    else:
-        batch["position_ids"][:, 4:] += 2
-    batch, calls = with_columns(model, batch), Calls(swap_lm_head(model))
-    assert_as_padded(model, batch, loss)
-    assert calls[-1][0] == (4, 13)
-    assert "attention_mask" in calls[-1][2]
-    with pytest.raises(ValueError, match="packing must not be True here: row 0 of input_ids is no run of tokens"):
-        policy_step(model, batch, loss, packing=True)
-
-
 def test_a_completion_at_the_start_of_its_row():
     """Its first token is predicted by padding, which stays, whatever a model makes of it. All others are the same."""
     model, loss = build("Llama"), FusedLinearGRPOLoss("grpo", beta=0.1)
@@ -213,15 +247,6 @@ def test_a_completion_at_the_start_of_its_row():
     assert logps[3, 3] != 0.0
     logps[3, 3] = expected[3, 3]
     torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("preset", ["dapo", "gmpo"])
-def test_advantages_and_ratios_per_token(preset):
-    model, loss = small_llama(), FusedLinearGRPOLoss(preset, metrics="basic")
-    batch = with_columns(model, make_batch())
-    batch["advantages"] = torch.randn(BATCH, LENGTH) * (torch.arange(BATCH) != IDLE)[:, None]
-    batch["importance_ratio"] = torch.rand(BATCH, 1) + 0.5
-    assert_as_padded(model, batch, loss, max_tokens=20)
 
 
 def test_a_support_goes_with_its_tokens():
@@ -238,13 +263,6 @@ def test_a_support_goes_with_its_tokens():
     for name, metric in untouched.metrics.items():
         torch.testing.assert_close(steps.total.metrics[name].value, metric.value)
     assert_same_gradients(grads, expected)
-
-
-def test_gradients_repeat_bit_by_bit(device):
-    model, loss = build("Llama", device), FusedLinearGRPOLoss("gspo", metrics="basic")
-    batch = with_columns(model, make_batch("both", device=device))
-    first, second = (run(model, batch, loss, max_tokens=20)[1] for _ in range(2))
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_completion_logps_are_those_of_the_padded_batch():
@@ -315,14 +333,6 @@ def test_a_batch_without_a_gradient_has_a_loss_to_call_backward_on(counted):
     assert all(not p.grad.any() for p in model.parameters())
 
 
-def test_micro_batches_of_rows_as_they_are():
-    model = build("Llama")
-    batch = with_columns(model, make_batch("both"))
-    calls = Calls(swap_lm_head(model))
-    assert_as_padded(model, batch, FusedLinearGRPOLoss("gspo"), max_tokens=2 * LENGTH, trim=False)
-    assert [call[0] for call in calls[-2:]] == [(2, LENGTH)] * 2
-
-
 @pytest.mark.parametrize("changed", ["token types", "4d", "fixed"])
 def test_a_batch_stays_where_an_input_says_what_nobody_knows(changed):
     model, batch = swap_lm_head(build("GPT2")), make_batch()
@@ -371,15 +381,6 @@ def test_packed_rows(name):
         steps = assert_as_padded(model, batch, loss, packing=True, max_tokens=20)
         assert [call[0] for call in calls if call[1] and call[0][0] == 1] == [(1, 20), (1, 10)]
         assert len(steps) == 2
-
-
-def test_packed_sequences_whose_columns_follow_on():
-    """Row 1 begins at the column after row 0's last. By columns they would be one sequence."""
-    model, batch = build("Llama"), rows_of(make_batch(), slice(2))
-    column = torch.arange(LENGTH)
-    attended = torch.stack([column < 6, column >= 6])
-    batch |= {"attention_mask": attended.long(), "completion_mask": attended & (column % 6 > 1)}
-    assert_as_padded(model, with_columns(model, batch), FusedLinearGRPOLoss("grpo"), packing=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no backward on CPU")
@@ -508,10 +509,3 @@ def test_attention_that_sees_other_sequences_is_found_before_the_batch_runs(posi
     with pytest.raises(ValueError, match="sequences in one row of OPTForCausalLM see each other"):
         policy_step(model, make_batch(positions=True), FusedLinearGRPOLoss("grpo"), packing=True)
     assert all(shape[0] == 1 and shape[1] <= 32 for shape, *_ in calls)
-
-
-@pytest.mark.parametrize(("backends", "kind"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")])
-def test_ranks_agree_on_a_device_that_their_group_has(monkeypatch, backends, kind):
-    """DDP and FSDP2 take a batch in CPU memory, NCCL does not."""
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends, raising=False)
-    assert step_ranks._device_of(None, torch.device("cpu")).type == kind

@@ -11,23 +11,14 @@ import torch
 import checkouts
 from hf_models import build
 from liger_rl.integrations.openrlhf import patch_openrlhf, patched_openrlhf, unpatch_openrlhf
+from skyrl_modules import pad_input, unpad_input
 
 BATCH, TOKENS, ACTIONS, VOCAB = 3, 9, 5, 137
 
 
-def unpad(values, mask):
-    kept = mask.flatten().nonzero().flatten()
-    return values.flatten(0, 1)[kept], kept, None, None, None
-
-
-def pad(values, indices, batch, length):
-    whole = values.new_zeros(batch * length, *values.shape[1:])
-    return whole.index_copy(0, indices, values).unflatten(0, (batch, length))
-
-
 FLASH = {
-    "unpad_input": unpad,
-    "pad_input": pad,
+    "unpad_input": unpad_input,
+    "pad_input": pad_input,
     "index_first_axis": lambda values, indices: values[indices],
     "rearrange": lambda values, pattern: values.flatten(0, 1),
 }

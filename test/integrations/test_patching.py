@@ -1,11 +1,10 @@
-"""What holds for every patch of another package: of TRL and liger-kernel themselves, of the rest in stand-ins.
+"""What holds for every patch of another package, in stand-ins for all of them.
 
 A stand-in has modules, functions and methods as the rows name them. Each framework's own tests run with its own.
 """
 
 import importlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,8 +29,6 @@ SUPPORTED = {
     "trl": ("trl >= 1.15, < 1.17", ()),
     "verl": ("verl >= 0.5, < 0.11", ()),
 }
-REAL = {"liger": "liger_kernel.chunked_loss", "trl": "trl.trainer.grpo_trainer"}
-STAND_INS = [name for name in SUPPORTED if name not in REAL]
 
 
 class System(NamedTuple):
@@ -92,7 +89,7 @@ def stand_in(name: str, monkeypatch) -> System:
             module.__path__ = []
             monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
         parameters = ", ".join(name.rstrip("?") for name in (patch.parameters or "").split())
-        for function in {patch.name, patch.checked}:
+        for function in sorted({patch.name, patch.checked}):  # a class before its method
             add_function(patch, function, parameters)
     say(monkeypatch, system.framework, newest(system.framework))
     return system
@@ -100,15 +97,6 @@ def stand_in(name: str, monkeypatch) -> System:
 
 @pytest.fixture(params=SUPPORTED)
 def system(request, monkeypatch):
-    if request.param in REAL:
-        pytest.importorskip(REAL[request.param], reason=f"{request.param} is not installed")
-        made = system_of(request.param)
-        for patch in made.framework.patches:
-            for module in (patch.module, *patch.home) if patch.needed() else ():
-                if "." in module:
-                    importlib.import_module(module)  # each is a place
-        yield made
-        return
     made = stand_in(request.param, monkeypatch)
     yield made
     made.unpatch()
@@ -219,12 +207,14 @@ def test_threads_that_patch_and_undo(system):
     assert system.state() == before
 
 
-@pytest.mark.parametrize("name", STAND_INS)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_a_row_that_is_not_what_its_version_says_leaves_all(name, monkeypatch):
     for row in range(len(system_of(name).framework.patches)):
         for parameters, message in (("another", "must take .*, found .another.*"), (None, "has no .* here")):
             system = stand_in(name, monkeypatch)
             patch = system.framework.patches[row]
+            if parameters and patch.parameters is None:
+                continue  # which takes any
             add_function(patch, patch.checked if parameters else patch.name, parameters or "")
             if parameters is None:
                 owner, _, attribute = patch.name.rpartition(".")
@@ -254,7 +244,7 @@ def test_other_versions_are_refused(name, monkeypatch):
         system.patch()
 
 
-@pytest.mark.parametrize("name", STAND_INS)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_versions(name, monkeypatch):
     system = stand_in(name, monkeypatch)
     before, framework = system.state(), system.framework
@@ -270,37 +260,3 @@ def test_a_group_of_a_later_version_is_refused(monkeypatch):
     with pytest.raises(ImportError, match=r"verl >= 0\.8"):
         system.framework.patch("distillation")
     system.patch()
-
-
-BEFORE_IMPORT = """
-import sys
-
-from liger_rl.integrations import liger, trl, trl_adapters
-
-assert not {"trl", "liger_kernel"} & set(sys.modules)
-liger.patch_liger()
-from liger_kernel import chunked_loss
-
-assert chunked_loss.LigerFusedLinearGRPOLoss is liger.LigerFusedLinearGRPOLoss
-trl.patch_trl()
-from trl.trainer import grpo_trainer, rloo_trainer, utils
-
-assert isinstance(utils._ChunkedLogProbFunction, trl.FusedLogProbs)
-for module in (utils, grpo_trainer, rloo_trainer):
-    assert module.add_fused_lm_head is trl_adapters.add_fused_lm_head
-liger.unpatch_liger()
-trl.unpatch_trl()
-from trl.kernels import ChunkedLogProbFunction
-
-assert chunked_loss.LigerFusedLinearGRPOLoss.__module__ == "liger_kernel.chunked_loss.grpo_loss"
-assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-for module in (utils, grpo_trainer, rloo_trainer):
-    assert module.add_fused_lm_head.__module__ == "trl.trainer.utils"
-"""
-
-
-def test_patching_before_the_packages_are_imported():
-    for package in ("trl", "liger_kernel", "peft"):
-        pytest.importorskip(package, reason="the patches are of all of them")
-    done = subprocess.run([sys.executable, "-c", BEFORE_IMPORT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

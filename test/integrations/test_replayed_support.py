@@ -11,7 +11,7 @@ from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradient
 from liger_rl import FusedLinearGRPOLoss, Segments, Support
 from liger_rl.integrations.transformers import swap_lm_head
 from liger_rl.step.policy_step import completion_logps, policy_step
-from step_calls import assert_same_metrics, expected_step, packed, rows_of
+from step_calls import assert_same_metrics, expected_step, packed
 
 
 def sizes_of(batch: dict[str, Tensor]) -> Tensor:
@@ -77,16 +77,6 @@ def test_a_fused_call_is_that_of_the_masked_logits(name, shift, temperatures, de
     assert_same_gradients(gradients(model, (g * out.per_token_logps + 0.3 * g * out.entropy).sum()), expected)
 
 
-def test_which_token_a_row_belongs_to():
-    """Only the row of token (1, 5) allows one id alone, so only its log-probability is 0."""
-    model, batch = swap_lm_head(build("Llama")), make_batch()
-    ids = batch["input_ids"]
-    rows = [[] for _ in range(ids.numel())]
-    rows[ids.shape[1] + 5] = [int(ids[1, 5])]
-    out = model(**batch, fused=True, support=Support.from_vllm(rows))
-    assert ((out.per_token_logps == 0) & (batch["labels"] >= 0)).nonzero().tolist() == [[1, 5]]
-
-
 def test_a_missing_target_is_named_where_its_token_is():
     model, batch = swap_lm_head(build("Llama")), make_batch()
     place = (0, 6)
@@ -135,19 +125,6 @@ def test_a_policy_step_replays(loss_type):
     assert_same_metrics({name: step.metrics[name] for name in metrics}, metrics)
     assert_same_gradients(gradients(model, step.loss), expected)
     assert "missing_target" not in policy_step(model, batch, loss).metrics
-
-
-def test_micro_batches_take_their_rows():
-    model, batch, loss = build("Llama"), make_batch(), FusedLinearGRPOLoss("dapo")
-    support, _ = sampled(batch)
-    mask = batch.pop("labels") >= 0
-    batch |= {"advantages": torch.randn(3), "completion_mask": mask, "num_items_in_batch": int(mask.sum())}
-    whole = gradients(model, policy_step(model, {**batch, "support": support}, loss).loss)
-    model.zero_grad()
-    for rows in (torch.tensor([2, 0]), slice(1, 2)):
-        micro_batch = {**rows_of(batch, rows), "support": support.take(rows, batch=3)}
-        policy_step(model, micro_batch, loss).loss.backward()
-    assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, whole)
 
 
 @pytest.mark.parametrize("replay", [False, True])

@@ -241,31 +241,31 @@ def test_what_trl_refuses_comes_and_goes(path_of, tmp_path):
         build(path, tmp_path, config)
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        (LoraConfig(**{**LORA, "use_dora": True}), ValueError, "'default' .* DoraLinearVariant"),
-        (LoHaConfig(target_modules=["lm_head"]), TypeError, r"loha\.layer\.Linear"),
-    ],
-    ids=["dora", "loha"],
-)
-def test_other_adapters_are_refused_by_name(config, error, message, path_of, tmp_path):
+def hooked(model):
+    model.get_output_embeddings().register_forward_hook(lambda *_: None)
+
+
+def replaced(model):
+    model.get_output_embeddings().base_layer.forward = lambda hidden: torch.zeros(())
+
+
+OTHERS = {
+    "DoRA": (LoraConfig(**{**LORA, "use_dora": True}), ValueError, "'default' .* DoraLinearVariant"),
+    "LoHa": (LoHaConfig(target_modules=["lm_head"]), TypeError, r"loha\.layer\.Linear"),
+    "a hook": (hooked, ValueError, "1 hooks"),
+    "a forward of its own": (replaced, ValueError, "replaced on the instance"),
+}
+
+
+@pytest.mark.parametrize(("other", "error", "message"), OTHERS.values(), ids=OTHERS)
+def test_other_adapters_and_heads_that_do_more_are_refused(other, error, message, path_of, tmp_path):
     patch_trl()
+    model, config = path_of["qwen3"], other
+    if callable(other):
+        other(model := adapted(model))
+        config = None
     with pytest.raises(error, match=message):
-        build(path_of["qwen3"], tmp_path, config)
-
-
-def test_a_head_that_does_more_is_refused(path_of, tmp_path):
-    patch_trl()
-    model = adapted(path_of["qwen3"])
-    hook = model.get_output_embeddings().register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="1 hooks"):
-        build(model, tmp_path, beta=0.0)
-    hook.remove()
-    linear = model.get_output_embeddings().base_layer
-    linear.forward = lambda hidden: torch.zeros(())
-    with pytest.raises(ValueError, match="replaced on the instance"):
-        build(model, tmp_path, beta=0.0)
+        build(model, tmp_path, config, beta=0.0)
 
 
 @pytest.mark.parametrize("sharding", ["ZeRO-3", "FSDP2"])

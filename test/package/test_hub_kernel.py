@@ -30,20 +30,3 @@ def test_kernel_is_loaded_and_used(tmp_path):
     script = [sys.executable, str(ROOT / "test" / "package" / "use_hub_kernel.py")]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_no_name_of_the_package_is_left():
-    relative = hub_build().relative
-    source = (
-        "from liger_rl.kernels import devices\nimport torch\n\ndef f(name):\n    from liger_rl import grpo\n"
-        '    import_module(f"liger_rl.kernels.{name}")\n    return torch.ops.liger_rl.fold, "liger_rl::grad"\n'
-    )
-    expected = (
-        "from ..kernels import devices\nimport torch\n\ndef f(name):\n    from .. import grpo\n"
-        '    import_module(__name__.partition(".")[0] + f".kernels.{name}")\n'
-        '    return torch.ops._kernel_1.fold, "_kernel_1::grad"\n'
-    )
-    assert relative(source, 2, "_kernel_1") == expected
-    for left in ("import liger_rl.kernels", "x = 'liger_rl::fold'", "x = 'liger_rl.kernels'"):
-        with pytest.raises(ValueError, match="line 1 names the package"):
-            relative(left, 1, "_kernel_1")
