@@ -49,15 +49,20 @@ def linear_logits(
     return transformed(logits, temperature=temperature, softcap=softcap, scale=scale)
 
 
+def divergence(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+    """Of a student's log-probabilities (..., V) and its teacher's -> (...)."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl" or (kind, beta) == ("jsd", 0):
+        return (q * (log_q - log_p)).sum(-1)
+    if kind == "reverse_kl" or (kind, beta) == ("jsd", 1):
+        return (p * (log_p - log_q)).sum(-1)
+    log_m = torch.log((1 - beta) * p + beta * q)
+    return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
+
+
 def logits_extras(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """-> log sum p^2, mean of the logits, whether the target is the first of the largest; z (..., V) transformed."""
     return (2 * z.log_softmax(-1)).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
-
-
-def eager_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **transform):
-    """What one writes in PyTorch without thinking: logits in the inputs' dtype, the softmax in float32."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    return logits_logprobs(logits.float(), targets, **transform)
 
 
 def error_budget(eager: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
@@ -79,58 +84,3 @@ def norm_error(found: Tensor, truth: Tensor) -> float:
 
 def max_error(found: Tensor, truth: Tensor) -> float:
     return (found.double() - truth.double()).abs().max().item()
-
-
-def ratios(logps: Tensor, old: Tensor | None, mask: Tensor, level: str) -> list[list[Tensor | None]]:
-    """Importance ratio of every token of (B, T), None at masked tokens."""
-    rows, columns = logps.shape
-    result: list[list[Tensor | None]] = [[None] * columns for _ in range(rows)]
-    for b in range(rows):
-        inside = [t for t in range(columns) if mask[b, t] != 0]
-        log_ratio = {t: logps[b, t] - (logps[b, t].detach() if old is None else old[b, t]) for t in inside}
-        for t in inside:
-            if level == "sequence":
-                result[b][t] = torch.exp(sum(log_ratio.values()) / len(inside))
-            else:
-                result[b][t] = torch.exp(log_ratio[t])
-    return result
-
-
-def token_losses(
-    logps: Tensor,  # (B, T)
-    advantages: Tensor,  # (B,) or (B, T)
-    mask: Tensor,  # (B, T)
-    *,
-    old: Tensor | None = None,
-    ref: Tensor | None = None,
-    importance_ratio: Tensor | None = None,  # (B,), (B, 1) or (B, T)
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    delta: float | None = None,
-    level: str = "token",
-    beta: float = 0.0,
-) -> list[list[Tensor | None]]:
-    """Clipped policy loss with a k3 penalty of every token, None at masked tokens."""
-    rows, columns = logps.shape
-    result: list[list[Tensor | None]] = [[None] * columns for _ in range(rows)]
-    for b, row in enumerate(ratios(logps, old, mask, level)):
-        for t, r in enumerate(row):
-            if r is None:
-                continue
-            a = advantages[b].item() if advantages.dim() == 1 else advantages[b, t].item()
-            if r < 1 - eps_low:
-                clipped = torch.full_like(r, 1 - eps_low)
-            elif r > 1 + eps_high:
-                clipped = torch.full_like(r, 1 + eps_high)
-            else:
-                clipped = r
-            first = r if delta is None or r <= delta else torch.full_like(r, delta)
-            loss = -(first * a if first * a <= clipped * a else clipped * a)
-            if importance_ratio is not None:
-                per_sequence = importance_ratio.dim() == 1 or importance_ratio.shape[1] == 1
-                loss = loss * (importance_ratio[b] if per_sequence else importance_ratio[b, t]).item()
-            if beta != 0.0:
-                difference = ref[b, t] - logps[b, t]
-                loss = loss + beta * (torch.exp(difference) - difference - 1)
-            result[b][t] = loss
-    return result
