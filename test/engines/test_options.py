@@ -12,7 +12,6 @@ from torch import Tensor
 
 from devices import NEEDS_GPU
 from head_calls import (
-    EXTRAS,
     Problem,
     Products,
     assert_close,
@@ -114,30 +113,6 @@ def assert_identical(found, expected, place=slice(None)) -> None:
             assert torch.equal(mine, other[place])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_shuffled_split_masked_and_padded(dtype, device):
-    inputs, generator = biased(dtype, device), torch.Generator().manual_seed(1)
-    options = {"entropy": True, "extras": EXTRAS, "transform": LogitTransform(temperature=0.7, softcap=5.0)}
-    whole = invariant(inputs, **options)
-    order = torch.randperm(INVARIANT, generator=generator).to(device)
-    assert_identical(invariant(inputs, order, **options), whole, order)
-    for sizes in ([1, 1, 2, 296], [127, 129, 44]):
-        for rows in order.split(sizes):
-            assert_identical(invariant(inputs, rows, **options), whole, rows)
-    assert invariant(inputs, slice(0), **options).logps.shape == (0,)
-    for keep in (0.9, 0.02):
-        mask = (torch.rand(INVARIANT, generator=generator) < keep).to(device)
-        assert torch.equal(invariant(inputs, mask=mask, **options).logps, torch.where(mask, whole.logps, 0.0))
-    # (B, T) rows with padding of NaN
-    hidden = torch.full((4, 100, 96), math.nan, dtype=dtype, device=device)
-    targets = torch.full((4, 100), -100, device=device)
-    for row, (start, length) in enumerate([(0, 3), (3, 97), (100, 100), (200, 100)]):
-        hidden[row, 100 - length :] = inputs.hidden[start : start + length]
-        targets[row, 100 - length :] = inputs.targets[start : start + length]
-    padded = call(inputs._replace(hidden=hidden, targets=targets), batch_invariant=True, **options).logps
-    assert torch.equal(padded[targets >= 0], whole.logps)
-
-
 @NEEDS_GPU
 def test_few_tokens_and_many_on_a_gpu():
     """On both sides of the number of tokens from which on the kernel of our own is worth it."""
@@ -175,25 +150,6 @@ def test_it_may_be_the_weights_own_gradient(rank, device):
     torch.testing.assert_close(place, solve(inputs).grads["weight"] + 1, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("total", "error", "message"),
-    [
-        ([0.0], TypeError, "must be a tensor"),
-        (torch.zeros((129, 16), dtype=torch.bfloat16), TypeError, "must be float32.*bfloat16"),
-        (torch.zeros(16, 129), ValueError, r"\(V, H\) = \(129, 16\) from weight, got \(16, 129\)"),
-        (torch.zeros((129, 16), device="meta"), ValueError, "must be on cpu from weight, got meta"),
-        (torch.zeros(16, 129).T, ValueError, "contiguous"),
-        (torch.zeros((129, 16), requires_grad=True), ValueError, "must require no gradient"),
-    ],
-    ids=["type", "dtype", "shape", "device", "strides", "leaf"],
-)
-def test_a_tensor_that_does_not_fit_is_named(total, error, message):
-    inputs = problem().leaves()
-    with Products() as products, pytest.raises(error, match=f"weight_grad .*{message}"):
-        call(inputs, weight_grad=total)
-    assert products.flops == 0
-
-
 def test_a_frozen_weight_has_none():
     inputs, total = problem().leaves(), torch.zeros((129, 16))
     with pytest.raises(ValueError, match="weight must require a gradient"):
@@ -220,13 +176,6 @@ def test_memory_of_an_input_is_refused(of, through):
 
 
 # --- a temperature for each token -------------------------------------------------------------------------------------
-
-
-def test_rows_of_sequences_and_one_number(device):
-    """(B, T) temperatures that are all alike are one temperature."""
-    x, alike = problem((2, 11), device=device), torch.full((2, 11), 0.7, device=device)
-    mine, one = (call(x, transform=LogitTransform(temperature=temperature)).logps for temperature in (alike, 0.7))
-    torch.testing.assert_close(mine, one, rtol=1e-6, atol=1e-6)
 
 
 def test_a_tolerance_computes_exactly(device):
