@@ -69,12 +69,8 @@ class Case:
         planned = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
         self.known = {name: self.options[name] for name in planned if name in self.options}
         self.known |= {"dtype": dtype, "device": self.device, "needs": (frozen != "hidden", frozen != "weight")}
-        self.known |= {
-            "bias": bias,
-            "rank": rank,
-            "weight_grad": self.in_place,
-            "entropy": "entropy_coef" in self.options,
-        }
+        self.known |= {"bias": bias, "rank": rank, "weight_grad": self.in_place}
+        self.known["entropy"] = "entropy_coef" in self.options
         self.known["contiguous"] = tuple(self.leaves[name].is_contiguous() for name in ("hidden", "weight"))
         self.known["aligned"] = devices.aligned(self.leaves["weight"])
         transform = {name: self.options[name] for name in TRANSFORM if name in self.options}

@@ -10,7 +10,10 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
     LowRank,
+    PPOClip,
     Support,
+    TokenMean,
+    grpo_loss_from_logits,
     linear_divergence,
     linear_logprobs,
     logits_logprobs,
@@ -19,12 +22,21 @@ from liger_rl import (
 
 IDS, NAN = torch.zeros(3, 5, dtype=torch.int64), math.nan
 HEAD = {"hidden": torch.randn(3, 5, 16), "weight": torch.randn(129, 16, requires_grad=True)}
+LINEAR, GIVEN = HEAD | {"targets": IDS}, {"logits": torch.zeros(3, 5, 129), "targets": IDS}
 TOKENS = {"hidden": torch.randn(15, 16), "weight": HEAD["weight"]}
 TWO_HEADS = {"hidden": torch.randn(3, 7, 16), "weight": torch.randn(131, 16), "teacher_hidden": torch.randn(3, 7, 24)}
 LOSS = {"selected_token_ids": IDS, "advantages": torch.zeros(3)}
 GRPO = {"hidden": torch.randn(4, 7, 16), "weight": HEAD["weight"], "selected_token_ids": torch.zeros(4, 7).long()}
 GRPO |= {"advantages": torch.ones(4), "ref_per_token_logps": torch.zeros(4, 7)}
+POLICY = {"logits": GIVEN["logits"], **LOSS, "beta": 0.1, "ref_per_token_logps": torch.zeros(3, 5)}
 LISTS = {"teacher_ids": torch.zeros(15, 2).long(), "teacher_logps": torch.zeros(15, 2)}
+
+
+def heated(value: float) -> LogitTransform:
+    """A temperature for each token, one of which is no temperature."""
+    temperature = torch.ones(3, 5)
+    temperature[0, 3] = value
+    return LogitTransform(temperature=temperature)
 
 
 def term(**changed) -> LowRank:
@@ -127,6 +139,20 @@ LOSSES = [
         {"selected_token_ids": torch.zeros(4, 7, 3).long()},
     ),
 ]
+# Message, options.
+FROM_LOGITS = [
+    ("clip_indicator", {"clip_indicator": "passive"}),
+    ("ref_per_token_logps", {"ref_per_token_logps": None}),
+    ("temperature", {"temperature": 0.0}),
+    ("epsilon", {"epsilon": 0.2}),
+    ("reduction.*reduce its result", {"reduction": TokenMean()}),
+    ("no option per_token", {"per_token": False}),
+    ("entropy_coef", {"entropy_coef": 0.1}),
+    ("clip_indicator", {"clip_indicator": ["active"]}),
+    ("loss_type", {"loss_type": PPOClip()}),
+    ("dro_beta", {"loss_type": "dro"}),
+    ("kl_estimator must be one of .* got 'exact': no logits of a reference", {"kl_estimator": "exact"}),
+]
 # Arguments that replace good ones, type, message.
 SEVERAL = [
     ({"targets": torch.zeros(15, 0).long()}, ValueError, r"targets must be \(N,\) = \(15,\).*K at least 1"),
@@ -217,19 +243,46 @@ SUMS = [
     (torch.zeros((129, 16), requires_grad=True), ValueError, "must require no gradient"),
 ]
 
+SUPPORT, WITHOUT_EMPTY = Support.from_vllm([[1]] * 15), "support must be made with may_be_empty=False for fixed_shape"
+LISTED = LINEAR | {"support": SUPPORT}
+FROZEN = {"weight": HEAD["weight"].detach(), "weight_grad": torch.zeros(129, 16)}
+# Call, arguments, type, message.
+TOGETHER = [
+    (linear_logprobs, LINEAR | FROZEN, ValueError, "weight must require a gradient"),
+    (linear_logprobs, LISTED | {"fixed_shape": True}, ValueError, WITHOUT_EMPTY),
+    (FusedLinearGRPOLoss(fixed_shape=True), HEAD | LOSS | {"support": SUPPORT}, ValueError, WITHOUT_EMPTY),
+    (FusedLinearGRPOLoss(passes="one"), HEAD | LOSS | {"support": SUPPORT}, ValueError, 'passes="one" needs support'),
+    (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
+    (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
+    (FusedLinearGRPOLoss(passes="one", temperature=torch.ones(3, 5)), HEAD | LOSS, ValueError,
+     'passes="one" needs one temperature for all tokens'),
+    (LogitTransform, {"temperature": torch.ones(23).long()}, TypeError, "temperature must be a number or a float"),
+    (LogitTransform, {"temperature": torch.ones(3, requires_grad=True)}, ValueError, "must require no gradient"),
+    (LogitTransform, {"temperature": torch.ones(())}, ValueError, r"temperature must be a number, \(B, T\) or \(N,\)"),
+]  # fmt: skip
+TEMPERATURES = [
+    *((heated(bad), "positive and finite at each token; 1 are not") for bad in (0.0, -1.0, NAN, math.inf)),
+    (LogitTransform(temperature=torch.ones(15)), r"a number or \(3, 5\) from targets, got \(15,\)"),
+]
+
 REFUSED = [
-    *((linear_logprobs, HEAD | {"targets": IDS}, changed, error, rf"\b{name}\b") for name, error, changed in LOGPROBS),
-    *((linear_logprobs, HEAD | {"targets": IDS, "low_rank": terms}, {}, *rest) for terms, *rest in TERMS),
+    *((function, given, {}, *rest) for function, given, *rest in TOGETHER),
+    *((function, given, {"transform": transform}, ValueError, f"temperature must be {message}")
+      for function, given in ((linear_logprobs, LINEAR), (linear_logprobs, LISTED), (logits_logprobs, GIVEN))
+      for transform, message in TEMPERATURES),
+    *((linear_logprobs, LINEAR, changed, error, rf"\b{name}\b") for name, error, changed in LOGPROBS),
+    *((linear_logprobs, LINEAR | {"low_rank": terms}, {}, *rest) for terms, *rest in TERMS),
     *((FusedLinearGRPOLoss(), HEAD | LOSS | {"low_rank": terms}, {}, *rest) for terms, *rest in TERMS),
-    *((linear_logprobs, HEAD | {"targets": IDS, "weight_grad": total}, {}, error, f"weight_grad .*{message}")
+    *((linear_logprobs, LINEAR | {"weight_grad": total}, {}, error, f"weight_grad .*{message}")
       for total, error, message in SUMS),
     *((FusedLinearGRPOLoss("grpo", passes="one"), HEAD | LOSS, *row) for row in ONE_PASS),
     *((FusedLinearGRPOLoss("grpo").reference_logps, HEAD, *row) for row in REFERENCE),
     *((FusedLinearGRPOLoss("grpo", beta=0.1), GRPO, changed, error, rf"\b{name}") for name, error, changed in LOSSES),
+    *((grpo_loss_from_logits, POLICY, options, ValueError, message) for message, options in FROM_LOGITS),
     *((linear_logprobs, TOKENS | {"targets": torch.zeros(15, 3).long()}, *row) for row in SEVERAL),
     *((topk_divergence, TOKENS | LISTS, *row) for row in TOPK),
     *((linear_divergence, TWO_HEADS | {"teacher_weight": torch.randn(131, 24)}, *row) for row in DIVERGENCE),
-    *((logits_logprobs, {"logits": torch.zeros(3, 5, 129), "targets": IDS}, changed, error, rf"\b{name}\b")
+    *((logits_logprobs, GIVEN, changed, error, rf"\b{name}\b")
       for name, error, changed in LOGITS),
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from devices import NEEDS_GPU, skip_without_interpreter
 from head_calls import EXTRAS, Problem, call, functional, in_short_pieces, problem, run_triton
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, Support
+from liger_rl import Support
 
 CUDA = torch.cuda.is_available()
 ONLY_WITHOUT_GPU = pytest.mark.skipif(CUDA, reason="the GPU compiles the kernels that the interpreter would run")
@@ -316,23 +316,3 @@ def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
         leaves = case.x.leaves()
         call(leaves, support=listed, fixed_shape=True, entropy=True).logps.sum().backward()
         assert leaves.weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fixed_shape": True}, "support must be made with may_be_empty=False for fixed_shape"),
-        ({"passes": "one"}, r'passes="one" needs support = None'),
-        ({"support": [[1]]}, "support must be a Support or None, got list"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_does_not_go_with_a_support(options, message):
-    case = case_of(rows_of([2, 3]))
-    given = {"support": options.pop("support", case.support)}
-    module = FusedLinearGRPOLoss(**options)
-    with pytest.raises((TypeError, ValueError), match=message):
-        module(case.x.hidden, case.x.weight, case.x.targets, torch.ones(2), **given)
-    if "passes" not in options:
-        with pytest.raises((TypeError, ValueError), match=message):
-            call(case.x, **given, **options)

@@ -257,18 +257,6 @@ def test_an_option_of_no_part_is_named_with_all_that_there_are():
             linear_logprobs(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2).long(), **{name: 0.7})
 
 
-def test_a_sampler_correction_per_sequence_needs_sequences_before_anything_is_computed():
-    parts = {name: torch.zeros(7) for name in ("advantages", "old_per_token_logps", "sampling_per_token_logps")}
-    logps = torch.zeros(7, requires_grad=True)
-
-    def untouched(logps, batch):
-        pytest.fail("the objective was called")
-
-    with pytest.raises(ValueError, match="segments"):
-        solve(logps, parts, untouched, sampler_correction=SamplerCorrection(level="sequence"))
-    solve(logps, parts, sampler_correction=SamplerCorrection(level="token"))
-
-
 def test_unknown_and_missing_names_are_named():
     for unknown in (["grpo"], PPOClip):
         with pytest.raises(TypeError, match="loss_type"):
