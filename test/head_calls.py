@@ -354,7 +354,6 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
 
 def in_short_pieces(monkeypatch) -> None:
     """Segments, rows of ids, columns and masks in pieces that are short enough for a test to have several."""
-    from liger_rl.call import low_rank
     from liger_rl.engines.sparse import slots_triton
     from liger_rl.kernels import merge_triton, segments_triton, selection_triton
 
@@ -362,7 +361,6 @@ def in_short_pieces(monkeypatch) -> None:
         short = getattr(segments_triton, name)._replace(piece=8, columns=16)
         for module in (segments_triton, slots_triton):
             monkeypatch.setattr(module, name, short, raising=module is segments_triton)
-    for module, name in ((slots_triton, "ROW_BLOCK"), (segments_triton, "ORDERED"), (selection_triton, "BLOCK"),
-                         (low_rank, "ROWS_AT_ONCE")):  # fmt: skip
+    for module, name in ((slots_triton, "ROW_BLOCK"), (segments_triton, "ORDERED"), (selection_triton, "BLOCK")):
         monkeypatch.setattr(module, name, 8)
     monkeypatch.setattr(merge_triton, "MERGE_TILES", 2)
