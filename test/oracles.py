@@ -41,6 +41,17 @@ def linear_logits(
     return transformed(logits, temperature=temperature, softcap=softcap, scale=scale)
 
 
+def divergence(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+    """Of a student's log-probabilities (..., V) and its teacher's -> (...)."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl" or (kind, beta) == ("jsd", 0):
+        return (q * (log_q - log_p)).sum(-1)
+    if kind == "reverse_kl" or (kind, beta) == ("jsd", 1):
+        return (p * (log_p - log_q)).sum(-1)
+    log_m = torch.log((1 - beta) * p + beta * q)
+    return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
+
+
 def logits_extras(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """-> log sum p^2, mean of the logits, whether the target is the first of the largest; z (..., V) transformed."""
     return (2 * z.log_softmax(-1)).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets

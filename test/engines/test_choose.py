@@ -66,24 +66,17 @@ class Case:
         self.advantages[0] = 0.0
         self.mask = (torch.arange(rows * length) % 9 != 0).view(rows, length).to(self.device)
         self.sizes = rows * length, vocab, size
-        options = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
-        self.known = (
-            {name: self.options[name] for name in options if name in self.options}
-            | {
-                "dtype": dtype,
-                "device": self.device,
-                "needs": (frozen != "hidden", frozen != "weight"),
-                "contiguous": tuple(self.leaves[name].is_contiguous() for name in ("hidden", "weight")),
-                "aligned": devices.aligned(self.leaves["weight"]),
-                "bias": bias,
-                "rank": rank,
-                "weight_grad": self.in_place,
-                "transform": LogitTransform(**{name: self.options[name] for name in TRANSFORM if name in self.options}),
-                "entropy": "entropy_coef" in self.options,
-                "together": length if self.options.get("loss_type") == "gspo" else 1,
-            }
-            | (CAST if self.cast else {})
-        )
+        planned = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
+        self.known = {name: self.options[name] for name in planned if name in self.options}
+        self.known |= {"dtype": dtype, "device": self.device, "needs": (frozen != "hidden", frozen != "weight")}
+        self.known |= {"bias": bias, "rank": rank, "weight_grad": self.in_place}
+        self.known["entropy"] = "entropy_coef" in self.options
+        self.known["contiguous"] = tuple(self.leaves[name].is_contiguous() for name in ("hidden", "weight"))
+        self.known["aligned"] = devices.aligned(self.leaves["weight"])
+        transform = {name: self.options[name] for name in TRANSFORM if name in self.options}
+        self.known["transform"] = LogitTransform(**transform)
+        self.known["together"] = length if self.options.get("loss_type") == "gspo" else 1
+        self.known |= CAST if self.cast else {}
 
     def plan(self, **more):
         return plan_linear_logprobs(*self.sizes, **(self.known | more))
@@ -129,13 +122,6 @@ def test_the_workspace_bounds_measured_memory(passes, options, dtype, device):
     assert extra <= plan.extra_bytes
     if device.type == "cpu":  # or the bound would say nothing
         assert extra >= plan.extra_bytes / 4
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-def test_a_tolerance_with_many_tokens_of_few_vocabulary_entries(entropy):
-    options = {"grad_tolerance": 0.005, "bias": True} | TRANSFORM | ({"entropy_coef": 0.1} if entropy else {})
-    case = Case(options, F32, sizes=(50, 100, 1030, 16))
-    assert case.run(passes="two") <= case.plan().extra_bytes
 
 
 @pytest.mark.parametrize("options", [{"extras": ("is_top1", "mean_logits", "log_sum_sq_probs")}, {"topk": 30}], ids=str)
@@ -197,12 +183,8 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (AUTO | {"together": 32768, "tokens": 32768}, "two passes", True, "needs room in one chunk for 32768 tokens"),
         (AUTO | {"weight_grad": True}, "two passes", True, "room in one chunk for 8192 tokens with weight_grad"),
         (AUTO | {"weight_grad": True, "tokens": 2048}, "one pass", True, ""),
-        (AUTO | {"chunk_tokens": 512}, "two passes", False, "one pass: needs no chunk to be named"),
         (AUTO | {"grad_tolerance": 1e-3}, "sparse", True, ""),
         (AUTO | {"grad_tolerance": 1e-3, "tokens": 511}, "two passes", False, "one pass: needs grad_tolerance = 0.0"),
-        (AUTO | {"fixed_shape": True}, "two passes", True, "one pass: needs fixed_shape = False"),
-        (AUTO | {"batch_invariant": True}, "two passes", True, "one pass: needs batch_invariant = False"),
-        (AUTO | {"rank": 8}, "two passes", False, "one pass: needs a head without low_rank terms"),
         (AUTO | {"compute_dtype": torch.float16}, "two passes", True, "one pass: needs bfloat16 or float32 products"),
         (CAST, "two passes", True, "products read a copy of the weight in bfloat16"),
         (CAST | AUTO_TOLERANCE, "sparse", True, "products read a copy of the weight in bfloat16"),

@@ -63,11 +63,7 @@ def solve(
 
 
 def assert_same(found: list[Tensor | None], expected: list[Tensor | None], *, rounded: bool = False) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine is None) == (other is None)
-        if mine is not None and other is not None:
-            tolerance = {} if rounded else {"rtol": 0.0, "atol": 0.0}
-            torch.testing.assert_close(mine, other, **tolerance)
+    torch.testing.assert_close(found, expected, **({} if rounded else {"rtol": 0.0, "atol": 0.0}))
 
 
 IN_A_GRAPH: list[tuple[str, dict[str, Any]]] = [
@@ -123,24 +119,6 @@ def test_inductor(device):
 
     found = solve(x, "dense", lambda function: compiled(function, "inductor"), step)
     assert_same(found, solve(x, "dense", function=step), rounded=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("dense", {"chunk_vocab": 64}), ("low rank", {}), ("dense", {})], ids=str
-)
-def test_a_backward_without_bounds_is_exact(name, options, device):
-    """Without statistics of tiles the backward leaves nothing out, as in eager mode."""
-    x = batch((3, 200), device=device)
-    weights = torch.where(torch.arange(600, device=device) % 10 == 0, 1.0, 1e-6).view(3, 200)
-
-    def solved(tolerance: float) -> list[Tensor | None]:
-        def weighted(x: Batch):
-            logps = CALLS[name].function(x, entropy=False, grad_tolerance=tolerance, **options)[0]
-            return (logps * weights,)
-
-        return solve(x, name, compiled, weighted)
-
-    assert_same(solved(0.2), solved(0.0))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -211,6 +189,7 @@ BROKEN_OUT: list[tuple[str, str, Callable[[Batch], dict]]] = [
     *((name, "linear_divergence", lambda _: {}) for name in ("forward KL", "reverse KL", "JSD", "JSD in one pass")),
     ("given logits", "logits_logprobs", lambda _: {}),
     ("policy of given logits", "grpo_loss_from_logits", lambda _: {}),
+    ("loss with an exact KL", 'A loss with kl_estimator="exact"', lambda _: {}),
     ("dense", "a weight_grad", lambda x: {"weight_grad": torch.zeros_like(x.weight)}),
     ("dense", "topk", lambda _: {"topk": 3}),
     ("dense", "gather", lambda _: {"gather": lambda *_: nullcontext()}),
@@ -358,12 +337,3 @@ def test_a_swapped_model_whose_body_breaks_the_graph():
     broken = torch.compile(model, backend="aot_eager")
     assert torch.equal(broken(input_ids=ids, labels=ids, fused=True).loss, expected)
     assert "forward" not in vars(model.lm_head)
-
-
-def test_a_swapped_model_with_lora_on_its_head():
-    peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
-    swap_lm_head, model = model_of(tie_word_embeddings=False)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], init_lora_weights=False)
-    model, ids = swap_lm_head(peft.get_peft_model(model, config)), torch.randint(160, (2, 9))
-    found, expected = (step_of(call, model, input_ids=ids, labels=ids) for call in (compiled(model), model))
-    assert_same(found, expected, rounded=True)

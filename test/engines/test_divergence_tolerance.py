@@ -1,7 +1,6 @@
 """Two heads with a tolerance: no token loses more of its own gradient than was promised, and what is kept is right.
 
 It runs whole where there is no GPU, too, in Triton's interpreter; there, without it, a tolerance computes exactly.
-`test/kernels/test_sparse_pair.py` has the kernels.
 """
 
 import math
@@ -13,6 +12,7 @@ from torch import Tensor
 from devices import NEEDS_GPU
 from host_reads import host_reads
 from liger_rl import LogitTransform, LowRank
+from liger_rl.kernels.devices import PORTABLE
 from tolerances import DEVICE, LOW, PAIR_VOCAB, TILE, Heads, distance, interpret_pairs, recorded_plans, two_heads
 
 PADDING = 40
@@ -21,7 +21,6 @@ KINDS = {
     "reverse": {"kind": "reverse_kl"},
     **{f"jsd {beta}": {"kind": "jsd", "beta": beta} for beta in (0.5, 0.02, 0.97)},
 }
-SOME_KINDS = ["forward", "reverse", "jsd 0.5", *(pytest.param(k, marks=NEEDS_GPU) for k in ("jsd 0.02", "jsd 0.97"))]
 
 
 @pytest.fixture
@@ -94,17 +93,24 @@ def in_float64(z: Tensor, t: Tensor, grad: Tensor, kind: str, beta: float = 0.5)
     return found * grad.double()[:, None]
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
-@pytest.mark.parametrize("with_logps", [False, True])
-def test_the_certificate(kind, with_logps, plans):
+@pytest.mark.parametrize(
+    ("kind", "with_logps", "family"),
+    [(kind, more, None) for kind in ("forward", "reverse", "jsd 0.5") for more in (False, True)]
+    + [("reverse", True, PORTABLE[0]), ("jsd 0.5", False, PORTABLE[2])]
+    + [pytest.param(k, more, None, marks=NEEDS_GPU) for k in ("jsd 0.02", "jsd 0.97") for more in (False, True)],
+)
+def test_the_certificate(kind, with_logps, family, plans, monkeypatch):
     """Of one-hot hidden states the weight's gradient is dL/dlogits: each token's error is within the tolerance.
 
     Some logits are so large that float32 knows few digits of them. With log-probabilities, as in the gradient of a
     policy with a penalty, there are banned ids, padding and a temperature, too.
     """
-    both = [
-        torch.cat(parts) for parts in zip(*(make(2 * torch.randn(OF_EACH, PAIR_VOCAB)) for make in PAIRS), strict=True)
-    ]
+    if family is not None:
+        from liger_rl.engines.pair import bounds_triton
+
+        monkeypatch.setattr(bounds_triton, "family_of", lambda device: family)
+    made = (make(2 * torch.randn(OF_EACH, PAIR_VOCAB)) for make in PAIRS)
+    both = [torch.cat(parts) for parts in zip(*made, strict=True)]
     n, shift = len(both[0]), torch.tensor([[2000.0, -1000.0]])
     columns = -(-(n + 1) // 8) * 8
     hidden = [torch.eye(n, columns) for _ in both]
@@ -125,12 +131,8 @@ def test_the_certificate(kind, with_logps, plans):
         targets = torch.where(torch.rand(n) < 0.5, z[:, : 2 * TILE - 20].argmax(-1), torch.randint(TILE, (n,)))
         of_logps = torch.randn(n) * torch.logspace(0, -2, n)[torch.randperm(n)]
         of_logps[::5] = 0.0
-        options |= {
-            "targets": targets.to(DEVICE),
-            "vocab": vocab,
-            "transform": transform,
-            "teacher_transform": transform,
-        }
+        options |= {"targets": targets.to(DEVICE), "vocab": vocab}
+        options |= {"transform": transform, "teacher_transform": transform}
         z, t = 2.0 * z, 2.0 * t
         options["teacher_bias"] = bias.to(DEVICE)
     exact = torch.zeros(n, PAIR_VOCAB, dtype=torch.float64)

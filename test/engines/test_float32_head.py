@@ -58,27 +58,6 @@ def assert_rounded_once(found, expected) -> None:
     assert not torch.equal(mine, mine.to(LOW).float())
 
 
-def test_lists_of_ids_beside_a_float32_weight(folds, device, monkeypatch):
-    """As beside its rounding; their sums for the weight are not rounded."""
-    from liger_rl.engines.sparse import listing_triton, lists
-    from liger_rl.kernels import epilogue, segments, segments_triton
-
-    monkeypatch.setattr(listing_triton, "family_of", epilogue.family_of)
-    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
-    if device.type == "cpu":  # interpreted, the sums would take minutes
-        monkeypatch.setattr(segments_triton, "segment_sums", segments.segment_sums)
-    called, list_gradients = [], lists.list_gradients
-    monkeypatch.setattr(lists, "list_gradients", lambda *args: called.append(args) or list_gradients(*args))
-    tokens = 300 if device.type == "cuda" else 40
-    inputs = mixed((tokens,), 64, 1100, device=device, low=LOW)
-    surer = inputs.hidden.float() + 6.0 * torch.rand(tokens, 1, device=device) * inputs.weight[inputs.targets]
-    inputs = inputs._replace(hidden=surer.to(LOW))
-    found = solve(inputs, grad_tolerance=1e-2, compute_dtype=LOW, entropy=False)
-    expected = solve(inputs._replace(weight=inputs.weight.to(LOW)), grad_tolerance=1e-2, entropy=False)
-    assert len(called) == 2
-    assert_rounded_once(found, expected)
-
-
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_under_autocast_into_a_sum_of_the_callers(compiler, folds, device):
     inputs = mixed((141,), device=device, low=F32).leaves()

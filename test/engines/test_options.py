@@ -2,7 +2,6 @@
 temperature for each token. Their values are the fuzzer's, properties of every call test_properties.py's.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from devices import NEEDS_GPU
 from head_calls import (
-    EXTRAS,
     Problem,
     Products,
     assert_close,
@@ -29,11 +27,9 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
     Segments,
-    Support,
     TopEntropyMask,
     grpo_loss_from_logits,
     linear_logprobs,
-    logits_logprobs,
     plan_linear_logprobs,
 )
 
@@ -114,30 +110,6 @@ def assert_identical(found, expected, place=slice(None)) -> None:
             assert torch.equal(mine, other[place])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_shuffled_split_masked_and_padded(dtype, device):
-    inputs, generator = biased(dtype, device), torch.Generator().manual_seed(1)
-    options = {"entropy": True, "extras": EXTRAS, "transform": LogitTransform(temperature=0.7, softcap=5.0)}
-    whole = invariant(inputs, **options)
-    order = torch.randperm(INVARIANT, generator=generator).to(device)
-    assert_identical(invariant(inputs, order, **options), whole, order)
-    for sizes in ([1, 1, 2, 296], [127, 129, 44]):
-        for rows in order.split(sizes):
-            assert_identical(invariant(inputs, rows, **options), whole, rows)
-    assert invariant(inputs, slice(0), **options).logps.shape == (0,)
-    for keep in (0.9, 0.02):
-        mask = (torch.rand(INVARIANT, generator=generator) < keep).to(device)
-        assert torch.equal(invariant(inputs, mask=mask, **options).logps, torch.where(mask, whole.logps, 0.0))
-    # (B, T) rows with padding of NaN
-    hidden = torch.full((4, 100, 96), math.nan, dtype=dtype, device=device)
-    targets = torch.full((4, 100), -100, device=device)
-    for row, (start, length) in enumerate([(0, 3), (3, 97), (100, 100), (200, 100)]):
-        hidden[row, 100 - length :] = inputs.hidden[start : start + length]
-        targets[row, 100 - length :] = inputs.targets[start : start + length]
-    padded = call(inputs._replace(hidden=hidden, targets=targets), batch_invariant=True, **options).logps
-    assert torch.equal(padded[targets >= 0], whole.logps)
-
-
 @NEEDS_GPU
 def test_few_tokens_and_many_on_a_gpu():
     """On both sides of the number of tokens from which on the kernel of our own is worth it."""
@@ -175,31 +147,6 @@ def test_it_may_be_the_weights_own_gradient(rank, device):
     torch.testing.assert_close(place, solve(inputs).grads["weight"] + 1, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("total", "error", "message"),
-    [
-        ([0.0], TypeError, "must be a tensor"),
-        (torch.zeros((129, 16), dtype=torch.bfloat16), TypeError, "must be float32.*bfloat16"),
-        (torch.zeros(16, 129), ValueError, r"\(V, H\) = \(129, 16\) from weight, got \(16, 129\)"),
-        (torch.zeros((129, 16), device="meta"), ValueError, "must be on cpu from weight, got meta"),
-        (torch.zeros(16, 129).T, ValueError, "contiguous"),
-        (torch.zeros((129, 16), requires_grad=True), ValueError, "must require no gradient"),
-    ],
-    ids=["type", "dtype", "shape", "device", "strides", "leaf"],
-)
-def test_a_tensor_that_does_not_fit_is_named(total, error, message):
-    inputs = problem().leaves()
-    with Products() as products, pytest.raises(error, match=f"weight_grad .*{message}"):
-        call(inputs, weight_grad=total)
-    assert products.flops == 0
-
-
-def test_a_frozen_weight_has_none():
-    inputs, total = problem().leaves(), torch.zeros((129, 16))
-    with pytest.raises(ValueError, match="weight must require a gradient"):
-        call(inputs.leaves(["weight"]), weight_grad=total)
-
-
 @pytest.mark.parametrize("of", ["weight", "hidden", "bias"])
 @pytest.mark.parametrize("through", ["log-probabilities", "loss"])
 def test_memory_of_an_input_is_refused(of, through):
@@ -222,13 +169,6 @@ def test_memory_of_an_input_is_refused(of, through):
 # --- a temperature for each token -------------------------------------------------------------------------------------
 
 
-def test_rows_of_sequences_and_one_number(device):
-    """(B, T) temperatures that are all alike are one temperature."""
-    x, alike = problem((2, 11), device=device), torch.full((2, 11), 0.7, device=device)
-    mine, one = (call(x, transform=LogitTransform(temperature=temperature)).logps for temperature in (alike, 0.7))
-    torch.testing.assert_close(mine, one, rtol=1e-6, atol=1e-6)
-
-
 def test_a_tolerance_computes_exactly(device):
     """And the plan says why."""
     transform = LogitTransform(temperature=0.5 + torch.rand(23, device=device))
@@ -239,37 +179,3 @@ def test_a_tolerance_computes_exactly(device):
     plan = plan_linear_logprobs(4096, 129, 16, transform=transform, grad_tolerance=0.1)
     assert plan.path == "two passes"
     assert "one temperature for all tokens" in plan.reason
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_bad_values(bad, device):
-    x, temperature = problem((23,), device=device), torch.ones(23, device=device)
-    temperature[3] = bad
-    support = Support.from_vllm([[1]] * 23, device=device)
-    for function in (
-        partial(call, x),
-        partial(call, x, support=support),
-        partial(logits_logprobs, torch.zeros(23, 129, device=device), x.targets),
-    ):
-        with pytest.raises(ValueError, match="temperature must be positive and finite at each token; 1 are not"):
-            function(transform=LogitTransform(temperature=temperature))
-
-
-def test_bad_temperatures():
-    x = problem((23,))
-    for function in (
-        partial(linear_logprobs, x.hidden, x.weight, x.targets),
-        partial(logits_logprobs, torch.zeros(23, 129), x.targets),
-    ):
-        with pytest.raises(ValueError, match=r"temperature must be a number or \(23,\) from targets, got \(22,\)"):
-            function(transform=LogitTransform(temperature=torch.ones(22)))
-    for temperature, error, message in (
-        (torch.ones(23).long(), TypeError, "a number or a float tensor"),
-        (torch.ones(23, requires_grad=True), ValueError, "require no gradient"),
-        (torch.ones(()), ValueError, r"a number, \(B, T\) or \(N,\)"),
-    ):
-        with pytest.raises(error, match=f"temperature must (be )?{message}"):
-            LogitTransform(temperature=temperature)
-    loss = FusedLinearGRPOLoss("dapo", passes="one", temperature=torch.ones(23))
-    with pytest.raises(ValueError, match='passes="one" needs one temperature for all tokens'):
-        loss(x.hidden, x.weight, x.targets, torch.ones(23))

@@ -6,36 +6,17 @@
 import pytest
 import torch
 
-from devices import NEEDS_GPU
+import oracles
 from head_calls import run_triton
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, ReferenceHead, linear_divergence
+from liger_rl import LogitTransform, linear_divergence
 from liger_rl.engines.pair import run as divergence
 from liger_rl.engines.tiles import whole_waves
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
 from liger_rl.engines.pair import epilogue as pair_epilogue
-from liger_rl.engines.pair import kept_triton as kept_pair_triton
 from liger_rl.engines.pair import products as pair_products
-from liger_rl.engines.pair.reference import (
-    FORWARD,
-    MIXTURE,
-    REVERSE,
-    TILE_VOCAB,
-    KeptPair,
-    Measure,
-    MixtureSums,
-    PairFold,
-    PairGradients,
-    PairStatistics,
-    PairTile,
-    Tile,
-    TileSums,
-    fold_pair,
-    grad_pair,
-    mix_pair,
-)
+from liger_rl.engines.pair.reference import FORWARD, Measure
 from liger_rl.kernels import epilogue as product_epilogue
 from liger_rl.kernels.devices import PORTABLE, TMA, family_of
 from liger_rl.kernels.statistics import BLOCK_VOCAB
@@ -43,7 +24,6 @@ from liger_rl.kernels.transform import HeadFactors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter makes no bfloat16 products
-PLAIN = LogitTransform(), LogitTransform()
 # Nothing is kept of a student under a softcap.
 STUDENT_CAPPED = LogitTransform(softcap=3.0, scale=1.4), LogitTransform(temperature=0.6)
 TEACHER_CAPPED = LogitTransform(temperature=0.6, scale=1.4), LogitTransform(softcap=3.0)
@@ -57,201 +37,9 @@ def heads(n, size, other_size, vocab, spread=3.0):
     return normal(n, size), own, normal(n, other_size), other
 
 
-class Case:
-    """One product's worth of both heads, and what plain PyTorch makes of float32 tiles of them."""
-
-    def __init__(
-        self, measure, transforms, *, more, n=20, size=48, other_size=24, vocab=700, gap=None, spread=3.0
-    ):  # fmt: skip
-        self.measure, self.more, self.n, self.vocab = measure, more, n, vocab
-        *own, other, other_weight = heads(n, size, other_size, vocab, spread)
-        self.hidden, self.weight = own
-        if gap is not None:
-            near = (self.weight[:, :8].float() * gap).to(DTYPE)
-            other, other_weight = torch.cat([self.hidden, other[:, :8]], 1), torch.cat([self.weight, near], 1)
-        self.bias, other_bias = torch.randn(2, vocab).to(DEVICE) if more else (None, None)
-        logits = self.hidden.float() @ self.weight.float().T
-        teacher = other.float() @ other_weight.float().T
-        self.others = other, other_weight
-        self.targets = torch.randint(vocab, (n,)).to(DEVICE)
-        self.student, self.teacher = Tile(logits, self.bias, transforms[0]), Tile(teacher, other_bias, transforms[1])
-        state = PairFold.start(n, DEVICE, measure, entropy=more, targets=True)
-        self.sums = None if measure.kind == MIXTURE else TileSums.unwritten(n, vocab, DEVICE, measure)
-        self.pair = PairTile(self.student, self.teacher, self.targets, 0, measure)
-        fold_pair(self.pair, state, self.sums)
-        self.known, self.mixed = PairStatistics.of(state, measure), MixtureSums.start(state.peak)
-        if measure.kind == MIXTURE:
-            mix_pair(self.pair, *self.known[:2], self.mixed)
-
-    @property
-    def value(self):
-        return self.mixed.student if self.measure.kind == MIXTURE else self.known.divergence
-
-    def tile(self, first=0, last=None):
-        """What the epilogue takes of some columns."""
-        at = slice(first, last)
-        bias, other_bias = (None if bias is None else bias[at] for bias in (self.bias, self.teacher.bias))
-        factors = HeadFactors(self.hidden, self.weight[at], bias, self.student.transform)
-        teacher = HeadFactors(self.others[0], self.others[1][at], other_bias, self.teacher.transform)
-        return factors, teacher, self.targets, first
-
-    def tokens(self):
-        w, g, e = torch.randn(3, self.n).to(DEVICE)
-        others = (g, -torch.expm1(self.known.logps) * g, e, self.known.entropy) if self.more else (None,) * 4
-        return PairGradients(*self.known[:2], w, self.value, *others)
-
-    def gradient(self, tokens):
-        out = torch.empty(self.n, self.vocab, device=DEVICE)
-        grad_pair(self.pair, tokens, out)
-        return out
-
-    def of_kept(self, kept, tokens):
-        """The gradient."""
-        out = torch.empty(self.n, self.vocab, device=DEVICE)
-        kept_pair_triton.grad_kept_pair(kept, self.targets, self.student.transform, self.measure, tokens, out)
-        return out
-
-    def folded(self, *, squares, kept=True):
-        parts = pair_epilogue.unwritten_tiles(
-            self.n, self.vocab, DEVICE, self.measure, entropy=self.more, targets=True, squares=squares
-        )
-        found = KeptPair.empty(self.n, self.vocab, DEVICE) if kept else None
-        cut = 2 * BLOCK_VOCAB
-        for first, last in ((0, cut), (cut, self.vocab)):
-            pair_epilogue.fold_pair(*self.tile(first, last), self.measure, parts, found)
-        return parts, found
-
-
-@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE)])
-def test_sums_of_several_tiles(measure):
-    """Of more tokens than a program joins the sums of, and of a last tile that is short."""
-    case = Case(measure, PLAIN, more=False, n=140, size=16, vocab=2 * TILE_VOCAB + 300)
-    parts, _ = case.folded(squares=True, kept=False)
-    sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
-    pair_epilogue.write_tile_sums(parts, measure, sums)
-    tokens = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
-    mine, other = (sparse_pair_triton.part_bounds(part, measure, tokens, case.targets) for part in (sums, case.sums))
-    torch.testing.assert_close(mine.rest, other.rest, rtol=1e-4, atol=2e-5)
-    # Sums around other peaks have another rounding, for which bounds leave room.
-    for part, exact in ((mine.most, other.most), (mine.least, other.least)):
-        torch.testing.assert_close(part, exact, rtol=1e-3, atol=5e-3)
-
-
-@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.3)])
-@pytest.mark.parametrize("tiles", [1, 150])
-def test_merged_tiles(measure, tiles):
-    """Of more tiles than a program reads at a time; some ban all that they have, and a token is NaN."""
-    n, width = 35, 4
-    z = 5.0 * torch.randn(n, tiles * width, device=DEVICE)
-    t = z + torch.randn_like(z) - 300.0
-    z[1, 1:] = t[2, 1:] = t[3:5, ::2] = z[4:6, ::2] = -torch.inf
-    z[7] = torch.nan
-    folds = []
-    for first in range(0, tiles * width, width):
-        state = PairFold.start(n, DEVICE, measure, entropy=True, targets=False)
-        student, teacher = (Tile(x[:, first : first + width], None, LogitTransform()) for x in (z, t))
-        fold_pair(PairTile(student, teacher, torch.zeros(n, device=DEVICE), 0, measure), state)
-        lowest = torch.finfo(torch.float32).min  # of NaN, too, as the epilogue leaves it
-        folds.append(state._replace(peak=torch.where(state.peak.isnan(), lowest, state.peak)))
-    fold = PairFold._make(None if part[0] is None else torch.stack(part) for part in zip(*folds, strict=True))
-    found = pair_epilogue.merged(fold, measure)
-    expected = fold.over_ranks(measure, lambda peaks: peaks.amax(1), lambda parts: parts.sum(1))
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine is None) == (other is None)
-        if mine is not None:
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3, equal_nan=True)
-    assert found.sum_exp[7].isnan()
-
-
-@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.3)])
-@pytest.mark.parametrize(
-    ("transforms", "family"),
-    [(transforms, TMA) for transforms in (PLAIN, STUDENT_CAPPED, TEACHER_CAPPED)]
-    + [(STUDENT_CAPPED, PORTABLE[0]), (TEACHER_CAPPED, PORTABLE[0]), (TEACHER_CAPPED, PORTABLE[2])],
-)
-def test_kernels(measure, transforms, family, monkeypatch):
-    """Fold, sums of tiles, gradient and what is kept for one, over two products, the last tile not a whole one."""
-    if family.tma and DEVICE.type == "cuda" and not family_of(DEVICE).tma:
-        pytest.skip("no tensor memory accelerator")
-    monkeypatch.setattr(product_epilogue, "family_of", lambda device: family)
-    case = Case(measure, transforms, more=transforms != PLAIN)
-    squares = measure.kind != MIXTURE
-    parts, kept = case.folded(squares=squares)
-    found = PairStatistics.of(pair_epilogue.merged(parts, measure), measure)
-    for mine, other in zip(found, case.known, strict=True):
-        assert (mine is None) == (other is None)
-        if other is not None:
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-5)
-    if squares:
-        sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
-        pair_epilogue.write_tile_sums(parts, measure, sums)
-        ones = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
-        mine, other = (sparse_pair_triton.part_bounds(part, measure, ones, case.targets) for part in (sums, case.sums))
-        for part, exact in zip(mine[:3], other[:3], strict=True):
-            torch.testing.assert_close(part, exact, rtol=1e-3, atol=2e-4)
-    tokens = case.tokens()
-    exact = case.gradient(tokens).double()
-    made = pair_epilogue.grad_pair(*case.tile(), measure, tokens)
-    assert (made.double() - exact).norm() <= 0.6 * torch.finfo(DTYPE).eps * exact.norm()
-    if transforms == STUDENT_CAPPED:
-        return
-    assert (case.of_kept(kept, tokens).double() - exact).norm() <= 1.5e-3 * exact.norm()
-    if measure.kind != FORWARD:
-        sums = kept_pair_triton.sum_kept(kept, measure, *case.known[:2])
-        expected = case.mixed if measure.kind == MIXTURE else (case.value, torch.zeros_like(case.value))
-        for mine, other in zip(sums, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=5e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)])
-def test_what_is_kept_of_heads_that_are_near(measure):
-    """p - q and log p - log q of heads a thousandth of a nat apart to float16's digits, not to those of p."""
-    case = Case(measure, PLAIN, more=False, gap=1e-3)
-    _, kept = case.folded(squares=False)
-    tokens = case.tokens()
-    exact, found = case.gradient(tokens).double(), case.of_kept(kept, tokens)
-    assert exact.abs().max() > 0
-    assert (found.double() - exact).norm() <= 2e-3 * exact.norm()
-
-
-def test_targets_past_the_last_id():
-    """Those of another rank, though a tile of this one's would have room for them."""
-    case = Case(Measure(FORWARD), PLAIN, more=False, n=3)
-    case.targets[1:] = torch.tensor([case.vocab, case.vocab + 3])
-    parts, _ = case.folded(squares=False, kept=False)
-    for mine, tile in ((parts.target, case.student), (parts.teacher_target, case.teacher)):
-        torch.testing.assert_close(mine[0], tile.logits[0, case.targets[0]], rtol=1e-5, atol=2e-5)
-        assert not mine[1:].any()
-
-
-@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE)])
-def test_the_lowest_finite_logits_have_no_probability(measure):
-    """Of the teacher, in all columns of a part before the others."""
-    case = Case(measure, PLAIN, more=True, n=3)
-    case.teacher.bias[:64] = torch.finfo(torch.float32).min
-    case.bias[:64] = -torch.inf
-    parts, _ = case.folded(squares=True, kept=False)
-    found = PairStatistics.of(pair_epilogue.merged(parts, measure), measure)
-    log_p, log_q = ((tile.logits + tile.bias)[:, 64:].double().log_softmax(1) for tile in (case.student, case.teacher))
-    over = log_p.exp() * (log_p - log_q) if measure.kind == REVERSE else log_q.exp() * (log_q - log_p)
-    torch.testing.assert_close(found.divergence.double(), over.sum(1), rtol=1e-5, atol=2e-5)
-
-
 def test_a_rank_of_padding_alone_takes_tiles(monkeypatch):
     monkeypatch.setattr(pair_products.PairProducts, "applies_to", lambda *_: True)
     assert pair_products.PairProducts.of(None, None, 0, Measure(FORWARD)) is None
-
-
-@pytest.mark.parametrize("measure", [Measure(REVERSE), Measure(MIXTURE, 0.3)])
-def test_a_row_of_the_kept_gradient_adds_up_to_0(measure):
-    """Whatever rounding has done to the probabilities, of which the mean is taken."""
-    case = Case(measure, PLAIN, more=False, spread=6.0)
-    parts, kept = case.folded(squares=False)
-    known = PairStatistics.of(pair_epilogue.merged(parts, measure), measure)
-    value = kept_pair_triton.sum_kept(kept, measure, known.lse, known.teacher_lse).student
-    tokens = PairGradients(known.lse, known.teacher_lse, torch.ones_like(known.lse), value, *[None] * 4)
-    grad = case.of_kept(kept, tokens).double()
-    assert (grad.sum(1).abs() <= 1e-5 * grad.abs().sum(1) + 2e-6 * value.double().abs()).all()
 
 
 def step(given, kind, *, factors, **options):
@@ -259,8 +47,10 @@ def step(given, kind, *, factors, **options):
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     found = linear_divergence(*leaves, teacher_hidden, teacher_weight, kind=kind, **options)
     loss = (found.divergence * factors).sum() if found.loss is None else found.loss
+    if loss is not found.loss and found.entropy is not None:
+        loss = loss + 0.3 * (found.entropy * factors).sum()
     loss.backward()
-    values = found.divergence, found.logps, found.teacher_logps
+    values = found.divergence, found.logps, found.entropy, found.teacher_logps
     return [part.detach().double() for part in (*values, *(leaf.grad for leaf in leaves)) if part is not None]
 
 
@@ -308,6 +98,7 @@ def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
     options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
     ways = {"one pass": {"token_weights": factors}, "fixed shape": {"fixed_shape": True}}
     options |= (ways | {"tolerance": {"grad_tolerance": 1e-3}}).get(way, {})
+    monkeypatch.setattr(pair_epilogue, "MERGE_TILES", 2)  # fewer than there are
     # The spans of copied weights are smaller than all there is.
     monkeypatch.setattr(pair_products, "COPIED_BYTES", 2 * (32 + 16) * 2 * BLOCK_VOCAB)
     truth, *results = tiles_and_epilogue(lambda: step(given, kind, factors=factors, **options))
@@ -341,43 +132,84 @@ def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
             assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 
-@pytest.mark.parametrize("ban", [-1e5, -1e9])
-def test_ids_that_a_finite_number_bans(ban, monkeypatch):
-    """Log ratios beyond float16, of ids that the student may say."""
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(
+    ("transforms", "family"),
+    [(transforms, TMA) for transforms in (STUDENT_CAPPED, TEACHER_CAPPED)]
+    + [(STUDENT_CAPPED, PORTABLE[0]), (TEACHER_CAPPED, PORTABLE[0]), (TEACHER_CAPPED, PORTABLE[2])],
+    ids=["student-tma", "teacher-tma", "student-0", "teacher-0", "teacher-2"],
+)
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_transforms_and_families(kind, transforms, family, one_pass, tiles_and_epilogue, monkeypatch):
+    """With biases and entropies."""
+    if family.tma and DEVICE.type == "cuda" and not family_of(DEVICE).tma:
+        pytest.skip("no tensor memory accelerator")
+    monkeypatch.setattr(product_epilogue, "family_of", lambda device: family)
+    n, vocab = (512, 1300) if DEVICE.type == "cuda" else (20, 700)
+    given, factors = heads(n, 48, 24, vocab), torch.rand(n).to(DEVICE)
+    bias, teacher_bias = torch.randn(2, vocab).to(DEVICE)
+    options = {"transform": transforms[0], "teacher_transform": transforms[1], "bias": bias}
+    options |= {"teacher_bias": teacher_bias, "entropy": True}
+    options |= {"token_weights": factors} if one_pass else {}
+    truth, *results = tiles_and_epilogue(lambda: step(given, kind, factors=factors, **options))
+    for found in results:
+        for mine, other in zip(found, truth, strict=True):
+            assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
+@pytest.mark.parametrize("ban", [-1e5, -1e9, torch.finfo(torch.float32).min])
+def test_ids_that_a_finite_number_bans(ban, kind, monkeypatch):
+    """Log ratios beyond float16, of ids that the student may say, and of a whole part that neither may."""
     if DEVICE.type == "cpu":
         run_triton(monkeypatch, epilogue=True)
     n = 512 if DEVICE.type == "cuda" else 32
     given = heads(n, 16, 16, 300)
     bias, teacher_bias = torch.zeros(2, 300, device=DEVICE).unbind()
-    bias[40:44], teacher_bias[40:44] = -9.0, ban
+    bias[:64], teacher_bias[:64], bias[70:74], teacher_bias[70:74] = -torch.inf, ban, -9.0, ban
     options = {"bias": bias, "teacher_bias": teacher_bias, "token_weights": torch.full((n,), 1e-3, device=DEVICE)}
-    assert all(part.isfinite().all() for part in step(given, "reverse_kl", factors=None, **options))
+    assert all(part.isfinite().all() for part in step(given, kind, factors=None, **options))
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_sure_tokens_whose_teacher_prefers_an_id_nearby(kind, monkeypatch):
-    """A token's own gradient in one pass: what is rounded of the likeliest id's log ratio nearly cancels its mean's."""
+@pytest.mark.parametrize("case", ["sure", "near"])
+def test_a_tokens_own_gradient_in_one_pass(case, kind, monkeypatch):
+    """Of sure tokens whose teacher prefers an id nearby, what is rounded of the likeliest id's log ratio nearly cancels
+    its mean's. Of heads that are 1e-3 nats apart, p - q and log p - log q are kept to float16's digits, not those of p.
+    """
     if DEVICE.type == "cpu":
         run_triton(monkeypatch, epilogue=True)
     n, vocab = 512 if DEVICE.type == "cuda" else 64, 600
-    given = heads(n, 32, 32, vocab, spread=1.0)
+    hidden, weight, other, other_weight = heads(n, 32, 32, vocab, spread=1.0 if case == "sure" else 3.0)
     bias, teacher_bias = torch.zeros(2, vocab, device=DEVICE).unbind()
-    bias[7], teacher_bias[7], teacher_bias[8] = 12.0, 12.0, 13.0
-    hidden = given[0].clone().requires_grad_()
-    options = {"kind": kind, "bias": bias, "teacher_bias": teacher_bias}
-    one = linear_divergence(hidden, *given[1:], token_weights=torch.ones(n, device=DEVICE), **options)
-    exact = given[0].double().requires_grad_()
-    log_p = (exact @ given[1].double().T + bias).log_softmax(1)
-    log_q = (given[2].double() @ given[3].double().T + teacher_bias).log_softmax(1)
-    assert log_p[:, 7].exp().mean() > 0.98
-    p, q = log_p.exp(), log_q.exp()
-    log_m = ((p + q) / 2).log()
-    parts = {"forward_kl": q * (log_q - log_p), "reverse_kl": p * (log_p - log_q)}
-    parts["jsd"] = (p * (log_p - log_m) + q * (log_q - log_m)) / 2
-    (truth,) = torch.autograd.grad(parts[kind].sum(), exact)
-    (found,) = torch.autograd.grad(one.loss, hidden)
+    if case == "sure":
+        bias[7], teacher_bias[7], teacher_bias[8] = 12.0, 12.0, 13.0
+    else:
+        near = (1e-3 * weight[:, :8].float()).to(DTYPE)
+        other, other_weight = torch.cat([hidden, other[:, :8]], 1), torch.cat([weight, near], 1)
+    leaf, options = hidden.clone().requires_grad_(), {"kind": kind, "bias": bias, "teacher_bias": teacher_bias}
+    weights = torch.ones(n, device=DEVICE)
+    one = linear_divergence(leaf, weight, other, other_weight, token_weights=weights, **options)
+    exact = hidden.double().requires_grad_()
+    log_p = (exact @ weight.double().T + bias).log_softmax(1)
+    log_q = (other.double() @ other_weight.double().T + teacher_bias).log_softmax(1)
+    (truth,) = torch.autograd.grad(oracles.divergence(log_p, log_q, kind).sum(), exact)
+    (found,) = torch.autograd.grad(one.loss, leaf)
     errors = (found.double() - truth).norm(dim=1) / truth.norm(dim=1)
-    assert errors.median() < 2 * torch.finfo(DTYPE).eps
+    assert errors.median() < (2 if case == "sure" else 8) * torch.finfo(DTYPE).eps
+    assert case == "near" or log_p[:, 7].exp().mean() > 0.98
+
+
+def test_targets_past_the_last_id():
+    """Those of another rank, though a tile of this one's would have room for them."""
+    hidden, weight, other, other_weight = heads(3, 48, 24, 700)
+    targets = torch.tensor([5, 700, 703], device=DEVICE)
+    parts = pair_epilogue.unwritten_tiles(3, 700, DEVICE, Measure(FORWARD), entropy=False, targets=True, squares=False)
+    factors = (HeadFactors(*head, None, LogitTransform()) for head in ((hidden, weight), (other, other_weight)))
+    pair_epilogue.fold_pair(*factors, targets, 0, Measure(FORWARD), parts, None)
+    for mine, own, of in ((parts.target, hidden, weight), (parts.teacher_target, other, other_weight)):
+        torch.testing.assert_close(mine[0], (own[0].float() @ of[5].float()), rtol=1e-5, atol=2e-5)
+        assert not mine[1:].any()
 
 
 def test_whole_waves():
@@ -388,23 +220,3 @@ def test_whole_waves():
         found = whole_waves(tokens, columns, 132)
         assert columns // 2 - 256 < found <= max(columns, 256)
         assert found % 256 == 0
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("passes", ["one", "two"])
-def test_exact_kl_takes_the_epilogue(passes, tiles_and_epilogue):
-    """A loss with an exact KL to a reference: the same loss and gradients as from tiles."""
-    n, vocab = 600, 3000
-    hidden, weight, other_hidden, other_weight = heads(n, 16, 8, vocab)
-    ids, advantages, mask = torch.randint(vocab, (2, n // 2)).to(DEVICE), torch.randn(2).to(DEVICE), None
-    loss_fn = FusedLinearGRPOLoss("dapo", beta=0.1, kl_estimator="exact", passes=passes)
-    reference = ReferenceHead(hidden=other_hidden.view(2, n // 2, -1), weight=other_weight)
-
-    def run():
-        leaves = [hidden.view(2, n // 2, -1).clone().requires_grad_(), weight.clone().requires_grad_()]
-        loss, _ = loss_fn(*leaves, ids, advantages, mask, reference=reference)
-        loss.backward()
-        return [loss.detach().double(), *(leaf.grad.double() for leaf in leaves)]
-
-    for other, mine in zip(*tiles_and_epilogue(run), strict=True):  # two results, on a GPU
-        assert (mine - other).norm() <= 3e-3 * other.norm()

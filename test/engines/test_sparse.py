@@ -40,17 +40,6 @@ def test_a_direction_that_all_ids_share(entropy, plans):
             assert distance(mine, other) <= 2 * tolerance + 1.2 * torch.finfo(LOW).eps
 
 
-def test_parts_are_left_out(plans):
-    """Or all of the above would hold for a backward that computes everything."""
-    heads = one_head()
-    for tolerance in (0.0, 1e-2, 3e-1):
-        heads.gradients(tolerance)
-    shares = [plan.share for plan in plans]
-    assert len(set(shares)) == len(shares) == 2
-    assert shares == sorted(shares, reverse=True)
-    assert shares[-1] < 0.5
-
-
 def test_the_default_is_a_tolerance_of_3e_4(plans):
     heads = one_head()
     leaves = heads.trained()

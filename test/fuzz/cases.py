@@ -215,7 +215,7 @@ def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True
             bias[numbers.share((vocab,), one(draw, 0.2, 0.9)) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
     terms = []
     for _ in range(one(draw, 0, 0, 1, 2) if low_rank else 0):
-        rank, kind = draw.randint(1, 5), one(draw, dtype, F32)
+        rank, kind = draw.randint(1, 5), one(draw, dtype, F32, *([] if autocast is None else [F16, BF16]))
         own = numbers.normal(*shape, width, dtype=dtype) if rarely(draw) else None
         a, b = numbers.normal(rank, width, std=width**-0.5, dtype=kind), numbers.normal(vocab, rank, dtype=kind)
         terms.append({"a": a, "b": b, "scaling": one(draw, 0.5, 2.0, -1.0), "hidden": own})
@@ -288,7 +288,8 @@ def head_cases(draw, device: str) -> HeadCase:
     numbers = Numbers(draw.getrandbits(62), device)
     if case.bias is None or case.bias.isfinite().all():
         case.support = supports(draw, numbers, case)
-    case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(2))
+    options["lse"] = case.support is None and draw.choice((False, True))
+    case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(3))
     if case.wants["weight"] and rarely(draw):
         case.weight_grad = numbers.normal(*case.weight.shape)
     heat(draw, numbers, case)
@@ -315,31 +316,6 @@ def several_cases(draw, device: str) -> HeadCase:
     return case
 
 
-@strategy
-def tolerance_cases(draw, device: str) -> HeadCase:
-    """Hidden states are one-hot, so that the weight's gradient is the logits'; blocks that differ in what they hold."""
-    numbers = Numbers(draw.getrandbits(62), device)
-    tokens = draw.randint(512, 700) // 8 * 8 if device == "cuda" else draw.randint(1, 300)
-    vocab = draw.randint(300, 1500)
-    dtype = BF16 if device == "cuda" else one(draw, F32, BF16)
-    logits = numbers.normal(tokens, vocab, std=one(draw, 1.0, 3.0))
-    sure = numbers.share((tokens,), one(draw, 0.9, 0.5, 0.1))
-    logits[torch.arange(tokens, device=device), numbers.below(vocab, (tokens,))] += sure * one(draw, 8.0, 14.0)
-    targets = targets_of(draw, numbers, logits, draw.choice((False, True)))
-    bias = None
-    if draw.choice((False, True)):
-        bias = numbers.normal(vocab, dtype=F32)
-        bias[numbers.share((vocab,), 0.2) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
-    shape = (tokens,)
-    return HeadCase(
-            hidden=torch.eye(tokens, device=device).to(dtype), weight=logits.T.to(dtype).contiguous(), targets=targets,
-            mask=masks(draw, numbers, shape), bias=bias, low_rank=[], transform=transforms(draw), autocast=None,
-            compute_dtype=None, wants={"hidden": True, "weight": True, "bias": draw.choice((False, True))},
-            options={"entropy": draw.choice((False, True)), "grad_tolerance": one(draw, 1e-3, 1e-2, 0.1, 0.5)},
-            upstream=tuple(upstreams(draw, numbers, shape) for _ in range(2)),
-    )  # fmt: skip
-
-
 @dataclass(repr=False, kw_only=True)
 class LogitsCase(Shown):
     logits: Tensor
@@ -357,6 +333,7 @@ class LogitsCase(Shown):
 def logits_cases(draw, device: str, banned: bool = True, of_loss: bool = False) -> LogitsCase:
     numbers = Numbers(draw.getrandbits(62), device)
     shape, _, vocab = shapes(draw, device)
+    vocab = one(draw, *[vocab] * 5, 2100)  # several blocks of a kernel
     dtype = one(draw, F32, F32, BF16, F16)
     spare = of_loss and len(shape) == 2 and draw.choice((False, True))
     full = (shape[0], shape[1] + 1) if spare else shape
@@ -389,8 +366,8 @@ OBJECTIVES = {
     "dr_grpo": ("PPOClip", "FixedLengthMean"), "luspo": ("PPOClip", "SequenceSum"),
     "cispo": ("CISPO", "GlobalTokenMean"), "sapo": ("SAPO", "SequenceMean"), "vespo": ("VESPO", "GlobalTokenMean"),
     "gspo": ("PPOClip", "SequenceMean"), "gspo_token": ("PPOClip", "SequenceMean"), "gmpo": ("GMPO", "SequenceMean"),
-    "gpg": ("Reinforce", "GlobalTokenMean"), "dppo": ("DPPO", "GlobalTokenMean"), "clip_cov": ("ClipCov", "TokenMean"),
-    "kl_cov": ("KLCov", "TokenMean"),
+    "gpg": ("Reinforce", "GlobalTokenMean"), "dppo": ("DPPO", "GlobalTokenMean"),
+    "dppo_kl": ("DPPOKL", "GlobalTokenMean"), "clip_cov": ("ClipCov", "TokenMean"), "kl_cov": ("KLCov", "TokenMean"),
 }  # fmt: skip
 LEVELS = {"gspo": "sequence", "gspo_token": "sequence_token"}
 REDUCTIONS = ("SequenceMean", "SequenceSum", "TokenMean", "GlobalTokenMean", "FixedLengthMean", "TokenSum")
@@ -428,6 +405,7 @@ class PolicyCase(Shown):
     logps: Tensor | None = None
     entropy: Tensor | None = None
     passes: str = "auto"
+    default_dtype: torch.dtype = F32  # torch's, which changes nothing
 
     def columns(self) -> oracle.Columns:
         live = self.live.reshape(-1)
@@ -444,10 +422,6 @@ class PolicyCase(Shown):
             self.rows if self.num_sequences is None else self.num_sequences, self.items,
         )  # fmt: skip
 
-    @property
-    def wants_entropy(self) -> bool:
-        return self.entropy_coef != 0 or self.metrics == "with_entropy" or any(n[0] == "T" for n, _ in self.corrections)
-
 
 def objective_options(draw, loss_type: str, objective: str) -> dict:
     o = {"importance_sampling_level": LEVELS[loss_type]} if loss_type in LEVELS else {}
@@ -460,18 +434,24 @@ def objective_options(draw, loss_type: str, objective: str) -> dict:
             o["dual_clip"] = one(draw, 1.2, 3.0)
         o["mean_advantages"] = rarely(draw)
     choices = {
-        "CISPO": {"epsilon_high": (0.2, 1.1, 5.0)},
+        "CISPO": {"epsilon_high": (0.2, 1.1, 5.0), "ratio_min": (0.0, 0.1, 0.8)},
         "SAPO": {"sapo_temperature_pos": (1.0, 0.5, 3.0), "sapo_temperature_neg": (1.05, 2.0)},
         "VESPO": {
             "vespo_k_pos": (2.0, 0.5), "vespo_lambda_pos": (3.0, 1.0), "vespo_k_neg": (3.0, 1.0),
             "vespo_lambda_neg": (2.0, 0.5),
         },
-        "GMPO": {"epsilon_low": (0.4, 0.0, 0.1), "epsilon_high": (0.4, 0.2)},
+        "GMPO": {
+            "epsilon_low": (0.4, 0.0, 0.1), "epsilon_high": (0.4, 0.2), "mean_importance_ratio": (False, True),
+        },
         "DPPO": {"divergence_low": (0.2, 0.01), "divergence_high": (0.2, 0.03), "ratio_cap": (20.0, 1.1)},
+        "DPPOKL": {"divergence_low": (0.2, 0.01), "divergence_high": (0.2, 0.005), "ratio_cap": (20.0, 1.1)},
         "ClipCov": {"clip_cov_ratio": (1.0,), "clip_cov_lb": (0.1, -1.0), "clip_cov_ub": (5.0, 0.5)},
         "KLCov": {"kl_cov_ratio": (0.0002, 0.3, 1.0), "ppo_kl_coef": (1.0, 0.2)},
     }  # fmt: skip
-    return o | {name: one(draw, *values) for name, values in choices.get(objective, {}).items()}
+    o |= {name: one(draw, *values) for name, values in choices.get(objective, {}).items()}
+    if objective == "CISPO":
+        o["ratio_min"] = min(o["ratio_min"], o["epsilon_high"])
+    return o
 
 
 def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Tensor | None, per_token: bool):
@@ -508,7 +488,7 @@ def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Ten
         metrics="none" if per_token else one(draw, "loss", "none", "basic", "with_entropy"),
         old=None if rarely(draw) else near(),
         advantages=numbers.normal(*(shape[:1] if per_row else shape)),
-        num_sequences=one(draw, None, None, 8, 3.0), items=one(draw, None, 50, 7.0),
+        num_sequences=one(draw, None, None, 8, 3.0), items=one(draw, None, 2673, 7.0),
     )  # fmt: skip
     case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, one(draw, 0.0, 0.4)), 0.0)
     if name == "GMPO":  # one advantage per sequence, for which alone it is defined
@@ -557,6 +537,7 @@ def policy_cases(draw, device: str) -> PolicyCase:
     case = policy_inputs(draw, numbers, live, logps.double(), mask, per_token=False)
     if rarely(draw):
         case.reduction, case.entropy_coef = None, 0.0
+    case.default_dtype = one(draw, F32, F32, BF16, F16, torch.float64)
     poison = one(draw, torch.nan, 0.0)
     case.logps = logps.masked_fill(~live, poison)
     case.entropy = (numbers.normal(*shape).abs() * 2).masked_fill(~live, poison)
@@ -592,8 +573,9 @@ def fused_cases(draw, device: str) -> PolicyCase:
         assume(one_pass and not {"fixed_shape", "batch_invariant"} & head.options.keys())
         head.options.pop("chunk_vocab", None)
         o = case.objective_options
-        alone = case.objective in ("PPOClip", "CISPO", "SAPO", "DPPO", "Reinforce") and not o.get("mean_advantages")
-        alone = alone and o.get("importance_sampling_level", "token") == "token" and not case.corrections
+        alone = case.objective in ("PPOClip", "CISPO", "SAPO", "DPPO", "DPPOKL", "Reinforce")
+        alone = alone and o.get("importance_sampling_level", "token") == "token"
+        alone = alone and not o.get("mean_advantages") and not case.corrections
         if not alone or head.weight_grad is not None:  # one chunk has to hold every token
             head.options.pop("chunk_tokens", None)
     return case

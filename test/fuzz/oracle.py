@@ -130,79 +130,67 @@ class Logits:
         self._log_p = torch.where(p > 0, log_p, 0.0).abs()
         return {name: b.masked_fill(~self.live, 0.0) for name, b in budgets.items()}
 
-    def gradient(self, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor], compute: torch.dtype):
+    def gradient(
+        self, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor], compute: torch.dtype, *, ids=None, r=None
+    ):  # fmt: skip
         """-> dL/draw by autograd from upstream gradients of logps and entropy (N,), and its budget, both (N, V).
 
-        upstream: what rounding may have done to g and e already. compute: what the gradient is rounded to.
+        upstream: what rounding may have done to g and e already. compute: what the gradient is rounded to. With ids
+        (N, K) g is (N, K); r (N,) is the gradient of lse.
         """
-        live = self.live
-        g, e = g.masked_fill(~live, 0.0), e.masked_fill(~live, 0.0)
-        total = (torch.where(g != 0, self.values["logps"], 0.0) * g).sum() + (self.values["entropy"] * e).sum()
+        ids = self.targets[:, None] if ids is None else ids
+        listed, ids = (ids >= 0) & self.live[:, None], ids.clamp(min=0)
+        g, e = g.reshape(ids.shape).masked_fill(~listed, 0.0), e.masked_fill(~self.live, 0.0)
+        logps = self.z.log_softmax(-1).gather(-1, ids)
+        total = torch.where(g != 0, logps * g, 0.0).sum() + (self.values["entropy"] * e).sum()
+        if r is not None:
+            r = r.masked_fill(~self.live, 0.0)
+            total = total + (self.z.logsumexp(-1) * r).sum()
         (grad,) = torch.autograd.grad(total, self.raw, retain_graph=True)
         grad = grad.nan_to_num(0.0)  # a softcap's slope is 0 at a banned entry
         with torch.no_grad():
             inverse = self.scale / self.temperature
-            onehot = torch.zeros_like(grad).scatter_(-1, self.targets[:, None], 1.0)
             around = self.p * (self._log_p + self.values["entropy"][:, None] + 1)
-            dg, de = (d.masked_fill(~live, 0.0)[:, None] for d in upstream)
-            g, e = g.abs()[:, None], e.abs()[:, None]
-            size = inverse * (g * (onehot + self.p) + e * around)
+            dg, de = (d.masked_fill(~self.live, 0.0)[:, None] for d in upstream)
+            at_ids, sizes = (torch.zeros_like(grad).scatter_add_(1, ids, x) for x in (g, g.abs()))
+            own, both, e = g.sum(1, keepdim=True), g.abs().sum(1, keepdim=True), e.abs()[:, None]
+            if r is not None:
+                own, both = own - r[:, None], both + r.abs()[:, None]
+            size = inverse * (sizes + both * self.p + e * around)
             # No entry is exacter than the largest of its row: what is rounded may be their sum, or their difference.
             budget = ROUNDINGS * EPS * (self.amp[:, None] * size + size.amax(-1, keepdim=True))
             budget = budget + _least(torch.float32)
+            onehot = torch.zeros_like(grad).scatter_(-1, self.targets[:, None], 1.0)
             budget = budget + inverse * self.slope * (dg * (onehot - self.p).abs() + de * around)
             if compute != torch.float32:
-                moved = inverse * self.slope * (g * (onehot - self.p).abs() + e * around)
+                moved = inverse * self.slope * ((at_ids - own * self.p).abs() + e * around)
                 budget = budget + 2 * unit(compute) * (grad.abs() + moved) + _least(compute) * (grad != 0)
         return grad, budget.masked_fill(~self.listed, 0.0)
 
 
-class Several(NamedTuple):
-    values: dict[str, Tensor]  # logps (N, K), entropy and lse (N,), topk_logps (N, k), the largest first
-    budgets: dict[str, Tensor]
-    grads: dict[str, Tensor]
-    grad_budgets: dict[str, Tensor]
+def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None, r=None) -> HeadResult:
+    """linear_logprobs for a `HeadCase`, flat over tokens.
 
-
-def several(case, g: Tensor, e: Tensor, r: Tensor) -> Several:
-    """With the ids (N, K) of a `HeadCase`; g (N, K), e, r (N,) are the gradients of logps, entropy and lse."""
+    g, e, r (N,) are the gradients of logps, entropy and lse. With ids (N, K) logps and g are (N, K), and there are
+    topk_logps, the largest first.
+    """
     runs = Head(case)
-    logits, live, ids = runs.logits, runs.live, case.ids.flatten(0, -2).long()
-    listed, inverse = (ids >= 0) & live[:, None], logits.scale / logits.temperature
-    log_p, lse = logits.z.log_softmax(-1), logits.z.logsumexp(-1)
-    logps = torch.where(listed, log_p.gather(-1, ids.clamp(min=0)), 0.0)
+    logits, live = runs.logits, runs.live
+    nothing, ids = torch.zeros_like(e, dtype=torch.float64), None
+    values, budgets = ({k: v.detach() for k, v in x.items()} for x in (logits.values, logits.budgets))
     unit_row = (ROUNDINGS * EPS * logits.amp).masked_fill(~live, 0.0)
-    values = {"logps": logps, "entropy": logits.values["entropy"], "lse": lse.masked_fill(~live, 0.0)}
-    values["topk_logps"] = log_p.topk(case.options["topk"]).values.masked_fill(~live[:, None], 0.0)
-    budgets = {name: unit_row[:, None] + EPS * values[name].abs() for name in ("logps", "topk_logps")}
-    budgets |= {"entropy": logits.budgets["entropy"], "lse": unit_row + EPS * values["lse"].abs()}
-    g, e, r = g.double().masked_fill(~listed, 0.0), *(part.double().masked_fill(~live, 0.0) for part in (e, r))
-    total = torch.where(g != 0, logps * g, 0.0).sum() + (values["entropy"] * e).sum() + (values["lse"] * r).sum()
-    (dlogits,) = torch.autograd.grad(total, logits.raw, retain_graph=True)
-    dlogits = dlogits.nan_to_num(0.0)  # a softcap's slope is 0 at a banned entry
-    with torch.no_grad():
-        around = logits.p * (logits._log_p + logits.values["entropy"][:, None] + 1)
-        at_ids = torch.zeros_like(dlogits).scatter_add_(1, ids.clamp(min=0), g.abs())
-        size = at_ids + (g.abs().sum(1) + r.abs())[:, None] * logits.p + e.abs()[:, None] * around
-        size = inverse * size
-        budget = ROUNDINGS * EPS * (logits.amp[:, None] * size + size.amax(-1, keepdim=True)) + _least(torch.float32)
-        if case.compute != torch.float32:
-            moved = dlogits.abs() + logits.slope * inverse * e.abs()[:, None] * around
-            budget = budget + 2 * unit(case.compute) * moved + _least(case.compute) * (dlogits != 0)
+    values["lse"] = logits.z.detach().logsumexp(-1).masked_fill(~live, 0.0)
+    budgets["lse"] = unit_row + EPS * values["lse"].abs()
+    if case.ids is not None:
+        ids = case.ids.flatten(0, -2).long()
+        log_p, listed = logits.z.detach().log_softmax(-1), (ids >= 0) & live[:, None]
+        values["logps"] = torch.where(listed, log_p.gather(-1, ids.clamp(min=0)), 0.0)
+        values["topk_logps"] = log_p.topk(case.options["topk"]).values.masked_fill(~live[:, None], 0.0)
+        budgets |= {name: unit_row[:, None] + EPS * values[name].abs() for name in ("logps", "topk_logps")}
+    given = g.double(), e.double(), upstream or (nothing, nothing), case.compute
+    dlogits, budget = logits.gradient(*given, ids=ids, r=None if r is None else r.double())
     grads, grad_budgets = runs.gradients(dlogits, budget)
-    return Several({name: part.detach() for name, part in values.items()}, budgets, grads, grad_budgets)
-
-
-def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None) -> HeadResult:
-    """linear_logprobs for a `HeadCase`, flat over tokens; g, e (N,) are the gradients of logps and entropy."""
-    runs = Head(case)
-    logits = runs.logits
-    nothing = torch.zeros_like(g, dtype=torch.float64)
-    dlogits, budget = logits.gradient(g.double(), e.double(), upstream or (nothing, nothing), case.compute)
-    grads, grad_budgets = runs.gradients(dlogits, budget)
-    return HeadResult(
-        {k: v.detach() for k, v in logits.values.items()}, logits.budgets, grads, grad_budgets, dlogits.detach()
-    )
+    return HeadResult(values, budgets, grads, grad_budgets, dlogits.detach())
 
 
 class Head:
@@ -326,9 +314,8 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
             found = (torch.where(cut, 0.0, loss), *found[1:])
         return found
     if name == "CISPO":
-        bound = o.get("epsilon_high", 0.2)
-        over = r > bound
-        return -r.detach().clamp(max=bound) * A * logp, r, torch.zeros_like(over), over & (A > 0), over
+        low, high = o.get("ratio_min", 0.0), o.get("epsilon_high", 0.2)
+        return _clipped(-r.detach().clamp(low, high) * A * logp, r, A, low, high)
     if name == "SAPO":
         t = torch.where(A > 0, o.get("sapo_temperature_pos", 1.0), o.get("sapo_temperature_neg", 1.05))
         return -torch.sigmoid(t * (r - 1)) * 4 / t * A, r, None, None, None
@@ -343,11 +330,18 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
     if name == "GMPO":
         low, high = o.get("epsilon_low", 0.4), o.get("epsilon_high", 0.4)
         clipped = torch.where(A < 0, d.clamp(min=-low), torch.where(A > 0, d.clamp(max=high), d))
-        bounds = math.exp(-low), math.exp(high)
-        return _clipped(-c.mean(clipped).exp() * A, r, A, *bounds)
-    if name == "DPPO":
-        change = logp.detach().exp() - old.exp()
-        high, low = change > o.get("divergence_high", 0.2), change < -o.get("divergence_low", 0.2)
+        bounds, weight = (math.exp(-low), math.exp(high)), 1.0
+        if o.get("mean_importance_ratio") and c.importance is not None:
+            weight = c.mean(torch.where(c.mask, c.importance.clamp(min=1e-10).log(), 0.0)).exp()
+        return _clipped(-c.mean(clipped).exp() * weight * A, r, A, *bounds)
+    if name in ("DPPO", "DPPOKL"):
+        p, q = logp.detach().exp(), old.exp()
+        up = down = p - q
+        if name == "DPPOKL":
+            rest, old_rest = ((1 - x).clamp(min=0.0) + 1e-8 for x in (p, q))
+            divergence = q * (old - logp.detach()) + (old_rest - 1e-8) * (old_rest / rest).log()
+            up, down = torch.where(p > q, divergence, 0.0), torch.where(p < q, -divergence, 0.0)
+        high, low = up > o.get("divergence_high", 0.2), down < -o.get("divergence_low", 0.2)
         loss = -r.detach().clamp(max=o.get("ratio_cap", 20.0)) * A * logp
         dropped = torch.where(A > 0, high, low)
         return torch.where(dropped, 0.0, loss), r, low & (A < 0), high & (A > 0), low | high
@@ -425,7 +419,8 @@ def policy(case, logps: Tensor, entropy: Tensor) -> tuple[dict[str, Tensor], tup
             bound = known.quantile(1 - value) if known.numel() else 0.0
             counted = counted & (entropy.detach() >= bound)
             loss = loss * counted
-    if c.importance is not None and case.objective != "VESPO":
+    in_objective = case.objective == "VESPO" or case.objective_options.get("mean_importance_ratio")
+    if c.importance is not None and not in_objective:
         loss = loss * c.importance
     w = weights(case.reduction, case.reduction_options, c)
     kl = None

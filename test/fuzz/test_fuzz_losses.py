@@ -44,11 +44,12 @@ def parts(case: PolicyCase) -> dict:
 
 
 def columns(case: PolicyCase) -> dict:
-    packed = case.live.dim() == 1
+    """As they are given; the index of a masked token may be of no segment."""
+    packed, index = case.live.dim() == 1, case.row.masked_fill(~case.live, case.rows + 7)
     return {
         "old_per_token_logps": case.old, "ref_per_token_logps": case.ref, "sampling_per_token_logps": case.sampling,
         "importance_ratio": case.importance, "num_sequences": case.num_sequences, "num_items_in_batch": case.items,
-        "segments": Segments(index=case.row, count=case.rows) if packed else None,
+        "segments": Segments(index=index, count=case.rows) if packed else None,
     }  # fmt: skip
 
 
@@ -91,33 +92,38 @@ def clean(x: Tensor, case: PolicyCase) -> Tensor:
 @given(case=policy_cases())
 def test_ppo_loss_fn(case: PolicyCase) -> None:
     logps, entropy = case.logps.clone().requires_grad_(), case.entropy.clone().requires_grad_()
-    found = direct(case, logps, entropy)
     upstream = None
     if case.reduction is None:
         upstream = torch.linspace(-1.0, 2.0, logps.numel(), device=logps.device)
+    torch.set_default_dtype(case.default_dtype)
+    try:
+        found = direct(case, logps, entropy)
+        found.loss.backward(upstream.reshape(logps.shape) if upstream is not None else None)
+    finally:
+        torch.set_default_dtype(F32)
     moves = tuple(oracle.EPS * (1 + clean(x, case).abs()) for x in (case.logps, case.entropy))
     expected = oracle.policy_result(case, clean(case.logps, case), clean(case.entropy, case), moves, upstream)
     check_loss(found, expected, case)
-    found.loss.backward(upstream.reshape(logps.shape) if upstream is not None else None)
     for name, leaf in (("dlogps", logps), ("dentropy", entropy)):
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         within(name, grad, expected.values[name], expected.budgets[name], case)
         assert not grad[~case.live].any(), f"masked tokens have a gradient in {name}: {case!r}"
-    if case.live.dim() == 2 and case.live.shape[0] > 1:
+    if case.rows > 1:
         check_micro_batches(case, expected)
 
 
 def check_micro_batches(case: PolicyCase, expected: oracle.PolicyResult) -> None:
-    """Rows in two calls that share the divisors of the whole."""
+    """Sequences in two calls that share the divisors of the whole; a packed part counts the segments of all."""
     divided = case.reduction in ("SequenceMean", "SequenceSum", "FixedLengthMean", "TokenSum")
     divided = divided or (case.reduction == "GlobalTokenMean" and case.items is not None)
     of_batch = case.objective in ("ClipCov", "KLCov") or any(name == "TopEntropyMask" for name, _ in case.corrections)
     if not divided or of_batch or case.entropy_coef:
         return
-    sequences = case.live.shape[0] if case.num_sequences is None else case.num_sequences
+    sequences = case.rows if case.num_sequences is None else case.num_sequences
+    halves = (slice(0, 1), slice(1, None)) if case.live.dim() == 2 else (case.row == 0, case.row != 0)
     given_by_row = ("mask", "advantages", "old", "ref", "sampling", "importance", "row", "live", "logps", "entropy")
     found = []
-    for rows in (slice(0, 1), slice(1, None)):
+    for rows in halves:
         columns = {k: None if getattr(case, k) is None else getattr(case, k)[rows] for k in given_by_row}
         part = replace(case, num_sequences=sequences, **columns)
         found.append(direct(part, part.logps, part.entropy))
@@ -166,6 +172,7 @@ def test_fused_loss(case: PolicyCase) -> None:
             call.hidden, call.weight, head.targets, head.mask, bias=call.bias, low_rank=call.low_rank,
             support=call.support,
         )  # fmt: skip
+    assert not reference.requires_grad
     within("reference_logps", reference, logits.values["logps"], logits.budgets["logps"], case)
 
 

@@ -34,7 +34,9 @@ def is_for_the_interpreter(case) -> bool:
     small = of_head.targets.numel() <= 12 and (tokens is None or tokens >= 7) and (columns is None or columns >= 64)
     if isinstance(of_head, LogitsCase):  # no kernel takes a single column that has no stride
         return small and of_head.logits.dtype != torch.bfloat16 and of_head.logits.shape[-1] > 1
-    return small and of_head.compute != torch.bfloat16
+    # Beside low-rank terms the gradient of the hidden states is a sum of several that were rounded.
+    truncated = of_head.low_rank and of_head.hidden.dtype == torch.bfloat16
+    return small and of_head.compute != torch.bfloat16 and not truncated
 
 
 def check_of(case):
@@ -70,7 +72,8 @@ KINDS = {"head": head_cases(), "listed ids": LISTED, "several targets": several_
 KINDS |= {"loss": fused_cases(), "loss of logits": given_logits_cases()}
 EPILOGUE = {"products with an epilogue": head_cases().map(in_float16), "several": several_cases().map(in_float16)}
 KINDS |= EPILOGUE
-SHARES = {"loss of logits": 0.2, **dict.fromkeys(EPILOGUE, 0.1)}  # of all cases, of the kinds whose cases are short
+# Of all cases; of the kinds whose cases are short there are more.
+SHARES = {"loss": 0.06, "loss of logits": 0.2, **dict.fromkeys(EPILOGUE, 0.1)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")

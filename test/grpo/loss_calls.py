@@ -22,10 +22,6 @@ class Batch(NamedTuple):
         merged = {**self.columns, **columns}
         return self._replace(columns={name: column for name, column in merged.items() if column is not None})
 
-    def rows(self, rows: slice) -> "Batch":
-        head = self.head._replace(hidden=self.head.hidden[rows], targets=self.head.targets[rows])
-        return Batch(head, {name: c[rows] if isinstance(c, Tensor) else c for name, c in self.columns.items()})
-
 
 def batch(
     rows=6, length=9, dtype=torch.float32, device="cpu", *, vocab=VOCAB, hidden_size=HIDDEN, idle=True, **transform
@@ -56,7 +52,8 @@ def batch(
 
 
 def loss_of(module: FusedLinearGRPOLoss, leaves: Problem, data: Batch, **more):
-    return module(leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias, **{**data.columns, **more})
+    given = {"bias": leaves.bias, "low_rank": leaves.low_rank(), **data.columns, **more}
+    return module(leaves.hidden, leaves.weight, leaves.targets, **given)
 
 
 class Step(NamedTuple):

@@ -121,7 +121,7 @@ CALLS = {
 @pytest.mark.parametrize(("loss_type", "level"), FAMILIES)
 def test_same_numbers(loss_type, level, kl, ratio, left_out, device):
     per_token = level == "token" or kl != "none" or ratio == "(B, T)"
-    call = problem(device, full=loss_type == "luspo" and per_token)  # of padding: test/grpo/test_parity_liger.py
+    call = problem(device, full=loss_type == "luspo" and per_token)
     call["vllm_is_ratio"] = ratios(call)[ratio]
     chosen = {"beta": 0.0 if kl == "none" else 0.13, "use_bias_correction_kl": kl == "importance_weighted"}
     if left_out is not None:

@@ -1,4 +1,4 @@
-"""What all objectives have in common, and formulas that the fuzzer does not draw, in a loop in float64."""
+"""What all objectives have in common, and formulas that the fuzzer does not draw."""
 
 import math
 from dataclasses import replace
@@ -30,8 +30,6 @@ from liger_rl import (
     PPOClip,
     Reinforce,
     SamplerCorrection,
-    SequenceMean,
-    SequenceSum,
     TokenMean,
     TokenSum,
     TopEntropyMask,
@@ -77,17 +75,6 @@ def solve(objective, c, reduction=None, *, given=None, **options):
     return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
 
 
-def loop(token_loss, c):
-    """token_loss(logp, old, advantage), one token after another -> losses and gradients, 0 at masked tokens."""
-    losses, grads = torch.zeros_like(c.logps), torch.zeros_like(c.logps)
-    for b, t in c.mask.nonzero().tolist():
-        logp = c.logps[b, t].clone().requires_grad_()
-        loss = token_loss(logp, c.old[b, t], c.advantages[b, t].item())
-        losses[b, t] = loss.detach()
-        grads[b, t] = torch.autograd.grad(loss, logp)[0] if loss.requires_grad else 0.0
-    return losses, grads
-
-
 def assert_same(found, expected, tolerance=1e-11):
     for mine, truth in zip(found, expected, strict=True):
         assert truth.any()
@@ -97,41 +84,13 @@ def assert_same(found, expected, tolerance=1e-11):
 # --- per token --------------------------------------------------------------------------------------------------------
 
 
-def dppo_kl(low, high, cap):
-    def token_loss(logp, old, a):
-        p, q = math.exp(logp.item()), math.exp(old.item())
-        divergence = q * (old - logp).item() + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
-        if (a > 0 and divergence > high and p > q) or (a <= 0 and divergence > low and p < q):
-            return torch.zeros(())
-        return -min(math.exp((logp - old).item()), cap) * a * logp
-
-    return token_loss
-
-
-def dro(beta):
-    return lambda logp, old, a: -(a * logp - beta / 2 * (logp - old) ** 2)
-
-
-def cispo(high, low):
-    return lambda logp, old, a: -min(max(math.exp((logp - old).item()), low), high) * a * logp
-
-
-TOKEN_CASES = [
-    (CISPO(ratio_min=0.8, epsilon_high=1.2), cispo(1.2, 0.8)),
-    (DPPOKL(divergence_low=0.01, divergence_high=0.02), dppo_kl(0.01, 0.02, 20.0)),
-    (DPPOKL(divergence_low=0.05, divergence_high=0.005, ratio_cap=1.2), dppo_kl(0.05, 0.005, 1.2)),
-    (DRO(dro_beta=0.3), dro(0.3)),
-    (DRO(dro_beta=4), dro(4.0)),
-]
-
-
-@pytest.mark.parametrize(("objective", "token_loss"), TOKEN_CASES, ids=[str(case[0]) for case in TOKEN_CASES])
-@pytest.mark.parametrize("seed", range(3))
-def test_token_losses(objective, token_loss, seed):
-    c = columns(seed=seed)
-    if isinstance(objective, DPPOKL):  # it has a logarithm of 1 - p
-        c = c._replace(old=c.old.clamp(max=-0.02))
-    assert_same(solve(objective, c), loop(token_loss, c))
+@pytest.mark.parametrize("beta", [0.3, 4])
+def test_dro(beta):
+    """Its loss is a difference that may be of any size, so the fuzzer has no budget for it."""
+    c = columns()
+    d = c.logps - c.old
+    expected = beta / 2 * d.square() - c.advantages * c.logps, beta * d - c.advantages
+    assert_same(solve(DRO(dro_beta=beta), c), [torch.where(c.mask, x, 0.0) for x in expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -145,25 +104,6 @@ def test_the_binary_divergence_near_a_probability_of_one(dtype):
         batch = PolicyBatch(advantages=torch.ones(1, dtype=dtype), old_per_token_logps=old)
         found = ppo_loss_fn(logps, batch, DPPOKL(divergence_high=factor * divergence), None).loss
         assert (found.item() == 0) == dropped
-
-
-@pytest.mark.parametrize("per_sequence_ratio", [False, True])
-def test_gmpo_with_the_geometric_mean_of_the_importance_ratio(per_sequence_ratio):
-    c = per_sequence(columns())
-    ratio = 0.4 + 1.4 * torch.rand(9, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ratio[tuple(c.mask.nonzero()[3])] = 0.0  # as SamplerCorrection(mode="mask") makes it: 1e-10 in the mean
-    if per_sequence_ratio:
-        ratio = ratio[:, :1]
-    objective, plain = GMPO(mean_importance_ratio=True), solve(GMPO(), c)[0]
-    assert torch.equal(solve(objective, c)[0], plain)  # without an importance ratio the option changes nothing
-    expected = torch.zeros_like(plain)
-    for b in c.mask.any(1).nonzero()[:, 0]:
-        inside = c.mask[b]
-        expected[b, inside] = plain[b, inside] * ratio.expand(9, 7)[b, inside].clamp(min=1e-10).log().mean().exp()
-    given = {"importance_ratio": ratio}
-    torch.testing.assert_close(solve(objective, c, given=given)[0], expected, rtol=1e-11, atol=0)
-    by_token = solve(GMPO(), c, given=given)[0]
-    assert torch.allclose(by_token, expected) == per_sequence_ratio
 
 
 # --- covariance -------------------------------------------------------------------------------------------------------
@@ -501,46 +441,3 @@ def test_policies_far_apart_stay_finite(name, importance_weighted, beta):
     assert grad.isfinite().all()
     assert grad.any()
     assert all(metric.value.isfinite() for metric in found.metrics.values())
-
-
-# --- torch's default dtype --------------------------------------------------------------------------------------------
-
-REDUCTIONS = [
-    SequenceMean(), SequenceSum(), TokenMean(), GlobalTokenMean(world_size=3),
-    FixedLengthMean(max_completion_length=7.3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_another_default_dtype_changes_nothing(default, dtype):
-    """2673 tokens, a number that float16 and bfloat16 do not have, and divisors in tensors."""
-    c = columns(401, 9, dtype=dtype)
-    c.mask[tuple(c.mask.nonzero()[0])] = False
-    count = int(c.mask.sum())
-    assert (int(torch.tensor(count, dtype=default)) != count) == (default != torch.float64)
-    entropy = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
-    batch = PolicyBatch(
-        advantages=c.advantages, completion_mask=c.mask, old_per_token_logps=c.old, ref_per_token_logps=c.logps - 0.1,
-        sampling_per_token_logps=c.old + 0.1, num_sequences=torch.tensor(401), num_items_in_batch=torch.tensor(70001),
-    )  # fmt: skip
-
-    def everything():
-        found = []
-        for objective in [*OBJECTIVES, ClipCov(clip_cov_ratio=0.13, generator=torch.Generator(), **COV_BOUNDS)]:
-            torch.manual_seed(0)
-            for reduction in REDUCTIONS:
-                leaf = c.logps.clone().requires_grad_()
-                result = ppo_loss_fn(
-                    leaf, batch, objective, reduction, entropy=entropy, kl=KLPenalty(beta=0.1),
-                    entropy_bonus=EntropyBonus(entropy_coef=0.01), metrics="with_entropy",
-                    corrections=[TopEntropyMask(top_entropy_quantile=0.3331), OffPolicySequenceMask(threshold=0.1)],
-                    sampler_correction=SamplerCorrection(level="token"),
-                )  # fmt: skip
-                found += [result.loss.detach(), torch.autograd.grad(result.loss, leaf)[0]]
-                found += [metric.value for metric in result.metrics.values()]
-        return found
-
-    expected = everything()
-    torch.set_default_dtype(default)  # a fixture sets it back
-    torch.testing.assert_close(everything(), expected, rtol=0.0, atol=0.0)

@@ -52,42 +52,6 @@ def solve(logps, parts, objective=None, reduction=TokenMean(), **options):  # no
     return ppo_loss_fn(logps, PolicyBatch(**parts), objective or PPOClip(), reduction, **options)
 
 
-def gradient(loss, logps):
-    return torch.autograd.grad(loss, logps, retain_graph=True)[0]
-
-
-def assert_equal(found, expected, logps, tolerance=1e-10):
-    """Value and gradient."""
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    mine, truth = gradient(found.sum(), logps), gradient(expected.sum(), logps)
-    assert truth.any()
-    torch.testing.assert_close(mine, truth, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "same"),
-    [
-        ("completion_mask", lambda x: None, torch.ones_like),
-        ("completion_mask", lambda x: x.long(), lambda x: x),
-        ("completion_mask", lambda x: x.float(), lambda x: x),
-        ("importance_ratio", lambda x: None, torch.ones_like),
-        ("importance_ratio", lambda x: x[:, 0], lambda x: x[:, :1].expand(6, 6)),
-        ("importance_ratio", lambda x: x[:, :1], lambda x: x[:, :1].expand(6, 6)),
-        ("advantages", lambda x: x, lambda x: x[:, None].expand(6, 6)),
-    ],
-)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_columns_of_any_shape_and_dtype_or_none(name, given, same, level):
-    """B == T: a (B,) column is one entry per sequence even then."""
-    logps, parts = columns(6, 6)
-    found, expected = (
-        solve(logps, parts | {name: column(parts[name])}, PPOClip(importance_sampling_level=level), SequenceMean()).loss
-        for column in (given, same)
-    )
-    assert_equal(found, expected, logps)
-
-
 @pytest.mark.parametrize("sampler", [None, SamplerCorrection()])
 def test_other_columns_get_no_gradient(sampler):
     logps, parts = columns()
@@ -104,29 +68,6 @@ def test_other_columns_get_no_gradient(sampler):
     assert logps.grad.any()
     assert {name: leaf.grad for name, leaf in leaves.items()} == dict.fromkeys(leaves)
     assert not any(metric.total.requires_grad for metric in found.metrics.values())
-
-
-@pytest.mark.parametrize("reduction", [TokenMean(), GlobalTokenMean(), GlobalTokenMean(world_size=2), None], ids=str)
-def test_packed_equals_padded(reduction):
-    logps, parts = columns()
-    keep = parts["completion_mask"]
-    parts["advantages"] = parts["advantages"][:, None].expand(5, 6)
-    items = {"num_items_in_batch": 40} if isinstance(reduction, GlobalTokenMean) else {}
-    packed = {name: value[keep] for name, value in parts.items() if name != "completion_mask"}
-    padded, found = (
-        solve(x, given | items, None, reduction, kl=KLPenalty(beta=0.1)).loss
-        for x, given in ((logps, parts), (logps[keep], packed))
-    )
-    assert_equal(found, padded[keep] if reduction is None else padded, logps, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("objective", "reduction"),
-    [(PPOClip(), SequenceMean()), (PPOClip(importance_sampling_level="sequence"), TokenMean())],
-)
-def test_packed_tokens_have_no_sequences(objective, reduction):
-    with pytest.raises(ValueError, match=r"\(B, T\)"):
-        solve(torch.zeros(7, requires_grad=True), {"advantages": torch.zeros(7)}, objective, reduction)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -314,18 +255,6 @@ def test_an_option_of_no_part_is_named_with_all_that_there_are():
     for name in ("temperature", "softcap", "scale"):
         with pytest.raises(TypeError, match=rf"'{name}'; write transform=LogitTransform\({name}=0.7\)"):
             linear_logprobs(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2).long(), **{name: 0.7})
-
-
-def test_a_sampler_correction_per_sequence_needs_sequences_before_anything_is_computed():
-    parts = {name: torch.zeros(7) for name in ("advantages", "old_per_token_logps", "sampling_per_token_logps")}
-    logps = torch.zeros(7, requires_grad=True)
-
-    def untouched(logps, batch):
-        pytest.fail("the objective was called")
-
-    with pytest.raises(ValueError, match="segments"):
-        solve(logps, parts, untouched, sampler_correction=SamplerCorrection(level="sequence"))
-    solve(logps, parts, sampler_correction=SamplerCorrection(level="token"))
 
 
 def test_unknown_and_missing_names_are_named():

@@ -1,0 +1,294 @@
+"""What public calls refuse: each argument is named before any product."""
+
+import math
+
+import pytest
+import torch
+
+from head_calls import Products
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    LowRank,
+    PPOClip,
+    Support,
+    TokenMean,
+    grpo_loss_from_logits,
+    linear_divergence,
+    linear_logprobs,
+    logits_logprobs,
+    topk_divergence,
+)
+
+IDS, NAN = torch.zeros(3, 5, dtype=torch.int64), math.nan
+HEAD = {"hidden": torch.randn(3, 5, 16), "weight": torch.randn(129, 16, requires_grad=True)}
+LINEAR, GIVEN = HEAD | {"targets": IDS}, {"logits": torch.zeros(3, 5, 129), "targets": IDS}
+TOKENS = {"hidden": torch.randn(15, 16), "weight": HEAD["weight"]}
+TWO_HEADS = {"hidden": torch.randn(3, 7, 16), "weight": torch.randn(131, 16), "teacher_hidden": torch.randn(3, 7, 24)}
+LOSS = {"selected_token_ids": IDS, "advantages": torch.zeros(3)}
+GRPO = {"hidden": torch.randn(4, 7, 16), "weight": HEAD["weight"], "selected_token_ids": torch.zeros(4, 7).long()}
+GRPO |= {"advantages": torch.ones(4), "ref_per_token_logps": torch.zeros(4, 7)}
+POLICY = {"logits": GIVEN["logits"], **LOSS, "beta": 0.1, "ref_per_token_logps": torch.zeros(3, 5)}
+LISTS = {"teacher_ids": torch.zeros(15, 2).long(), "teacher_logps": torch.zeros(15, 2)}
+
+
+def heated(value: float) -> LogitTransform:
+    """A temperature for each token, one of which is no temperature."""
+    temperature = torch.ones(3, 5)
+    temperature[0, 3] = value
+    return LogitTransform(temperature=temperature)
+
+
+def term(**changed) -> LowRank:
+    return LowRank(**{"a": torch.zeros(3, 16), "b": torch.zeros(129, 3), **changed})
+
+
+# Name in the message, type, arguments that replace good ones.
+LOGPROBS = [
+    ("hidden", ValueError, {"hidden": torch.zeros(16)}),
+    ("hidden", ValueError, {"hidden": torch.zeros(1, 3, 5, 16)}),
+    ("hidden", TypeError, {"hidden": torch.zeros(3, 5, 16, dtype=torch.float64)}),
+    ("hidden", TypeError, {"hidden": torch.zeros(3, 5, 16, dtype=torch.int64)}),
+    ("hidden", TypeError, {"hidden": [[0.0]]}),
+    ("hidden", ValueError, {"hidden": torch.zeros(3, 5, 0), "weight": torch.zeros(129, 0)}),
+    ("hidden", TypeError, {"hidden": torch.zeros(15, 16).to_sparse(), "targets": torch.zeros(15, dtype=torch.int64)}),
+    ("weight", TypeError, {"weight": torch.zeros(129, 16).to_sparse()}),
+    ("targets", TypeError, {"targets": torch.zeros(3, 5, dtype=torch.int64).to_sparse()}),
+    ("mask", TypeError, {"mask": torch.ones(3, 5).to_sparse()}),
+    ("weight", ValueError, {"weight": torch.zeros(129)}),
+    ("weight", ValueError, {"weight": torch.zeros(129, 17)}),
+    ("weight", ValueError, {"weight": torch.zeros(0, 16)}),
+    ("weight", TypeError, {"weight": torch.zeros(129, 16, dtype=torch.float64)}),
+    ("autocast", TypeError, {"weight": torch.zeros(129, 16, dtype=torch.bfloat16)}),
+    ("weight", ValueError, {"weight": torch.zeros(129, 16, device="meta")}),
+    ("bias", ValueError, {"bias": torch.zeros(128)}),
+    ("bias", ValueError, {"bias": torch.zeros(129, 1)}),
+    ("bias", TypeError, {"bias": torch.zeros(129, dtype=torch.float16)}),
+    ("bias", TypeError, {"bias": 1.0}),
+    ("bias", ValueError, {"bias": torch.zeros(129, device="meta")}),
+    ("targets", ValueError, {"targets": torch.zeros(3, 4, dtype=torch.int64)}),
+    ("targets", ValueError, {"targets": torch.zeros(15, dtype=torch.int64)}),
+    ("targets", TypeError, {"targets": torch.zeros(3, 5)}),
+    ("targets", TypeError, {"targets": torch.zeros(3, 5, dtype=torch.bool)}),
+    ("targets", TypeError, {"targets": [0]}),
+    ("targets", ValueError, {"targets": torch.zeros(3, 5, dtype=torch.int64, device="meta")}),
+    ("targets", ValueError, {"targets": torch.full((3, 5), 129)}),
+    ("targets", ValueError, {"targets": torch.full((3, 5), 10**12)}),
+    ("mask", ValueError, {"mask": torch.ones(3, 4)}),
+    ("mask", ValueError, {"mask": torch.ones(3)}),
+    ("mask", TypeError, {"mask": [1]}),
+    ("mask", ValueError, {"mask": torch.full((3, 5), 0.5)}),
+    ("mask", ValueError, {"mask": torch.full((3, 5), NAN)}),
+    ("mask", ValueError, {"mask": torch.full((3, 5), -1)}),
+    ("mask", ValueError, {"mask": torch.ones(3, 5, device="meta")}),
+    ("transform", TypeError, {"transform": 0.5}),
+    ("transform", TypeError, {"transform": LogitTransform}),
+    ("entropy", TypeError, {"entropy": 1}),
+    ("fixed_shape", TypeError, {"fixed_shape": "no"}),
+    ("batch_invariant", TypeError, {"batch_invariant": 0}),
+    ("extras", TypeError, {"extras": 5}),
+    ("chunk_tokens", ValueError, {"chunk_tokens": 0}),
+    ("chunk_tokens", TypeError, {"chunk_tokens": 4.0}),
+    ("chunk_vocab", ValueError, {"chunk_vocab": -1}),
+    ("chunk_vocab", TypeError, {"chunk_vocab": True}),
+    ("grad_tolerance", ValueError, {"grad_tolerance": -0.1}),
+    ("grad_tolerance", ValueError, {"grad_tolerance": 1.0}),
+    ("grad_tolerance", ValueError, {"grad_tolerance": NAN}),
+    ("grad_tolerance", TypeError, {"grad_tolerance": "1e-3"}),
+    ("extras", ValueError, {"extras": ("is_top2",)}),
+    ("extras", TypeError, {"extras": "is_top1"}),
+    ("compute_dtype", TypeError, {"compute_dtype": torch.float64}),
+    ("gather", TypeError, {"gather": True}),
+    ("vocab_parallel", TypeError, {"vocab_parallel": object()}),
+]
+LOGITS = [
+    ("logits", ValueError, {"logits": torch.zeros(129)}),
+    ("logits", ValueError, {"logits": torch.zeros(3, 5, 0)}),
+    ("logits", TypeError, {"logits": torch.zeros(3, 5, 129, dtype=torch.float64)}),
+    ("logits", TypeError, {"logits": None}),
+    ("targets", ValueError, {"targets": torch.zeros(3, 4, dtype=torch.int64)}),
+    ("targets", TypeError, {"targets": torch.zeros(3, 5)}),
+    ("targets", ValueError, {"targets": torch.zeros(3, 5, dtype=torch.int64, device="meta")}),
+    ("targets", ValueError, {"targets": torch.full((3, 5), 129)}),
+    ("mask", ValueError, {"mask": torch.ones(15)}),
+    ("mask", TypeError, {"mask": [1]}),
+    ("mask", ValueError, {"mask": torch.full((3, 5), 0.5)}),
+    ("logits", TypeError, {"logits": torch.zeros(3, 5, 129).to_sparse()}),
+    ("entropy", TypeError, {"entropy": 1}),
+    ("fixed_shape", TypeError, {"fixed_shape": None}),
+    ("transform", TypeError, {"transform": {"temperature": 1.0}}),
+]
+LOSSES = [
+    ("hidden", ValueError, {"hidden": torch.zeros(7, 4, 1, 16)}),
+    ("weight", ValueError, {"weight": torch.zeros(129, 15)}),
+    ("bias", ValueError, {"bias": torch.zeros(3)}),
+    ("selected_token_ids", ValueError, {"selected_token_ids": torch.zeros(4, 8, dtype=torch.int64)}),
+    ("selected_token_ids", TypeError, {"selected_token_ids": torch.zeros(4, 7)}),
+    ("ids", ValueError, {"selected_token_ids": torch.full((4, 7), 129)}),
+    ("mask", ValueError, {"mask": torch.ones(4)}),
+    ("advantages", ValueError, {"advantages": torch.zeros(3)}),
+    ("mask must be 0 or 1", ValueError, {"mask": torch.full((4, 7), 0.5)}),
+    ("old_per_token_logps", ValueError, {"old_per_token_logps": torch.zeros(4, 6)}),
+    ("ref_per_token_logps", ValueError, {"ref_per_token_logps": None}),
+    ("num_items_in_batch", ValueError, {"num_items_in_batch": 0}),
+    ("num_sequences", ValueError, {"num_sequences": math.inf}),
+    ("vocab_parallel must be a VocabParallel or None, got str", TypeError, {"vocab_parallel": "all of it"}),
+    (
+        r"selected_token_ids must be \(B, T\) = \(4, 7\)",
+        ValueError,
+        {"selected_token_ids": torch.zeros(4, 7, 3).long()},
+    ),
+]
+# Message, options.
+FROM_LOGITS = [
+    ("clip_indicator", {"clip_indicator": "passive"}),
+    ("ref_per_token_logps", {"ref_per_token_logps": None}),
+    ("temperature", {"temperature": 0.0}),
+    ("epsilon", {"epsilon": 0.2}),
+    ("reduction.*reduce its result", {"reduction": TokenMean()}),
+    ("no option per_token", {"per_token": False}),
+    ("entropy_coef", {"entropy_coef": 0.1}),
+    ("clip_indicator", {"clip_indicator": ["active"]}),
+    ("loss_type", {"loss_type": PPOClip()}),
+    ("dro_beta", {"loss_type": "dro"}),
+    ("kl_estimator must be one of .* got 'exact': no logits of a reference", {"kl_estimator": "exact"}),
+]
+# Arguments that replace good ones, type, message.
+SEVERAL = [
+    ({"targets": torch.zeros(15, 0).long()}, ValueError, r"targets must be \(N,\) = \(15,\).*K at least 1"),
+    ({"targets": torch.zeros(14, 3, dtype=torch.long)}, ValueError, r"targets must be .*got \(14, 3\)"),
+    ({"targets": torch.zeros(15, 3)}, TypeError, "targets must be integers, got torch.float32"),
+    ({"targets": torch.full((15, 3), 129)}, ValueError, r"token ids in \[0, 129\).*15 of them.*largest is 129"),
+    ({"mask": torch.ones(15, 3)}, ValueError, r"mask must be \(N,\) = \(15,\)"),
+    ({"extras": ["is_top1"]}, ValueError, "is_top1"),
+    ({"support": Support(torch.zeros(0).long(), torch.zeros(16).long())}, ValueError, "support must be None with"),
+    ({"targets": torch.zeros(15, 1025).long()}, ValueError, r"targets must have at most 1024 ids.*\(15, 1025\)"),
+    ({"topk": 130}, ValueError, "topk must be at most 1024, and at most the 129 vocabulary entries.*got 130"),
+    ({"topk": 1025, "weight": torch.zeros(2000, 16)}, ValueError, "topk must be at most 1024.*got 1025"),
+    ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
+    ({"topk": 2.0}, TypeError, "topk must be an int or None, got float"),
+    ({"topk": True}, TypeError, "topk must be an int or None, got bool"),
+    ({"lse": 1}, TypeError, "lse must be a bool, got int"),
+]
+TOPK = [
+    ({"tail": "sum"}, ValueError, "tail must be one of .*bucket.*got 'sum'"),
+    ({"teacher_ids": torch.zeros(15).long()}, ValueError, r"teacher_ids must be a tensor \(N, K\) or \(B, T, K\)"),
+    ({"teacher_ids": [[1]]}, ValueError, "teacher_ids must be a tensor .*got list"),
+    ({"teacher_ids": torch.full((15, 2), 129)}, ValueError, r"teacher_ids must be token ids in \[0, 129\)"),
+    ({"teacher_ids": torch.zeros(15, 2)}, TypeError, "teacher_ids must be integers"),
+    ({"teacher_logps": torch.zeros(15, 3)}, ValueError, r"teacher_logps must be \(15, 2\) from.*got \(15, 3\)"),
+    ({"teacher_logps": torch.zeros(15, 2).long()}, TypeError, "teacher_logps must be float32, bfloat16 or float16"),
+    ({"teacher_logps": torch.zeros(15, 2, requires_grad=True)}, ValueError, "teacher_logps must require no gradient"),
+    ({"teacher_logps": torch.zeros(15, 2, device="meta")}, ValueError, "teacher_logps must be on cpu from teacher_ids"),
+    ({"support": None}, TypeError, "topk_divergence got an unexpected argument 'support'"),
+]
+DIVERGENCE = [
+    ({"kind": "kl"}, ValueError, "kind must be one of"),
+    ({"kind": "jsd", "beta": 1.1}, ValueError, r"beta must be in \[0, 1\]"),
+    ({"kind": "jsd", "beta": "half"}, TypeError, "beta must be a number"),
+    ({"beta": 0.3}, ValueError, 'beta is an option of kind="jsd" alone'),
+    ({"vocab": 132}, ValueError, "vocab must be at most the 131"),
+    ({"vocab": 0}, ValueError, "vocab must be at least 1"),
+    ({"grad_tolerance": 1.0}, ValueError, "grad_tolerance must be in"),
+    ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
+    ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
+    ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
+    ({"teacher_transform": 1.0}, TypeError, "transform must be"),
+    (
+        {"transform": LogitTransform(temperature=torch.ones(3, 7))},
+        ValueError,
+        "temperature of transform must be a number",
+    ),
+    ({"teacher_hidden": torch.zeros(3, 6, 24)}, ValueError, "teacher_hidden must have the tokens"),
+    ({"teacher_hidden": torch.zeros(3, 7, 25)}, ValueError, "teacher_weight must be"),
+    ({"teacher_weight": torch.zeros(140, 24)}, ValueError, "teacher_weight must have the 131 .* vocab="),
+    ({"teacher_weight": torch.zeros(131, 24, dtype=torch.float64)}, TypeError, "teacher_weight must be float32"),
+    ({"teacher_weight": torch.zeros(131, 24).bfloat16()}, TypeError, "teacher_weight must be torch.float32"),
+    ({"teacher_bias": torch.zeros(7)}, ValueError, "teacher_bias must be"),
+    ({"weight": torch.zeros(131, 24)}, ValueError, "^weight must be"),
+    ({"targets": torch.full((3, 7), 131)}, ValueError, "targets must be token ids"),
+    ({"targets": torch.full((3, 7), 125), "vocab": 120}, ValueError, "targets must be token ids .* from vocab"),
+    ({"mask": torch.zeros(7)}, ValueError, "mask must be"),
+    ({"token_weights": torch.zeros(7)}, ValueError, "token_weights must be"),
+    ({"token_weights": torch.zeros(3, 7, requires_grad=True)}, ValueError, "token_weights must require no gradient"),
+]
+OUTSIDE = ({"selected_token_ids": IDS + 129}, ValueError, "selected_token_ids must be token ids")
+ONE_PASS = [OUTSIDE, ({"mask": torch.full((3, 5), 0.5)}, ValueError, "mask must be 0 or 1")]
+REFERENCE = [OUTSIDE, ({"selected_token_ids": IDS[:, 1:]}, ValueError, r"selected_token_ids must be \(B, T\)")]
+# A term or a sum for the weight's gradient, type, message.
+TERMS = [
+    (term(), TypeError, "low_rank must be a list or tuple of LowRank, got LowRank"),
+    ([(torch.zeros(3, 16), torch.zeros(129, 3))], TypeError, r"low_rank\[0\] must be a LowRank, got tuple"),
+    ([term(), term(a=torch.zeros(3, 15))], ValueError, r"low_rank\[1\].a must be \(r, H\) with H = 16"),
+    ([term(a=torch.zeros(16))], ValueError, r"low_rank\[0\].a must be \(r, H\)"),
+    ([term(a=torch.zeros(0, 16), b=torch.zeros(129, 0))], ValueError, r"low_rank\[0\].a must be \(r, H\)"),
+    ([term(b=torch.zeros(129, 4))], ValueError, r"low_rank\[0\].b must be \(V, r\) = \(129, 3\)"),
+    ([term(b=torch.zeros(128, 3))], ValueError, r"low_rank\[0\].b must be \(V, r\) = \(129, 3\)"),
+    ([term(b=torch.zeros(129, 3, dtype=torch.float64))], TypeError, r"low_rank\[0\].b must be float32"),
+    ([term(a=[[0.0]])], TypeError, r"low_rank\[0\].a must be a tensor"),
+    ([term(b=torch.zeros(129, 3, device="meta"))], ValueError, r"low_rank\[0\].b must be on cpu"),
+    ([term(hidden=torch.zeros(3, 4, 16))], ValueError, r"low_rank\[0\].hidden must be \(3, 5, 16\)"),
+    ([term(scaling="1")], TypeError, r"low_rank\[0\].scaling must be a number"),
+    ([term(scaling=math.nan)], ValueError, r"low_rank\[0\].scaling must be finite"),
+    ([term(scaling=10**400)], ValueError, r"low_rank\[0\].scaling must be finite"),
+    ([LowRank], TypeError, r"low_rank\[0\] must be a LowRank"),
+    ([term(a=torch.zeros(3, 16).to_sparse())], TypeError, r"low_rank\[0\].a must be a dense tensor"),
+]
+SUMS = [
+    ([0.0], TypeError, "must be a tensor"),
+    (torch.zeros((129, 16), dtype=torch.bfloat16), TypeError, "must be float32.*bfloat16"),
+    (torch.zeros(16, 129), ValueError, r"\(V, H\) = \(129, 16\) from weight, got \(16, 129\)"),
+    (torch.zeros((129, 16), device="meta"), ValueError, "must be on cpu from weight, got meta"),
+    (torch.zeros(16, 129).T, ValueError, "contiguous"),
+    (torch.zeros((129, 16), requires_grad=True), ValueError, "must require no gradient"),
+]
+
+SUPPORT, WITHOUT_EMPTY = Support.from_vllm([[1]] * 15), "support must be made with may_be_empty=False for fixed_shape"
+LISTED = LINEAR | {"support": SUPPORT}
+FROZEN = {"weight": HEAD["weight"].detach(), "weight_grad": torch.zeros(129, 16)}
+# Call, arguments, type, message.
+TOGETHER = [
+    (linear_logprobs, LINEAR | FROZEN, ValueError, "weight must require a gradient"),
+    (linear_logprobs, LISTED | {"fixed_shape": True}, ValueError, WITHOUT_EMPTY),
+    (FusedLinearGRPOLoss(fixed_shape=True), HEAD | LOSS | {"support": SUPPORT}, ValueError, WITHOUT_EMPTY),
+    (FusedLinearGRPOLoss(passes="one"), HEAD | LOSS | {"support": SUPPORT}, ValueError, 'passes="one" needs support'),
+    (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
+    (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
+    (FusedLinearGRPOLoss(passes="one", temperature=torch.ones(3, 5)), HEAD | LOSS, ValueError,
+     'passes="one" needs one temperature for all tokens'),
+    (LogitTransform, {"temperature": torch.ones(23).long()}, TypeError, "temperature must be a number or a float"),
+    (LogitTransform, {"temperature": torch.ones(3, requires_grad=True)}, ValueError, "must require no gradient"),
+    (LogitTransform, {"temperature": torch.ones(())}, ValueError, r"temperature must be a number, \(B, T\) or \(N,\)"),
+]  # fmt: skip
+TEMPERATURES = [
+    *((heated(bad), "positive and finite at each token; 1 are not") for bad in (0.0, -1.0, NAN, math.inf)),
+    (LogitTransform(temperature=torch.ones(15)), r"a number or \(3, 5\) from targets, got \(15,\)"),
+]
+
+REFUSED = [
+    *((function, given, {}, *rest) for function, given, *rest in TOGETHER),
+    *((function, given, {"transform": transform}, ValueError, f"temperature must be {message}")
+      for function, given in ((linear_logprobs, LINEAR), (linear_logprobs, LISTED), (logits_logprobs, GIVEN))
+      for transform, message in TEMPERATURES),
+    *((linear_logprobs, LINEAR, changed, error, rf"\b{name}\b") for name, error, changed in LOGPROBS),
+    *((linear_logprobs, LINEAR | {"low_rank": terms}, {}, *rest) for terms, *rest in TERMS),
+    *((FusedLinearGRPOLoss(), HEAD | LOSS | {"low_rank": terms}, {}, *rest) for terms, *rest in TERMS),
+    *((linear_logprobs, LINEAR | {"weight_grad": total}, {}, error, f"weight_grad .*{message}")
+      for total, error, message in SUMS),
+    *((FusedLinearGRPOLoss("grpo", passes="one"), HEAD | LOSS, *row) for row in ONE_PASS),
+    *((FusedLinearGRPOLoss("grpo").reference_logps, HEAD, *row) for row in REFERENCE),
+    *((FusedLinearGRPOLoss("grpo", beta=0.1), GRPO, changed, error, rf"\b{name}") for name, error, changed in LOSSES),
+    *((grpo_loss_from_logits, POLICY, options, ValueError, message) for message, options in FROM_LOGITS),
+    *((linear_logprobs, TOKENS | {"targets": torch.zeros(15, 3).long()}, *row) for row in SEVERAL),
+    *((topk_divergence, TOKENS | LISTS, *row) for row in TOPK),
+    *((linear_divergence, TWO_HEADS | {"teacher_weight": torch.randn(131, 24)}, *row) for row in DIVERGENCE),
+    *((logits_logprobs, GIVEN, changed, error, rf"\b{name}\b")
+      for name, error, changed in LOGITS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "good", "changed", "error", "message"), REFUSED)
+def test_arguments_are_named_before_any_product(function, good, changed, error, message):
+    with Products() as products, pytest.raises(error, match=message):
+        function(**good | changed)
+    assert products.flops == 0
