@@ -231,14 +231,17 @@ def _divisor(name: str, value: Any, device: torch.device) -> Any:
     return value.detach().reshape(())
 
 
+# The columns that are keywords of a function. Made here, because torch.compile does not trace `fields`.
+KEYWORDS = tuple(f.name for f in fields(PolicyBatch) if f.name not in ("advantages", "completion_mask"))
+
+
 def batch_of(
     function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: dict[str, Any]
 ) -> PolicyBatch:
     """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and the other columns."""
-    known = [f.name for f in fields(PolicyBatch) if f.name not in ("advantages", "completion_mask")]
     for name in columns:
-        if name not in known:
-            raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(known)}")
+        if name not in KEYWORDS:
+            raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(KEYWORDS)}")
     if not isinstance(advantages, PolicyBatch):
         return PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
     doubled = [*(["mask"] if mask is not None else []), *columns]
