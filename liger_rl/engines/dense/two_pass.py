@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
-from liger_rl.engines.interface import Gradients, Head, Needs, with_gradient
+from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, with_gradient
 from liger_rl.engines.shape import BYTES_PER_TOKEN, HeadShape
 from liger_rl.engines.tiles import Tiles, plan_tiles, spans
 from liger_rl.kernels import epilogue_for, for_device, gemm, reference
@@ -69,7 +69,7 @@ def backward(
     *,
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
-    live, tokens = with_gradient(head.live, tokens, count)
+    live, tokens = with_gradient(head.live, tokens._replace(wanted=None), has_gradient(tokens), count)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return gradients(
         with_factor(head.gathered(options.compute_dtype, live), options), options, tokens, needs

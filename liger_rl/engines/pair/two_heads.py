@@ -19,7 +19,7 @@ from liger_rl.call.options import EngineOptions
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import OnePassPlan, Totals
-from liger_rl.engines.interface import Gradients, Head, Needs, picked_rows
+from liger_rl.engines.interface import Gradients, Head, Needs, with_gradient
 from liger_rl.engines.pair import for_device
 from liger_rl.engines.pair.products import KEPT_BYTES, KEPT_MOST_BYTES, PairProducts, Side, ValuesAndGradient
 from liger_rl.engines.pair.reference import (
@@ -188,27 +188,8 @@ def backward(
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
     """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
-    live, tokens = _with_gradient(pair.student.live, tokens, count)
+    live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient, count)
     return _gradients(pair, live, tokens, needs).of_all_tokens(live, pair.student)
-
-
-def _with_gradient(
-    live: TokenSelection, tokens: PairGradients, count: int | None
-) -> tuple[TokenSelection, PairGradients]:
-    """The live tokens whose gradient is not exactly zero. One host sync, unless `live` is a mask or `count` given."""
-    has_gradient = tokens.grad != 0
-    for grad in (tokens.grad_logps, tokens.grad_entropy):
-        has_gradient = has_gradient if grad is None else has_gradient | (grad != 0)
-    if live.mask is not None:
-        live = live.restricted(has_gradient)
-        assert live.mask is not None
-        here = live.mask
-        parts = PairGradients._make(None if part is None else torch.where(here, part, 0.0) for part in tokens)
-        # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
-        silent = {name: torch.where(here, getattr(tokens, name), torch.inf) for name in ("lse", "teacher_lse")}
-        return live, parts._replace(**silent)
-    picked = picked_rows(has_gradient, count)
-    return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
 def _gradients(pair: Pair, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
