@@ -17,7 +17,6 @@ from liger_rl.engines.pair.reference import (
     PairGradients,
     PairStatistics,
     Tile,
-    TileSums,
 )
 from liger_rl.engines.tiles import (
     MAX_CHUNK_TOKENS,
@@ -146,28 +145,22 @@ class PairProducts:
         most = min(WORKSPACE_BYTES[kind] // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
         return Tiles(chunk, min(whole_waves(chunk, most, device_programs(self.student.factor.device)), self.vocab))
 
-    def _fold(
-        self, part: slice, *, targets: bool, sums: TileSums | None = None, kept: KeptPair | None = None
-    ) -> PairFold:
-        """The fold of the tokens `part` over the vocabulary; `sums` and `kept` are written."""
+    def _fold(self, part: slice, *, targets: bool, kept: KeptPair | None = None) -> PairFold:
+        """The fold of the tokens `part` over the vocabulary; `kept` is written."""
         n, device, options = part.stop - part.start, self.student.factor.device, self.student.options
         tiles = self.epilogue.unwritten_tiles(
-            n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
+            n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets
         )
         columns = COPIED_BYTES // self.copied_bytes // BLOCK_VOCAB * BLOCK_VOCAB if self.copied_bytes else self.vocab
         for first, last in spans(self.vocab, max(columns, BLOCK_VOCAB)):
             self.epilogue.fold_pair(*self._tile(part, first, last), tiles, kept)
-        if sums is not None:
-            self.epilogue.write_tile_sums(tiles, self.measure, sums)
         return self.epilogue.merged(tiles, self.measure)
 
-    def fold(self, *, targets: bool, sums: TileSums | None) -> PairFold:
-        """The fold of all tokens; `sums` are written."""
-        folds = []
+    def fold(self, *, targets: bool) -> PairFold:
+        """The fold of all tokens."""
         # Twice as many tokens at a time if weights are copied, because each time copies both weights.
-        for start, stop in spans(self.student.factor.shape[0], MERGED_TOKENS * (2 if self.copied_bytes else 1)):
-            part = slice(start, stop)
-            folds.append(self._fold(part, targets=targets, sums=None if sums is None else sums.part(part, 0)))
+        parts = spans(self.student.factor.shape[0], MERGED_TOKENS * (2 if self.copied_bytes else 1))
+        folds = [self._fold(slice(*part), targets=targets) for part in parts]
         return PairFold._make(None if part[0] is None else torch.cat(part) for part in zip(*folds, strict=True))
 
     def values_and_gradient(self, part: slice, *, targets: bool) -> ValuesAndGradient:

@@ -24,14 +24,12 @@ from liger_rl.engines.pair import for_device
 from liger_rl.engines.pair.products import KEPT_BYTES, KEPT_MOST_BYTES, PairProducts, Side, ValuesAndGradient
 from liger_rl.engines.pair.reference import (
     MIXTURE,
-    TILE_VOCAB,
     Measure,
     MixtureSums,
     PairFold,
     PairGradients,
     PairStatistics,
     PairTile,
-    TileSums,
 )
 from liger_rl.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
 from liger_rl.kernels import for_device as kernels_of_all_heads
@@ -66,39 +64,27 @@ class Pair(NamedTuple):
 PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileSums | None]:
-    """Statistics of every token that counts; if `bounded`, also the sums over tiles from which bounds are made.
-
-    There are no such sums if a chunk is named, under the student's softcap, with a low-rank term and with a sharded
-    vocabulary.
-    """
+def forward(pair: Pair) -> PairStatistics:
+    """Statistics of every token that counts."""
     student, teacher = pair.sides(pair.student.live)
-    measure, options, shard = pair.measure, pair.options, pair.student.shard
+    measure, shard = pair.measure, pair.student.shard
     n, device = student.factor.shape[0], student.factor.device
-    kernels, tile_sums = for_device(device), None
-    bounded = bounded and not options.names_chunk and options.transform.softcap is None
-    if bounded and student.low_rank is None and shard is None:
-        tile_sums = TileSums.unwritten(n, pair.vocab, device, measure)
-
-    def sums_of(part: slice, first: int) -> TileSums | None:
-        return None if tile_sums is None else tile_sums.part(part, first)
 
     def over_ranks(state: PairFold) -> PairFold:
         return state if shard is None else state.over_ranks(measure, shard.maximum, shard.total)
 
     products = None if measure.kind == MIXTURE else PairProducts.of(student, teacher, pair.vocab, measure)
     if products is not None:
-        state = over_ranks(products.fold(targets=pair.targets, sums=tile_sums))
-        return PairStatistics.of(state, measure), tile_sums
-    state = PairFold.start(n, device, measure, entropy=options.entropy, targets=pair.targets)
+        return PairStatistics.of(over_ranks(products.fold(targets=pair.targets)), measure)
+    state = PairFold.start(n, device, measure, entropy=pair.options.entropy, targets=pair.targets)
     sums = MixtureSums.start(state.peak) if measure.kind == MIXTURE else None
     tokens = _whole_rows(pair, student, teacher)
     if sums is not None and tokens is not None:
         for part in (slice(*span) for span in spans(n, tokens)):
-            _fold_whole_rows(pair, student, teacher, part, state.take(part), sums.take(part), sums_of(part, 0))
-        return PairStatistics.of(state, measure).with_sums(measure, sums), tile_sums
+            _fold_whole_rows(pair, student, teacher, part, state.take(part), sums.take(part))
+        return PairStatistics.of(state, measure).with_sums(measure, sums)
 
-    tiles = _tiles(pair, n, whole=tile_sums is not None)
+    kernels, tiles = for_device(device), _tiles(pair, n)
 
     def sweep(step: Callable[[PairTile, slice], None]) -> None:
         for first, last in spans(pair.vocab, tiles.vocab):
@@ -107,17 +93,12 @@ def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileS
                 # No name for the tiles, so that they are freed before the next ones are allocated.
                 step(_pair_tile(student, teacher, part, factors, first, measure), part)
 
-    sweep(lambda tile, part: kernels.fold_pair(tile, state.take(part), sums_of(part, tile.first)))
+    sweep(lambda tile, part: kernels.fold_pair(tile, state.take(part)))
     known = PairStatistics.of(over_ranks(state), measure)
-    if sums is not None:
-        norms = known.lse, known.teacher_lse
-
-        def mix(tile: PairTile, part: slice) -> None:
-            kernels.mix_pair(tile, *(norm[part] for norm in norms), sums.take(part), sums_of(part, tile.first))
-
-        sweep(mix)
-        known = known.with_sums(measure, sums if shard is None else MixtureSums(*shard.total(torch.stack(sums))))
-    return known, tile_sums
+    if sums is None:
+        return known
+    sweep(lambda tile, part: kernels.mix_pair(tile, known.lse[part], known.teacher_lse[part], sums.take(part)))
+    return known.with_sums(measure, sums if shard is None else MixtureSums(*shard.total(torch.stack(sums))))
 
 
 def _pair_tile(
@@ -134,16 +115,15 @@ def _fold_whole_rows(
     part: slice,
     state: PairFold,  # of the tokens `part`, updated
     sums: MixtureSums | None,  # updated; None unless for a mixture
-    tile_sums: TileSums | None = None,  # written
 ) -> PairTile:
     """-> the float32 rows of both heads over the whole vocabulary, which take both steps of a mixture."""
     tiles = student.whole_tile(part, pair.vocab), teacher.whole_tile(part, pair.vocab)
     tile = PairTile(*tiles, student.rows.targets[part], 0, pair.measure)
     kernels = for_device(student.factor.device)
-    kernels.fold_pair(tile, state, tile_sums)
+    kernels.fold_pair(tile, state)
     if sums is not None:
         norms = state.peak + state.sum_exp.log(), state.teacher_peak + state.teacher_sum_exp.log()
-        kernels.mix_pair(tile, *norms, sums, tile_sums)
+        kernels.mix_pair(tile, *norms, sums)
     return tile
 
 
@@ -160,15 +140,11 @@ def _bytes_per_logit(device: torch.device) -> int:
     return 8 if compiles(device) else 48
 
 
-def _tiles(pair: Pair, tokens: int, *, bytes_per_gradient: int = 0, whole: bool = False) -> Tiles:
-    """Tiles of both heads; `whole`: with a width that is a multiple of TILE_VOCAB, for `TileSums`."""
+def _tiles(pair: Pair, tokens: int, *, bytes_per_gradient: int = 0) -> Tiles:
     device = pair.student.hidden.device
     hidden_size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
     bytes_per_logit = _bytes_per_logit(device) + bytes_per_gradient
-    tiles = plan_tiles(tokens, pair.vocab, hidden_size, device, pair.options, bytes_per_logit=bytes_per_logit)
-    if not whole or tiles.vocab == pair.vocab:
-        return tiles
-    return tiles._replace(vocab=max(tiles.vocab // TILE_VOCAB, 1) * TILE_VOCAB)
+    return plan_tiles(tokens, pair.vocab, hidden_size, device, pair.options, bytes_per_logit=bytes_per_logit)
 
 
 def _whole_rows(pair: Pair, student: Side, teacher: Side) -> int | None:
@@ -184,11 +160,9 @@ def backward(
     pair: Pair,
     tokens: PairGradients,  # of the tokens that count
     needs: Needs,
-    *,
-    count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
     """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
-    live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient, count)
+    live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient)
     return _gradients(pair, live, tokens, needs).of_all_tokens(live, pair.student)
 
 
@@ -246,7 +220,7 @@ def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[P
         del tile
         statistics.append(known)
     if not statistics:
-        return forward(pair)[0], totals.finish()
+        return forward(pair), totals.finish()
     joined = PairStatistics._make(
         None if parts[0] is None else torch.cat(parts) for parts in zip(*statistics, strict=True)
     )
