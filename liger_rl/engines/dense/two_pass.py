@@ -92,9 +92,7 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
 
     The epilogue reads the whole weight. A low-rank term is joined to the weight only tile by tile, so it needs tiles.
     """
-    unrestricted = (
-        not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
-    )
+    unrestricted = not options.names_chunk and rows.low_inputs is None and rows.temperatures is None
     return epilogue_for(rows.hidden, rows.weight) if unrestricted else None
 
 
@@ -129,11 +127,11 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
-def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
+def invariant(rows: Head, options: EngineOptions, *, in_tiles: bool = False) -> tuple[Head, EngineOptions]:
     """With `batch_invariant`, rows and tiles for which each token's statistics depend only on its own row and the head.
 
-    They are then the same bit for bit in every batch. Without `batch_invariant`, returns `with_factor(rows)` and the
-    same options.
+    They are then the same bit for bit in every batch. Without `batch_invariant`, returns the same options, and rows
+    with the weight that a fold in an epilogue reads. `in_tiles`: the fold makes tiles of logits in any case.
 
     A sum of floats depends on its order. Libraries choose the order of a product's sums by its shape, so by the number
     of tokens. We fix the shape:
@@ -145,9 +143,9 @@ def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
     tests shuffle rows to check that; numpy's OpenBLAS, for example, does not.
     """
     if not options.batch_invariant:
-        return with_factor(rows, options), options
-    weight, padded = rows.weight, with_factor(_padded_rows(rows, MIN_TOKENS), options)
-    if fold_epilogue(padded, options) is None:
+        return rows if in_tiles else with_factor(rows, options), options
+    weight, padded = rows.weight, rows if in_tiles else with_factor(_padded_rows(rows, MIN_TOKENS), options)
+    if in_tiles or fold_epilogue(padded, options) is None:
         padded = _padded_rows(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
         unchunked = replace(options, chunk_tokens=None, chunk_vocab=None)

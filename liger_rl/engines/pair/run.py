@@ -22,8 +22,9 @@ from liger_rl.engines.dense.one_pass import WithGradients
 from liger_rl.engines.graphs import outside_of_graphs
 from liger_rl.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.engines.pair import two_heads as engine
+from liger_rl.engines.pair.products import Pair
 from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
-from liger_rl.engines.pair.two_heads import Pair, PairGradientsOf
+from liger_rl.engines.pair.two_heads import PairGradientsOf
 from liger_rl.engines.run import head_of, mask_selection, start_selection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import LogitTransform
@@ -232,7 +233,8 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
     with shared_errors(global_call.vocab_parallel, global_call.weight, *tokens):
         global_call.check_before_gather()
         call = localized(global_call).with_ids()
-    with _whole(call.options.gather, call.weight, call.bias, call.teacher_weight, call.teacher_bias):
+    gather = call.options.gather
+    with whole_head(gather, call.weight, call.bias), whole_head(gather, call.teacher_weight, call.teacher_bias):
         entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
         if call.vocab_parallel is not None:
             shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=global_call.weight)
@@ -335,7 +337,7 @@ def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | No
     """The loss (), which has no gradient, with the gradients that `in_one_pass` made."""
     if gradients is None:
         return loss
-    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
+    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients)[0]
 
 
 def _results(statistics: PairStatistics) -> tuple[Tensor | None, ...]:
@@ -348,15 +350,6 @@ def _spread(call: DivergenceCall, pair: Pair, values: Sequence[Tensor | None]) -
     divergence, *other_values = (None if value is None else live.spread(value, shape) for value in values)
     assert divergence is not None
     return Divergence(divergence, *other_values)
-
-
-@contextmanager
-def _whole(
-    gather: Gather | None, weight: Tensor, bias: Tensor | None, teacher_weight: Tensor, teacher_bias: Tensor | None
-) -> Iterator[None]:
-    """A context in which both heads are whole, if they are sharded outside of it."""
-    with whole_head(gather, weight, bias), whole_head(gather, teacher_weight, teacher_bias):
-        yield
 
 
 def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None, *, selects: bool) -> tuple[Head, Head, int]:
@@ -392,7 +385,8 @@ def _backward(
     teacher_hidden, teacher_weight, teacher_bias = saved[6:9]
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, student.targets, student.live)
     pair = Pair(student, teacher, *rest_of_pair)
-    gathered = _whole(pair.options.gather, student.weight, student.bias, teacher.weight, teacher.bias)
-    with gemm.without_autocast(student.hidden.device), gathered:
+    whole = whole_head(pair.options.gather, student.weight, student.bias)
+    whole_teacher = whole_head(pair.options.gather, teacher.weight, teacher.bias)
+    with gemm.without_autocast(student.hidden.device), whole, whole_teacher:
         tokens = PairGradients.of(PairStatistics._make(saved[9:]), *grads)
         return engine.backward(pair, tokens, needs)
