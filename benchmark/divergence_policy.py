@@ -1,6 +1,6 @@
 """Divergence of a trained model from what it was before, beside TRL's op: `python -m benchmark.divergence_policy`.
 
-The model of
+What a tolerance saves depends on how sure a student is, and on where it differs from its teacher. The model of
 `benchmark.real_policy` is trained for `--minutes`. It is the teacher, and the student is itself after EARLIER of that
 time, both on held-out text and at each of TEMPERATURES, by which their hidden states are divided. Reading the text and
 learning the vocabulary take a minute more.
@@ -11,6 +11,7 @@ trained for `--minutes` on windows of the text that the contexts are taken from.
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from torch import Tensor
 
 from benchmark import exact_kl, pretrained, real_policy
 from benchmark.command import parser_of, write
-from benchmark.divergence import COLUMNS, WAYS, Gold, in_float64, measure
+from benchmark.divergence import COLUMNS, WAYS, Gold, Way, in_float64, measure
 from benchmark.environment import describe
 from benchmark.pairs import GOLD_TOKENS, Heads
-from benchmark.table import environment_line, markdown_table
+from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import linear_divergence
+from liger_rl.engines.sparse import lists
 
 PREFIX = "divergence-policy-"
 TEMPERATURES = (1.0, 0.6)
@@ -63,8 +65,33 @@ def pretrained_pair(folder: Path, name: str, minutes: float, device: str) -> Hea
     return Heads(*student, *teacher)
 
 
+def _tolerance(grad_tolerance: float) -> Way:
+    def way(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
+        found = linear_divergence(*heads, kind=kind, grad_tolerance=grad_tolerance).divergence
+        return found, (found * factors).sum()
+
+    return way
+
+
+def kept_share(way: Way, heads: Heads, kind: str) -> float | None:
+    """Of the parts of the gradient of a mean; None where nothing was chosen."""
+    found, plan_parts = [], lists.plan_parts
+
+    def recorded(*given: Any) -> lists.Kept:
+        found.append(plan_parts(*given))
+        return found[-1]
+
+    lists.plan_parts = recorded
+    try:
+        hidden = heads.hidden.detach().requires_grad_()
+        way(heads._replace(hidden=hidden), kind, torch.ones_like(hidden[:, 0], dtype=torch.float32))[1].backward()
+    finally:
+        lists.plan_parts = plan_parts
+    return found[0].share if found else None
+
+
 def gold_of_all(heads: Heads, kind: str) -> Gold:
-    """Errors of all tokens."""
+    """Errors of all tokens: how much of the gradient may be left out differs from token to token."""
     rows = torch.arange(heads.hidden.shape[0], device=heads.hidden.device)
     values, grads_hidden, grad_weight = [], [], torch.zeros((), dtype=torch.float64, device=rows.device)
     for part in rows.split(GOLD_TOKENS):
@@ -96,16 +123,18 @@ def _about(heads: Heads, temperature: float) -> dict[str, Any]:
 
 
 def rows_of(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
+    ways = WAYS | {f"liger_rl, {name}": partial(_tolerance, float(name)) for name in ("3e-4", "1e-3")}
     for temperature in TEMPERATURES:
         heads = _at(pair, temperature)
         about = _about(heads, temperature)
         for kind in KINDS:
             gold, floor = gold_of_all(heads, kind), None
-            for name, make in WAYS.items():
+            for name, make in ways.items():
                 row = measure(make, heads, kind, device, gold)
                 if row["status"] == "ok":
                     floor = floor or (row["step_ms"] if name == "TRL" else None)
                     row["x_trl"] = floor and row["step_ms"] / floor
+                    row["kept_share"] = kept_share(make(), heads, kind)
                 yield {**about, "kind": kind, "variant": name, **row}
 
 
@@ -117,15 +146,16 @@ def penalty_rows(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
             yield {**about, **row}
 
 
+WITH_KEPT: Columns = COLUMNS | {"kept": number("kept_share", ".1%")}
+
+
 def markdown(results: dict[str, Any]) -> str:
     def of(row: dict[str, Any], what: str) -> str:
         return what.format(f"entropy {row['entropy']:.1f} nats, KL {row['divergence']:.2f}")
 
-    lines = [
-        (of(row, f"{row['kind']}, {{}}: {row['variant']}"), row) for row in results["rows"] if row["variant"] in WAYS
-    ]
+    lines = [(of(row, f"{row['kind']}, {{}}: {row['variant']}"), row) for row in results["rows"]]
     losses = [(of(row, f"{exact_kl.label(row)}, {{}}"), row) for row in results.get("penalties", ())]
-    parts = [environment_line(results["environment"], ("trl",)), markdown_table(COLUMNS, lines)]
+    parts = [environment_line(results["environment"], ("trl",)), markdown_table(WITH_KEPT, lines)]
     return "\n\n".join([*parts, *([markdown_table(exact_kl.COLUMNS, losses)] if losses else [])]) + "\n"
 
 

@@ -71,8 +71,8 @@ def linear_divergence(
             DTensor weight needs none; the teacher's is then over the same ranks, or this rank's rows.
         options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
             student's, `teacher_transform` the teacher's; both have one temperature. `vocab` is the number of rows of
-            both weights that count: padding after them gets no probability and a gradient of 0. `gather` is called for
-            each head.
+            both weights that count: padding after them gets no probability and a gradient of 0. A grad_tolerance of
+            "auto" is exact here. `gather` is called for each head.
 
     Returns:
         Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable. A

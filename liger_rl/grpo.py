@@ -55,8 +55,7 @@ class FusedLinearGRPOLoss(nn.Module):
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
-            kl_estimator="exact" with beta > 0 needs a `reference` in the call, and excludes batch_invariant and a
-            grad_tolerance.
+            kl_estimator="exact" with beta > 0 needs a `reference` in the call, and excludes batch_invariant.
 
     Raises:
         ValueError: an unknown loss_type or option (the message lists the known ones), a missing option, a bad value.

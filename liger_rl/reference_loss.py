@@ -115,6 +115,8 @@ def loss_with_reference(
             measure=measure_of("reverse_kl", BETA),
             vocab=reference.vocab,
             options=options,
+            # With an entropy bonus the gradient is exact, so the forward need not keep sums of tiles.
+            auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0,
             teacher_name="reference.",
             targets_name=head_call.targets_name,
         )

@@ -384,7 +384,7 @@ def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
 
 
 def test_a_trained_pair_of_heads(recipe, monkeypatch):
-    """Of a model and itself a step earlier."""
+    """Of a model and itself a step earlier. On CPU a tolerance computes the exact gradient, and nothing is kept."""
     from benchmark import divergence_policy, real_policy
 
     monkeypatch.setattr(real_policy, "TOY", recipe)
@@ -392,14 +392,19 @@ def test_a_trained_pair_of_heads(recipe, monkeypatch):
     monkeypatch.setattr(divergence_policy, "TEMPERATURES", (0.6,))
     pair = divergence_policy.make_pair(1e-3, "cpu")
     rows = list(divergence_policy.rows_of(pair, "cpu"))
-    assert [row["variant"] for row in rows] == ["TRL", "liger_rl", "liger_rl, one pass"]
+    assert [row["variant"] for row in rows] == [
+        "TRL",
+        *(f"liger_rl{x}" for x in ("", ", one pass", ", 3e-4", ", 1e-3")),
+    ]
     ours = [row for row in rows if row["variant"].startswith("liger_rl")]
     assert all(row["grad_hidden_error"] < 6e-3 and row["grad_weight_error"] < 2e-3 for row in ours)
     assert all(row["divergence"] > 0 for row in ours)
+    assert [row["kept_share"] for row in ours] == [None] * 4
     penalties = list(divergence_policy.penalty_rows(pair, "cpu"))
     assert [row["x_k3"] == 1.0 for row in penalties] == [True, False] * 2
     _check_penalties(penalties)
     found = divergence_policy.markdown({"environment": ENVIRONMENT, "rows": rows, "penalties": penalties})
+    assert "kept" in found
     assert "a loss with exact, one pass" in found
 
 

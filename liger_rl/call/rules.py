@@ -2,10 +2,10 @@
 
 FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
+IN_FORWARD = "one pass makes the gradient before it is known which parts of it are negligible"
 CHUNK = "a chunk of one pass holds the whole vocabulary"
 TWO_HEADS = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
-    "grad_tolerance": "the gradient of a divergence is exact",
 }
 # Feature -> option that must keep its default with the feature -> why. A grad_tolerance must be 0 or "auto".
 NOT_TOGETHER: dict[str, dict[str, str]] = {
@@ -37,6 +37,7 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
     # Two heads, whose gradients are made in the forward.
     "with token_weights": {
         "fixed_shape": "the host has to know which rows make a chunk",
+        "grad_tolerance": IN_FORWARD,
         "chunk_vocab": CHUNK,
     },
     "with two heads": TWO_HEADS

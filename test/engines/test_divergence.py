@@ -316,7 +316,7 @@ BAD = [
     ({"beta": 0.3}, ValueError, 'beta is an option of kind="jsd" alone'),
     ({"vocab": 132}, ValueError, "vocab must be at most the 131"),
     ({"vocab": 0}, ValueError, "vocab must be at least 1"),
-    ({"grad_tolerance": 0.1}, TypeError, "takes no grad_tolerance"),
+    ({"grad_tolerance": 1.0}, ValueError, "grad_tolerance must be in"),
     ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
     ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),

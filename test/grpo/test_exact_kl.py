@@ -26,7 +26,8 @@ from liger_rl import (
     reference_loss,
 )
 from liger_rl.engines.pair import two_heads as engine
-from loss_calls import HIDDEN, VOCAB, Batch, batch, loss_of
+from loss_calls import HIDDEN, VOCAB, Batch, batch, error, loss_of
+from tolerances import interpret, recorded_plans
 
 BETA = 0.3
 
@@ -291,6 +292,38 @@ def test_given_log_probabilities():
         ppo_loss_fn(logps, given, PPOClip(), TokenMean(), kl=penalty, exact_kl=kl[0])
 
 
+def test_a_tolerance(monkeypatch):
+    """Of a sure policy near its reference, in the interpreter: the gradients are as near as it says."""
+    skip_without_interpreter()
+    interpret(monkeypatch)
+    plans = recorded_plans(monkeypatch)
+    data, _ = heads(dtype=torch.float16)
+    hidden = 12.0 * data.head.weight[data.head.targets] + 0.3 * data.head.hidden
+    data = data._replace(head=data.head._replace(hidden=hidden))
+    weight, bias = data.head.weight, data.head.bias
+    reference = ReferenceHead(hidden=hidden + 0.1 * torch.randn_like(hidden), weight=weight, bias=bias)
+    truth = exact(data, reference)
+    for tolerance, passes in ((0.0, "two"), (1e-1, "two"), (1e-1, "auto")):
+        found = step(module(grad_tolerance=tolerance, passes=passes), data, reference)
+        assert math.isclose(found[1]["kl_ref"], truth[1]["kl_ref"], rel_tol=1e-3)
+        for name in ("hidden", "weight", "bias"):
+            assert error(found[2][name], truth[2][name]) <= 3 * tolerance + 2e-3
+    assert [plan.pays for plan in plans] == [True, True]
+
+
+@pytest.mark.parametrize(("entropy_coef", "dtype"), [(0.0, torch.float16), (0.1, torch.float16), (0.0, torch.float32)])
+def test_the_default_tolerance(entropy_coef, dtype, monkeypatch):
+    """In the interpreter. With a bonus, whose gradient is exact, none is planned, nor with a weight that is copied for
+    its products."""
+    skip_without_interpreter()
+    interpret(monkeypatch)
+    plans = recorded_plans(monkeypatch)
+    data, reference = heads(dtype=dtype, rows=2)
+    with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+        step(module(passes="two", entropy_coef=entropy_coef), data, reference)
+    assert len(plans) == (entropy_coef == 0.0 and dtype == torch.float16)
+
+
 def test_a_target_that_is_far_below_under_a_softcap(monkeypatch):
     """20 nats below the likeliest id, where what one pass keeps of either head underflows."""
     skip_without_interpreter()
@@ -319,10 +352,7 @@ def test_without_beta_nothing_is_asked_for():
     assert "kl_ref" not in step(loss, data, None)[1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"importance_weighted": True}, {"batch_invariant": True}, {"grad_tolerance": 0.1}, {"kl_estimator": "k4"}],
-)
+@pytest.mark.parametrize("options", [{"importance_weighted": True}, {"batch_invariant": True}, {"kl_estimator": "k4"}])
 def test_bad_options(options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))} must be .*exact"):
         FusedLinearGRPOLoss(**{"beta": 0.1, "kl_estimator": "exact", **options})
@@ -343,6 +373,7 @@ BAD_CALLS = [
     ({}, {"loss_type": "gspo", "passes": "one"}, 'passes="one" needs an objective'),
     ({}, {"fixed_shape": True, "passes": "one"}, 'passes="one" needs fixed_shape'),
     ({}, {"chunk_vocab": 64, "passes": "one"}, 'passes="one" needs chunk_vocab = None'),
+    ({}, {"grad_tolerance": 1e-3, "passes": "one"}, 'passes="one" needs grad_tolerance = 0.0'),
     ({}, {"kl_estimator": "k3"}, 'reference must be None without kl_estimator="exact"'),
 ]
 

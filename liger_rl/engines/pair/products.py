@@ -23,6 +23,7 @@ from liger_rl.engines.pair.reference import (
     PairStatistics,
     PairTile,
     Tile,
+    TileSums,
 )
 from liger_rl.engines.tiles import (
     MAX_CHUNK_TOKENS,
@@ -161,17 +162,23 @@ class PairRows:
         fold = PairFold.start(count, self.device, self.measure, entropy=options.entropy, targets=targets)
         return fold, MixtureSums.start(fold.peak) if self.measure.kind == MIXTURE else None
 
-    def fold_whole(self, part: slice, state: PairFold, sums: MixtureSums | None) -> PairTile:
-        """Add the tokens `part` over the whole vocabulary to `state` and `sums` of these tokens.
-
-        -> float32 rows of both heads, which take both steps of a mixture.
-        """
+    def whole_tile(self, part: slice) -> PairTile:
+        """The tokens' float32 rows of both heads over the whole vocabulary."""
         tiles = self.student.whole_tile(part, self.vocab), self.teacher.whole_tile(part, self.vocab)
-        tile = PairTile(*tiles, self.targets[part], 0, self.measure)
-        self.kernels.fold_pair(tile, state)
+        return PairTile(*tiles, self.targets[part], 0, self.measure)
+
+    def fold_whole(
+        self, part: slice, state: PairFold, sums: MixtureSums | None, tile_sums: TileSums | None = None
+    ) -> PairTile:
+        """Add the tokens `part` over the whole vocabulary to `state` and `sums` of these tokens; write `tile_sums`.
+
+        -> the `whole_tile`, which takes both steps of a mixture.
+        """
+        tile = self.whole_tile(part)
+        self.kernels.fold_pair(tile, state, tile_sums)
         if sums is not None:
             norms = state.peak + state.sum_exp.log(), state.teacher_peak + state.teacher_sum_exp.log()
-            self.kernels.mix_pair(tile, *norms, sums)
+            self.kernels.mix_pair(tile, *norms, sums, tile_sums)
         return tile
 
     def tile_gradient(self, tile: PairTile, tokens: PairGradients) -> Tensor:
@@ -212,22 +219,24 @@ class PairRows:
         """-> dL/dlogits (n, v) of the student for tokens `part` and entries `first` to `last` - 1, in compute_dtype."""
         return epilogue.grad_pair(*self._factors(part, first, last), tokens)
 
-    def fold(self, epilogue: ModuleType) -> PairFold:
-        """The fold of all tokens."""
+    def fold(self, epilogue: ModuleType, tile_sums: TileSums | None) -> PairFold:
+        """The fold of all tokens; `tile_sums` are written."""
         # Twice as many tokens at a time if weights are copied, because each time copies both weights.
-        parts = spans(self.count, MERGED_TOKENS * (2 if self.copied_bytes else 1))
-        folds = [self._fold(epilogue, slice(*part), None) for part in parts]
+        parts = (slice(*span) for span in spans(self.count, MERGED_TOKENS * (2 if self.copied_bytes else 1)))
+        folds = [self._fold(epilogue, part, tile_sums, None) for part in parts]
         return PairFold._make(None if part[0] is None else torch.cat(part) for part in zip(*folds, strict=True))
 
-    def _fold(self, epilogue: ModuleType, part: slice, kept: KeptPair | None) -> PairFold:
-        """The fold of the tokens `part` over the vocabulary; `kept` is written."""
+    def _fold(self, epilogue: ModuleType, part: slice, tile_sums: TileSums | None, kept: KeptPair | None) -> PairFold:
+        """The fold of the tokens `part` over the vocabulary; `kept` and their rows of `tile_sums` are written."""
         tiles = epilogue.unwritten_tiles(
             part.stop - part.start, self.vocab, self.device, self.measure,
-            entropy=self.pair.options.entropy, targets=self.pair.targets,
+            entropy=self.pair.options.entropy, targets=self.pair.targets, squares=tile_sums is not None,
         )  # fmt: skip
         columns = COPIED_BYTES // self.copied_bytes // BLOCK_VOCAB * BLOCK_VOCAB if self.copied_bytes else self.vocab
         for first, last in spans(self.vocab, max(columns, BLOCK_VOCAB)):
             epilogue.fold_pair(*self._factors(part, first, last), tiles, kept)
+        if tile_sums is not None:
+            epilogue.write_tile_sums(tiles, self.measure, tile_sums.part(part, 0))
         return epilogue.merged(tiles, self.measure)
 
     def kept_rows(self, epilogue: ModuleType, part: slice) -> ValuesAndGradient:
@@ -236,7 +245,7 @@ class PairRows:
 
         options, measure = self.pair.options, self.measure
         kept = KeptPair.empty(part.stop - part.start, self.vocab, self.device)
-        known = PairStatistics.of(self._fold(epilogue, part, kept), measure)
+        known = PairStatistics.of(self._fold(epilogue, part, None, kept), measure)
         if measure.kind != FORWARD:
             sums = kept_triton.sum_kept(kept, measure, known.lse, known.teacher_lse)
             if known.divergence is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_rl.call.checks import check_count, check_dense, check_device, check_floating, check_head, check_transform
 from liger_rl.call.dtensors import localized, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
-from liger_rl.call.options import IDENTITY, Gather, HeadOptions, resolved
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
 from liger_rl.call.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
@@ -21,9 +21,10 @@ from liger_rl.engines.autograd import EngineFunction
 from liger_rl.engines.dense.one_pass import WithGradients
 from liger_rl.engines.graphs import outside_of_graphs
 from liger_rl.engines.interface import Gradients, Head, Needs, whole_head
+from liger_rl.engines.pair import certified
 from liger_rl.engines.pair import two_heads as engine
 from liger_rl.engines.pair.products import Pair
-from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
+from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics, TileSums
 from liger_rl.engines.pair.two_heads import PairGradientsOf
 from liger_rl.engines.run import head_of, mask_selection, start_selection
 from liger_rl.kernels import gemm
@@ -56,6 +57,7 @@ class DivergenceKeywords(TypedDict, total=False):
     vocab: int | None
     transform: LogitTransform
     entropy: bool
+    grad_tolerance: Tolerance
     compute_dtype: torch.dtype | None
     gather: Gather | None
     chunk_tokens: int | None
@@ -127,6 +129,8 @@ class DivergenceCall(HeadCall):
     token_weights: Tensor | None = None  # (B, T) or (N,)
     # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
+    # Whether a tolerance of "auto" is more than 0 if products have the epilogue.
+    auto_tolerance: bool = False
     teacher_name: str = "teacher_"  # the caller's prefix of the teacher's names, for messages
 
     @property
@@ -245,9 +249,14 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         vocab = call.entries(entries, teacher_entries)
         returns_logps = global_call.targets is not None
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
-        options = resolved(call.options, dtype, grad_tolerance=0.0)
+        options = resolved(call.options, dtype)
+        # Kernels of kept parts read weights in the products' dtype, without a copy.
+        as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        yield call, Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps)
+        pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps)
+        if not (call.auto_tolerance and as_they_are and pair.epilogue_applies(student.live.count)):
+            pair = pair._replace(options=replace(options, grad_tolerance=call.options.named_tolerance))
+        yield call, pair
 
 
 def divergence_of(global_call: DivergenceCall) -> Divergence:
@@ -268,12 +277,13 @@ def _divergence_of(global_call: DivergenceCall) -> Divergence:
 
 def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
     student = pair.student
+    bounded = student.wants_gradient and pair.options.grad_tolerance > 0 and certified.applies(pair)
     with torch.no_grad(), gemm.without_autocast(call.hidden.device):
-        statistics = engine.forward(pair)
+        statistics, tile_sums = engine.forward(pair, bounded=bounded)
     values = _results(statistics)
     if student.wants_gradient:
         known = statistics._replace(divergence=None, teacher_logps=None)  # the backward does not read them
-        saved = student.targets, *pair.teacher[:3], *known
+        saved = student.targets, *pair.teacher[:3], *known, *(tile_sums or ())
         backward = partial(_backward, student[6:], pair[2:])
         values = EngineFunction.apply(*student.differentiable, values, 3, saved, backward)
     return _spread(call, pair, values)
@@ -286,7 +296,7 @@ def in_one_pass(call: DivergenceCall, pair: Pair, gradients_of: PairGradientsOf)
         if any(needs):
             statistics, gradients = engine.one_pass(pair, gradients_of, needs)
         else:
-            statistics = engine.forward(pair)
+            statistics, _ = engine.forward(pair)
     return _spread(call, pair, _results(statistics)), gradients
 
 
@@ -381,12 +391,12 @@ def _backward(
     """The backward of `EngineFunction`. It enters `options.gather` once for each head."""
     if all(grad is None for grad in grads):
         return Gradients()
-    student = Head(*saved[:6], *rest_of_student)
+    student, end = Head(*saved[:6], *rest_of_student), 9 + len(PairStatistics._fields)
     teacher_hidden, teacher_weight, teacher_bias = saved[6:9]
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, student.targets, student.live)
     pair = Pair(student, teacher, *rest_of_pair)
     whole = whole_head(pair.options.gather, student.weight, student.bias)
     whole_teacher = whole_head(pair.options.gather, teacher.weight, teacher.bias)
     with gemm.without_autocast(student.hidden.device), whole, whole_teacher:
-        tokens = PairGradients.of(PairStatistics._make(saved[9:]), *grads)
-        return engine.backward(pair, tokens, needs)
+        tokens = PairGradients.of(PairStatistics._make(saved[9:end]), *grads)
+        return certified.backward(pair, TileSums._make(saved[end:]) if saved[end:] else None, tokens, needs)

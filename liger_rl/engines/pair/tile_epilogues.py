@@ -133,6 +133,7 @@ def fold_pair_tile(
         tl.store(tops.peaks + at, peak, mask=live)
         tl.store(tops.teacher_peaks + at, top, mask=live)
     total, teacher_total, gap, moment = 0.0, 0.0, 0.0, 0.0
+    sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         a = part_of(z, part, PARTS) - peak[:, None]
         b = part_of(t, part, PARTS) - top[:, None]
@@ -145,7 +146,13 @@ def fold_pair_tile(
         if KIND == FORWARD:
             gap -= tl.sum(_weighted(y, a - b, BANS), 1)
         elif KIND == REVERSE:
-            gap += tl.sum(_weighted(x, a - b, BANS), 1)
+            weighted = _weighted(x, a - b, BANS)
+            gap += tl.sum(weighted, 1)
+        if tiles.xx is not None:
+            of_y = y if KIND == FORWARD else weighted
+            sum_xx += tl.sum(x * x, 1)
+            sum_xy += tl.sum(x * of_y, 1)
+            sum_yy += tl.sum(of_y * of_y, 1)
         if tops.peaks is not None:
             store(larger_out, first_token, first + part * WIDTH, tl.maximum(x, y))
             store(gaps, first_token, first + part * WIDTH, a - b)
@@ -155,6 +162,10 @@ def fold_pair_tile(
         tl.store(tiles.moment + place, moment, mask=live)
     if tiles.gap is not None:
         tl.store(tiles.gap + place, gap, mask=live)
+    if tiles.xx is not None:
+        tl.store(tiles.xx + place, sum_xx, mask=live)
+        tl.store(tiles.xy + place, sum_xy, mask=live)
+        tl.store(tiles.yy + place, sum_yy, mask=live)
 
 
 @triton.jit
