@@ -128,12 +128,11 @@ def loss_in_one_pass(
         return with_gradients(prepare().take(positions), logps, entropy)[1:]
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
-    head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)
+    head = Head(hidden, call.weight, call.bias, None, None, ids, live)
     gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
     values = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
     loss, metrics = results[0] if results else evaluate(prepare(), *spread(values.logps, values.entropy))
-    inputs = call.hidden, call.weight, call.bias
-    loss, _ = WithGradients.apply(loss.detach(), *inputs, values.gradients, values.deferred, call.weight_grad)
+    loss, _ = WithGradients.apply(loss.detach(), call.hidden, call.weight, call.bias, values.gradients)
     return PolicyLoss(loss, metrics)
 
 

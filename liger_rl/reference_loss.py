@@ -105,7 +105,7 @@ def loss_with_reference(
             targets_name=head_call.targets_name,
         )
         local_call.check_before_gather()
-        lacking = one_pass_lacks(local_call, terms, local_call.check()[0])
+        lacking = one_pass_lacks(local_call, terms, local_call.check_tensors())
         if passes == "one" and lacking is not None:
             raise ValueError(f'passes="one" needs {lacking}')
         columns = terms.check(batch, ids.shape, ids.device)

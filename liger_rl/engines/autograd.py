@@ -1,7 +1,9 @@
-"""Runs an engine on a head. If a gradient is needed, the values come out of one autograd Function, `LinearLogProbs`."""
+"""Runs an engine on a head. If a gradient is needed, the values come out of one autograd Function."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +28,13 @@ def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Val
     """
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
         statistics, saved = engine.forward(head, options)
-    if head.wants_gradient:
-        return LinearLogProbs.apply(*head.differentiable, head, options, engine, statistics, saved)
-    return _values(statistics, head, options)
+    values = _values(statistics, head, options)
+    if not head.wants_gradient:
+        return values
+    # The extras have no gradient, and the backward does not read them.
+    tensors = head.targets, statistics.logps, statistics.lse, statistics.entropy, *(saved or ())
+    backward = partial(_backward, head[6:], options, engine)
+    return EngineFunction.apply(*head.differentiable, values, DIFFERENTIABLE, tensors, backward)
 
 
 def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> Values:
@@ -37,32 +43,39 @@ def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> 
     return statistics.logps, statistics.entropy, lse, *extras, statistics.topk_logps, statistics.topk_ids
 
 
-class LinearLogProbs(torch.autograd.Function):
-    """(hidden, weight, bias, low_inputs, low_weight) -> VALUES. The engine's backward computes the gradients.
+class EngineFunction(torch.autograd.Function):
+    """(hidden, weight, bias, low_inputs, low_weight) -> values, the first `count` of them differentiable.
 
-    The caller of the forward enters `options.gather`, because it reads the shape of the whole head. The backward enters
-    `options.gather` itself, once.
+    `backward(saved, grads, needs)` computes the gradients. It gets these five tensors and then `saved`, and holds no
+    tensor itself. The caller of the forward enters `options.gather`, because it reads the shape of the whole head.
+    `backward` enters it itself, once.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, engine, statistics, saved):
+    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, values, count, saved, backward):
         ctx.set_materialize_grads(False)
-        # The extras have no gradient, and the backward does not read them.
-        tensors = hidden, weight, bias, low_inputs, low_weight, head.targets
-        ctx.save_for_backward(*tensors, statistics.logps, statistics.lse, statistics.entropy, *(saved or ()))
-        ctx.rest, ctx.options, ctx.engine = head[len(tensors) :], options, engine
-        values = _values(statistics, head, options)
-        extras = values[DIFFERENTIABLE:]
-        ctx.mark_non_differentiable(*(value for value in extras if value is not None))
-        return *(None if value is None else value.clone() for value in values[:DIFFERENTIABLE]), *extras
+        ctx.save_for_backward(hidden, weight, bias, low_inputs, low_weight, *saved)
+        ctx.count, ctx.engine_backward = count, backward
+        ctx.mark_non_differentiable(*(value for value in values[count:] if value is not None))
+        return *(None if value is None else value.clone() for value in values[:count]), *values[count:]
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, *grads):
-        head, statistics = Head(*saved[:6], *ctx.rest), TokenStatistics(*saved[6:9])
-        grads, needs = grads[:DIFFERENTIABLE], ctx.needs_input_grad[:5]
-        gradients = token_gradients(ctx.engine, head, ctx.options, statistics, saved[9:] or None, grads, needs)
-        return *gradients, None, None, None, None, None
+        gradients = ctx.engine_backward(saved, grads[: ctx.count], ctx.needs_input_grad[:5])
+        return *gradients, None, None, None, None
+
+
+def _backward(
+    rest_of_head: Sequence[Any],
+    options: EngineOptions,
+    engine: ModuleType,
+    saved: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    needs: Needs,
+) -> Gradients:
+    head, statistics = Head(*saved[:6], *rest_of_head), TokenStatistics(*saved[6:9])
+    return token_gradients(engine, head, options, statistics, saved[9:] or None, grads, needs)
 
 
 def token_gradients(

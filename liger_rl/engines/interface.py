@@ -17,7 +17,7 @@ replace `TokenGradients.of`, if its backward needs other per-token inputs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,17 +130,16 @@ Needs = tuple[bool, ...]  # for each field of `Gradients`: whether it is needed
 
 
 def with_gradient(
-    live: TokenSelection, tokens: TokenGradients, count: int | None = None
-) -> tuple[TokenSelection, TokenGradients]:
-    """The live tokens whose gradient is not exactly zero; `count` is their number, if the caller knows it.
-
-    It takes one host sync, unless `live` is a mask or `count` is given.
-    """
+    live: TokenSelection,
+    tokens: Any,  # `TokenGradients`, or the `PairGradients` of two heads
+    selected: Tensor,  # (n,) bool: the gradient is not exactly zero
+    count: int | None = None,  # number of `selected` tokens, if the caller knows it
+) -> tuple[TokenSelection, Any]:
+    """The live tokens that are `selected`. One host sync, unless `live` is a mask or `count` is given."""
     if live.mask is not None:
-        live = live.restricted(has_gradient(tokens))
-        assert live.mask is not None
-        return live, tokens._replace(wanted=None).silenced(live.mask)
-    picked, tokens = picked_rows(has_gradient(tokens), count), tokens._replace(wanted=None)
+        live = live.restricted(selected)
+        return live, tokens.silenced(live.mask)
+    picked = picked_rows(selected, count)
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 

@@ -44,8 +44,8 @@ def _in_graph(call: HeadCall) -> LogProbs:
     targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
     ids = targets.amax(-1) if call.several else targets
     options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
-    live = _mask_selection(call, ids, call.weight.shape[0])
-    head = _head(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
+    live = mask_selection(call, ids, call.weight.shape[0])
+    head = head_of(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
     values = logprobs_in_graph(head, options, wants_gradient=any(call.needs), targets_name=call.targets_name)
     # Without fixed_shape the operator has already put 0 at tokens that do not count.
     live = live if call.options.fixed_shape else TokenSelection(live.total)
@@ -80,14 +80,14 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogPro
             return _over_support(call, call.support, ids, engine_options, shard)
         wait_for_selection = None
         if not options.fixed_shape:
-            wait_for_selection = _start_selection(call, ids, vocab)
+            wait_for_selection = start_selection(call, ids, vocab)
         engine = ENGINES[path_for(HeadShape.of(call, engine_options))[0]]
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
         if call.several:
             flat_targets = targets.view(-1, targets.shape[-1])
         # We wait as late as possible: after this sync the device is idle until the host launches the product.
-        live = _mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection()[0]
-        head = _head(call, flat_targets, live, shard)
+        live = mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection()[0]
+        head = head_of(call, flat_targets, live, shard)
         values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
     return _log_probs(values, live, ids.shape)
 
@@ -114,7 +114,7 @@ def _over_support(
     listed = ListedIds(slots, None if options.fixed_shape else _start_check(call, ids, vocab, support, slots.numbers))
     # Only the products of low-rank terms read this mask.
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
-    head = _head(call, flat, TokenSelection(n, mask=mask), shard)
+    head = head_of(call, flat, TokenSelection(n, mask=mask), shard)
     head = head._replace(listed=listed)
     results = linear_values(head, options, support_engine)
     named = dict(zip(VALUES, results, strict=True), missing_target=slots.missing)
@@ -133,21 +133,23 @@ def _start_check(
     def check() -> tuple[list[int], int]:
         numbers = answer.wait().tolist()
         if numbers[BAD_TARGETS] or numbers[BAD_MASKS] or any(numbers[COUNTED:]):
-            _start_selection(call, ids, vocab)()  # raises the error with the wrong values
+            start_selection(call, ids, vocab)()  # raises the error with the wrong values
         return numbers, support.check_values(numbers, vocab=vocab)
 
     return check
 
 
-def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], tuple[TokenSelection, list[int]]]:
+def start_selection(
+    call: HeadCall, ids: Tensor, vocab: int, source: str = "weight"
+) -> Callable[[], tuple[TokenSelection, list[int]]]:
     """`live_tokens` of the call."""
     return live_tokens(
-        ids, call.mask, vocab, "weight", wanted=call.needed_mask, temperature=call.options.transform.temperature,
+        ids, call.mask, vocab, source, wanted=call.needed_mask, temperature=call.options.transform.temperature,
         targets_name=call.targets_name,
     )  # fmt: skip
 
 
-def _mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
+def mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
     """The tokens that count, as a mask (N,)."""
     needed = call.needed_mask
     if not call.options.fixed_shape and needed is not None:
@@ -159,7 +161,7 @@ def _mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
     return TokenSelection(ids.numel(), mask=mask.reshape(-1))
 
 
-def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
+def head_of(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
     """The Head of a call, with tokens flattened to N. `targets` (N,) or (N, K) are flat already."""
     hidden = call.hidden.flatten(0, -2)
     inputs, weight = low_rank_factors(call.low_rank, call.hidden, live)

@@ -36,7 +36,7 @@ TWO_PASSES = CASES | {
     "tolerance": {"grad_tolerance": 0.05},
     "small tolerance": {"grad_tolerance": 0.013, "entropy_coef": 0.1} | TRANSFORM,  # keeps many blocks
 }
-ONE_PASS = CASES | {"by sequence": {"loss_type": "gspo"}}
+ONE_PASS = {name: case for name, case in CASES.items() if name != "in place"} | {"by sequence": {"loss_type": "gspo"}}
 
 
 class Case:
@@ -181,8 +181,8 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (ONE | {"tokens": 32768}, "one pass", True, "summed in float32"),
         (ONE | {"together": 4096}, "one pass", True, "summed in bfloat16"),
         (AUTO | {"together": 32768, "tokens": 32768}, "two passes", True, "needs room in one chunk for 32768 tokens"),
-        (AUTO | {"weight_grad": True}, "two passes", True, "room in one chunk for 8192 tokens with weight_grad"),
-        (AUTO | {"weight_grad": True, "tokens": 2048}, "one pass", True, ""),
+        (AUTO | {"weight_grad": True, "tokens": 2048}, "two passes", True, "one pass: needs weight_grad = None"),
+        (AUTO | {"chunk_tokens": 512}, "two passes", False, "one pass: needs no chunk to be named"),
         (AUTO | {"grad_tolerance": 1e-3}, "sparse", True, ""),
         (AUTO | {"grad_tolerance": 1e-3, "tokens": 511}, "two passes", False, "one pass: needs grad_tolerance = 0.0"),
         (AUTO | {"compute_dtype": torch.float16}, "two passes", True, "one pass: needs bfloat16 or float32 products"),

@@ -9,6 +9,9 @@ import torch
 import oracles
 from head_calls import run_triton
 from liger_rl import LogitTransform, linear_divergence
+from liger_rl.call.options import HeadOptions, resolved
+from liger_rl.call.tokens import TokenSelection
+from liger_rl.engines.interface import Head
 from liger_rl.engines.pair import run as divergence
 from liger_rl.engines.tiles import whole_waves
 
@@ -38,8 +41,12 @@ def heads(n, size, other_size, vocab, spread=3.0):
 
 
 def test_a_rank_of_padding_alone_takes_tiles(monkeypatch):
-    monkeypatch.setattr(pair_products.PairProducts, "applies_to", lambda *_: True)
-    assert pair_products.PairProducts.of(None, None, 0, Measure(FORWARD)) is None
+    monkeypatch.setattr(pair_products.Pair, "epilogue_applies", lambda *_: True)
+    head = Head(torch.ones(3, 8), torch.ones(4, 8), None, None, None, torch.zeros(3), TokenSelection(3))
+    options = resolved(HeadOptions(), torch.float32)
+    pair = pair_products.Pair(head, head, 0, options, options, Measure(FORWARD), targets=False)
+    assert pair_products.PairRows(pair, head.live).epilogue is None
+    assert pair_products.PairRows(pair._replace(vocab=4), head.live).epilogue is pair_epilogue
 
 
 def step(given, kind, *, factors, **options):
@@ -63,7 +70,7 @@ def tiles_and_epilogue(monkeypatch):
         results = []
         for triton in (False, True) if DEVICE.type == "cpu" else (True,):
             with monkeypatch.context() as context:
-                context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
+                context.setattr(pair_products.Pair, "epilogue_applies", lambda *_: False)
                 if triton and DEVICE.type == "cpu":
                     run_triton(context)
                 results.append(function())

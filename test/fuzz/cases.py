@@ -566,7 +566,7 @@ def fused_cases(draw, device: str) -> PolicyCase:
         case.passes = "auto"  # one pass refuses such a cap
     if case.passes == "one" and head.support is not None:
         case.passes = "auto"
-    if head.wants["weight"] and rarely(draw):
+    if head.wants["weight"] and case.passes != "one" and rarely(draw):
         head.weight_grad = numbers.normal(*head.weight.shape)
     if case.passes == "one":
         one_pass = not head.low_rank and head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
@@ -576,7 +576,7 @@ def fused_cases(draw, device: str) -> PolicyCase:
         alone = case.objective in ("PPOClip", "CISPO", "SAPO", "DPPO", "DPPOKL", "Reinforce")
         alone = alone and o.get("importance_sampling_level", "token") == "token"
         alone = alone and not o.get("mean_advantages") and not case.corrections
-        if not alone or head.weight_grad is not None:  # one chunk has to hold every token
+        if not alone:  # one chunk has to hold every token
             head.options.pop("chunk_tokens", None)
     return case
 

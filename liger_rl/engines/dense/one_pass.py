@@ -21,7 +21,7 @@ from liger_rl.engines.dense.totals import OnePassPlan, Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.tiles import free_tile_vocab, kind_of, spans
-from liger_rl.kernels import epilogue_for, for_device, gemm, reference
+from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, compiles, realigned
 from liger_rl.kernels.reference import Kept, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
@@ -63,8 +63,6 @@ class OnePass(NamedTuple):
     logps: Tensor  # (n,)
     entropy: Tensor | None  # (n,)
     gradients: Gradients  # of hidden, weight and bias
-    # With a `weight_grad`, which the backward adds to: dL/dlogits (n, V) and the hidden states (n, H).
-    deferred: tuple[Tensor, Tensor] | None
 
 
 @torch.no_grad()
@@ -85,9 +83,7 @@ def one_pass(
     weight, device = head.weight, head.hidden.device
     logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
     entropy = torch.empty_like(logps) if options.entropy else None
-    in_place = head.weight_grad is not None and needs[1]
-    assert not in_place or len(chunks) <= 1
-    totals = Totals(head, plan, needs, in_place=in_place)
+    totals = Totals(head, plan, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
     with gemm.without_autocast(device):
@@ -102,11 +98,10 @@ def one_pass(
                 assert statistics.entropy is not None
                 entropy[chunk] = statistics.entropy
             tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
-            selected = picked_rows(has_gradient(tokens)) if select and not in_place else None
+            selected = picked_rows(has_gradient(tokens)) if select else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
             _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
-    deferred = (buffer.values.view(options.compute_dtype), hidden) if in_place and chunks else None
-    return OnePass(logps, entropy, totals.finish(), deferred)
+    return OnePass(logps, entropy, totals.finish())
 
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
@@ -137,25 +132,16 @@ def _add_chunk(
     # One tile of all V entries, if no step makes a temporary of the tile's width.
     one_tile = selected is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
     width = vocab if one_tile else tile_vocab(vocab, options)
-    grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
-    for first, last in spans(vocab, width):
+
+    def tile_of(first: int, last: int) -> Tensor:
         if selected is None:
             tile = kept.values[:, first:last].view(options.compute_dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
         for_device(rows.device).grad_kept(kept, selected, first, targets, options.transform, tokens, at_target, tile)
-        if grad_rows is not None:
-            product = gemm.write if first == 0 else gemm.accumulate
-            product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
-        totals.add_weight(first, last, tile, rows)
-        totals.add_bias(first, last, tile)
-    totals.empty = False
-    if grad_rows is not None:
-        assert totals.hidden is not None
-        if isinstance(index, slice):
-            totals.hidden[index] = grad_rows
-        else:
-            reference.scatter_rows(grad_rows, index, totals.hidden)
+        return tile
+
+    totals.add(rows, index, spans(vocab, width), tile_of)
 
 
 class WithGradients(torch.autograd.Function):
@@ -165,25 +151,18 @@ class WithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, value, hidden, weight, bias, gradients, deferred, weight_grad):
-        ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
+    def forward(ctx, value, hidden, weight, bias, gradients):
+        ctx.shape = hidden.shape
         # Gradients are no saved tensors: the backward scales them in place, which a saved-tensor hook would see.
         ctx.gradients = gradients[:3]
         anchor = value.new_empty(0)
-        ctx.save_for_backward(*(deferred or (None, None)), anchor)
+        ctx.save_for_backward(anchor)
         return value.clone(), anchor
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, saved, factor, _):
-        logits, rows, _anchor = saved
-        factor = factor.float()
-        if logits is not None and rows is not None:
-            rows = (rows * factor).contiguous()
-            vocab = logits.shape[1]
-            for first, last in spans(vocab, free_tile_vocab(vocab)):
-                gemm.accumulate(ctx.weight_grad[first:last], logits[:, first:last].T, rows)
-        gradients = ctx.gradients
+    def backward(ctx, _saved, factor, _):
+        factor, gradients = factor.float(), ctx.gradients
         # With retain_graph the backward may run again, so the gradients stay. Otherwise we give them away without a
         # reference: autograd's accumulation copies a gradient that anything else refers to.
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -199,7 +178,7 @@ class WithGradients(torch.autograd.Function):
             return result
 
         hidden, weight, bias = map(scaled, gradients)
-        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None, None
+        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None
 
 
 class Room(NamedTuple):
@@ -214,7 +193,7 @@ class Room(NamedTuple):
 
 def _room(shape: HeadShape) -> Room:
     options, sums, tokens = shape.options, shape.sum_bytes, shape.tokens
-    together = tokens if shape.in_place else min(shape.together, tokens)
+    together = min(shape.together, tokens)
     bytes_per_token = 4 * shape.hidden_size
     bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
     chunk_bytes = CHUNK_BYTES[kind_of(shape.device)]
@@ -230,13 +209,12 @@ def lacks(shape: HeadShape) -> str | None:
     """The first thing that one pass needs to be possible, or to pay with passes="auto"; None if it takes the call."""
     if shape.passes == "two":
         return 'passes="auto" or "one"'
-    lacking = shape.loss_lacks or _options_lack(shape)
+    lacking = shape.loss_lacks or ("weight_grad = None" if shape.in_place else _options_lack(shape))
     if lacking is not None:
         return lacking
     room = _room(shape)
     if room.tokens < room.together:
-        why = "with weight_grad" if shape.in_place else "that the gradient of one of them depends on"
-        need = f"room in one chunk for {room.together} tokens {why}"
+        need = f"room in one chunk for {room.together} tokens that the gradient of one of them depends on"
         return f"{need}; it holds {room.tokens}, unless chunk_tokens says more"
     if not shape.wants_gradient:
         return NO_GRADIENT

@@ -8,9 +8,8 @@ The backward of a token without a target computes -p_v G. dL/dz at the K ids is 
 products, so it is summed in float32 and rounded once. Two products would round the two terms apart. That matters if a
 student has nearly its teacher's probabilities: dL/dz_v is then their small difference.
 
-The K logits are gathered from the tiles. A fold in a product's epilogue makes no tile. The K logits are then products
-of hidden states with gathered rows of the weight, 2 N K H operations, which add the same numbers in another order. So a
-log-probability near 0 has the rounding error of its logit. `topk` needs tiles in memory, and has no gradient.
+The K logits are gathered from float32 tiles of logits, which a fold in a product's epilogue does not make. `topk` reads
+the same tiles, and has no gradient.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_rl.call.options import IDENTITY, EngineOptions
+from liger_rl.call.options import EngineOptions
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs
@@ -26,7 +25,6 @@ from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import spans
 from liger_rl.kernels import for_device
 from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed
-from liger_rl.kernels.segments import Factors, Slots
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -37,7 +35,7 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
     """Statistics of every token that counts. A negative target has log-probability 0."""
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
-    return _statistics(*two_pass.invariant(rows, options)).first(n), None
+    return _statistics(*two_pass.invariant(rows, options, in_tiles=True)).first(n), None
 
 
 def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
@@ -45,10 +43,6 @@ def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
     if rows.targets.dim() == 2:
         targets = _Targets(rows, options)
         rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
-    if targets is not None and two_pass.fold_epilogue(rows, options) is not None:
-        statistics, _ = two_pass.forward(rows, options)
-        targets.multiply()
-        return statistics._replace(logps=targets.logps(lambda z: z - statistics.lse[:, None]))
     largest = None if options.topk is None else _Largest(rows, options.topk)
     seen = [collector.look for collector in (targets, largest) if collector is not None]
     state = two_pass.fold_tiles(rows, options, seen=seen)
@@ -81,26 +75,6 @@ class _Targets:
         column, width = self.ids[token_rows] - first, logits.shape[1]
         clamped_values = logits.gather(1, column.clamp(0, width - 1))
         self.x[token_rows] = torch.where((column >= 0) & (column < width), clamped_values, self.x[token_rows])
-
-    def multiply(self) -> None:
-        """Compute the logits from gathered rows of the weight. The fold ran in an epilogue, so Triton is installed."""
-        from liger_rl.kernels import segments_triton
-
-        rows, (n, count), device = self.rows, self.ids.shape, self.ids.device
-        vocab = rows.weight.shape[0]
-        empty = self.on_rank.new_empty(0)
-        slots = Slots(
-            ids=torch.where(self.on_rank, self.ids, vocab).to(torch.int32).flatten(),
-            tokens=torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(count),
-            starts=torch.arange(n + 1, device=device) * count,
-            kinds=self.on_rank[:, 0],
-            missing=empty,
-            numbers=empty,
-            rows=vocab,
-            first=0,
-        )
-        factors = Factors(rows.hidden, rows.weight)
-        self.x = segments_triton.dots(factors, slots, IDENTITY).view(n, count)
 
     def logps(self, log_probabilities: Callable[[Tensor], Tensor]) -> Tensor:
         """Log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""

@@ -1,5 +1,6 @@
 """Gradient sums of engines that compute gradients in the forward. Each chunk of tokens is added to them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.engines.interface import Gradients, Head, Needs
-from liger_rl.kernels import gemm
+from liger_rl.kernels import gemm, reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +23,11 @@ class OnePassPlan:
 class Totals:
     """The gradients of hidden, weight and bias, to which chunks are added."""
 
-    def __init__(self, head: Head, plan: OnePassPlan, needs: Needs, *, in_place: bool) -> None:
+    def __init__(self, head: Head, plan: OnePassPlan, needs: Needs) -> None:
         hidden, weight, bias = head.hidden, head.weight, head.bias
-        self.hidden_like = hidden if needs[0] else None
+        self.hidden_like, self.head_weight = hidden if needs[0] else None, weight
         self.weight: Tensor | None = None
-        if needs[1] and not in_place:
+        if needs[1]:
             self.weight = torch.empty(weight.shape, dtype=plan.sum_dtype, device=weight.device)
         self.bias = None
         if bias is not None and needs[2]:
@@ -42,7 +43,33 @@ class Totals:
             return None
         return torch.zeros_like(self.hidden_like, memory_format=torch.contiguous_format)
 
-    def add_weight(self, first: int, last: int, tile: Tensor, rows: Tensor) -> None:
+    def add(
+        self,
+        rows: Tensor,  # (m, H), the hidden states of some tokens, in the dtype of products
+        index: Tensor | slice,  # their places in all N tokens
+        tiles: Sequence[tuple[int, int]],  # of the vocabulary
+        tile_of: Callable[[int, int], Tensor],  # (first entry, end) -> dL/dlogits (m, end - first)
+    ) -> None:
+        """Add the gradients of a chunk of tokens."""
+        grad_rows = torch.empty_like(rows, dtype=torch.float32) if self.hidden is not None else None
+        for first, last in tiles:
+            tile = tile_of(first, last)
+            if grad_rows is not None:
+                product = gemm.write if first == 0 else gemm.accumulate
+                product(grad_rows, tile, self.head_weight[first:last].to(rows.dtype))
+            self._add_weight(first, last, tile, rows)
+            if self.bias is not None:
+                self.bias[first:last] += gemm.column_sums(tile)
+            del tile
+        self.empty = False
+        if self.hidden is None or grad_rows is None:
+            return
+        if isinstance(index, slice):
+            self.hidden[index] = grad_rows
+        else:
+            reference.scatter_rows(grad_rows, index, self.hidden)
+
+    def _add_weight(self, first: int, last: int, tile: Tensor, rows: Tensor) -> None:
         """weight[first:last] += tile.T @ rows, for dL/dlogits (n, last - first) and hidden states (n, H)."""
         if self.weight is None:
             return
@@ -55,11 +82,6 @@ class Totals:
         else:
             product = gemm.matmul(tile.T, rows)
             out.copy_(product if self.empty else product + out)
-
-    def add_bias(self, first: int, last: int, tile: Tensor) -> None:
-        """bias[first:last] += the column sums of a tile of dL/dlogits."""
-        if self.bias is not None:
-            self.bias[first:last] += gemm.column_sums(tile)
 
     def finish(self) -> Gradients:
         """The sums in the dtypes of weight and bias."""

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
-from liger_rl.engines.interface import Gradients, Head, Needs, with_gradient
+from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, with_gradient
 from liger_rl.engines.shape import BYTES_PER_TOKEN, HeadShape
 from liger_rl.engines.tiles import Tiles, plan_tiles, spans
 from liger_rl.kernels import epilogue_for, for_device, gemm, reference
@@ -69,7 +69,7 @@ def backward(
     *,
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
-    live, tokens = with_gradient(head.live, tokens, count)
+    live, tokens = with_gradient(head.live, tokens._replace(wanted=None), has_gradient(tokens), count)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return gradients(
         with_factor(head.gathered(options.compute_dtype, live), options), options, tokens, needs
@@ -92,9 +92,7 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
 
     The epilogue reads the whole weight. A low-rank term is joined to the weight only tile by tile, so it needs tiles.
     """
-    unrestricted = (
-        not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
-    )
+    unrestricted = not options.names_chunk and rows.low_inputs is None and rows.temperatures is None
     return epilogue_for(rows.hidden, rows.weight) if unrestricted else None
 
 
@@ -129,11 +127,11 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
-def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
+def invariant(rows: Head, options: EngineOptions, *, in_tiles: bool = False) -> tuple[Head, EngineOptions]:
     """With `batch_invariant`, rows and tiles for which each token's statistics depend only on its own row and the head.
 
-    They are then the same bit for bit in every batch. Without `batch_invariant`, returns `with_factor(rows)` and the
-    same options.
+    They are then the same bit for bit in every batch. Without `batch_invariant`, returns the same options, and rows
+    with the weight that a fold in an epilogue reads. `in_tiles`: the fold makes tiles of logits in any case.
 
     A sum of floats depends on its order. Libraries choose the order of a product's sums by its shape, so by the number
     of tokens. We fix the shape:
@@ -145,9 +143,9 @@ def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
     tests shuffle rows to check that; numpy's OpenBLAS, for example, does not.
     """
     if not options.batch_invariant:
-        return with_factor(rows, options), options
-    weight, padded = rows.weight, with_factor(_padded_rows(rows, MIN_TOKENS), options)
-    if fold_epilogue(padded, options) is None:
+        return rows if in_tiles else with_factor(rows, options), options
+    weight, padded = rows.weight, rows if in_tiles else with_factor(_padded_rows(rows, MIN_TOKENS), options)
+    if in_tiles or fold_epilogue(padded, options) is None:
         padded = _padded_rows(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
         unchunked = replace(options, chunk_tokens=None, chunk_vocab=None)

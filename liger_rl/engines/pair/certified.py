@@ -13,10 +13,9 @@ import torch
 
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.interface import Gradients, Needs
-from liger_rl.engines.pair import for_device
 from liger_rl.engines.pair import two_heads as exact
-from liger_rl.engines.pair.reference import PairGradients, PairTile, TileSums
-from liger_rl.engines.pair.two_heads import Pair
+from liger_rl.engines.pair.products import Pair, PairRows
+from liger_rl.engines.pair.reference import PairGradients, TileSums
 from liger_rl.engines.sparse import lists
 from liger_rl.engines.sparse.lists import ListedHead
 from liger_rl.kernels import devices
@@ -41,23 +40,22 @@ def backward(pair: Pair, tile_sums: TileSums | None, tokens: PairGradients, need
     tolerance, transform, dtype = pair.options.grad_tolerance, pair.options.transform, pair.options.compute_dtype
     bounds = pair_bounds.part_bounds(tile_sums, measure, tokens, live.gather(head.targets))
     drawn = bounds_triton.draw_tokens(bounds, live.index)
-    sides = pair.sides(TokenSelection(live.total, index=drawn.positions))
-    student_tile, teacher_tile = (side.whole_tile(slice(0, drawn.rows.numel()), vocab) for side in sides)
+    rows = PairRows(pair, TokenSelection(live.total, index=drawn.positions))
     # Ids outside of all tiles: a target's own gradient must not count towards its entry's share.
-    tile = PairTile(student_tile, teacher_tile, torch.full_like(drawn.rows, -1), 0, measure)
+    tile = rows.whole_tile(slice(0, rows.count))._replace(targets=torch.full_like(drawn.rows, -1))
     sample = tile.student.logits
-    for_device(sample.device).grad_pair(tile, tokens.take(drawn.rows), sample)
+    rows.kernels.grad_pair(tile, tokens.take(drawn.rows), sample)
     tail = pair_bounds.tail_of(sample, drawn.scales)
     choice = lists.choose_parts(bounds, tail, tolerance, transform, dtype, head.weight.shape[1], signed=True)
-    del bounds, sides, student_tile, teacher_tile, tile, sample
+    del bounds, rows, tile, sample
     selection, finite = lists.readable(live, drawn)
-    sides = pair.sides(selection)
-    student, teacher = (side.factors(slice(None), 0, vocab) for side in sides)
-    make = partial(pair_bounds.make_parts, student, teacher, sides[0].rows.targets, measure, tokens)
+    rows = PairRows(pair, selection)
+    student, teacher = (side.factors(slice(None), 0, vocab) for side in (rows.student, rows.teacher))
+    make = partial(pair_bounds.make_parts, student, teacher, rows.targets, measure, tokens)
     dtypes = head.hidden.dtype, head.weight.dtype
     listed = ListedHead(student.hidden, finite, head.weight, head.bias, vocab, transform, dtypes)
     gradients, kept = lists.list_gradients(listed, choice, tail, make, None, needs)
     if gradients is None:
-        del choice, tail, sides, student, teacher, make, listed
+        del choice, tail, rows, student, teacher, make, listed
         return exact.backward(pair, tokens, needs, count=kept.wanted)
     return gradients.of_all_tokens(live, head)

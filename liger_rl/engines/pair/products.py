@@ -1,21 +1,27 @@
-"""One head of a pair (`Side`), and folds and gradients in the epilogue of both heads' products (`PairProducts`)."""
+"""Two heads with the rows of some tokens (`PairRows`): tiles of their logits, and products with an epilogue."""
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
+from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.interface import Head
+from liger_rl.engines.pair import for_device
 from liger_rl.engines.pair.reference import (
     FORWARD,
+    MIXTURE,
     KeptPair,
     Measure,
+    MixtureSums,
     PairFold,
     PairGradients,
     PairStatistics,
+    PairTile,
     Tile,
     TileSums,
 )
@@ -35,18 +41,36 @@ from liger_rl.kernels.transform import HeadFactors
 # Bytes of copies of weights that a fold has in memory at a time. Tokens whose folds of tiles, 24 bytes for each tile of
 # 128 entries, are merged at a time.
 COPIED_BYTES, MERGED_TOKENS = 128 << 20, 4096
-# Bytes of a `KeptPair` for each entry, and for a chunk of one pass. Chunks are large, because each chunk reads and
-# writes the sum of the weight's gradient.
-KEPT_BYTES, KEPT_MOST_BYTES = 4, 5 << 28
+
+
+class Pair(NamedTuple):
+    """Two heads over the same tokens, and the options of a call."""
+
+    student: Head
+    teacher: Head
+    vocab: int  # entries of the vocabulary from `vocab` on are padding
+    options: EngineOptions
+    teacher_options: EngineOptions  # the student's, except for transform and dtype
+    measure: Measure
+    targets: bool  # whether to compute log-probabilities at the targets
+
+    def epilogue_applies(self, tokens: int) -> bool:
+        """Whether the products of both heads have an epilogue, for `tokens` rows that will be aligned."""
+        return not self.options.names_chunk and all(
+            head.low_inputs is None
+            and devices.pairs_apply_to(tokens, head.hidden.shape[1], options.compute_dtype, head.weight)
+            for head, options in ((self.student, self.options), (self.teacher, self.teacher_options))
+        )
 
 
 class Side:
     """One head's gathered rows, and the tiles of its weight and its logits."""
 
-    def __init__(self, rows: Head, options: EngineOptions) -> None:
-        self.rows, self.options = rows, options
-        self.low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
-        self.factor = rows.hidden if self.low_rank is None else self.low_rank.beside_rows(rows.hidden)
+    def __init__(self, head: Head, live: TokenSelection, options: EngineOptions) -> None:
+        self.rows, self.options = head.gathered(options.compute_dtype, live), options
+        self.low_rank = LowRankRows.of(self.rows.low_inputs, self.rows.low_weight)
+        hidden = self.rows.hidden
+        self.factor = hidden if self.low_rank is None else self.low_rank.beside_rows(hidden)
 
     @property
     def converts(self) -> bool:
@@ -91,107 +115,147 @@ class Side:
         return Tile(logits, self.bias_tile(0, vocab), self.options.transform)
 
     def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
-        rows, columns = self.factor[part], factor_tile.shape[0]
-        logits = torch.empty(rows.shape[0], columns, dtype=torch.float32, device=rows.device)
-        gemm.write(logits, rows, factor_tile.T)
-        return Tile(logits, self.bias_tile(first, first + columns), self.options.transform)
+        logits = gemm.matmul(self.factor[part], factor_tile.T)
+        return Tile(logits, self.bias_tile(first, first + logits.shape[1]), self.options.transform)
 
 
 # The statistics of n tokens, and a function that turns their gradients into dL/dlogits (n, V). It may be called once.
 ValuesAndGradient = tuple[PairStatistics, Callable[[PairGradients], Tensor]]
 
 
-class PairProducts:
-    """Folds and gradients in the epilogue of both heads' products."""
+class PairRows:
+    """Both heads of a pair with the rows of the tokens in `live`."""
 
-    def __init__(self, epilogue: ModuleType, student: Side, teacher: Side, vocab: int, measure: Measure) -> None:
-        self.epilogue, self.student, self.teacher = epilogue, student, teacher
-        self.vocab, self.measure = vocab, measure
-        self.copied_bytes = student.bytes_per_entry + teacher.bytes_per_entry  # for each entry of the vocabulary
+    def __init__(self, pair: Pair, live: TokenSelection) -> None:
+        self.student = Side(pair.student, live, pair.options)
+        self.teacher = Side(pair.teacher, live, pair.teacher_options)
+        self.pair, self.vocab, self.measure = pair, pair.vocab, pair.measure
+        self.targets, self.device = self.student.rows.targets, self.student.factor.device
+        self.count = self.targets.numel()  # of tokens
+        self.kernels = for_device(self.device)
+        # For each entry of the vocabulary.
+        self.copied_bytes = self.student.bytes_per_entry + self.teacher.bytes_per_entry
 
-    @staticmethod
-    def applies_to(student: Head, teacher: Head, options: EngineOptions, teacher_options: EngineOptions) -> bool:
-        """Whether both products have the epilogue; neither head need be gathered."""
-        return not options.names_chunk and all(
-            head.low_inputs is None
-            and devices.pairs_apply_to(student.live.count, head.hidden.shape[1], of_head.compute_dtype, head.weight)
-            for head, of_head in ((student, options), (teacher, teacher_options))
-        )
-
-    @classmethod
-    def of(cls, student: Side, teacher: Side, vocab: int, measure: Measure) -> "PairProducts | None":
+    @property
+    def epilogue(self) -> ModuleType | None:
         """None if the epilogue does not apply, for example on a rank whose part of the vocabulary is padding only."""
-        if not vocab or not cls.applies_to(student.rows, teacher.rows, student.options, teacher.options):
-            return None
-        if not all(devices.aligned(side.factor) for side in (student, teacher)):
+        aligned = all(devices.aligned(side.factor) for side in (self.student, self.teacher))
+        if not (self.vocab and self.pair.epilogue_applies(self.count) and aligned):
             return None
         from liger_rl.engines.pair import epilogue
 
-        return cls(epilogue, student, teacher, vocab, measure)
+        return epilogue
 
-    def _tile(self, part: slice, first: int, last: int) -> tuple[HeadFactors, HeadFactors, Tensor, int, Measure]:
+    # --- tiles of float32 logits in memory ---
+
+    def factor_tiles(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return self.student.factor_tile(first, last), self.teacher.factor_tile(first, last)
+
+    def tile(self, part: slice, factors: tuple[Tensor, Tensor], first: int) -> PairTile:
+        """`factors` are the `factor_tiles` from `first` on."""
+        tiles = self.student.tile(part, factors[0], first), self.teacher.tile(part, factors[1], first)
+        return PairTile(*tiles, self.targets[part], first, self.measure)
+
+    def empty_fold(self, count: int) -> tuple[PairFold, MixtureSums | None]:
+        """The sums of `count` tokens before the first tile; None unless for a mixture."""
+        options, targets = self.pair.options, self.pair.targets
+        fold = PairFold.start(count, self.device, self.measure, entropy=options.entropy, targets=targets)
+        return fold, MixtureSums.start(fold.peak) if self.measure.kind == MIXTURE else None
+
+    def whole_tile(self, part: slice) -> PairTile:
+        """The tokens' float32 rows of both heads over the whole vocabulary."""
+        tiles = self.student.whole_tile(part, self.vocab), self.teacher.whole_tile(part, self.vocab)
+        return PairTile(*tiles, self.targets[part], 0, self.measure)
+
+    def fold_whole(
+        self, part: slice, state: PairFold, sums: MixtureSums | None, tile_sums: TileSums | None = None
+    ) -> PairTile:
+        """Add the tokens `part` over the whole vocabulary to `state` and `sums` of these tokens; write `tile_sums`.
+
+        -> the `whole_tile`, which takes both steps of a mixture.
+        """
+        tile = self.whole_tile(part)
+        self.kernels.fold_pair(tile, state, tile_sums)
+        if sums is not None:
+            norms = state.peak + state.sum_exp.log(), state.teacher_peak + state.teacher_sum_exp.log()
+            self.kernels.mix_pair(tile, *norms, sums, tile_sums)
+        return tile
+
+    def tile_gradient(self, tile: PairTile, tokens: PairGradients) -> Tensor:
+        """-> dL/dx of the student's logits, in their memory if they have the compute dtype."""
+        logits, dtype = tile.student.logits, self.pair.options.compute_dtype
+        out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
+        self.kernels.grad_pair(tile, tokens, out)
+        return out
+
+    def whole_rows(self, part: slice) -> ValuesAndGradient:
+        """Values and gradient from float32 rows of both heads. A float32 gradient overwrites the student's rows."""
+        state, sums = self.empty_fold(part.stop - part.start)
+        tile = self.fold_whole(part, state, sums)
+        known = PairStatistics.of(state, self.measure)
+        known = known if sums is None else known.with_sums(self.measure, sums)
+        return known, lambda tokens: self.tile_gradient(tile, tokens)
+
+    # --- products with an epilogue ---
+
+    def _factors(self, part: slice, first: int, last: int) -> tuple[HeadFactors, HeadFactors, Tensor, int, Measure]:
         """Arguments of the epilogue for tokens `part` and entries `first` to `last` - 1."""
         student, teacher = (side.factors(part, first, last) for side in (self.student, self.teacher))
-        return student, teacher, self.student.rows.targets[part], first, self.measure
+        return student, teacher, self.targets[part], first, self.measure
 
-    def gradient_tiles(self, tokens: int) -> Tiles:
-        """The tiles of calls of `gradient` for `tokens` tokens in all."""
+    def gradient_tiles(self) -> Tiles:
+        """The tiles of calls of `gradient`."""
         from liger_rl.kernels.epilogue import device_programs
 
-        kind, hidden_size = kind_of(self.student.factor.device), self.student.factor.shape[1]
-        chunk = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
+        kind, hidden_size = kind_of(self.device), self.student.factor.shape[1]
+        chunk = max(min(self.count, MAX_CHUNK_TOKENS[kind]), 1)
         # The student's products copy its weight once more. Chunks add up the gradient of a tile's weight in float32.
-        bytes_per_column = self.student.options.compute_dtype.itemsize * chunk + self.student.bytes_per_entry
-        bytes_per_column += self.copied_bytes + (4 * hidden_size if tokens > chunk else 0)
+        bytes_per_column = self.pair.options.compute_dtype.itemsize * chunk + self.student.bytes_per_entry
+        bytes_per_column += self.copied_bytes + (4 * hidden_size if self.count > chunk else 0)
         most = min(WORKSPACE_BYTES[kind] // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
-        return Tiles(chunk, min(whole_waves(chunk, most, device_programs(self.student.factor.device)), self.vocab))
+        return Tiles(chunk, min(whole_waves(chunk, most, device_programs(self.device)), self.vocab))
 
-    def _fold(
-        self, part: slice, *, targets: bool, sums: TileSums | None = None, kept: KeptPair | None = None
-    ) -> PairFold:
-        """The fold of the tokens `part` over the vocabulary; `sums` and `kept` are written."""
-        n, device, options = part.stop - part.start, self.student.factor.device, self.student.options
-        tiles = self.epilogue.unwritten_tiles(
-            n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
-        )
-        columns = COPIED_BYTES // self.copied_bytes // BLOCK_VOCAB * BLOCK_VOCAB if self.copied_bytes else self.vocab
-        for first, last in spans(self.vocab, max(columns, BLOCK_VOCAB)):
-            self.epilogue.fold_pair(*self._tile(part, first, last), tiles, kept)
-        if sums is not None:
-            self.epilogue.write_tile_sums(tiles, self.measure, sums)
-        return self.epilogue.merged(tiles, self.measure)
+    def gradient(self, epilogue: ModuleType, part: slice, first: int, last: int, tokens: PairGradients) -> Tensor:
+        """-> dL/dlogits (n, v) of the student for tokens `part` and entries `first` to `last` - 1, in compute_dtype."""
+        return epilogue.grad_pair(*self._factors(part, first, last), tokens)
 
-    def fold(self, *, targets: bool, sums: TileSums | None) -> PairFold:
-        """The fold of all tokens; `sums` are written."""
-        folds = []
+    def fold(self, epilogue: ModuleType, tile_sums: TileSums | None) -> PairFold:
+        """The fold of all tokens; `tile_sums` are written."""
         # Twice as many tokens at a time if weights are copied, because each time copies both weights.
-        for start, stop in spans(self.student.factor.shape[0], MERGED_TOKENS * (2 if self.copied_bytes else 1)):
-            part = slice(start, stop)
-            folds.append(self._fold(part, targets=targets, sums=None if sums is None else sums.part(part, 0)))
+        parts = (slice(*span) for span in spans(self.count, MERGED_TOKENS * (2 if self.copied_bytes else 1)))
+        folds = [self._fold(epilogue, part, tile_sums, None) for part in parts]
         return PairFold._make(None if part[0] is None else torch.cat(part) for part in zip(*folds, strict=True))
 
-    def values_and_gradient(self, part: slice, *, targets: bool) -> ValuesAndGradient:
+    def _fold(self, epilogue: ModuleType, part: slice, tile_sums: TileSums | None, kept: KeptPair | None) -> PairFold:
+        """The fold of the tokens `part` over the vocabulary; `kept` and their rows of `tile_sums` are written."""
+        tiles = epilogue.unwritten_tiles(
+            part.stop - part.start, self.vocab, self.device, self.measure,
+            entropy=self.pair.options.entropy, targets=self.pair.targets, squares=tile_sums is not None,
+        )  # fmt: skip
+        columns = COPIED_BYTES // self.copied_bytes // BLOCK_VOCAB * BLOCK_VOCAB if self.copied_bytes else self.vocab
+        for first, last in spans(self.vocab, max(columns, BLOCK_VOCAB)):
+            epilogue.fold_pair(*self._factors(part, first, last), tiles, kept)
+        if tile_sums is not None:
+            epilogue.write_tile_sums(tiles, self.measure, tile_sums.part(part, 0))
+        return epilogue.merged(tiles, self.measure)
+
+    def kept_rows(self, epilogue: ModuleType, part: slice) -> ValuesAndGradient:
         """Values of the tokens `part`, and their gradient, which takes the memory of `KeptPair.larger`."""
         from liger_rl.engines.pair import kept_triton
 
-        kept = KeptPair.empty(part.stop - part.start, self.vocab, self.student.factor.device)
-        measure = self.measure
-        known = PairStatistics.of(self._fold(part, targets=targets, kept=kept), measure)
+        options, measure = self.pair.options, self.measure
+        kept = KeptPair.empty(part.stop - part.start, self.vocab, self.device)
+        known = PairStatistics.of(self._fold(epilogue, part, None, kept), measure)
         if measure.kind != FORWARD:
             sums = kept_triton.sum_kept(kept, measure, known.lse, known.teacher_lse)
             if known.divergence is not None:
                 # A finite mean of finite log ratios would make the gradient of an infinite value finite.
                 sums = sums._replace(student=torch.where(known.divergence.isinf(), torch.inf, sums.student))
             known = known.with_sums(measure, sums)
-        options, ids = self.student.options, self.student.rows.targets[part]
 
         def gradient(tokens: PairGradients) -> Tensor:
             out = kept.larger.view(options.compute_dtype)
-            kept_triton.grad_kept_pair(kept, ids, options.transform, measure, tokens, out)
+            kept_triton.grad_kept_pair(kept, self.targets[part], options.transform, measure, tokens, out)
             return out
 
         return known, gradient
-
-    def gradient(self, part: slice, first: int, last: int, tokens: PairGradients) -> Tensor:
-        """-> dL/dlogits (n, v) of the student for tokens `part` and entries `first` to `last` - 1, in compute_dtype."""
-        return self.epilogue.grad_pair(*self._tile(part, first, last), tokens)

@@ -256,6 +256,18 @@ class PairGradients(NamedTuple):
         entropy = None if grad_entropy is None else known.entropy
         return cls(known.lse, known.teacher_lse, grad, known.value, grad_logps, at_target, grad_entropy, entropy)
 
+    @property
+    def has_gradient(self) -> Tensor:
+        """(n,) bool: the gradient is not exactly zero."""
+        grads = self.grad, self.grad_logps, self.grad_entropy
+        return torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
+
+    def silenced(self, live: Tensor) -> "PairGradients":
+        """As `TokenGradients.silenced`."""
+        tokens = PairGradients._make(None if part is None else torch.where(live, part, 0.0) for part in self)
+        lse, teacher_lse = (torch.where(live, part, torch.inf) for part in self[:2])
+        return tokens._replace(lse=lse, teacher_lse=teacher_lse)
+
     def take(self, rows: Tensor | slice) -> "PairGradients":
         return PairGradients._make(None if part is None else part[rows] for part in self)
 

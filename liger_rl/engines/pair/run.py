@@ -4,37 +4,31 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import (
-    check_count,
-    check_dense,
-    check_floating,
-    check_head,
-    check_tokens,
-    check_transform,
-)
+from liger_rl.call.checks import check_count, check_dense, check_floating, check_head, check_transform
 from liger_rl.call.dtensors import localized, low_rank_tensors
-from liger_rl.call.head_call import shared_errors
-from liger_rl.call.low_rank import LowRank, check_low_rank, low_rank_factors
+from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
 from liger_rl.call.rules import NOT_TOGETHER, check_left_alone
-from liger_rl.call.tokens import TokenSelection, counted_tokens, live_tokens
-from liger_rl.distributed import VocabParallel, VocabShard
+from liger_rl.call.tokens import TokenSelection
+from liger_rl.distributed import VocabShard
+from liger_rl.engines.autograd import EngineFunction
 from liger_rl.engines.dense.one_pass import WithGradients
 from liger_rl.engines.graphs import outside_of_graphs
-from liger_rl.engines.interface import Gradients, Head, whole_head
+from liger_rl.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.engines.pair import certified
 from liger_rl.engines.pair import two_heads as engine
-from liger_rl.engines.pair.products import PairProducts
+from liger_rl.engines.pair.products import Pair
 from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics, TileSums
-from liger_rl.engines.pair.two_heads import Pair, PairGradientsOf
+from liger_rl.engines.pair.two_heads import PairGradientsOf
+from liger_rl.engines.run import head_of, mask_selection, start_selection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.once import differentiable_once
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 BETA = 0.5
@@ -122,45 +116,35 @@ def measure_of(kind: str, beta: float) -> Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceCall:
-    """The tensors of a call and its options."""
+class DivergenceCall(HeadCall):
+    """The tensors and options of a call: the student's are those of a `HeadCall`."""
 
-    hidden: Tensor  # (B, T, H) or (N, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None = None  # (V,)
-    low_rank: Sequence[LowRank] = ()
+    targets: Tensor | None = None  # type: ignore[assignment]  # (B, T) or (N,); None: no log-probabilities are returned
     teacher_hidden: Tensor  # (B, T, H') or (N, H')
     teacher_weight: Tensor  # (V', H')
     teacher_bias: Tensor | None = None  # (V',)
     teacher_transform: LogitTransform = IDENTITY
     measure: Measure
-    mask: Tensor | None = None  # (B, T) or (N,)
-    targets: Tensor | None = None  # (B, T) or (N,)
     vocab: int | None = None
     token_weights: Tensor | None = None  # (B, T) or (N,)
-    vocab_parallel: VocabParallel | None = None
-    options: HeadOptions
     # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
     # Whether a tolerance of "auto" is more than 0 if products have the epilogue.
     auto_tolerance: bool = False
-    # The caller's names of tensors, for error messages.
-    teacher_name: str = "teacher_"
-    targets_name: str = "targets"
+    teacher_name: str = "teacher_"  # the caller's prefix of the teacher's names, for messages
 
     @property
     def tensors(self) -> tuple[object, ...]:
         """All fields that may be tensors."""
-        teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
-        student = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
-        return (*student, *teacher, *low_rank_tensors(self.low_rank))
+        return (*super().tensors, self.token_weights, self.teacher_hidden, self.teacher_weight, self.teacher_bias)
 
-    @property
-    def ids(self) -> Tensor:
-        """The targets, or zeros without targets."""
-        if self.targets is not None:
-            return self.targets
-        return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
+    def with_ids(self) -> "DivergenceCall":
+        """The call with the ids and the mask of needed tokens that `HeadCall` reads: zeros without targets."""
+        ids, needed = self.targets, None if self.token_weights is None else self.token_weights != 0
+        if ids is None:
+            hidden = check_dense("hidden", self.hidden)
+            ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        return replace(self, targets=ids, needed_mask=needed)
 
     def check_before_gather(self) -> None:
         """Raise for errors that show before sharded tensors are gathered."""
@@ -179,26 +163,27 @@ class DivergenceCall:
                     "detach it, or run the teacher under torch.no_grad() with its parameters frozen"
                 )
 
-    def check(self) -> tuple[torch.dtype, torch.dtype]:
-        """Raise if tensors or options do not fit together; -> dtypes of the student's and the teacher's products."""
-        compute_dtype = self.options.compute_dtype
-        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
-        dtype = check_head(self.hidden, self.weight, self.bias, compute_dtype)
-        teacher_dtype = check_head(*teacher, compute_dtype, self.teacher_name)
+    def check_tensors(self) -> torch.dtype:
+        """As of one head, for both. -> dtype of the student's products."""
+        dtype, _ = super().check_tensors(), self.teacher_dtype
         if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
             raise ValueError(
                 f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
                 f"{tuple(self.teacher_hidden.shape)}"
             )
         check_dense(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
-        check_low_rank(self.low_rank, self.hidden, self.weight)
         if self.vocab_parallel is None:
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
-        check_tokens(self.ids, self.mask, self.hidden.shape[:-1], self.hidden, "hidden", self.targets_name)
         if self.token_weights is not None:
             self._check_token_weights(self.token_weights)
             check_range(dtype, self.hidden, self.weight, self.bias)
-        return dtype, teacher_dtype
+        return dtype
+
+    @property
+    def teacher_dtype(self) -> torch.dtype:
+        """dtype of the teacher's products. Raises if the teacher's tensors do not fit together."""
+        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
+        return check_head(*teacher, self.options.compute_dtype, self.teacher_name)
 
     def entries(self, entries: int, teacher_entries: int) -> int:
         """-> the number of vocabulary entries that count, from the rows of each weight.
@@ -218,23 +203,13 @@ class DivergenceCall:
         return vocab
 
     def facts(self) -> dict[str, object]:
-        """Values, by name, on which ranks that share a vocabulary must agree. Waits for the device. Raises as `check`
-        does."""
-        dtype, teacher_dtype = self.check()
-        live = counted_tokens(self.ids, self.mask)
         return {
+            **super().facts(),
             "kind and beta": self.measure,
-            **self.options.facts(),
             f"{self.teacher_name}transform": self.teacher_transform,
             "vocab": self.vocab,
-            "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
             f"{self.teacher_name}hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
-            "the dtypes of products": (dtype, teacher_dtype),
-            "bias": None if self.bias is None else self.bias.dtype,
-            "low_rank": [term.a.shape[0] for term in self.low_rank],
-            "the number of tokens that count": int(live.sum()),
-            "the sum of targets": int(torch.where(live, self.ids, 0).sum()),
-            "requires_grad of hidden": self.hidden.requires_grad,
+            "the dtype of the teacher's products": self.teacher_dtype,
         }
 
     def _check_token_weights(self, token_weights: Tensor) -> None:
@@ -261,26 +236,28 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
     tokens = *(getattr(global_call, name) for name in names), *low_rank_tensors(global_call.low_rank)
     with shared_errors(global_call.vocab_parallel, global_call.weight, *tokens):
         global_call.check_before_gather()
-        call = localized(global_call)
-    with _whole(call.options.gather, call.weight, call.bias, call.teacher_weight, call.teacher_bias):
+        call = localized(global_call).with_ids()
+    gather = call.options.gather
+    with whole_head(gather, call.weight, call.bias), whole_head(gather, call.teacher_weight, call.teacher_bias):
         entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
         if call.vocab_parallel is not None:
             shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=global_call.weight)
             # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
             teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=global_call.teacher_weight)
             entries, teacher_entries = shard.vocab, teacher_shard.vocab
-        dtype, teacher_dtype = call.check()
+        dtype, teacher_dtype = call.check_tensors(), call.teacher_dtype
         vocab = call.entries(entries, teacher_entries)
-        student, teacher, here = _heads(call, vocab, shard)
+        returns_logps = global_call.targets is not None
+        student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
         options = resolved(call.options, dtype)
         # Kernels of kept parts read weights in the products' dtype, without a copy.
         as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        epilogue = PairProducts.applies_to(student, teacher, options, teacher_options)
-        if not (call.auto_tolerance and as_they_are and epilogue):
+        pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps)
+        if not (call.auto_tolerance and as_they_are and pair.epilogue_applies(student.live.count)):
             named = call.options.grad_tolerance
-            options = replace(options, grad_tolerance=0.0 if named == "auto" else named)
-        yield call, Pair(student, teacher, here, options, teacher_options, call.measure, call.targets is not None)
+            pair = pair._replace(options=replace(options, grad_tolerance=0.0 if named == "auto" else named))
+        yield call, pair
 
 
 def divergence_of(global_call: DivergenceCall) -> Divergence:
@@ -306,15 +283,16 @@ def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
         statistics, tile_sums = engine.forward(pair, bounded=bounded)
     values = _results(statistics)
     if student.wants_gradient:
-        values = LinearDivergence.apply(*student.differentiable, pair, statistics, tile_sums)
+        known = statistics._replace(divergence=None, teacher_logps=None)  # the backward does not read them
+        saved = student.targets, *pair.teacher[:3], *known, *(tile_sums or ())
+        backward = partial(_backward, student[6:], pair[2:])
+        values = EngineFunction.apply(*student.differentiable, values, 3, saved, backward)
     return _spread(call, pair, values)
 
 
 def in_one_pass(call: DivergenceCall, pair: Pair, gradients_of: PairGradientsOf) -> tuple[Divergence, Gradients | None]:
     """Results without a gradient, and the gradients for `with_gradients`; None if no tensor requires one."""
-    inputs = call.hidden, call.weight, call.bias
-    needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
-    gradients = None
+    needs, gradients = call.needs, None
     with torch.no_grad(), gemm.without_autocast(call.hidden.device):
         if any(needs):
             statistics, gradients = engine.one_pass(pair, gradients_of, needs)
@@ -370,7 +348,7 @@ def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | No
     """The loss (), which has no gradient, with the gradients that `in_one_pass` made."""
     if gradients is None:
         return loss
-    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
+    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients)[0]
 
 
 def _results(statistics: PairStatistics) -> tuple[Tensor | None, ...]:
@@ -385,69 +363,41 @@ def _spread(call: DivergenceCall, pair: Pair, values: Sequence[Tensor | None]) -
     return Divergence(divergence, *other_values)
 
 
-@contextmanager
-def _whole(
-    gather: Gather | None, weight: Tensor, bias: Tensor | None, teacher_weight: Tensor, teacher_bias: Tensor | None
-) -> Iterator[None]:
-    """A context in which both heads are whole, if they are sharded outside of it."""
-    with whole_head(gather, weight, bias), whole_head(gather, teacher_weight, teacher_bias):
-        yield
+def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None, *, selects: bool) -> tuple[Head, Head, int]:
+    """The student and the teacher with flat tokens, and the entries of this rank's part of the vocabulary.
 
-
-def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> tuple[Head, Head, int]:
-    """The student and the teacher with flat tokens, and the entries of this rank's part of the vocabulary."""
-    hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
-    ids = call.ids.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
-    n = ids.numel()
+    `selects`: the ids say which tokens count, as the mask does.
+    """
+    assert call.targets is not None  # `with_ids` gives them
+    ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
     if call.options.fixed_shape:
-        live = TokenSelection(n, mask=(counted_tokens(ids, call.mask) & (ids < vocab)).reshape(-1))
-    elif call.mask is None and call.targets is None and call.token_weights is None:
-        live = TokenSelection(n)
+        live = mask_selection(call, ids, vocab)
+    elif not selects and call.mask is None and call.needed_mask is None:
+        live = TokenSelection(ids.numel())
     else:
-        has_weight = None if call.token_weights is None else call.token_weights != 0
-        source = "weight" if call.vocab is None else "vocab"
-        live, _ = live_tokens(ids, call.mask, vocab, source, wanted=has_weight, targets_name=call.targets_name)()
-    inputs, low_weight = low_rank_factors(call.low_rank, call.hidden, live)
+        live = start_selection(call, ids, vocab, "weight" if call.vocab is None else "vocab")()[0]
     targets, here = ids.view(-1), vocab
     if shard is not None:
         targets = shard.local(targets)
         here = min(max(vocab - shard.place.vocab_start, 0), call.weight.shape[0], call.teacher_weight.shape[0])
-    student = Head(hidden, call.weight, call.bias, inputs, low_weight, targets, live, shard=shard)
-    teacher_hidden = call.teacher_hidden.reshape(-1, call.teacher_hidden.shape[-1]).detach()
+    teacher_hidden = call.teacher_hidden.flatten(0, -2).detach()
     teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, None, None, targets, live)
-    return student, teacher, here
+    return head_of(call, targets, live, shard), teacher, here
 
 
-class LinearDivergence(torch.autograd.Function):
-    """(hidden, weight, bias, low_inputs, low_weight) of the student -> values of the tokens that count.
-
-    The caller gathers sharded heads before the forward, because it reads their shapes. The backward enters
-    `options.gather` by itself, once for each head.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, pair, statistics, tile_sums):
-        ctx.set_materialize_grads(False)
-        known = statistics._replace(divergence=None, teacher_logps=None)  # the backward does not read them
-        tensors = hidden, weight, bias, low_inputs, low_weight, pair.student.targets
-        ctx.save_for_backward(*tensors, *pair.teacher[:3], *known, *(tile_sums or ()))
-        ctx.rest_of_student, ctx.rest = pair.student[len(tensors) :], pair[2:]
-        *values, teacher_logps = _results(statistics)
-        if teacher_logps is not None:
-            ctx.mark_non_differentiable(teacher_logps)
-        return *(None if value is None else value.clone() for value in values), teacher_logps
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, saved, *grads):
-        student, end = Head(*saved[:6], *ctx.rest_of_student), 9 + len(PairStatistics._fields)
-        teacher_hidden, teacher_weight, teacher_bias = saved[6:9]
-        teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, student.targets, student.live)
-        pair, gradients = Pair(student, teacher, *ctx.rest), Gradients()
-        if any(grad is not None for grad in grads[:3]):
-            gathered = _whole(pair.options.gather, student.weight, student.bias, teacher_weight, teacher_bias)
-            with gemm.without_autocast(student.hidden.device), gathered:
-                tokens = PairGradients.of(PairStatistics._make(saved[9:end]), *grads[:3])
-                tile_sums = TileSums._make(saved[end:]) if saved[end:] else None
-                gradients = certified.backward(pair, tile_sums, tokens, ctx.needs_input_grad[:5])
-        return *gradients, None, None, None
+def _backward(
+    rest_of_student: Sequence[Any], rest_of_pair: Sequence[Any],
+    saved: Sequence[Any], grads: Sequence[Tensor | None], needs: Needs,
+) -> Gradients:  # fmt: skip
+    """The backward of `EngineFunction`. It enters `options.gather` once for each head."""
+    if all(grad is None for grad in grads):
+        return Gradients()
+    student, end = Head(*saved[:6], *rest_of_student), 9 + len(PairStatistics._fields)
+    teacher_hidden, teacher_weight, teacher_bias = saved[6:9]
+    teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, student.targets, student.live)
+    pair = Pair(student, teacher, *rest_of_pair)
+    whole = whole_head(pair.options.gather, student.weight, student.bias)
+    whole_teacher = whole_head(pair.options.gather, teacher.weight, teacher.bias)
+    with gemm.without_autocast(student.hidden.device), whole, whole_teacher:
+        tokens = PairGradients.of(PairStatistics._make(saved[9:end]), *grads)
+        return certified.backward(pair, TileSums._make(saved[end:]) if saved[end:] else None, tokens, needs)

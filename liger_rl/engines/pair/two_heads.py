@@ -10,56 +10,32 @@ because no collective stands inside a loop.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from liger_rl.call.options import EngineOptions
-from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import OnePassPlan, Totals
-from liger_rl.engines.interface import Gradients, Head, Needs, picked_rows
-from liger_rl.engines.pair import for_device
-from liger_rl.engines.pair.products import KEPT_BYTES, KEPT_MOST_BYTES, PairProducts, Side, ValuesAndGradient
+from liger_rl.engines.interface import Gradients, Needs, with_gradient
+from liger_rl.engines.pair.products import Pair, PairRows
 from liger_rl.engines.pair.reference import (
     MIXTURE,
     TILE_VOCAB,
-    Measure,
     MixtureSums,
-    PairFold,
     PairGradients,
     PairStatistics,
     PairTile,
     TileSums,
 )
 from liger_rl.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
-from liger_rl.kernels import for_device as kernels_of_all_heads
-from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import compiles
 
-# Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
-ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
+# Bytes of a chunk of one pass: of float32 rows on each kind of device, and of a `KeptPair`, which has KEPT_BYTES for
+# each entry. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
+ONE_PASS_BYTES, KEPT_MOST_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}, 5 << 28
+KEPT_BYTES = 4
 MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; larger products have a multiple of it
-
-
-class Pair(NamedTuple):
-    """Two heads over the same tokens, and the options of a call."""
-
-    student: Head
-    teacher: Head
-    vocab: int  # entries of the vocabulary from `vocab` on are padding
-    options: EngineOptions
-    teacher_options: EngineOptions  # the student's, except for transform and dtype
-    measure: Measure
-    targets: bool  # whether to compute log-probabilities at the targets
-
-    def sides(self, live: TokenSelection) -> tuple[Side, Side]:
-        """The sides of both heads, with the rows of the tokens in `live`."""
-        student = self.student.gathered(self.options.compute_dtype, live)
-        teacher = self.teacher.gathered(self.teacher_options.compute_dtype, live)
-        return Side(student, self.options), Side(teacher, self.teacher_options)
-
 
 # (places of m tokens among the live tokens, their statistics (m,)) -> dL/d divergence (m,), and dL/dlogp and
 # dL/dentropy, (m,) or None
@@ -72,87 +48,50 @@ def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileS
     There are no such sums if a chunk is named, under the student's softcap, with a low-rank term and with a sharded
     vocabulary.
     """
-    student, teacher = pair.sides(pair.student.live)
-    measure, options, shard = pair.measure, pair.options, pair.student.shard
-    n, device = student.factor.shape[0], student.factor.device
-    kernels, tile_sums = for_device(device), None
-    bounded = bounded and not options.names_chunk and options.transform.softcap is None
-    if bounded and student.low_rank is None and shard is None:
-        tile_sums = TileSums.unwritten(n, pair.vocab, device, measure)
+    rows, measure, shard = PairRows(pair, pair.student.live), pair.measure, pair.student.shard
+    bounded = bounded and not pair.options.names_chunk and pair.options.transform.softcap is None
+    bounded = bounded and rows.student.low_rank is None and shard is None
+    tile_sums = TileSums.unwritten(rows.count, rows.vocab, rows.device, measure) if bounded else None
 
-    def sums_of(part: slice, first: int) -> TileSums | None:
-        return None if tile_sums is None else tile_sums.part(part, first)
+    epilogue = None if measure.kind == MIXTURE else rows.epilogue
+    if epilogue is not None:
+        state, sums = rows.fold(epilogue, tile_sums), None
+    else:
+        state, sums = rows.empty_fold(rows.count)
+        tokens = None if sums is None else _whole_rows(rows)
+        if sums is not None and tokens is not None:
+            for part in (slice(*span) for span in spans(rows.count, tokens)):
+                written = None if tile_sums is None else tile_sums.part(part, 0)
+                rows.fold_whole(part, state.take(part), sums.take(part), written)
+            return PairStatistics.of(state, measure).with_sums(measure, sums), tile_sums
+        _sweep(rows, tile_sums, lambda tile, part, written: rows.kernels.fold_pair(tile, state.take(part), written))
+    if shard is not None:
+        state = state.over_ranks(measure, shard.maximum, shard.total)
+    known = PairStatistics.of(state, measure)
+    if sums is None:
+        return known, tile_sums
+    norms = known.lse, known.teacher_lse
 
-    def over_ranks(state: PairFold) -> PairFold:
-        return state if shard is None else state.over_ranks(measure, shard.maximum, shard.total)
+    def mix(tile: PairTile, part: slice, written: TileSums | None) -> None:
+        rows.kernels.mix_pair(tile, norms[0][part], norms[1][part], sums.take(part), written)
 
-    products = None if measure.kind == MIXTURE else PairProducts.of(student, teacher, pair.vocab, measure)
-    if products is not None:
-        state = over_ranks(products.fold(targets=pair.targets, sums=tile_sums))
-        return PairStatistics.of(state, measure), tile_sums
-    state = PairFold.start(n, device, measure, entropy=options.entropy, targets=pair.targets)
-    sums = MixtureSums.start(state.peak) if measure.kind == MIXTURE else None
-    tokens = _whole_rows(pair, student, teacher)
-    if sums is not None and tokens is not None:
-        for part in (slice(*span) for span in spans(n, tokens)):
-            _fold_whole_rows(pair, student, teacher, part, state.take(part), sums.take(part), sums_of(part, 0))
-        return PairStatistics.of(state, measure).with_sums(measure, sums), tile_sums
-
-    tiles = _tiles(pair, n, whole=tile_sums is not None)
-
-    def sweep(step: Callable[[PairTile, slice], None]) -> None:
-        for first, last in spans(pair.vocab, tiles.vocab):
-            factors = student.factor_tile(first, last), teacher.factor_tile(first, last)
-            for part in (slice(*span) for span in spans(n, tiles.tokens)):
-                # No name for the tiles, so that they are freed before the next ones are allocated.
-                step(_pair_tile(student, teacher, part, factors, first, measure), part)
-
-    sweep(lambda tile, part: kernels.fold_pair(tile, state.take(part), sums_of(part, tile.first)))
-    known = PairStatistics.of(over_ranks(state), measure)
-    if sums is not None:
-        norms = known.lse, known.teacher_lse
-
-        def mix(tile: PairTile, part: slice) -> None:
-            kernels.mix_pair(tile, *(norm[part] for norm in norms), sums.take(part), sums_of(part, tile.first))
-
-        sweep(mix)
-        known = known.with_sums(measure, sums if shard is None else MixtureSums(*shard.total(torch.stack(sums))))
-    return known, tile_sums
+    _sweep(rows, tile_sums, mix)
+    total = sums if shard is None else MixtureSums(*shard.total(torch.stack(sums)))
+    return known.with_sums(measure, total), tile_sums
 
 
-def _pair_tile(
-    student: Side, teacher: Side, part: slice, factors: tuple[Tensor, Tensor], first: int, measure: Measure
-) -> PairTile:
-    tiles = student.tile(part, factors[0], first), teacher.tile(part, factors[1], first)
-    return PairTile(*tiles, student.rows.targets[part], first, measure)
-
-
-def _fold_whole_rows(
-    pair: Pair,
-    student: Side,
-    teacher: Side,
-    part: slice,
-    state: PairFold,  # of the tokens `part`, updated
-    sums: MixtureSums | None,  # updated; None unless for a mixture
-    tile_sums: TileSums | None = None,  # written
-) -> PairTile:
-    """-> the float32 rows of both heads over the whole vocabulary, which take both steps of a mixture."""
-    tiles = student.whole_tile(part, pair.vocab), teacher.whole_tile(part, pair.vocab)
-    tile = PairTile(*tiles, student.rows.targets[part], 0, pair.measure)
-    kernels = for_device(student.factor.device)
-    kernels.fold_pair(tile, state, tile_sums)
-    if sums is not None:
-        norms = state.peak + state.sum_exp.log(), state.teacher_peak + state.teacher_sum_exp.log()
-        kernels.mix_pair(tile, *norms, sums, tile_sums)
-    return tile
-
-
-def _gradient(tile: PairTile, tokens: PairGradients, dtype: torch.dtype) -> Tensor:
-    """-> dL/dx of the student's logits, in their memory if they have that dtype."""
-    logits = tile.student.logits
-    out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
-    for_device(logits.device).grad_pair(tile, tokens, out)
-    return out
+def _sweep(
+    rows: PairRows,
+    tile_sums: TileSums | None,
+    step: Callable[[PairTile, slice, TileSums | None], None],  # the last argument: the tile's part of `tile_sums`
+) -> None:
+    tiles = _tiles(rows, whole=tile_sums is not None)
+    for first, last in spans(rows.vocab, tiles.vocab):
+        factors = rows.factor_tiles(first, last)
+        for part in (slice(*span) for span in spans(rows.count, tiles.tokens)):
+            written = None if tile_sums is None else tile_sums.part(part, first)
+            # No name for the tile, so that it is freed before the next one is allocated.
+            step(rows.tile(part, factors, first), part, written)
 
 
 def _bytes_per_logit(device: torch.device) -> int:
@@ -160,23 +99,23 @@ def _bytes_per_logit(device: torch.device) -> int:
     return 8 if compiles(device) else 48
 
 
-def _tiles(pair: Pair, tokens: int, *, bytes_per_gradient: int = 0, whole: bool = False) -> Tiles:
+def _tiles(rows: PairRows, *, bytes_per_gradient: int = 0, whole: bool = False) -> Tiles:
     """Tiles of both heads; `whole`: with a width that is a multiple of TILE_VOCAB, for `TileSums`."""
-    device = pair.student.hidden.device
-    hidden_size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
-    bytes_per_logit = _bytes_per_logit(device) + bytes_per_gradient
-    tiles = plan_tiles(tokens, pair.vocab, hidden_size, device, pair.options, bytes_per_logit=bytes_per_logit)
-    if not whole or tiles.vocab == pair.vocab:
+    hidden_size = rows.student.rows.hidden.shape[1] + rows.teacher.rows.hidden.shape[1]
+    bytes_per_logit = _bytes_per_logit(rows.device) + bytes_per_gradient
+    options = rows.pair.options
+    tiles = plan_tiles(rows.count, rows.vocab, hidden_size, rows.device, options, bytes_per_logit=bytes_per_logit)
+    if not whole or tiles.vocab == rows.vocab:
         return tiles
     return tiles._replace(vocab=max(tiles.vocab // TILE_VOCAB, 1) * TILE_VOCAB)
 
 
-def _whole_rows(pair: Pair, student: Side, teacher: Side) -> int | None:
+def _whole_rows(rows: PairRows) -> int | None:
     """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
-    if student.options.names_chunk or student.converts or teacher.converts or pair.student.shard is not None:
+    converts = rows.student.converts or rows.teacher.converts
+    if rows.pair.options.names_chunk or converts or rows.pair.student.shard is not None:
         return None
-    device = pair.student.hidden.device
-    tokens = WORKSPACE_BYTES[kind_of(device)] // (_bytes_per_logit(device) * pair.vocab)
+    tokens = WORKSPACE_BYTES[kind_of(rows.device)] // (_bytes_per_logit(rows.device) * rows.vocab)
     return None if tokens < MIN_WHOLE_ROWS else tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS
 
 
@@ -188,53 +127,32 @@ def backward(
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
     """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
-    live, tokens = _with_gradient(pair.student.live, tokens, count)
-    return _gradients(pair, live, tokens, needs).of_all_tokens(live, pair.student)
+    live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient, count)
+    # No name for the rows, so that they are freed before the gradients of all tokens are allocated.
+    return _gradients(PairRows(pair, live), tokens, needs).of_all_tokens(live, pair.student)
 
 
-def _with_gradient(
-    live: TokenSelection, tokens: PairGradients, count: int | None
-) -> tuple[TokenSelection, PairGradients]:
-    """The live tokens whose gradient is not exactly zero. One host sync, unless `live` is a mask or `count` given."""
-    has_gradient = tokens.grad != 0
-    for grad in (tokens.grad_logps, tokens.grad_entropy):
-        has_gradient = has_gradient if grad is None else has_gradient | (grad != 0)
-    if live.mask is not None:
-        live = live.restricted(has_gradient)
-        assert live.mask is not None
-        here = live.mask
-        parts = PairGradients._make(None if part is None else torch.where(here, part, 0.0) for part in tokens)
-        # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
-        silent = {name: torch.where(here, getattr(tokens, name), torch.inf) for name in ("lse", "teacher_lse")}
-        return live, parts._replace(**silent)
-    picked = picked_rows(has_gradient, count)
-    return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
-
-
-def _gradients(pair: Pair, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
-    student, teacher = pair.sides(live)
-    dtype, measure, n = pair.options.compute_dtype, pair.measure, tokens.lse.numel()
-    products = None
-    if measure.kind != MIXTURE:  # a mixture's logarithms take longer in an epilogue than in a separate kernel
-        products = PairProducts.of(student, teacher, pair.vocab, measure)
-    if products is not None:
-        tiles = products.gradient_tiles(n)
+def _gradients(rows: PairRows, tokens: PairGradients, needs: Needs) -> Gradients:
+    # A mixture's logarithms take longer in an epilogue than in a separate kernel.
+    epilogue = None if rows.measure.kind == MIXTURE else rows.epilogue
+    options, factors = rows.pair.options, dict[int, tuple[Tensor, Tensor]]()
+    if epilogue is not None:
+        tiles = rows.gradient_tiles()
     else:
-        tiles = _tiles(pair, n, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
-    factors: dict[int, tuple[Tensor, Tensor]] = {}
+        dtype = options.compute_dtype
+        tiles = _tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
 
     def tile_gradient(first: int, last: int, start: int, stop: int) -> Tensor:
         part = slice(start, stop)
-        if products is not None:
-            return products.gradient(part, first, last, tokens.take(part))
+        if epilogue is not None:
+            return rows.gradient(epilogue, part, first, last, tokens.take(part))
         if first not in factors:  # `factors` has one tile, which all spans of tokens share
             factors.clear()
-            factors[first] = student.factor_tile(first, last), teacher.factor_tile(first, last)
-        tile = _pair_tile(student, teacher, part, factors[first], first, measure)
-        return _gradient(tile, tokens.take(part), dtype)
+            factors[first] = rows.factor_tiles(first, last)
+        return rows.tile_gradient(rows.tile(part, factors[first], first), tokens.take(part))
 
     return two_pass.gradients(
-        student.rows, pair.options, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab
+        rows.student.rows, options, None, needs, known=tile_gradient, tiles=tiles, vocab=rows.vocab
     )
 
 
@@ -243,25 +161,22 @@ def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[P
 
     The student's head must have no low-rank term.
     """
-    student, teacher = pair.sides(pair.student.live)
-    live, n, weight, vocab = pair.student.live, student.factor.shape[0], student.rows.weight, pair.vocab
-    chunks = even_spans(n, one_pass_tokens(pair))
-    same_dtype = weight.dtype == pair.options.compute_dtype
-    sum_dtype = weight.dtype if len(chunks) <= 1 and same_dtype else torch.float32
-    totals = Totals(pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype), needs, in_place=False)
+    rows, live, weight, vocab = PairRows(pair, pair.student.live), pair.student.live, pair.student.weight, pair.vocab
+    chunks = even_spans(rows.count, one_pass_tokens(pair))
+    one_sum = len(chunks) <= 1 and weight.dtype == pair.options.compute_dtype
+    plan = OnePassPlan(chunk_tokens=rows.count, sum_dtype=weight.dtype if one_sum else torch.float32)
+    totals = Totals(pair.student, plan, needs)
     if totals.weight is not None:
         totals.weight[vocab:] = 0
-    products = PairProducts.of(student, teacher, vocab, pair.measure) if _keeps_pairs(pair) else None
+    epilogue = rows.epilogue if _keeps_pairs(pair) else None
     statistics: list[PairStatistics] = []
-    for start, stop in chunks:
-        part = slice(start, stop)
-        if products is None:
-            known, gradient = _values_and_gradient(pair, student, teacher, part)
-        else:
-            known, gradient = products.values_and_gradient(part, targets=pair.targets)
+    for part in (slice(*chunk) for chunk in chunks):
+        known, gradient = rows.whole_rows(part) if epilogue is None else rows.kept_rows(epilogue, part)
         tile = gradient(PairGradients.of(known, *gradients_of(part, known)))
         del gradient  # frees its inputs before the products and the next pair are allocated
-        _add_products(totals, student, tile, part, live, vocab)
+        index = part if live.index is None else live.index[part]
+        tiles = spans(vocab, rows.student.width(vocab))
+        totals.add(rows.student.factor[part], index, tiles, partial(_columns, tile))
         del tile
         statistics.append(known)
     if not statistics:
@@ -272,18 +187,8 @@ def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[P
     return joined, totals.finish()
 
 
-def _values_and_gradient(pair: Pair, student: Side, teacher: Side, part: slice) -> ValuesAndGradient:
-    """Values and gradient from float32 rows of both heads. A float32 gradient overwrites the student's rows."""
-    n, device, measure = part.stop - part.start, student.factor.device, pair.measure
-    state = PairFold.start(n, device, measure, entropy=pair.options.entropy, targets=pair.targets)
-    sums = MixtureSums.start(state.peak) if measure.kind == MIXTURE else None
-    tile = _fold_whole_rows(pair, student, teacher, part, state, sums)
-    known = PairStatistics.of(state, measure)
-
-    def gradient(tokens: PairGradients) -> Tensor:
-        return _gradient(tile, tokens, pair.options.compute_dtype)
-
-    return known if sums is None else known.with_sums(measure, sums), gradient
+def _columns(tile: Tensor, first: int, last: int) -> Tensor:
+    return tile[:, first:last]
 
 
 def even_spans(n: int, most: int) -> list[tuple[int, int]]:
@@ -293,28 +198,9 @@ def even_spans(n: int, most: int) -> list[tuple[int, int]]:
     return spans(n, min(-(-step // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, most))
 
 
-def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
-    hidden = student.factor[part]
-    grad_rows = None if totals.hidden is None else torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    for first, last in spans(vocab, student.width(vocab)):
-        columns = tile[:, first:last]
-        if grad_rows is not None:
-            gemm.accumulate(grad_rows, columns, student.weight_tile(first, last))
-        totals.add_weight(first, last, columns, hidden)
-        totals.add_bias(first, last, columns)
-    totals.empty = False
-    if totals.hidden is not None and grad_rows is not None:
-        if live.index is None:
-            totals.hidden[part] = grad_rows
-        else:
-            kernels_of_all_heads(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
-
-
 def _keeps_pairs(pair: Pair) -> bool:
     """Whether one pass keeps a `KeptPair`. Not under a softcap: if both numbers underflow, its derivative is lost."""
-    return pair.options.transform.softcap is None and PairProducts.applies_to(
-        pair.student, pair.teacher, pair.options, pair.teacher_options
-    )
+    return pair.options.transform.softcap is None and pair.epilogue_applies(pair.student.live.count)
 
 
 def one_pass_tokens(pair: Pair) -> int:
