@@ -42,21 +42,6 @@ MAX_ROUNDINGS = 2
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-def tile_entries(options: EngineOptions) -> int:
-    """Vocabulary entries that share a peak: BLOCK_VOCAB, or the largest power of two in a smaller named chunk."""
-    if options.chunk_vocab is None:
-        return BLOCK_VOCAB
-    return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
-
-
-def tile_vocab(vocab: int, options: EngineOptions) -> int:
-    """Columns of a tile of logits, a multiple of `tile_entries`."""
-    if options.chunk_vocab is None:
-        return free_tile_vocab(vocab)
-    entries = tile_entries(options)
-    return options.chunk_vocab // entries * entries
-
-
 class OnePass(NamedTuple):
     """The results of `one_pass` for the n live tokens."""
 
@@ -85,7 +70,7 @@ def one_pass(
     entropy = torch.empty_like(logps) if options.entropy else None
     totals = Totals(head, plan, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
-    buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
+    buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
     with gemm.without_autocast(device):
         for chunk in chunks:
             index = chunk if head.live.index is None else head.live.index[chunk]
@@ -106,9 +91,9 @@ def one_pass(
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
     """The options that fold all tokens of a chunk at once: in a product's epilogue, or in tiles of the vocabulary."""
-    if options.chunk_vocab is None and epilogue_for(rows, weight) is not None:
+    if epilogue_for(rows, weight) is not None:
         return replace(options, chunk_tokens=None)
-    return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=tile_vocab(weight.shape[0], options))
+    return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=free_tile_vocab(weight.shape[0]))
 
 
 def _add_chunk(
@@ -131,7 +116,7 @@ def _add_chunk(
     vocab = weight.shape[0]
     # One tile of all V entries, if no step makes a temporary of the tile's width.
     one_tile = selected is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
-    width = vocab if one_tile else tile_vocab(vocab, options)
+    width = vocab if one_tile else free_tile_vocab(vocab)
 
     def tile_of(first: int, last: int) -> Tensor:
         if selected is None:
@@ -195,7 +180,7 @@ def _room(shape: HeadShape) -> Room:
     options, sums, tokens = shape.options, shape.sum_bytes, shape.tokens
     together = min(shape.together, tokens)
     bytes_per_token = 4 * shape.hidden_size
-    bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
+    bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, BLOCK_VOCAB)
     chunk_bytes = CHUNK_BYTES[kind_of(shape.device)]
     beside = options.chunk_tokens or max(1, chunk_bytes // bytes_per_token)
     instead = options.chunk_tokens or max(1, (chunk_bytes + sums) // bytes_per_token)
@@ -267,29 +252,6 @@ def epilogue_lacks(shape: HeadShape) -> str | None:
         return shape.epilogue_lacks
     if shape.casts_weight:
         return "a weight in the products' dtype in one pass"
-    enough = shape.options.chunk_vocab is None and chunks_of(shape).chunk_tokens >= MIN_TOKENS
-    return None if enough else f"chunks of {MIN_TOKENS} tokens or more, and no chunk_vocab"
-
-
-def workspace(shape: HeadShape) -> int:
-    """Bytes of the fullest chunk: exponentials, hidden states and their gradient, and one tile of dL/dlogits."""
-    n, options, c, size = shape.tokens, shape.options, shape.options.compute_dtype.itemsize, shape.hidden_size
-    entries = tile_entries(options)
-    width = min(tile_vocab(shape.vocab, options), -(-shape.vocab // entries) * entries)
-    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, entries) + 16
-    per_token = kept + size * (2 * c + 8 + shape.dtype.itemsize + shape.widened_bytes) + c * width
-    copied = shape.weight_dtype != options.compute_dtype or not shape.contiguous[1]
-    # Some products are made apart and then added to the sum.
-    separate_bytes = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))
-    fixed = shape.base_bytes + width * size * (shape.column_bytes + separate_bytes)
-    if shape.bias:
-        fixed, per_token = fixed + 16 * shape.vocab, per_token + 4 * shape.vocab // gemm.SUMMED_ROWS
-    if epilogue_lacks(shape) is None:  # a last chunk of fewer than MIN_TOKENS tokens still makes float32 tiles
-        fixed += shape.logit_bytes * MIN_TOKENS * width
-        per_token += 4 * (2 + options.entropy + len(options.extras)) * -(-shape.vocab // BLOCK_VOCAB)
-    else:
-        per_token += (shape.logit_bytes + (0 if compiles(shape.device) else 12)) * width
-    room = _room(shape)
-    # If fewer tokens count than the shape has, chunks may be fewer and fuller, without a float32 sum.
-    summed = 0 if room.rounded else shape.sum_bytes + per_token * min(room.tokens, n)
-    return fixed + max(summed, per_token * min(room.instead, n))
+    if chunks_of(shape).chunk_tokens < MIN_TOKENS:
+        return f"chunks of {MIN_TOKENS} tokens or more"
+    return None
