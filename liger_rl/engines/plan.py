@@ -83,7 +83,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
     elif lacks is None and shape.casts_weight:
         remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
-    if shape.cuda and lacks is not None:
+    if shape.device.type == "cuda" and lacks is not None:
         remarks.append(f"no epilogue, which needs {lacks}")
     return LinearPlan(
         path=path,
@@ -124,10 +124,8 @@ def plan_linear_logprobs(
     A chunk of one pass takes 544 MiB (64 MiB on CPU). With the memory of the float32 sum added, one or two chunks may
     hold all tokens. They then get that memory, and the gradient is rounded after each of them.
 
-    A product with an epilogue needs an NVIDIA GPU of compute capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit
-    products, aligned rows, 512 tokens or more, and no named chunk. If the weight's dtype differs from the products',
-    two passes copy the weight (2VH bytes) once in the forward and once in the backward. Calls without an epilogue make
-    float32 tiles of logits.
+    docs/design.md says which products have an epilogue. Others make float32 tiles of logits. If the weight's dtype is
+    not the products', two passes with an epilogue copy the weight (2VH bytes), in the forward and in the backward.
 
     A tolerance saves nothing if the tokens' lists of ids get long: the exact backward then runs. A plan cannot foresee
     that, because it depends on the probabilities.

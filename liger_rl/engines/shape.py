@@ -31,7 +31,7 @@ class HeadShape:
     in_place: bool  # the weight's gradient is added to the caller's float32 tensor
     options: EngineOptions
     auto_tolerance: bool  # the tolerance is "auto", which does not rule out one pass
-    targets: int = 0  # K, if each token has a list of K targets, else 0
+    several: bool = False  # each token has a list of targets
     aligned: bool = True  # the weight's rows start at multiples of 16 bytes
     passes: Passes = "two"
     together: int = 1  # largest number of tokens that one token's gradient depends on
@@ -57,19 +57,10 @@ class HeadShape:
             in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",
-            targets=call.targets.shape[-1] if call.several else 0,
+            several=call.several,
             aligned=aligned(call.weight),
             **one_pass,
         )
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def ids(self) -> int:
-        """Ids per token: K of several targets plus K of topk."""
-        return self.targets + (self.options.topk or 0)
 
     @property
     def epilogue_lacks(self) -> str | None:
@@ -94,9 +85,3 @@ class HeadShape:
     def two_pass_epilogue_lacks(self) -> str | None:
         """`epilogue_lacks` of two passes, which need also that no chunk is named."""
         return self.epilogue_lacks or ("no chunk to be named" if self.options.names_chunk else None)
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of a float32 sum beside the weight's gradient; 0 if there is none, or the gradient is the sum."""
-        apart = self.needs[1] and not self.in_place and self.weight_dtype != torch.float32
-        return 4 * self.vocab * self.hidden_size * apart

@@ -319,7 +319,7 @@ MISTAKES = {
     ),
     "one rank's targets": (TEACHER, {"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
     "token_weights": (
-        TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"
+        TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None; "
     ),
     "the teacher's padding": (TEACHER, {"teacher_rows": 7}, "ValueError: teacher_weight must have the 10 .*, got 12"),
 }  # fmt: skip

@@ -7,7 +7,7 @@ exponentials become dL/dlogits in their own memory. The backward multiplies the 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from liger_rl.call.options import EngineOptions
 from liger_rl.call.rules import lacks as rule_lacks
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.dense import two_pass
-from liger_rl.engines.dense.totals import OnePassPlan, Totals
+from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.tiles import free_tile_vocab, kind_of, spans
@@ -40,6 +40,15 @@ MAX_ROUNDINGS = 2
 
 # (slice of m live tokens, their logps (m,), their entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePassPlan:
+    """The tokens of a chunk, and the dtype in which the weight's gradient is summed over chunks."""
+
+    chunk_tokens: int
+    sum_dtype: torch.dtype | None
+    """float32, or the weight's dtype, in which the gradient is rounded after each chunk. None without a gradient."""
 
 
 class OnePass(NamedTuple):
@@ -68,7 +77,7 @@ def one_pass(
     weight, device = head.weight, head.hidden.device
     logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
     entropy = torch.empty_like(logps) if options.entropy else None
-    totals = Totals(head, plan, needs)
+    totals = Totals(head, plan.sum_dtype, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
     with gemm.without_autocast(device):
@@ -169,15 +178,15 @@ class WithGradients(torch.autograd.Function):
 class Room(NamedTuple):
     """The number of tokens that fit into a chunk of one pass."""
 
-    tokens: int  # `instead` if the gradient is rounded after each chunk, else `beside`
-    beside: int  # tokens that fit beside a float32 sum of the weight's gradient
-    instead: int  # tokens that fit if the chunk gets that sum's memory
-    rounded: bool  # there is no float32 sum: the gradient is rounded after each chunk
+    tokens: int
+    rounded: bool  # the weight's gradient is rounded after each chunk; a chunk gets the memory of its float32 sum
+    cramped: bool  # not all tokens fit beside such a sum
     together: int  # tokens that must be in one chunk
 
 
 def _room(shape: HeadShape) -> Room:
-    options, sums, tokens = shape.options, shape.sum_bytes, shape.tokens
+    options, tokens = shape.options, shape.tokens
+    sums = 4 * shape.vocab * shape.hidden_size * (shape.needs[1] and shape.weight_dtype != torch.float32)
     together = min(shape.together, tokens)
     bytes_per_token = 4 * shape.hidden_size
     bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, BLOCK_VOCAB)
@@ -187,7 +196,7 @@ def _room(shape: HeadShape) -> Room:
     # All chunks except the last may hold `together - 1` tokens less than they have room for.
     fullest = min(tokens, math.ceil((tokens + (MAX_ROUNDINGS - 1) * (together - 1)) / MAX_ROUNDINGS))
     rounded = sums > 0 and instead >= fullest
-    return Room(instead if rounded else beside, beside, instead, rounded, together)
+    return Room(instead if rounded else beside, rounded, sums > 0 and beside < tokens, together)
 
 
 def lacks(shape: HeadShape) -> str | None:
@@ -210,7 +219,7 @@ def lacks(shape: HeadShape) -> str | None:
     least_tokens = min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
     if room.tokens < least_tokens:
         return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
-    if room.beside < shape.tokens and shape.sum_bytes:
+    if room.cramped:
         return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
     return None
 

@@ -152,4 +152,5 @@ def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:
 def lacks(shape: HeadShape) -> str | None:
     if shape.passes == "one":
         return 'passes other than "one"'
-    return None if shape.ids else "several targets for each token, or topk"
+    lists = shape.several or shape.options.topk is not None
+    return None if lists else "several targets for each token, or topk"
