@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import IDENTITY
+from liger_rl.call.options import IDENTITY, options_of
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.engines.pair.run import (
@@ -15,7 +15,6 @@ from liger_rl.engines.pair.run import (
     DivergenceCall,
     DivergenceKeywords,
     divergence_of,
-    divergence_options,
     measure_of,
 )
 
@@ -73,8 +72,10 @@ def linear_divergence(
     Returns:
         Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable.
 
-    Raises: as `linear_logprobs`; also for an option that two heads do not have, and for a teacher's tensor that
-        requires a gradient. Under torch.compile the graph breaks around the call, and fullgraph=True raises.
+    Raises: as `linear_logprobs`, and
+        ValueError: batch_invariant, extras, lse or topk; a teacher's tensor that requires a gradient,
+            while gradients are enabled.
+        torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
     """
     measure = measure_of(kind, options.pop("beta", BETA))
     teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)
@@ -94,6 +95,6 @@ def linear_divergence(
             vocab=vocab,
             token_weights=token_weights,
             vocab_parallel=vocab_parallel,
-            options=divergence_options(dict(options)),
+            options=options_of("linear_divergence", options),
         )
     )

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import Passes
-from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
+from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
-from liger_rl.call.rules import lacks
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.pair.reference import PairStatistics
 from liger_rl.engines.pair.run import (
@@ -46,21 +45,10 @@ class ReferenceHead:
 
 
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:
-    """A need of one pass that the call does not meet; None if it meets all. `dtype`: of the policy's products."""
-    options = call.options
-    dtypes = [dtype, *(tensor.dtype for tensor in (call.hidden, call.weight) if tensor.requires_grad)]
+    """The first thing that one pass needs and the loss or the call lacks. `dtype`: of the policy's products."""
     if terms.locality != "token":
         return "an objective and corrections whose gradient of a token depends on that token alone"
-    lacking = lacks(options, "with token_weights")
-    if lacking is not None:
-        return lacking
-    if torch.float16 in dtypes:
-        return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
-    if call.low_rank:
-        return "a head without low_rank terms"
-    if call.vocab_parallel is not None or any(map(is_dtensor, call.tensors)):
-        return "tensors that are whole on this rank, got a shard or a DTensor"
-    return terms_obstacle(terms)
+    return call.one_pass_lacks(dtype) or terms_obstacle(terms)
 
 
 def loss_with_reference(

@@ -30,6 +30,7 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
     # One head, whose gradients are made in the forward.
     "in one pass": {
         "topk": "a loss reads no list",
+        "chunk_vocab": CHUNK,
         "grad_tolerance": "ids are left out of a second pass",
         "fixed_shape": "the host has to know which rows make a chunk",
         "batch_invariant": "the tiles of a chunk depend on how many tokens it holds",

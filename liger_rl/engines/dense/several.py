@@ -152,11 +152,5 @@ def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:
 def lacks(shape: HeadShape) -> str | None:
     if shape.passes == "one":
         return 'passes other than "one"'
-    return None if shape.ids else "several targets for each token, or topk"
-
-
-def workspace(shape: HeadShape) -> int:
-    """Bytes of two passes, plus each token's ids, and with `topk` the keys of all logits of a tile."""
-    keys = max(tile.tokens * tile.vocab for tile in two_pass.tiles_of(shape)) * (shape.options.topk is not None)
-    pairs = PAIRS * (shape.targets > 0)
-    return two_pass.workspace(shape) + 64 * shape.tokens * shape.ids + 16 * keys + 5 * pairs
+    lists = shape.several or shape.options.topk is not None
+    return None if lists else "several targets for each token, or topk"

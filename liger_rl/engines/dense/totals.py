@@ -1,7 +1,6 @@
 """Gradient sums of engines that compute gradients in the forward. Each chunk of tokens is added to them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,24 +10,15 @@ from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.kernels import gemm, reference
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnePassPlan:
-    """The tokens of a chunk, and the dtype in which the weight's gradient is summed over chunks."""
-
-    chunk_tokens: int
-    sum_dtype: torch.dtype | None
-    """float32, or the weight's dtype, in which the gradient is rounded after each chunk. None without a gradient."""
-
-
 class Totals:
     """The gradients of hidden, weight and bias, to which chunks are added."""
 
-    def __init__(self, head: Head, plan: OnePassPlan, needs: Needs) -> None:
+    def __init__(self, head: Head, sum_dtype: torch.dtype | None, needs: Needs) -> None:
         hidden, weight, bias = head.hidden, head.weight, head.bias
         self.hidden_like, self.head_weight = hidden if needs[0] else None, weight
         self.weight: Tensor | None = None
         if needs[1]:
-            self.weight = torch.empty(weight.shape, dtype=plan.sum_dtype, device=weight.device)
+            self.weight = torch.empty(weight.shape, dtype=sum_dtype, device=weight.device)
         self.bias = None
         if bias is not None and needs[2]:
             self.bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)

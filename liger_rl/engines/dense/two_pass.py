@@ -16,10 +16,10 @@ from torch.nn.functional import pad
 from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, with_gradient
-from liger_rl.engines.shape import BYTES_PER_TOKEN, HeadShape
+from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import Tiles, plan_tiles, spans
-from liger_rl.kernels import epilogue_for, for_device, gemm, reference
-from liger_rl.kernels.devices import MIN_TOKENS, STATISTICS_BYTES, compiles
+from liger_rl.kernels import epilogue_for, for_device, gemm
+from liger_rl.kernels.devices import MIN_TOKENS, compiles
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -327,33 +327,3 @@ def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
         plan_tiles(first, *sizes, bytes_per_logit=logit),
         plan_tiles(shape.tokens, *sizes, bytes_per_logit=gradient),
     )
-
-
-def workspace(shape: HeadShape) -> int:
-    """Bytes of the gathered hidden states with their gradient, and of the larger tile of forward and backward."""
-    options, c = shape.options, shape.options.compute_dtype.itemsize
-    zeros = MIN_TOKENS * options.batch_invariant  # rows of zeros that fill up a fixed shape
-    n = shape.tokens + zeros
-    epilogue, gradient = shape.two_pass_epilogue_lacks is None, c * shape.wants_gradient
-    tiles = tiles_of(shape) if shape.wants_gradient else tiles_of(shape)[:1]
-    columns = shape.hidden_size + 8 * (shape.rank + (shape.rank > 0))  # low-rank factors are split in two and aligned
-    one_product = shape.cuda and shape.tokens <= tiles[-1].tokens and not shape.casts_weight
-    summed = 4 * (shape.wants_gradient and (shape.sum_bytes > 0 or shape.rank > 0) and not one_product)
-
-    def tile_bytes(tile: Tiles) -> int:
-        logits = tile.tokens * (shape.logit_bytes + gradient)
-        if epilogue:  # if fewer than MIN_TOKENS tokens count, they make float32 tiles
-            logits = max(tile.tokens * gradient, MIN_TOKENS * (shape.logit_bytes + gradient))
-        bias = 4 * (4 + tile.tokens // gemm.SUMMED_ROWS) * shape.bias
-        # Where a product is not added to a float32 sum at once, the gradient of hidden states has a temporary.
-        separate = 4 * tile.tokens * columns * (shape.cuda and not gemm.ADDS_TO_FLOAT32)
-        return tile.vocab * (logits + columns * (shape.column_bytes + summed) + bias) + separate
-
-    tile = max(map(tile_bytes, tiles))
-    if epilogue:
-        tile = max(tile, STATISTICS_BYTES) + shape.vocab * shape.hidden_size * c * shape.casts_weight
-    copied = shape.dtype != options.compute_dtype or shape.rank > 0 or options.batch_invariant
-    rows = n * (shape.dtype.itemsize + c * copied + 4 * shape.needs[0])
-    rows += shape.widened_bytes * min(n, tiles[-1].tokens)
-    rows += min(n, reference.ROWS) * shape.dtype.itemsize  # of `reference.scatter_rows`
-    return shape.base_bytes + BYTES_PER_TOKEN * zeros + columns * rows + tile

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_count, check_dense, check_floating, check_head, check_transform
-from liger_rl.call.dtensors import localized, low_rank_tensors
+from liger_rl.call.dtensors import has_dtensor, localized, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
-from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
-from liger_rl.call.rules import NOT_TOGETHER, check_left_alone
+from liger_rl.call.options import IDENTITY, HeadKeywords, resolved
+from liger_rl.call.rules import check_left_alone, lacks
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import EngineFunction
@@ -49,51 +49,18 @@ class Divergence(NamedTuple):
     """(): sum of token_weights * divergence; None without token_weights. With a loss, only it is differentiable."""
 
 
-class DivergenceKeywords(TypedDict, total=False):
-    """The keywords of `linear_divergence` that are no tensors: three of its own, and the `HeadOptions` of two heads."""
+class DivergenceKeywords(HeadKeywords, total=False):
+    """The keywords of `linear_divergence` that are no tensors: three of its own, and the fields of `HeadOptions`."""
 
     beta: float
     teacher_transform: LogitTransform
     vocab: int | None
-    transform: LogitTransform
-    entropy: bool
-    grad_tolerance: Tolerance
-    compute_dtype: torch.dtype | None
-    gather: Gather | None
-    chunk_tokens: int | None
-    chunk_vocab: int | None
-    fixed_shape: bool
 
 
-# Options of linear_logprobs that two heads do not take, with the reason.
-WITHOUT = {
-    **NOT_TOGETHER["with two heads"],
-    "support": "the divergence is over the whole vocabulary",
-    "weight_grad": "the weight's gradient is returned to autograd",
-}
-
-
-def divergence_options(keywords: dict[str, Any]) -> HeadOptions:
-    """HeadOptions(**keywords). An option that `linear_divergence` does not have raises a TypeError."""
-    known = DivergenceKeywords.__annotations__
-    for name in keywords:
-        if name in WITHOUT:
-            raise TypeError(f"linear_divergence takes no {name}: {WITHOUT[name]}")
-        if name not in known:
-            raise TypeError(
-                f"linear_divergence got an unexpected argument {name!r}; its options are {', '.join(known)}"
-            )
-    return HeadOptions(**keywords)
-
-
-def check_range(compute_dtype: torch.dtype, *student: Tensor | None) -> None:
-    """Raise if gradients made in the forward would be float16: no gradient scaler has multiplied the loss by then."""
+def vanishes(compute_dtype: torch.dtype, *student: Tensor | None) -> bool:
+    """Whether gradients made in the forward would be float16: no gradient scaler has multiplied the loss by then."""
     dtypes = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
-    if dtypes and torch.float16 in (compute_dtype, *dtypes):
-        raise ValueError(
-            "token_weights must be None with float16 products or gradients, because what is made before the loss is "
-            "scaled vanishes in float16; use bfloat16 or float32, or weigh the divergence yourself, in two passes"
-        )
+    return bool(dtypes) and torch.float16 in (compute_dtype, *dtypes)
 
 
 def measure_of(kind: str, beta: float) -> Measure:
@@ -148,6 +115,7 @@ class DivergenceCall(HeadCall):
 
     def check_before_gather(self) -> None:
         """Raise for errors that show before sharded tensors are gathered."""
+        check_left_alone(self.options, "with two heads")
         check_transform(self.teacher_transform)
         named = f"{self.teacher_name}transform", self.teacher_transform
         for name, transform in (("transform", self.options.transform), named):
@@ -175,9 +143,21 @@ class DivergenceCall(HeadCall):
         if self.vocab_parallel is None:
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
         if self.token_weights is not None:
-            self._check_token_weights(self.token_weights)
-            check_range(dtype, self.hidden, self.weight, self.bias)
+            self._check_token_weights(self.token_weights, dtype)
         return dtype
+
+    def one_pass_lacks(self, dtype: torch.dtype) -> str | None:
+        """The first thing that one pass needs and this call lacks, or None. `dtype`: of the student's products."""
+        lacking = lacks(self.options, "with token_weights")
+        if lacking is not None:
+            return lacking
+        if vanishes(dtype, self.hidden, self.weight, self.bias):
+            return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
+        if self.low_rank:
+            return "a head without low_rank terms"
+        if self.vocab_parallel is not None or has_dtensor(*self.tensors):
+            return "tensors that are whole on this rank, got a shard or a DTensor"
+        return None
 
     @property
     def teacher_dtype(self) -> torch.dtype:
@@ -212,7 +192,7 @@ class DivergenceCall(HeadCall):
             "the dtype of the teacher's products": self.teacher_dtype,
         }
 
-    def _check_token_weights(self, token_weights: Tensor) -> None:
+    def _check_token_weights(self, token_weights: Tensor, dtype: torch.dtype) -> None:
         shape = self.hidden.shape[:-1]
         check_floating("token_weights", token_weights)
         if token_weights.shape != shape:
@@ -220,13 +200,10 @@ class DivergenceCall(HeadCall):
         check_dense("token_weights", token_weights, self.hidden, "hidden")
         if token_weights.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
-        if self.vocab_parallel is not None:
-            raise ValueError(
-                "token_weights must be None with a sharded head: no rank has logits of the whole vocabulary"
-            )
-        if self.low_rank:
-            raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
         check_left_alone(self.options, "with token_weights")
+        lacking = self.one_pass_lacks(dtype)
+        if lacking is not None:
+            raise ValueError(f"token_weights must be None; the gradients that the forward makes need {lacking}")
 
 
 @contextmanager
@@ -332,9 +309,7 @@ def one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
     A float32 sum of a 16-bit weight's gradient would be such memory.
     """
     options, weight = pair.options, pair.student.weight
-    if call.low_rank or pair.student.shard is not None:
-        return False
-    if options.fixed_shape or options.names_chunk or options.compute_dtype == torch.float16:
+    if call.one_pass_lacks(options.compute_dtype) is not None or options.names_chunk:
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True

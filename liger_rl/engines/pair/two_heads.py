@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.engines.dense import two_pass
-from liger_rl.engines.dense.totals import OnePassPlan, Totals
+from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Needs, with_gradient
 from liger_rl.engines.pair.products import Pair, PairRows
 from liger_rl.engines.pair.reference import (
@@ -164,8 +164,7 @@ def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[P
     rows, live, weight, vocab = PairRows(pair, pair.student.live), pair.student.live, pair.student.weight, pair.vocab
     chunks = even_spans(rows.count, one_pass_tokens(pair))
     one_sum = len(chunks) <= 1 and weight.dtype == pair.options.compute_dtype
-    plan = OnePassPlan(chunk_tokens=rows.count, sum_dtype=weight.dtype if one_sum else torch.float32)
-    totals = Totals(pair.student, plan, needs)
+    totals = Totals(pair.student, weight.dtype if one_sum else torch.float32, needs)
     if totals.weight is not None:
         totals.weight[vocab:] = 0
     epilogue = rows.epilogue if _keeps_pairs(pair) else None

@@ -15,15 +15,10 @@ from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.sparse import lists
 from liger_rl.engines.sparse.lists import ListedHead
 from liger_rl.kernels import gemm
-from liger_rl.kernels.segments import PARTIAL_BYTES
 from liger_rl.kernels.statistics import (
-    BLOCK_TOKENS,
-    PART_VOCAB,
-    SAMPLES,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
-    parts_of,
 )
 
 Saved = TileStatistics
@@ -77,16 +72,3 @@ def lacks(shape: HeadShape) -> str | None:
     if not shape.wants_gradient:
         return NO_GRADIENT
     return "weight_grad = None" if shape.in_place else shape.two_pass_epilogue_lacks
-
-
-def workspace(shape: HeadShape) -> int:
-    """Bytes: statistics of all tiles, and the larger of two passes' workspace and kept parts with the longest lists."""
-    n, size, c, s = shape.tokens, shape.hidden_size, shape.options.compute_dtype.itemsize, shape.dtype.itemsize
-    tiles = parts_of(shape.vocab)
-    statistics = 4 * (2 + shape.options.entropy) * n * tiles
-    listed = n * lists.BYTES_PER_ID * lists.most_ids(shape.vocab) + 2 * PARTIAL_BYTES
-    parts = max(lists.PARTS_BYTES, lists.BYTES_PER_ENTRY * BLOCK_TOKENS * PART_VOCAB * tiles)
-    rows = n * (size * (s + c + 4) + tiles * (8 + 2 * c))
-    shared = tiles * size * (c + 8) + 4 * (SAMPLES + 1) * shape.vocab
-    copy = shape.vocab * size * c * shape.casts_weight
-    return statistics + max(two_pass.workspace(shape), shape.base_bytes + rows + copy + shared + max(parts, listed))

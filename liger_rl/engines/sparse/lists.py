@@ -20,7 +20,6 @@ from liger_rl.kernels.transform import LogitTransform
 
 PARTS_BYTES = 192 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
 BYTES_PER_ENTRY = 3  # of a kept part
-BYTES_PER_ID = 52  # of a listed id, with the memory of the sort
 # Memory for lists, as a share of the entries of kept parts. At an entropy of 0.6 nats a 160th of them are listed.
 ROOM_FOR_IDS = 1 / 32
 
