@@ -3,8 +3,8 @@
 A part is one token's dL/dlogits in a tile of 1,024 entries. The sums give its norm (`bounds_triton`). The kept parts
 take both heads' products again. A part includes the target's entry.
 
-Parts are dropped if both heads' products have an epilogue. Otherwise the backward is exact. It is also exact if an
-entropy has a gradient, and if the lists would be long.
+Where `applies` is false the backward is exact. It is also exact if an entropy has a gradient, and if the lists would be
+long.
 """
 
 from functools import partial
@@ -22,10 +22,19 @@ from liger_rl.kernels import devices
 
 
 def applies(pair: Pair) -> bool:
-    """Whether parts can be dropped: if our own products run for both heads, with any number of tokens."""
+    """Whether parts may be dropped: if our own products run for both heads, with any number of tokens.
+
+    Kernels of kept parts read weights in the products' dtype, without a copy. No part is dropped if a chunk is named,
+    under the student's softcap, with a low-rank term and with a sharded vocabulary.
+    """
+    student, options = pair.student, pair.options
+    if options.grad_tolerance == 0.0 or options.names_chunk or options.transform.softcap is not None:
+        return False
+    if student.low_inputs is not None or student.shard is not None:
+        return False
     return all(
-        devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], options.compute_dtype, head.weight)
-        for head, options in ((pair.student, pair.options), (pair.teacher, pair.teacher_options))
+        devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], dtype, head.weight)
+        for head, dtype in ((student, options.compute_dtype), (pair.teacher, pair.teacher_options.compute_dtype))
     )
 
 

@@ -227,11 +227,9 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         returns_logps = global_call.targets is not None
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
         options = resolved(call.options, dtype)
-        # Kernels of kept parts read weights in the products' dtype, without a copy.
-        as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps)
-        if not (call.auto_tolerance and as_they_are and pair.epilogue_applies(student.live.count)):
+        if not (call.auto_tolerance and pair.epilogue_applies(student.live.count)):
             named = call.options.grad_tolerance
             pair = pair._replace(options=replace(options, grad_tolerance=0.0 if named == "auto" else named))
         yield call, pair
@@ -255,7 +253,7 @@ def _divergence_of(global_call: DivergenceCall) -> Divergence:
 
 def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
     student = pair.student
-    bounded = student.wants_gradient and pair.options.grad_tolerance > 0 and certified.applies(pair)
+    bounded = student.wants_gradient and certified.applies(pair)
     with torch.no_grad(), gemm.without_autocast(call.hidden.device):
         statistics, tile_sums = engine.forward(pair, bounded=bounded)
     values = _results(statistics)

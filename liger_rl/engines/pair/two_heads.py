@@ -43,16 +43,9 @@ PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None,
 
 
 def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileSums | None]:
-    """Statistics of every token that counts; if `bounded`, also the sums over tiles from which bounds are made.
-
-    There are no such sums if a chunk is named, under the student's softcap, with a low-rank term and with a sharded
-    vocabulary.
-    """
+    """Statistics of every token that counts; if `bounded`, also the sums over tiles from which bounds are made."""
     rows, measure, shard = PairRows(pair, pair.student.live), pair.measure, pair.student.shard
-    bounded = bounded and not pair.options.names_chunk and pair.options.transform.softcap is None
-    bounded = bounded and rows.student.low_rank is None and shard is None
     tile_sums = TileSums.unwritten(rows.count, rows.vocab, rows.device, measure) if bounded else None
-
     epilogue = None if measure.kind == MIXTURE else rows.epilogue
     if epilogue is not None:
         state, sums = rows.fold(epilogue, tile_sums), None
