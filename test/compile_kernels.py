@@ -151,6 +151,7 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
 
 def kept_exponentials(transform: LogitTransform, entropy: bool) -> None:
     targets, kept = torch.zeros(N, dtype=torch.long), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
+    compiled.keep(ones(N, V), 0, None, transform, kept)
     out = kept.values.view(torch.bfloat16)
     for rows in (None, torch.arange(N)):
         compiled.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)

@@ -284,7 +284,7 @@ CALLS = {
     "JSD": PublicCall(partial(_divergence, kind="jsd", beta=0.3), takes=_TWO_HEADS),
     "JSD in one pass": PublicCall(partial(_divergence, kind="jsd", weighted=True), takes=frozenset(("gather",))),
     "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"batch_invariant", "gather"}),
-    "loss in one pass": PublicCall(partial(_loss, passes="one"), takes=frozenset(("weight_grad",))),
+    "loss in one pass": PublicCall(partial(_loss, passes="one"), takes=frozenset()),
     "loss with an exact KL": PublicCall(
         partial(_loss, exact_kl=True, passes="two"), takes=frozenset(("fixed_shape", "autocast"))
     ),

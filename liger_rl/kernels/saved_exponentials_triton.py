@@ -1,4 +1,4 @@
-"""Triton kernels of the gradient from the exponentials that one pass keeps, with the formulas of `reference`.
+"""Triton kernels of the exponentials that one pass keeps; the formulas are those of `reference`.
 
 Rows are on grid axis 0, the only one that is not limited to 65535. Row offsets are int64.
 """
@@ -17,9 +17,11 @@ from liger_rl.kernels.softmax import (
     tanh_square,
     times_derivative,
     token_terms,
+    transformed,
 )
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.tile_epilogues import KEPT_ONE
+from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # Vocabulary entries of a program. On an H200, 2048 tokens of V = 128256 take 273 us, of 256000 with a softcap 567; with
@@ -27,6 +29,32 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 BLOCK, WARPS = 1024, 1
 SCALE_BLOCK, SCALE_WARPS = 8192, 8
 SCALE_PROGRAMS = 2048  # at most: each program reads the factor, which is 1 as a rule
+
+
+@triton.jit
+def _keep_kernel(
+    logits,
+    stride,
+    bias,
+    values,  # column 0 is that of the logits, as the tiles' of the peaks
+    value_stride,
+    peaks,
+    peak_stride,
+    columns,
+    steps,
+    TILES: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
+    inside = column < columns
+    z, _ = transformed(loaded(logits + row * stride, bias, column, inside), steps)
+    z = tl.where(inside, z, float("-inf"))
+    peak = tl.maximum(tl.max(z, 1), LOWEST)
+    exp = tl.exp(z - peak[:, None]) * KEPT_ONE
+    tl.store(values + row * value_stride + column, exp.to(values.dtype.element_ty), mask=inside)
+    tl.store(peaks + tile.to(tl.int64) * peak_stride + row, peak, mask=tile * TILE_VOCAB < columns)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -85,6 +113,31 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
             tl.store(values + place, scaled.to(values.dtype.element_ty), mask=inside)
 
 
+def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, kept: Kept) -> None:
+    """As `reference.keep`; the last dimension of `logits` must be contiguous."""
+    assert logits.stride(-1) == 1
+    n, columns = logits.shape
+    if n == 0:
+        return
+    values, peaks = kept.from_column(first)
+    tiles = _tiles(columns, kept.tile_vocab)
+    with on(logits.device):
+        _keep_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
+            logits,
+            logits.stride(0),
+            None if bias is None else bias.contiguous(),
+            values,
+            values.stride(0),
+            peaks,
+            peaks.stride(0),
+            columns,
+            LogitSteps.of(transform),
+            TILES=tiles,
+            TILE_VOCAB=kept.tile_vocab,
+            num_warps=WARPS,
+        )
+
+
 def grad_kept(
     kept: Kept,
     rows: Tensor | None,
@@ -101,7 +154,7 @@ def grad_kept(
     if n == 0:
         return
     values, peaks = kept.from_column(first)
-    tiles = max(1, min(BLOCK, triton.next_power_of_2(columns)) // kept.tile_vocab)
+    tiles = _tiles(columns, kept.tile_vocab)
     with on(out.device):
         _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
             values,
@@ -130,3 +183,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         _scale_kernel[(min(triton.cdiv(values.numel(), SCALE_BLOCK), SCALE_PROGRAMS),)](
             values, factor, values.numel(), SCALE_BLOCK, num_warps=SCALE_WARPS
         )
+
+
+def _tiles(columns: int, tile_vocab: int) -> int:
+    return max(1, min(BLOCK, triton.next_power_of_2(columns)) // tile_vocab)

@@ -1,7 +1,7 @@
 """The published names of losses. A preset is an objective's class, a reduction's class and default options."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -73,18 +73,18 @@ def build_loss(
     return PolicyTerms(**{**given, **built, **terms})
 
 
-def _built(name: str, classes: Sequence[type], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:
+def _built(name: str, classes: Sequence[Any], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:
     """An instance of each class, with the options that are its fields."""
-    known = [f.name for cls in classes for f in fields(cls)]
+    known = [name for cls in classes for name in cls.__dataclass_fields__]  # torch.compile does not trace fields() here
     for option in options:
         if option not in known:
             choices = [*known, *keywords]
             raise ValueError(f"{name} has no option {option}{_hint(option, choices)}. It has {', '.join(choices)}")
     for cls in classes:
-        for f in fields(cls):
+        for f in cls.__dataclass_fields__.values():
             if f.default is MISSING and options.get(f.name) is None:
                 raise ValueError(f"{name} needs {f.name}, which has no default")
-    return [cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options}) for cls in classes]
+    return [cls(**{name: options[name] for name in cls.__dataclass_fields__ if name in options}) for cls in classes]
 
 
 def _hint(option: str, choices: Sequence[str]) -> str:

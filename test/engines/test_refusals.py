@@ -155,14 +155,14 @@ FROM_LOGITS = [
 ]
 # Arguments that replace good ones, type, message.
 SEVERAL = [
-    ({"targets": torch.zeros(15, 0).long()}, ValueError, r"targets must be \(N,\) = \(15,\).*K at least 1"),
+    ({"targets": torch.zeros(15, 0).long()}, ValueError, r"targets must be \(N,\) = \(15,\).*from 1 to 1024"),
     ({"targets": torch.zeros(14, 3, dtype=torch.long)}, ValueError, r"targets must be .*got \(14, 3\)"),
     ({"targets": torch.zeros(15, 3)}, TypeError, "targets must be integers, got torch.float32"),
     ({"targets": torch.full((15, 3), 129)}, ValueError, r"token ids in \[0, 129\).*15 of them.*largest is 129"),
     ({"mask": torch.ones(15, 3)}, ValueError, r"mask must be \(N,\) = \(15,\)"),
     ({"extras": ["is_top1"]}, ValueError, "is_top1"),
     ({"support": Support(torch.zeros(0).long(), torch.zeros(16).long())}, ValueError, "support must be None with"),
-    ({"targets": torch.zeros(15, 1025).long()}, ValueError, r"targets must have at most 1024 ids.*\(15, 1025\)"),
+    ({"targets": torch.zeros(15, 1025).long()}, ValueError, r"targets must be.*from 1 to 1024.*\(15, 1025\)"),
     ({"topk": 130}, ValueError, "topk must be at most 1024, and at most the 129 vocabulary entries.*got 130"),
     ({"topk": 1025, "weight": torch.zeros(2000, 16)}, ValueError, "topk must be at most 1024.*got 1025"),
     ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
@@ -190,7 +190,7 @@ DIVERGENCE = [
     ({"vocab": 132}, ValueError, "vocab must be at most the 131"),
     ({"vocab": 0}, ValueError, "vocab must be at least 1"),
     ({"grad_tolerance": 1.0}, ValueError, "grad_tolerance must be in"),
-    ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
+    ({"batch_invariant": True}, ValueError, "batch_invariant must be False with two heads"),
     ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
     ({"teacher_transform": 1.0}, TypeError, "transform must be"),
