@@ -201,7 +201,7 @@ def gemm_fold(
         run_product(
             fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known),
             outs=(None if kept is None else kept.values[rows], None), variant=variant, whole=vocab % TILE_VOCAB == 0,
-            parts=TILE_VOCAB // PART_VOCAB, warps=family.fold_warps,
+            parts=BLOCK_VOCAB // PART_VOCAB, warps=family.fold_warps,
         )  # fmt: skip
         merge(tiles, part)
         if kept is not None:
