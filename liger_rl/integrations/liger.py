@@ -328,6 +328,7 @@ LIGER = Framework(
         Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, None, modules=("liger_kernel", "trl", "swift"))
         for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
     ),
+    gain="2% of the time of the chunked GRPO loss, without its defects in padding, masks and ratios",
     distributions=("liger-kernel", "liger-kernel-nightly"),
 )
 

@@ -78,6 +78,7 @@ NEMO_RL = Framework(
         "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs",
         from_parallel_hidden_states_to_logprobs,
     ),  # 0.6.0 has other parameters, and is refused
+    gain="float32 logits, two collectives in all",
 )
 
 

@@ -90,6 +90,7 @@ OPENRLHF = Framework(
     (0, 11),
     (0, 12),
     Patch("openrlhf.models.actor:Actor.forward", _forward),
+    gain="no logits, and no work for prompts and padding in PPO",
     distributions=("openrlhf",),
 )
 

@@ -1,6 +1,6 @@
 """A table of another package's functions and methods, each with its replacement; and the functions that apply it.
 
-VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours))
+VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours), gain="float32 logits")
 unpatch_verl, patched_verl, is_patched = VERL.unpatch, VERL.within, VERL.is_patched
 """
 
@@ -127,10 +127,11 @@ class Framework:
         lowest: Version,
         below: Version,
         *patches: Patch,  # the rows
+        gain: str,  # the advantage over the package's own functions, for the log
         distributions: tuple[str, ...] = (),  # metadata that may know the version; none: `__version__` does
     ) -> None:
         self.name, self.lowest, self.below, self.patches = name, lowest, below, patches
-        self.distributions = distributions
+        self.gain, self.distributions = gain, distributions
 
     def version(self) -> str:
         """The installed version; ImportError if there is none or it is not supported."""
@@ -169,7 +170,7 @@ class Framework:
             for patch, original in originals:
                 patch.put(original)
         if added:
-            logger.info("patched %s %s: %s", self.name, version, ", ".join(dict.fromkeys(added)))
+            logger.info("patched %s %s: %s; %s", self.name, version, ", ".join(dict.fromkeys(added)), self.gain)
 
     def unpatch(self) -> None:
         """Undo the patch, in modules that were loaded since too. Harmless where nothing is patched."""

@@ -101,6 +101,7 @@ PRIME_RL = Framework(
     (0, 10),
     _row("lm_head", "FusedOutputLinear"),
     _row("lm_head_gemma", "GemmaFusedOutputLinear", _has_gemma_head),
+    gain="float32 logits, products over a sampling mask's ids alone, a gradient of the entropy",
     distributions=("prime-rl",),
 )
 

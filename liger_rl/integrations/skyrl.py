@@ -194,6 +194,7 @@ SKYRL = Framework(
         "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
     ),
     _row("fsdp", "HFModelWrapper.forward", forward),
+    gain="float32 logits; under FSDP no logits, and prompts are not projected",
 )
 
 

@@ -88,6 +88,7 @@ TORCHTITAN = Framework(
     Patch(f"{LOSSES}:ChunkedLossWrapper.__call__", _chunked),
     Patch(f"{LOSSES}:CrossEntropyLoss.__call__", _cross_entropy),
     Patch(f"{LOSSES}:compute_logprobs", compute_logprobs),
+    gain="float32 log-probabilities without logits",
     distributions=("torchtitan",),
 )
 

@@ -83,6 +83,7 @@ TRL = Framework(
     _op_patch,
     *trl_adapters.ROWS,
     *trl_divergence.ROWS,
+    gain="float32 logits, no work for tokens without a gradient, LoRA on the lm_head",
 )
 
 

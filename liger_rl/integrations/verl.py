@@ -148,6 +148,7 @@ VERL = Framework(
     Patch("verl.utils.experimental.torch_functional:FusedLinearForPPO.forward", fused_linear_for_ppo),
     Patch(f"{ENGINE}.prepare_model_inputs", inputs_with_teacher, group="distillation", since=(0, 8)),
     Patch(f"{ENGINE}.prepare_model_outputs", outputs_with_losses, group="distillation", since=(0, 8)),
+    gain="float32 logits and entropies on every device, whichever fused backend is set",
 )
 
 

@@ -139,7 +139,7 @@ def test_a_patch_is_logged_once_and_can_be_asked_for(system, caplog):
     assert not framework.is_patched()
     first, second = (record.message for record in caplog.records if record.name == "liger_rl")
     assert first == second  # of the block and of the call behind it
-    assert re.match(rf"patched {framework.name} \d+\.\d+\S*: .", first)
+    assert re.match(rf"patched {framework.name} \d+\.\d+\S*: .*; {re.escape(framework.gain)}$", first)
     assert any(patch.name in first for patch in framework.patches)
 
 
