@@ -77,8 +77,9 @@ def grpo_loss_from_logits(
         options: the columns old_per_token_logps, ref_per_token_logps, importance_ratio and segments of `PolicyBatch`,
             and fields of the preset's objective and of `KLPenalty`, such as `epsilon_high` and `beta`.
 
-    Raises: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
-        kl_estimator="exact" with beta > 0, and a mask or column together with a `PolicyBatch`.
+    Raises:
+        ValueError: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
+            kl_estimator="exact" with beta > 0, and a mask or column together with a `PolicyBatch`.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     check_flag("fixed_shape", fixed_shape)

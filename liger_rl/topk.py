@@ -69,8 +69,9 @@ def topk_divergence(
         TopKDivergence(divergence, student). The divergence is infinite if the student gives probability 0 to an id with
             q_k > 0.
 
-    Raises: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient, and for a DTensor
-        among teacher_ids, teacher_logps and mask.
+    Raises:
+        ValueError: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient, and for a
+            DTensor among teacher_ids, teacher_logps and mask.
     """
     tensors = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *tensors):
