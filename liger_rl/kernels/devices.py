@@ -42,6 +42,9 @@ class Family(NamedTuple):
     parts: int  # a tile of logits is folded in so many parts; before Hopper a product leaves fewer registers
     shared_bytes: int  # largest shared memory of a program
     fold_warps: int = WARPS  # warps of a program of the fold
+    halves: bool = (
+        True  # a tile of logits has parts in registers; on 10.x they would take more shared memory than it has
+    )
 
     @property
     def name(self) -> str:
@@ -161,8 +164,9 @@ def family_of_gpu(gpu: Gpu) -> Family:
     compiled = gpu.capability < BLACKWELL or gpu.triton >= BLACKWELL_TRITON
     if gpu.capability < TMA_CAPABILITY or gpu.shared_bytes < SHARED_BYTES or not compiled:
         return next(family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes)
-    spills = gpu.capability[0] == BLACKWELL[0] and gpu.triton >= SPILLING_TRITON
-    return TMA._replace(fold_warps=2 * WARPS) if spills else TMA
+    blackwell = gpu.capability[0] == BLACKWELL[0]
+    spills = blackwell and gpu.triton >= SPILLING_TRITON
+    return TMA._replace(fold_warps=2 * WARPS if spills else WARPS, halves=not blackwell)
 
 
 def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
