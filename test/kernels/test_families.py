@@ -35,8 +35,8 @@ def use(family, monkeypatch):
     [
         (HOPPER, TMA),
         (HOPPER._replace(triton=(3, 8)), TMA),
-        (BLACKWELL, TMA),
-        (BLACKWELL._replace(triton=(3, 8)), TMA._replace(fold_warps=16)),
+        (BLACKWELL, TMA._replace(halves=False)),
+        (BLACKWELL._replace(triton=(3, 8)), TMA._replace(fold_warps=16, halves=False)),
         (A100, PORTABLE[1]),
         (ADA, PORTABLE[2]),
         (ADA._replace(capability=(12, 0), triton=(3, 9)), PORTABLE[2]),
