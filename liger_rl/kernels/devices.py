@@ -42,7 +42,7 @@ class Family(NamedTuple):
     parts: int  # a tile of logits is folded in so many parts; before Hopper a product leaves fewer registers
     shared_bytes: int  # largest shared memory of a program
     fold_warps: int = WARPS  # warps of a program of the fold
-    halves: bool = True  # a fold splits its tile in registers; on 10.x that takes more shared memory than there is
+    halves: bool = True  # a fold splits its tile in registers; 10.x would need more shared memory than it has
 
     @property
     def name(self) -> str:

@@ -176,7 +176,7 @@ def gemm_fold(
     *,
     entropy: bool,
     extras: Collection[str] = (),
-    with_tiles: bool = False,  # also the statistics of each part, if tiles have parts on this GPU
+    with_tiles: bool = False,  # also the statistics of each part
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileStatistics | None]:
@@ -190,9 +190,8 @@ def gemm_fold(
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
-    with_parts = with_tiles and family.halves
-    variant = LEVELLED.value * levelled + BOUNDED.value * with_parts + SCARCE.value * (family.parts > 1)
-    known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_parts else None
+    variant = LEVELLED.value * levelled + BOUNDED.value * with_tiles + SCARCE.value * (family.parts > 1)
+    known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
     state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
         rows = slice(start, start + step)

@@ -23,6 +23,7 @@ from liger_rl.kernels.softmax import (
 )
 
 KEPT_ONE = tl.constexpr(statistics.KEPT_ONE)
+PART_VOCAB = tl.constexpr(statistics.PART_VOCAB)
 # Variants of `fold_tile`, which may be added: the logits have a softcap of at most `epilogue.MOST_LEVELLED`; parts have
 # statistics of their own; registers are few, as before Hopper.
 LEVELLED, BOUNDED, SCARCE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -114,6 +115,7 @@ def fold_tile(
     tiles, known = folds
     CAPPED: tl.constexpr = LEVELLED & VARIANT != 0
     WITH_PARTS: tl.constexpr = BOUNDED & VARIANT != 0
+    APART: tl.constexpr = logits.shape[1] // PARTS == PART_VOCAB  # each part of `known` is in registers of its own
     FEW_REGISTERS: tl.constexpr = SCARCE & VARIANT != 0
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     column = tl.arange(0, TILE_VOCAB)
@@ -149,7 +151,7 @@ def fold_tile(
     for part in tl.static_range(PARTS):
         own = part_of(level, part, PARTS)
         part_place = (vocab_tile.to(tl.int64) * PARTS + part) * tokens + token
-        if WITH_PARTS:
+        if WITH_PARTS and APART:
             part_peak = _under_cap(tl.min(own, 1), full) if CAPPED else tl.max(own, 1)
             tl.store(known.peaks + part_place, tl.maximum(part_peak, LOWEST), mask=live)
         if CAPPED:
@@ -165,7 +167,9 @@ def fold_tile(
             moment += part_moment
         part_total = tl.sum(exp, 1)
         total += part_total
-        if WITH_PARTS:
+        if WITH_PARTS and not APART:
+            _fold_parts(own, exp, exponent, factor, rest, vocab_tile, token, tokens, known, full, CAPPED)
+        elif WITH_PARTS:
             tl.store(known.sums + part_place, part_total * factor, mask=live)
             if tiles.moment is not None:
                 tl.store(known.moments + part_place, (part_moment - part_total * rest) * (factor * LN_2), mask=live)
@@ -180,6 +184,25 @@ def fold_tile(
         tl.store(tiles.sum_sq_exp + place, squares * (factor * factor), mask=live)
     if not FIRST:
         _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
+
+
+@triton.jit
+def _fold_parts(
+    level, exp, exponent, factor, rest, vocab_tile, token, tokens, known, full, CAPPED: tl.constexpr
+):  # fmt: skip
+    """The statistics of the parts of a tile that share registers."""
+    PARTS: tl.constexpr = level.shape[1] // PART_VOCAB
+    shape: tl.constexpr = (level.shape[0], PARTS, PART_VOCAB)
+    part = vocab_tile.to(tl.int64) * PARTS + tl.arange(0, PARTS)
+    place, live = part[None, :] * tokens + token[:, None], (token < tokens)[:, None]
+    level = tl.reshape(level, shape)
+    peak = _under_cap(tl.min(level, 2), full) if CAPPED else tl.max(level, 2)
+    tl.store(known.peaks + place, tl.maximum(peak, LOWEST), mask=live)
+    total = tl.sum(tl.reshape(exp, shape), 2)
+    tl.store(known.sums + place, total * factor[:, None], mask=live)
+    if known.moments is not None:
+        moment = tl.sum(tl.reshape(exp * exponent, shape), 2) - total * rest[:, None]
+        tl.store(known.moments + place, moment * (factor * LN_2)[:, None], mask=live)
 
 
 @triton.jit

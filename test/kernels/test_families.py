@@ -99,14 +99,14 @@ def made_with_tma():
         return [made(*sizes, *options)[-1] for sizes, *options in CASES]
 
 
-@pytest.mark.parametrize("family", [*PORTABLE, PORTABLE_AMD])
+@pytest.mark.parametrize("family", [TMA._replace(halves=False), *PORTABLE, PORTABLE_AMD])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_families_agree(family, case, made_with_tma, monkeypatch):
     (sizes, transform, entropy, bias), expected = CASES[case], made_with_tma[case]
     use(family, monkeypatch)
     inputs, statistics, found = made(*sizes, transform, entropy, bias)
-    # The interpreter adds up a tile's columns in another order where parts follow one another.
-    same = family.parts == 1 and family.step == TMA.step
+    # The interpreter adds up a tile's columns in an order of its own for each number of pieces in registers.
+    same = family.parts == 1 and family.step == TMA.step and family.halves
     for mine, other in zip(found, expected, strict=True):
         assert mine.dtype == other.dtype
         if same:

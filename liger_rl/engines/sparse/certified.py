@@ -15,7 +15,6 @@ from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.sparse import lists
 from liger_rl.engines.sparse.lists import ListedHead
 from liger_rl.kernels import gemm
-from liger_rl.kernels.devices import family_of
 from liger_rl.kernels.statistics import (
     TileStatistics,
     TokenGradients,
@@ -72,7 +71,4 @@ def lacks(shape: HeadShape) -> str | None:
         return exact if shape.auto_tolerance else "a grad_tolerance above 0"
     if not shape.wants_gradient:
         return NO_GRADIENT
-    lacking = "weight_grad = None" if shape.in_place else shape.two_pass_epilogue_lacks
-    if lacking is None and not family_of(shape.device).halves:
-        return "a GPU of another compute capability than 10.x"
-    return lacking
+    return "weight_grad = None" if shape.in_place else shape.two_pass_epilogue_lacks
