@@ -9,6 +9,8 @@ REAL_STAMP := $(VENV)/.installed-real
 NEWEST := .venv-newest
 # Two workers, because that is what the smallest machine has; each test keeps to one thread then.
 WORKERS ?= 2
+# `make dist` and `make hub-kernel` test what they build.
+TESTS := -m "not convergence and not compilation" --ignore=test/package test
 # Of the order of `make test-random`; pytest prints it.
 SEED ?= $(shell date +%s)
 
@@ -50,14 +52,14 @@ demo-real: $(REAL_STAMP) ## Train SmolLM2-135M with GRPO: 20 minutes on two CPU 
 	$(BIN)/python examples/train_real.py
 
 test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence and not compilation" test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 # No pins and no stamp: each run asks for the newest releases again.
 test-newest: ## Run the tests with the newest releases that pyproject.toml allows, in .venv-newest.
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 	  --editable ".[dev]" ipykernel nbclient setuptools wheel
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence and not compilation" test
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test
@@ -77,13 +79,15 @@ test-convergence: $(STAMP) ## Train small models with full logits and with the f
 benchmark: $(STAMP) ## Measure memory, time and error beside every peer that is installed.
 	$(BIN)/python -m benchmark.run $(ARGS)
 
-dist: $(STAMP) ## Build the source distribution and the wheel into dist/, and check their metadata.
+dist: $(STAMP) ## Build the source distribution and the wheel into dist/, and test them.
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest test/package/test_wheel.py
 
-hub-kernel: $(STAMP) ## Build what HuggingFace's `kernels` library loads into build/hub.
+hub-kernel: $(STAMP) ## Build what HuggingFace's `kernels` library loads into build/hub, and test it.
 	$(BIN)/python hub/build.py build/hub
+	$(BIN)/python -m pytest test/package/test_hub_kernel.py
 
 lint: $(STAMP) ## Check style and formatting; changes nothing.
 	$(BIN)/ruff check .

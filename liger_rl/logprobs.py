@@ -107,8 +107,7 @@ def logits_logprobs(
     check_logits(logits, targets, mask, transform)
     raise_if_wrong = None
     if not fixed_shape:
-        heat = transform.temperature
-        raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits", temperature=heat)
+        raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits", temperature=transform.temperature)
     logps, entropies, _ = LogitRows.apply(logits, targets, mask, transform, entropy)
     if raise_if_wrong is not None:
         raise_if_wrong()

@@ -25,7 +25,6 @@ from liger_rl import (
 )
 
 SCALING = 1.5
-EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class Problem(NamedTuple):

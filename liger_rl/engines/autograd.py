@@ -38,8 +38,8 @@ def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Val
 
 
 def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> Values:
-    mean_logits, lse = statistics.mean_logits(head.vocab), statistics.lse if options.lse else None
-    extras = statistics.log_sum_sq_probs, mean_logits, statistics.is_top1
+    lse = statistics.lse if options.lse else None
+    extras = [statistics.extra(name, head.vocab) for name in EXTRAS]
     return statistics.logps, statistics.entropy, lse, *extras, statistics.topk_logps, statistics.topk_ids
 
 

@@ -37,10 +37,10 @@ DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 # `bounded`: the forward also returns TileStatistics, from which the sparse engine's backward bounds its error.
 SCHEMA = f"{TENSORS}, {OP_OPTIONS}, bool bounded"
 GRADS = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
-# There are ten outputs: six fields of TokenStatistics, three of TileStatistics, and a (1,) bool on the host that says
-# whether the forward made the TileStatistics. If it is false, the backward is exact. An operator cannot return None, so
-# its list leaves out the outputs that the options do not ask for.
-STATISTICS = 6
+# The outputs: logps, lse, entropy and the extras of TokenStatistics, TileStatistics, and a (1,) bool on the host that
+# says whether the forward made the TileStatistics. If it is false, the backward is exact. An operator cannot return
+# None, so its list leaves out the outputs that the options do not ask for.
+STATISTICS, TILES = 3 + len(EXTRAS), len(TileStatistics._fields)
 Outputs = list[Tensor | None]
 
 
@@ -58,7 +58,7 @@ def _requested_outputs(options: EngineOptions, bounded: bool) -> list[bool]:
 
 
 def _with_missing_outputs(values: Sequence[Any], options: EngineOptions, bounded: bool) -> list[Any]:
-    """The operator's outputs, or their gradients -> a list of ten, None for an output that the options leave out."""
+    """The operator's outputs, or their gradients -> a list of all, None for an output that the options leave out."""
     present = iter(values)
     return [next(present) if requested else None for requested in _requested_outputs(options, bounded)]
 
@@ -67,9 +67,10 @@ def _empty(arguments: Sequence[Any]) -> Outputs:
     head, options, bounded = _split_arguments(arguments)
     n, vocab = head.hidden.shape[0], head.weight.shape[0]
     token, part = (n,), (parts_of(vocab), n)
-    shapes = [head.targets.shape, *[token] * 5, *[part] * 3, (1,)]
-    dtypes = [*[torch.float32] * 5, torch.bool, *[torch.float32] * 3, torch.bool]
-    devices = [*[head.hidden.device] * 9, torch.device("cpu")]
+    shapes = [head.targets.shape, *[token] * (STATISTICS - 1), *[part] * TILES, (1,)]
+    of_extras = [torch.bool if name == "is_top1" else torch.float32 for name in EXTRAS]
+    dtypes = [*[torch.float32] * 3, *of_extras, *[torch.float32] * TILES, torch.bool]
+    devices = [*[head.hidden.device] * (STATISTICS + TILES), torch.device("cpu")]
     columns = zip(_requested_outputs(options, bounded), shapes, dtypes, devices, strict=True)
     return [
         torch.empty(shape, dtype=dtype, device=device) if requested else None
@@ -95,7 +96,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     outputs, index = _empty(arguments), head.live.index
     for place, value in enumerate(statistics[:STATISTICS]):
         _write(outputs[place], value, index, dim=0)
-    for place, value in enumerate(tiles or [None] * 3, STATISTICS):
+    for place, value in enumerate(tiles or [None] * TILES, STATISTICS):
         _write(outputs[place], value, index, dim=-1)
     if bounded:
         outputs[-1].fill_(tiles is not None)  # type: ignore[union-attr]

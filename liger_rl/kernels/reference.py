@@ -135,8 +135,8 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) 
         z = (x * (transform.scale / transform.softcap)).tanh_().mul_(transform.softcap)
     elif transform.scale != 1.0:
         z = x * transform.scale
-    heat = _of_rows(transform.temperature)
-    return z / heat if isinstance(heat, Tensor) or heat != 1.0 else z
+    temperature = _of_rows(transform.temperature)
+    return z / temperature if isinstance(temperature, Tensor) or temperature != 1.0 else z
 
 
 def _of_rows(values: float | Tensor) -> float | Tensor:

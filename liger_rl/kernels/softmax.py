@@ -158,7 +158,7 @@ def times_slope(grad, steps):
 @triton.jit
 def tanh_square(z, steps):
     """-> tanh^2 of transformed logits z under a softcap."""
-    tanh = z * steps.heat
+    tanh = z * steps.per_cap
     return tanh * tanh
 
 

@@ -15,7 +15,7 @@ def each(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
     return record._make(None if values is None else function(values) for values in record)
 
 
-# Optional results of a fold, without a gradient.
+# Optional results of a fold, without a gradient, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -36,8 +36,11 @@ class TokenStatistics(NamedTuple):
         """The statistics of the first `count` tokens."""
         return each(self, lambda values: values[:count])
 
-    def mean_logits(self, vocab: int) -> Tensor | None:
-        return None if self.sum_logits is None else self.sum_logits / vocab
+    def extra(self, name: str, vocab: int) -> Tensor | None:
+        """The value of one of EXTRAS; None unless asked for."""
+        if name == "mean_logits":
+            return None if self.sum_logits is None else self.sum_logits / vocab
+        return getattr(self, name)
 
 
 class Fold(NamedTuple):

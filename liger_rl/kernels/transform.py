@@ -99,7 +99,7 @@ class LogitSteps(NamedTuple):
     # the -inf of a banned id are -inf. A remainder of 0 is replaced by a number that is too small to change the sum.
     inverse: float | None
     inverse_rest: float | None
-    heat: float | None  # temperature / softcap: heat * z is the tanh
+    per_cap: float | None  # temperature / softcap: per_cap * z is the tanh
     slope: float | None  # scale / temperature, the constant part of dz/dx
     temperatures: Tensor | None = None  # (n,) float32, one per row; kernels divide by them after all other steps
 
@@ -126,6 +126,6 @@ class LogitSteps(NamedTuple):
             cap=None if cap is None else float(cap),
             inverse=cut if heated else None,
             inverse_rest=max(inverse - cut, inverse * 2.0**-60) if heated else None,
-            heat=None if cap is None else temperature / cap,
+            per_cap=None if cap is None else temperature / cap,
             slope=None if slope == 1.0 else slope,
         )

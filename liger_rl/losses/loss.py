@@ -91,12 +91,12 @@ class PolicyTerms(Options):
         if self.sampler_correction is not None:
             self.sampler_correction.check(aligned)
             aligned = replace(aligned, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
+        if self.needs_sequences:
+            aligned.check_sequences()
         terms: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
         for term in terms:
             if hasattr(term, "check"):
                 term.check(aligned)
-        if self.needs_sequences:
-            aligned.check_sequences()
         return aligned
 
     def prepared(self, aligned: AlignedBatch, dtype: torch.dtype) -> "PreparedLoss":

@@ -2,13 +2,15 @@
 
 A reduction is a callable `(batch) -> weights` on an `AlignedBatch`, 0 at masked tokens. m is the mask, 1 at tokens that
 count. Micro-batches that a caller gives to `ppo_loss_fn` add up to the whole batch if they share its divisors,
-num_sequences or num_items_in_batch. A method check(batch), if there is one, raises ValueError for a batch that lacks a
-column or divisor.
+num_sequences or num_items_in_batch. A reduction may have
+
+    check(batch): raises ValueError for a batch that lacks a column or divisor.
+    needs_sequences: True if it must know which tokens are of one sequence, as `batch.sequence_length()` does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
@@ -37,9 +39,7 @@ class _OverSequences:
 class SequenceMean(_OverSequences):
     """m / (tokens of the sequence * num_sequences): the mean of the sequences' token means. arXiv:2402.03300."""
 
-    def check(self, batch: AlignedBatch) -> None:
-        batch.check_sequences()
-        super().check(batch)
+    needs_sequences: ClassVar[bool] = True
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / (batch.sequence_length() * self.sequences(batch))

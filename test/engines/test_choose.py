@@ -103,12 +103,13 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(one_pass, "CHUNK_BYTES", CHUNKS)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(
-    ("passes", "options"),
-    [pytest.param("two", case, id=f"two, {name}") for name, case in TWO_PASSES.items()]
-    + [pytest.param("one", case, id=f"one, {name}") for name, case in ONE_PASS.items()],
-)
+    ("passes", "options", "dtype"),
+    [pytest.param("two", case, BF16, id=f"two, {name}") for name, case in TWO_PASSES.items()]
+    + [pytest.param("one", case, F32, id=f"one, {name}") for name, case in ONE_PASS.items()]
+    + [pytest.param(passes, CASES["everything"], dtype, id=f"{passes}, everything, in the other dtype")
+       for passes, dtype in (("two", F32), ("one", BF16))],
+)  # fmt: skip
 def test_memory_is_that_of_tiles(passes, options, dtype, device, small_tiles):
     case = Case(options, dtype, device=device)
     if device.type == "cuda":

@@ -13,8 +13,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._pytree import tree_map_only
 
 from devices import NEEDS_GPU
-from head_calls import CALLS, EXTRAS, Batch, batch, functional, problem
+from head_calls import CALLS, Batch, batch, functional, problem
 from liger_rl import PRESETS, FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs
+from liger_rl.kernels.statistics import EXTRAS
 
 VOCAB = 129
 
@@ -45,9 +46,10 @@ def compiled(function: Callable, backend: Any = "aot_eager", **options: Any) -> 
 
 
 def solve(
-    x: Batch, name: str, compiler: Callable = lambda function: function, function: Callable | None = None, **options
-) -> list[Tensor | None]:
-    """Results of a call of the table, and the gradients of its inputs."""
+    x: Batch, name: str, compiler: Callable = lambda function: function, function: Callable | None = None,
+    *, calls: int = 1, **options,
+) -> list[Tensor | None]:  # fmt: skip
+    """Results of a call of the table, and the gradients of its inputs: the same in each of `calls` calls."""
     call, tensors = CALLS[name], x._asdict()
 
     def of_leaves(*leaves: Tensor) -> list[Tensor]:
@@ -55,11 +57,15 @@ def solve(
         given = Batch(**{**tensors, **dict(zip(call.inputs, leaves, strict=True))})
         return [values for values in (function or call.function)(given, **options) if values is not None]
 
-    leaves = [tensors[name].detach().requires_grad_() for name in call.inputs]
-    outputs = compiler(of_leaves)(*leaves)
-    total = functional(*(values for values in outputs if values.requires_grad))
-    grads = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [*(values.detach() for values in outputs), *grads]
+    leaves, solution = [tensors[name].detach().requires_grad_() for name in call.inputs], compiler(of_leaves)
+    results = []
+    for _ in range(calls):
+        outputs = solution(*leaves)
+        total = functional(*(values for values in outputs if values.requires_grad))
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)
+        results.append([*(values.detach() for values in outputs), *grads])
+        assert_same(results[-1], results[0])
+    return results[0]
 
 
 def assert_same(found: list[Tensor | None], expected: list[Tensor | None], *, rounded: bool = False) -> None:
@@ -85,11 +91,10 @@ def test_one_graph_with_the_numbers_of_eager_mode(name, options, device):
     x = batch(device=device)
     garbage = {"hidden": x.hidden.masked_fill(~x.mask[..., None], math.nan)}
     x = x._replace(**garbage, targets=x.targets.masked_fill(~x.mask, VOCAB))
-    expected, first, second = (solve(x, name, *compiler, **options) for compiler in ((), (compiled,), (compiled,)))
-    assert_same(second, first)
+    expected, found = solve(x, name, **options), solve(x, name, compiled, calls=2, **options)
     # Entries of a tolerance's lists may be sorted in another order. A graph does not gather a low-rank term's rows.
-    assert_same(first, expected, rounded="grad_tolerance" in options or name == "low rank")
-    assert all(values is None or values.isfinite().all() for values in first)
+    assert_same(found, expected, rounded="grad_tolerance" in options or name == "low rank")
+    assert all(values is None or values.isfinite().all() for values in found)
 
 
 def test_two_terms_of_a_graph_one_with_hidden_states_of_its_own(device):
@@ -196,6 +201,16 @@ BROKEN_OUT: list[tuple[str, str, Callable[[Batch], dict]]] = [
 ]
 
 
+# Of each public function one: to trace around a break takes seconds, and a function breaks in one place.
+WITH_NUMBERS = (
+    "support with empty rows",
+    "JSD in one pass",
+    "given logits",
+    "policy of given logits",
+    "loss with an exact KL",
+)
+
+
 @pytest.mark.parametrize(("name", "feature", "options"), BROKEN_OUT, ids=[" ".join(row[:2]) for row in BROKEN_OUT])
 def test_calls_that_no_graph_holds(name, feature, options):
     """The graph breaks there, with the results of eager mode. fullgraph=True raises, and names the feature."""
@@ -208,11 +223,12 @@ def test_calls_that_no_graph_holds(name, feature, options):
         found = CALLS[name].function(doubled, **options(x))
         return [value * 1 for value in found if value is not None]  # a graph can hold the products on both sides
 
-    broken = solve(x, name, lambda given: torch.compile(given, backend=graphs), function)
-    assert_same(broken, solve(x, name, function=function))
-    assert any("mul" in name for name in graphs.names())
-    assert not [name for name in graphs.names() if "liger_rl" in name]
-    torch._dynamo.reset()
+    if name in WITH_NUMBERS:
+        broken = solve(x, name, lambda given: torch.compile(given, backend=graphs), function)
+        assert_same(broken, solve(x, name, function=function))
+        assert any("mul" in name for name in graphs.names())
+        assert not [name for name in graphs.names() if "liger_rl" in name]
+        torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=rf"{feature} does not run under torch\.compile"):
         solve(x, name, compiled, function)
 
@@ -285,35 +301,29 @@ def test_cuda_graphs_of_the_compiler(kind, fixed, tokens):
             torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 
-def model_of(family="Qwen3", **options):
-    transformers = pytest.importorskip("transformers", reason="the model is HuggingFace's")
-    from liger_rl.integrations.transformers import swap_lm_head
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 16}
-    config = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1, **options)
-    return swap_lm_head, getattr(transformers, f"{family}ForCausalLM")(config)
-
-
 def step_of(call, model, **inputs) -> list[Tensor]:
     """Values and gradients of a fused call of a model."""
     model.zero_grad()
-    out = call(**inputs, fused=True)
-    (out.loss + (out.entropy.sum() if inputs.get("entropy") else 0.0)).backward()
+    out = call(**inputs, entropy=True, fused=True)
+    (out.loss + out.entropy.sum()).backward()
     grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    values = [out[name].detach() for name in ("loss", "per_token_logps", "entropy") if out.get(name) is not None]
-    return values + grads
+    return [*(values.detach() for values in (out.loss, out.per_token_logps, out.entropy)), *grads]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
-def test_a_swapped_model(family, device):
-    swap_lm_head, model = model_of(family)
-    swap_lm_head(model.to(device))
+def test_a_swapped_model(device):
+    transformers = pytest.importorskip("transformers", reason="the model is HuggingFace's")
+    from liger_rl.integrations.transformers import swap_lm_head
+
+    config = transformers.Gemma2Config(
+        vocab_size=160, hidden_size=32, num_hidden_layers=1, intermediate_size=32, head_dim=16, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = swap_lm_head(transformers.Gemma2ForCausalLM(config).to(device))
     ids = torch.randint(160, (2, 9), device=device)
     labels = ids.masked_fill(torch.arange(9, device=device) < 3, -100)
     before = {name: type(value) for name, value in vars(model.lm_head).items()}
     in_a_graph = compiled(model)
-    inputs = {"input_ids": ids, "labels": labels, "entropy": True, "temperature": 0.8}
+    inputs = {"input_ids": ids, "labels": labels, "temperature": 0.8}
     eager, first, second = (step_of(call, model, **inputs) for call in (model, in_a_graph, in_a_graph))
     assert_same(second, first)
     # The fused head changes no number, but old compilers round some of the body's otherwise.
@@ -327,13 +337,3 @@ def test_a_swapped_model(family, device):
         register(lambda *_: seen.append(1), prepend=True)
     model(input_ids=ids)
     assert len(seen) == 2
-
-
-def test_a_swapped_model_whose_body_breaks_the_graph():
-    swap_lm_head, model = model_of()
-    swap_lm_head(model).model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    ids = torch.randint(160, (2, 9))
-    expected = model(input_ids=ids, labels=ids, fused=True).loss
-    broken = torch.compile(model, backend="aot_eager")
-    assert torch.equal(broken(input_ids=ids, labels=ids, fused=True).loss, expected)
-    assert "forward" not in vars(model.lm_head)

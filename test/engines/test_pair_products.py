@@ -85,8 +85,9 @@ ENGINES = [
     (kind, wide, way)
     for kind in ("forward_kl", "reverse_kl", "jsd")
     for wide in ("", "both", {"forward_kl": "student's", "reverse_kl": "teacher's"}.get(kind, "both"))
-    for way in ("two passes", "one pass", "fixed shape", *(["tolerance"] if kind == "reverse_kl" else []))
+    for way in ("two passes", "one pass", *(() if wide else ("fixed shape",)))
 ]
+ENGINES += [("reverse_kl", wide, "tolerance") for wide in ("", "both")]
 
 
 @pytest.mark.parametrize(("kind", "wide", "way"), dict.fromkeys(ENGINES))
@@ -141,12 +142,19 @@ def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize(
-    ("transforms", "family"),
-    [(transforms, TMA) for transforms in (STUDENT_CAPPED, TEACHER_CAPPED)]
-    + [(STUDENT_CAPPED, PORTABLE[0]), (TEACHER_CAPPED, PORTABLE[0]), (TEACHER_CAPPED, PORTABLE[2])],
-    ids=["student-tma", "teacher-tma", "student-0", "teacher-0", "teacher-2"],
+    ("transforms", "family", "one_pass"),
+    [(transforms, TMA, one_pass) for transforms in (STUDENT_CAPPED, TEACHER_CAPPED) for one_pass in (False, True)]
+    + [(STUDENT_CAPPED, PORTABLE[0], False), (TEACHER_CAPPED, PORTABLE[0], True), (TEACHER_CAPPED, PORTABLE[2], True)],
+    ids=[
+        "student-tma-two",
+        "student-tma-one",
+        "teacher-tma-two",
+        "teacher-tma-one",
+        "student-0",
+        "teacher-0",
+        "teacher-2",
+    ],
 )
-@pytest.mark.parametrize("one_pass", [False, True])
 def test_transforms_and_families(kind, transforms, family, one_pass, tiles_and_epilogue, monkeypatch):
     """With biases and entropies."""
     if family.tma and DEVICE.type == "cuda" and not family_of(DEVICE).tma:

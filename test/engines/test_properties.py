@@ -168,8 +168,7 @@ def test_any_chunk_gives_the_same(name, chunks, device):
 
 
 @calls("chunks", without=WITH_TEACHER)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("in_place", [False, True], ids=["", "weight_grad"])
+@pytest.mark.parametrize(("dtype", "in_place"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_no_tensor_larger_than_a_tile(name, dtype, in_place):
     """The weight's gradient, and that of b, are the exceptions. They are never held in a wider dtype."""
     tokens, width, vocab = 64, 4, 1000

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from devices import NEEDS_GPU, skip_without_interpreter
-from head_calls import EXTRAS, Problem, call, functional, in_short_pieces, problem, run_triton
+from head_calls import Problem, call, functional, in_short_pieces, problem, run_triton
 from host_reads import host_reads
 from liger_rl import Support
+from liger_rl.kernels.statistics import EXTRAS
 
 CUDA = torch.cuda.is_available()
 ONLY_WITHOUT_GPU = pytest.mark.skipif(CUDA, reason="the GPU compiles the kernels that the interpreter would run")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import oracle
 from liger_rl.call.head_call import MOST_IDS
+from liger_rl.kernels.statistics import EXTRAS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # On a GPU a case may compile a kernel of its own, which takes seconds.
@@ -281,7 +282,7 @@ def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
 def head_cases(draw, device: str) -> HeadCase:
     options = {"entropy": draw.choice((False, True))}
     if rarely(draw):
-        options["extras"] = one(draw, ("log_sum_sq_probs",), ("mean_logits", "is_top1", "log_sum_sq_probs"))
+        options["extras"] = one(draw, EXTRAS[:1], EXTRAS)
     tiles(draw, options)
     case = head_inputs(draw, device, low_rank="batch_invariant" not in options)
     case.options = options

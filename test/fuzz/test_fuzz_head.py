@@ -9,9 +9,7 @@ import oracle
 from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, several_cases
 from checks import Call, GivenLogits, check_gradients, same, within
 from liger_rl import LogitTransform, LogProbs, logits_logprobs
-
-EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
-
+from liger_rl.kernels.statistics import EXTRAS
 
 DIFFERENTIABLE = ("logps", "entropy", "lse")
 

@@ -299,21 +299,23 @@ def test_a_training_loop_of_transformers(tmp_path):
 @pytest.mark.parametrize("body", ["eager", "compiled around a graph break"])
 def test_threads_that_share_a_model_get_what_each_of_them_asks_for(body):
     batch = make_batch()
-    if body == "eager":
-        call = swapped("Gemma2", num_hidden_layers=1)
-    else:
-        model = swapped("GPT2", num_hidden_layers=1)  # the body that takes least time to compile
+    model = call = swapped("Gemma2" if body == "eager" else "GPT2", num_hidden_layers=1)
+    if body != "eager":
         model.base_model.register_forward_hook(lambda *_: torch._dynamo.graph_break())
         call = torch.compile(model, backend="eager")
     others = {**batch, "labels": batch["labels"].roll(1, 0)}
-    calls = [
-        lambda: call(**batch).logits,
-        lambda: call(**batch, fused=True).per_token_logps,
-        lambda: call(**others, fused=True, temperature=0.5).per_token_logps,
-    ]
-    calls = [torch.no_grad()(call) for call in calls]
-    expected = [call() for call in calls]
-    for results, value in zip(in_threads(*calls, times=20), expected, strict=True):
+
+    def calls_of(model) -> list:
+        calls = (
+            lambda: model(**batch).logits,
+            lambda: model(**batch, fused=True).per_token_logps,
+            lambda: model(**others, fused=True, temperature=0.5).per_token_logps,
+        )
+        return [torch.no_grad()(call) for call in calls]
+
+    expected = [call() for call in calls_of(model)]
+    assert all(map(torch.equal, [call() for call in calls_of(call)], expected))
+    for results, value in zip(in_threads(*calls_of(call), times=20), expected, strict=True):
         assert all(torch.equal(result, value) for result in results)
     assert not torch.equal(expected[1], expected[2])
 

@@ -91,7 +91,7 @@ def _log_supremum(log_p, entropy):
 
 
 @triton.jit
-def _slope_at(z, steps):
+def _least_derivative(z, steps):
     """-> lower bound of dz/dx under a softcap, without the constant part."""
     return tl.maximum(1.0 - tanh_square(z, steps) - SLACK_OF_DERIVATIVE, 0.0)
 
@@ -147,7 +147,7 @@ def _bounds_kernel(
     if tokens.grad_entropy is not None:
         e = tl.where(has_gradient, e / unit, 0.0)
     if steps.cap is not None:
-        at_target *= _slope_at(logps + lse, steps)
+        at_target *= _least_derivative(logps + lse, steps)
     least = at_target * at_target
     size = tl.zeros((TOKENS,), tl.float64)
     for first in range(0, tiles, TILES):
@@ -168,7 +168,7 @@ def _bounds_kernel(
         most = tl.abs(g)[None, :] * tl.exp(0.5 * (log_largest + log_mass) + slack[None, :])
         largest, unit_mass = tl.exp(log_peak), tl.exp(log_top)
         if steps.cap is not None:
-            slope = _slope_at(peak, steps)
+            slope = _least_derivative(peak, steps)
             largest *= slope
             unit_mass *= slope
         rest = -g[None, :] * unit_mass * others
