@@ -63,9 +63,7 @@ class VocabParallel:
                 rows = weight.shape[0]
             except (TypeError, ValueError) as error:
                 problem = error
-            ranks: list = [None] * dist.get_world_size(self.group)
-            with _current(weight):
-                dist.all_gather_object(ranks, (problem, described, self.vocab_start, rows), self.group)
+            ranks = gathered_objects((problem, described, self.vocab_start, rows), self.group, weight)
             shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
         return shards[self]
 
@@ -91,9 +89,15 @@ class VocabParallel:
 _SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _current(tensor: object):
-    """The context in which the tensor's GPU is the current device: objects are gathered through the current device."""
-    return torch.cuda.device(tensor.device) if isinstance(tensor, Tensor) and tensor.is_cuda else nullcontext()
+def gathered_objects(value: object, group: "dist.ProcessGroup", like: object) -> list:
+    """A collective: the values of the ranks, in their order. `like` is a tensor on this rank's device, if there is one.
+
+    Objects are gathered through the current device.
+    """
+    values: list = [None] * dist.get_world_size(group)
+    with torch.cuda.device(like.device) if isinstance(like, Tensor) and like.is_cuda else nullcontext():
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def _checked_vocab(ranks: list[tuple[Exception | None, Signature, int, int]]) -> int:

@@ -360,8 +360,7 @@ def test_a_rotary_embedding_that_looks_at_the_longest_row():
     calls.clear()
     with pytest.raises(ValueError, match="packing must not be True here: the rotary embedding depends on the"):
         policy_step(model, batch, loss, packing=True)
-    # Ranks with shorter rows try the model, too, and wait for this one's part in it.
-    assert [shape for shape, *_ in calls] == [(1, 8), (1, 8), (1, 4), (1, 8), (1, 8), (1, 4)]
+    assert not calls
 
 
 def tables_of(batch: dict) -> dict[str, Tensor]:

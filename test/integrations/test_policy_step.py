@@ -106,6 +106,8 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     mask = batch["completion_mask"][:, 1:]
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
+    with pytest.raises(ValueError, match="the adapter puts tokens of its own before each row"):
+        policy_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
