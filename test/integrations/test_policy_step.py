@@ -1,6 +1,7 @@
 """One call for a step: how it is called, what wraps its model, and what is refused. The numbers: test_live_rows.py."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from head_calls import Products
 from hf_models import assert_same_gradients, build, gradients, transformers
-from liger_rl import FusedLinearGRPOLoss, Segments
+from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Segments, TokenLoss
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head
 from liger_rl.step.policy_step import PolicyStep, completion_logps, policy_step
 from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, make_batch, rows_of
@@ -151,6 +152,14 @@ def test_bad_calls_are_refused_before_the_model_runs(changed, error, message):
     if "options" in changed:
         with pytest.raises(error, match=message):
             completion_logps(**call)
+
+
+@pytest.mark.parametrize("shape", [(), (BATCH, 1)])
+def test_an_objective_has_one_loss_for_each_token(shape):
+    loss = FusedLinearGRPOLoss(lambda logps, batch: TokenLoss(-logps.sum_to_size(shape)), reduction=GlobalTokenMean())
+    message = re.escape(f"the loss of objective must be {(BATCH, LENGTH)}, one for each token, got {shape}")
+    with pytest.raises(ValueError, match=message):
+        policy_step(gemma(), make_batch(), loss)
 
 
 def test_a_wrapper_needs_a_swapped_model():
