@@ -187,16 +187,17 @@ def vocab_shard(
     `bounds` are the vocab_start_index and vocab_end_index that a caller states. Without `sum_hidden_grad` the caller's
     own backward adds the ranks' gradients of hidden.
     """
-    rows = weight.shape[0]
-    if bounds is not None and bounds[1] - bounds[0] != rows:
-        raise ValueError(
-            f"vocab_end_index must be vocab_start_index + {rows} from the weight's rows, "
-            f"got {bounds[0]} and {bounds[1]}"
-        )
-    if group is None or dist.get_world_size(group) == 1:
-        return None
-    start = dist.get_rank(group) * rows if bounds is None else bounds[0]
-    return VocabParallel(group, start, sum_hidden_grad=sum_hidden_grad)
+    rows, place = weight.shape[0], None
+    if group is not None and dist.get_world_size(group) > 1:
+        start = dist.get_rank(group) * rows if bounds is None else bounds[0]
+        place = VocabParallel(group, start, sum_hidden_grad=sum_hidden_grad)
+    with nullcontext() if place is None else place.shared_errors(weight):
+        if bounds is not None and bounds[1] - bounds[0] != rows:
+            raise ValueError(
+                f"vocab_end_index must be vocab_start_index + {rows} from the weight's rows, "
+                f"got {bounds[0]} and {bounds[1]}"
+            )
+    return place
 
 
 class _GatheredRows(torch.autograd.Function):
