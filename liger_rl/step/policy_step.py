@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_rl.call.checks import check_shape
 from liger_rl.call.support import check_usable
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.losses.batch import COLUMNS, AlignedBatch, PolicyBatch
@@ -174,7 +175,10 @@ class PolicySteps(Iterator[PolicyStep]):
             if inputs.get("support") is not None:
                 check_usable(inputs["support"], fixed_shape=loss.options.fixed_shape)
             aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
-            obstacle = None
+            obstacle, temperature = None, loss.transform.temperature
+            if isinstance(temperature, Tensor):
+                check_shape("temperature", temperature, ids.shape, f"a number or {tuple(ids.shape)} from input_ids")
+                obstacle = "a temperature for each token has the batch's layout"
             if batch.get("segments") is not None:
                 obstacle = "its segments are one packed row"
             elif loss.options.fixed_shape:

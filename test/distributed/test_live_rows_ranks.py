@@ -143,6 +143,10 @@ MISTAKES = {
     "another loss": (
         {"loss": FusedLinearGRPOLoss("grpo", softcap=3.0)}, "ValueError: softcap must be left out of the loss"
     ),
+    "temperatures": (
+        {"loss": FusedLinearGRPOLoss("grpo", temperature=torch.ones(3))},
+        "ValueError: temperature must be a number or (2, 12) from input_ids, got (3,)",
+    ),
     "no model": ({"model": "llama"}, "TypeError: model must be a causal LM of transformers, got str"),
     "its own error": ({}, "Error: objective must be told more"),
 }  # fmt: skip
