@@ -40,7 +40,7 @@ NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roforme
 # Inputs of single tokens that a step can rearrange.
 CARRIED = ("attention_mask", "position_ids", "support")
 # Arguments of the forward that the fused head answers itself, or that the loss gives it.
-RESERVED = {*FUSED_OPTIONS, *CHECKED, "fused", "num_logits_to_keep"} - {"support"}
+RESERVED = {*FUSED_OPTIONS, *CHECKED, "fused", "num_logits_to_keep"} - {"support", "weight_grad"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,11 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
 
 
 def _obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> str | None:
+    for module in wrappers_of(model):
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            return "the adapter puts tokens of its own before each row"
+    if inputs.get("support") is not None:
+        inputs["support"].check_rows(ids, "input_ids")
     unknown = [name for name, value in inputs.items() if name not in CARRIED and not is_plain(value)]
     if unknown:
         return f"what {', '.join(sorted(unknown))} says of single tokens is not known"
@@ -91,11 +96,6 @@ def _obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Ten
         column = inputs.get(name)
         if column is not None and not (isinstance(column, Tensor) and column.shape in shapes):
             return f"{name} is not (B, T)"
-    for module in wrappers_of(model):
-        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-            return "the adapter puts tokens of its own before each row"
-    if inputs.get("support") is not None:
-        inputs["support"].check_rows(ids, "input_ids")
     return LONGEST if ids.shape[1] > _static_positions(config) else None
 
 
@@ -167,8 +167,8 @@ def model_inputs(
             f"and the other arguments of the forward of {type(swapped).__name__}, without labels and what follows "
             "the head"
         )
-    of_wrappers = {name for module in wrappers_of(model) for name in inspect.signature(module.forward).parameters}
-    check_arguments(swapped, [name for name in extra if name not in of_wrappers])
+    read = {name for module in wrappers_of(model) for name in inspect.signature(module.forward).parameters}
+    check_arguments(swapped, [name for name in extra if name not in {*read, *FUSED_OPTIONS}])
     arguments = {name: value for name, value in batch.items() if name not in known} | dict(extra)
     if "use_cache" in swapped._fused_arguments:  # some models pass it on without naming it
         arguments.setdefault("use_cache", False)
