@@ -63,9 +63,7 @@ class VocabParallel:
                 rows = weight.shape[0]
             except (TypeError, ValueError) as error:
                 problem = error
-            ranks: list = [None] * dist.get_world_size(self.group)
-            with _current(weight):
-                dist.all_gather_object(ranks, (problem, described, self.vocab_start, rows), self.group)
+            ranks = gathered_objects((problem, described, self.vocab_start, rows), self.group, weight)
             shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
         return shards[self]
 
@@ -91,9 +89,15 @@ class VocabParallel:
 _SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _current(tensor: object):
-    """The context in which the tensor's GPU is the current device: objects are gathered through the current device."""
-    return torch.cuda.device(tensor.device) if isinstance(tensor, Tensor) and tensor.is_cuda else nullcontext()
+def gathered_objects(value: object, group: "dist.ProcessGroup", like: object) -> list:
+    """A collective: the values of the ranks, in their order. `like` is a tensor on this rank's device, if there is one.
+
+    Objects are gathered through the current device.
+    """
+    values: list = [None] * dist.get_world_size(group)
+    with torch.cuda.device(like.device) if isinstance(like, Tensor) and like.is_cuda else nullcontext():
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def _checked_vocab(ranks: list[tuple[Exception | None, Signature, int, int]]) -> int:
@@ -183,16 +187,17 @@ def vocab_shard(
     `bounds` are the vocab_start_index and vocab_end_index that a caller states. Without `sum_hidden_grad` the caller's
     own backward adds the ranks' gradients of hidden.
     """
-    rows = weight.shape[0]
-    if bounds is not None and bounds[1] - bounds[0] != rows:
-        raise ValueError(
-            f"vocab_end_index must be vocab_start_index + {rows} from the weight's rows, "
-            f"got {bounds[0]} and {bounds[1]}"
-        )
-    if group is None or dist.get_world_size(group) == 1:
-        return None
-    start = dist.get_rank(group) * rows if bounds is None else bounds[0]
-    return VocabParallel(group, start, sum_hidden_grad=sum_hidden_grad)
+    rows, place = weight.shape[0], None
+    if group is not None and dist.get_world_size(group) > 1:
+        start = dist.get_rank(group) * rows if bounds is None else bounds[0]
+        place = VocabParallel(group, start, sum_hidden_grad=sum_hidden_grad)
+    with nullcontext() if place is None else place.shared_errors(weight):
+        if bounds is not None and bounds[1] - bounds[0] != rows:
+            raise ValueError(
+                f"vocab_end_index must be vocab_start_index + {rows} from the weight's rows, "
+                f"got {bounds[0]} and {bounds[1]}"
+            )
+    return place
 
 
 class _GatheredRows(torch.autograd.Function):

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from liger_rl.call.dtensors import low_rank_tensors
+from liger_rl.call.head_call import shared_errors
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, options_of
 from liger_rl.distributed import VocabParallel
@@ -77,8 +79,11 @@ def linear_divergence(
             while gradients are enabled.
         torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
     """
-    measure = measure_of(kind, options.pop("beta", BETA))
-    teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)
+    tokens = hidden, teacher_hidden, targets, mask, token_weights, *low_rank_tensors(low_rank)
+    with shared_errors(vocab_parallel, weight, *tokens):
+        measure = measure_of(kind, options.pop("beta", BETA))
+        teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)
+        head_options = options_of("linear_divergence", options)
     return divergence_of(
         DivergenceCall(
             hidden=hidden,
@@ -95,6 +100,6 @@ def linear_divergence(
             vocab=vocab,
             token_weights=token_weights,
             vocab_parallel=vocab_parallel,
-            options=options_of("linear_divergence", options),
+            options=head_options,
         )
     )

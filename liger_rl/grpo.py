@@ -123,8 +123,9 @@ class FusedLinearGRPOLoss(nn.Module):
             TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
                 needs. With a sharded head, the first call with the weight raises on every rank that has a part of it.
         """
-        batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
-        mask = batch.completion_mask
+        with shared_errors(vocab_parallel, weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)):
+            batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
+            mask = batch.completion_mask
         call = HeadCall(
             hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
             support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,

@@ -15,7 +15,7 @@ from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support, check_usable
-from liger_rl.call.tokens import counted_tokens
+from liger_rl.call.tokens import counted_tokens, improper_temperatures
 from liger_rl.distributed import VocabParallel
 from liger_rl.kernels.transform import check_type
 
@@ -186,6 +186,8 @@ class HeadCall:
         dtype = self.check_tensors()
         targets = self.targets.amax(-1) if self.several else self.targets
         live = counted_tokens(targets, self.mask, self.needed_mask)
+        mask, ids = self.mask, None if self.support is None else self.support.token_ids
+        heat = improper_temperatures(self.options.transform.temperature, targets, mask)
         return {
             **self.options.facts(),
             "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
@@ -197,7 +199,10 @@ class HeadCall:
             "the number of tokens that count": int(live.sum()),
             "the sum of targets": int(torch.where(live, targets, 0).sum()),
             "requires_grad of hidden": self.hidden.requires_grad,
-            "the ids of support": None if self.support is None else self.support.token_ids.numel(),
+            # Values that a rank refuses after the ranks have compared: here all ranks hear of them.
+            "the number of mask values other than 0 and 1": mask is not None and int(((mask != 0) & (mask != 1)).sum()),
+            "the number of temperatures that are not positive and finite": [int(count) for count in heat],
+            "the ids of support": None if ids is None else f"{ids.numel()} of sum {int(ids.sum())}",
         }
 
 

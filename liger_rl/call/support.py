@@ -211,13 +211,17 @@ class Support:
         place = (flat.cumsum(0) - 1).clamp(0, self.tokens - 1)
         return replace(self, offsets=_offsets(torch.where(flat, counts[place], 0)))
 
-    def check_together(self, targets: Tensor, targets_name: str = "targets") -> None:
-        """Raise if the targets have another number of tokens or another device. No value is read."""
+    def check_rows(self, targets: Tensor, targets_name: str) -> None:
+        """Raise ValueError if the targets have another number of tokens."""
         if self.tokens != targets.numel():
             raise ValueError(
                 f"support must have a row for each of the {targets.numel()} tokens of {targets_name}, "
                 f"got {self.tokens} rows"
             )
+
+    def check_together(self, targets: Tensor, targets_name: str = "targets") -> None:
+        """Raise if the targets have another number of tokens or another device. No value is read."""
+        self.check_rows(targets, targets_name)
         check_dense("support", self.token_ids, targets, targets_name)
 
     def check_values(self, numbers: Sequence[int], *, vocab: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.call.head_call import shared_errors
 from liger_rl.call.options import HOW
 from liger_rl.distributed import gathered_rows, vocab_shard
 from liger_rl.integrations.patching import check_version
@@ -97,14 +98,16 @@ def _log_probs(
         raise ValueError(f"gtp_remat_size of output_layer must be 1, got {arguments['gtp_remat_size']}")
     group = arguments["tp_group"]
     hidden = (gathered_rows(input, group) if arguments["sequence_parallel"] else input).transpose(0, 1)
-    for name, tensor in (("labels", labels), ("loss_mask", loss_mask)):
-        if tensor is not None and tensor.shape != hidden.shape[:2]:
-            raise ValueError(f"{name} must be (b, s) = {tuple(hidden.shape[:2])}, got {tuple(tensor.shape)}")
-    main_grad = None
-    if arguments["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled():
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is not None and main_grad.dtype != torch.float32:
-            raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
+    place = vocab_shard(group, weight, sum_hidden_grad=arguments["allreduce_dgrad"])
+    with shared_errors(place, weight):
+        for name, tensor in (("labels", labels), ("loss_mask", loss_mask)):
+            if tensor is not None and tensor.shape != hidden.shape[:2]:
+                raise ValueError(f"{name} must be (b, s) = {tuple(hidden.shape[:2])}, got {tuple(tensor.shape)}")
+        main_grad = None
+        if arguments["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled():
+            main_grad = getattr(weight, "main_grad", None)
+            if main_grad is not None and main_grad.dtype != torch.float32:
+                raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
     result = linear_logprobs(
         hidden,
         weight,
@@ -112,7 +115,7 @@ def _log_probs(
         mask=None if loss_mask is None else loss_mask != 0,
         bias=arguments["bias"],
         weight_grad=main_grad,
-        vocab_parallel=vocab_shard(group, weight, sum_hidden_grad=arguments["allreduce_dgrad"]),
+        vocab_parallel=place,
         **options,
     )
     if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):

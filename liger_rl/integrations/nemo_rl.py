@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_rl.call.head_call import shared_errors
 from liger_rl.distributed import gathered_rows, vocab_shard
 from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.logprobs import linear_logprobs
@@ -41,13 +42,15 @@ def from_parallel_hidden_states_to_logprobs(
         (b, S - 1) float32 in nats, the same on every rank of both groups.
     """
     weight, cp = output_weight_layer, 1 if cp_group is None else dist.get_world_size(cp_group)
-    place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
     with torch.no_grad() if inference_only else nullcontext():
         hidden = tensor_parallel_hidden_states
-        if place is not None:
+        if tp_group is not None and dist.get_world_size(tp_group) > 1:
             hidden = gathered_rows(hidden, tp_group)
         local = hidden.shape[0]
-        labels = _next_ids(target, local, cp)
+        # After the gather, because ranks share an error in a collective.
+        place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
+        with shared_errors(place, weight):
+            labels = _next_ids(target, local, cp)
         if cp > 1:
             rank = dist.get_rank(cp_group)
             labels = labels.unflatten(1, (2 * cp, -1))[:, [rank, 2 * cp - 1 - rank]].flatten(1)

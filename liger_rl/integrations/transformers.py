@@ -6,7 +6,7 @@ everything before the head is in. A softcap or a scale behind the head is tried 
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
 from typing import Any, TypeVar, get_args
@@ -254,12 +254,7 @@ def _fused_forward(
     **kwargs: Any,
 ) -> FusedCausalLMOutput:
     options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
-    unknown = [name for name in kwargs if name not in model._fused_arguments]
-    if unknown:
-        raise TypeError(
-            f"{type(model).__name__} takes no {', '.join(unknown)} with fused=True; it takes its own arguments and "
-            f"{', '.join(FUSED_OPTIONS)}"
-        )
+    check_arguments(model, kwargs)
     if (labels is None) == (shift_labels is None):
         raise ValueError("labels or shift_labels must be given with fused=True, one of them, got both or neither")
     if ignore_index != IGNORE_INDEX:
@@ -323,6 +318,16 @@ def _fused_forward(
         missing_target=None if support is None else columns[-1].detach() != 0,
         **fields,
     )
+
+
+def check_arguments(model: Any, names: Iterable[str]) -> None:
+    """Raise TypeError if a swapped model takes no argument of such a name."""
+    unknown = [name for name in names if name not in model._fused_arguments]
+    if unknown:
+        raise TypeError(
+            f"{type(model).__name__} takes no {', '.join(unknown)} with fused=True; it takes its own arguments and "
+            f"{', '.join(FUSED_OPTIONS)}"
+        )
 
 
 def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_rl.call.head_call import shared_errors
 from liger_rl.distributed import vocab_shard
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.transform import LogitTransform
@@ -37,28 +38,32 @@ def linear_cross_entropy(
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
         entropy: (N,) float32 in nats, differentiable, whatever the reduction.
     """
-    for name, tensor in (("hidden", hidden), ("labels", labels)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if hidden.dim() < 2:
-        raise ValueError(f"hidden must be (..., H) with at least two dimensions, got {tuple(hidden.shape)}")
-    rows = hidden.shape[:-1].numel()
-    several = labels.numel() > rows == labels.shape[:-1].numel() and labels.dim() > 1
-    if labels.numel() != rows and not several:
-        raise ValueError(
-            f"labels must have {rows} elements, one per row of hidden {tuple(hidden.shape)}, got {tuple(labels.shape)}"
-        )
-    if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
-    if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1)
+    place = vocab_shard(dist_process_group, weight)
+    with shared_errors(place, weight):
+        for name, tensor in (("hidden", hidden), ("labels", labels)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if hidden.dim() < 2:
+            raise ValueError(f"hidden must be (..., H) with at least two dimensions, got {tuple(hidden.shape)}")
+        rows = hidden.shape[:-1].numel()
+        several = labels.numel() > rows == labels.shape[:-1].numel() and labels.dim() > 1
+        if labels.numel() != rows and not several:
+            raise ValueError(
+                f"labels must have {rows} elements, one per row of hidden {tuple(hidden.shape)}, "
+                f"got {tuple(labels.shape)}"
+            )
+        if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
+        if isinstance(temperature, Tensor):
+            temperature = temperature.reshape(-1)
+        transform = LogitTransform(temperature=temperature)
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(rows, -1) if several else labels.reshape(-1),
-        transform=LogitTransform(temperature=temperature),
+        transform=transform,
         entropy=True,
-        vocab_parallel=vocab_shard(dist_process_group, weight),
+        vocab_parallel=place,
     )
     assert entropy is not None
     reduced = logprobs if reduction.lower() == "none" else getattr(logprobs, reduction.lower())()

@@ -108,7 +108,7 @@ class PolicyTerms(Options):
         if isinstance(weights, (int, float)):  # one number for all tokens
             weights = clean.advantages.new_full((), weights)
         if self.reduction is not None:
-            instance_of("the result of reduction", weights, Tensor)
+            _check_fits("the result of reduction", weights, clean.mask.shape)
         return PreparedLoss(self, clean, weights, self.metrics)
 
     def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
@@ -121,6 +121,14 @@ class PolicyTerms(Options):
     def may_have_gradient(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where a token may have a gradient, shaped like the tokens or (B, 1); None for all."""
         return None if self.penalised else _unexpanded(aligned.advantages)
+
+
+def _check_fits(name: str, values: Any, shape: torch.Size) -> None:
+    """Raise unless `values` is a tensor that broadcasts to the tokens' shape; (N, 1) and (N,) would make (N, N)."""
+    instance_of(name, values, Tensor)
+    sizes = zip(values.shape[::-1], shape[::-1], strict=False)
+    if values.dim() > len(shape) or any(size not in (1, tokens) for size, tokens in sizes):
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, one for each token, got {tuple(values.shape)}")
 
 
 def _unexpanded(column: Tensor) -> Tensor:
@@ -206,7 +214,7 @@ class PreparedLoss(NamedTuple):
         keeps_entropy = batch.mask
         for place, correction in enumerate(terms.corrections):
             factor = correction(logps, batch)
-            instance_of(f"the result of corrections[{place}]", factor, Tensor)
+            _check_fits(f"the result of corrections[{place}]", factor, logps.shape)
             loss = loss * factor
             if _says(correction, "restricts_entropy"):
                 keeps_entropy = keeps_entropy & (factor != 0)

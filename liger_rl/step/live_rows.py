@@ -195,18 +195,25 @@ _trial_lock = threading.Lock()
 _trials: WeakKeyDictionary[Any, dict[str, tuple[bool, bool]]] = WeakKeyDictionary()
 
 
+def packing_known(swapped: Any) -> bool:
+    """Whether a trial of packing has been run, for the model's present kind of attention."""
+    return swapped.config.get_text_config()._attn_implementation in _trials.get(swapped, {})
+
+
 @torch.no_grad()
-def packing_trial(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> tuple[bool, bool]:
+def packing_trial(
+    run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any, *, again: bool
+) -> tuple[bool, bool]:
     """Whether a packed sequence has the log-probabilities that it has alone, and the same at other positions.
 
     Some models do not pass positions on to their attention, have a state that runs on, or use positions for more than a
-    rotary embedding. Six forwards of at most 32 tokens, once for a model and its kind of attention. `run` maps inputs,
-    as `inputs_of` makes them, to log-probabilities (1, n).
+    rotary embedding. Six forwards of at most 32 tokens, once for a model and its kind of attention, or `again`. `run`
+    maps inputs, as `inputs_of` makes them, to log-probabilities (1, n).
     """
     config = swapped.config.get_text_config()
     with _trial_lock:
         trials = _trials.setdefault(swapped, {})
-        if config._attn_implementation not in trials:
+        if again or config._attn_implementation not in trials:
             trials[config._attn_implementation] = _packing_trial(run, swapped, body, config.vocab_size, device)
         return trials[config._attn_implementation]
 

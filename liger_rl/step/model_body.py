@@ -4,17 +4,25 @@ The other modules of a step know the model through this one alone.
 """
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_rl.call.support import Support
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.integrations.head import is_gathered
-from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, swap_lm_head, swapped_inside
+from liger_rl.integrations.transformers import (
+    CHECKED,
+    FUSED_OPTIONS,
+    HEAD_OPTIONS,
+    IGNORE_INDEX,
+    check_arguments,
+    swap_lm_head,
+    swapped_inside,
+)
 from liger_rl.integrations.transformers import router_loss as router_loss
 
 # Attention that takes the ends of packed sequences.
@@ -31,8 +39,8 @@ LONGEST = "the rotary embedding depends on the longest row of the batch"  # of a
 NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
 # Inputs of single tokens that a step can rearrange.
 CARRIED = ("attention_mask", "position_ids", "support")
-# Arguments of the forward that the fused head answers itself.
-RESERVED = ("labels", "shift_labels", "num_logits_to_keep", "logits_to_keep", "return_dict", "temperature")
+# Arguments of the forward that the fused head answers itself, or that the loss gives it.
+RESERVED = {*FUSED_OPTIONS, *CHECKED, "fused", "num_logits_to_keep"} - {"support", "weight_grad"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +71,7 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
     by_column = getattr(config, "attn_temperature_tuning", False)
     router = inputs.get("output_router_logits")
     return Body(
-        obstacle=obstacle or _obstacle(model, config, inputs, ids),
+        obstacle=_obstacle(model, config, inputs, ids) or obstacle,
         rolls=takes_positions and known_positions and not by_column and inputs.get("attention_mask") is not None,
         causal=causal,
         router=bool(getattr(config, "output_router_logits", False) if router is None else router),
@@ -76,23 +84,24 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
 
 
 def _obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> str | None:
-    plain = (type(None), bool, int, float, str)
-    unknown = [name for name, value in inputs.items() if name not in CARRIED and not isinstance(value, plain)]
+    for module in wrappers_of(model):
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            return "the adapter puts tokens of its own before each row"
+    if inputs.get("support") is not None:
+        inputs["support"].check_rows(ids, "input_ids")
+    unknown = [name for name, value in inputs.items() if name not in CARRIED and not is_plain(value)]
     if unknown:
         return f"what {', '.join(sorted(unknown))} says of single tokens is not known"
     for name, shapes in (("attention_mask", (ids.shape,)), ("position_ids", (ids.shape, (1, ids.shape[1])))):
         column = inputs.get(name)
         if column is not None and not (isinstance(column, Tensor) and column.shape in shapes):
             return f"{name} is not (B, T)"
-    support = inputs.get("support")
-    if support is not None and not (isinstance(support, Support) and support.tokens == ids.numel()):
-        return "support has not a row for each token"
-    for module in model.modules():
-        if hasattr(module, "_fused_transform"):
-            break
-        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-            return "the adapter puts tokens of its own before each row"
     return LONGEST if ids.shape[1] > _static_positions(config) else None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a model's input says the same of each token."""
+    return isinstance(value, (type(None), bool, int, float, str))
 
 
 def _static_positions(config: Any) -> float:
@@ -126,6 +135,12 @@ def _no_packing(name: str, config: Any, takes_positions: bool, causal: bool, inp
     return "use_cache is set" if inputs.get("use_cache") else None
 
 
+def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules around the swapped model, from outside; all modules if none is swapped."""
+    swapped = swapped_inside(model)
+    return itertools.takewhile(lambda module: module is not swapped, model.modules())
+
+
 def swapped_model(model: Any) -> Any:
     """The model with a swapped head inside `model`; swaps the head at the first call."""
     if not isinstance(model, nn.Module):
@@ -135,9 +150,12 @@ def swapped_model(model: Any) -> Any:
 
 
 def model_inputs(
-    swapped: Any, batch: Mapping[str, Any], columns: tuple[str, ...], extra: Mapping[str, Any]
+    model: nn.Module, swapped: Any, batch: Mapping[str, Any], columns: tuple[str, ...], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The model's inputs except the token ids. Raises ValueError for names that its **kwargs would swallow."""
+    """The model's inputs except the token ids. Raises ValueError for names that its **kwargs would swallow.
+
+    Raises TypeError for an extra input that neither the model nor a wrapper around it knows.
+    """
     accepted = inspect.signature(swapped.forward).parameters
     known = {"input_ids", *columns}
     inputs = {name for name in accepted if name not in RESERVED} | {"support"}
@@ -149,6 +167,8 @@ def model_inputs(
             f"and the other arguments of the forward of {type(swapped).__name__}, without labels and what follows "
             "the head"
         )
+    read = {name for module in wrappers_of(model) for name in inspect.signature(module.forward).parameters}
+    check_arguments(swapped, [name for name in extra if name not in {*read, *FUSED_OPTIONS}])
     arguments = {name: value for name, value in batch.items() if name not in known} | dict(extra)
     if "use_cache" in swapped._fused_arguments:  # some models pass it on without naming it
         arguments.setdefault("use_cache", False)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_rl.call.checks import check_shape
+from liger_rl.call.support import check_usable
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.losses.batch import COLUMNS, AlignedBatch, PolicyBatch
 from liger_rl.losses.fused import evaluate
@@ -26,6 +28,7 @@ from liger_rl.step.live_rows import (
     MicroBatch,
     RowOptions,
     inputs_of,
+    packing_known,
     packing_trial,
     placed,
     planned,
@@ -33,15 +36,15 @@ from liger_rl.step.live_rows import (
 )  # fmt: skip
 from liger_rl.step.model_body import (
     CARRIED,
-    LONGEST,
     Body,
     body_of,
     fused_forward,
+    is_plain,
     model_inputs,
     router_loss,
     swapped_model,
 )  # fmt: skip
-from liger_rl.step.ranks import agreed, data_parallel, rank_groups
+from liger_rl.step.ranks import agreement, data_parallel, first_device, rank_groups
 
 __all__ = ["PolicyStep", "PolicySteps", "completion_logps", "policy_step", "policy_steps"]
 
@@ -78,7 +81,8 @@ def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRP
 
     Raises:
         TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, a softcap or
-            scale of the loss that is not the model's, or packing that the model or the batch does not allow.
+            scale of the loss that is not the model's, or packing that the model or the batch does not allow. If one of
+            the ranks that run the model together raises, all do.
     """
     return next(policy_steps(model, batch, loss, max_tokens=None, **options))
 
@@ -127,7 +131,7 @@ def policy_steps(
 
     Raises: as `policy_step`; also for max_tokens below the longest sequence, or below a batch that cannot be split.
     """
-    options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing, idle=idle)
+    options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "idle": idle}
     return PolicySteps(model, batch, loss, extra_inputs, options, group)
 
 
@@ -153,38 +157,45 @@ class PolicySteps(Iterator[PolicyStep]):
         batch: Mapping[str, Any],
         loss: FusedLinearGRPOLoss,
         extra_inputs: dict[str, Any],
-        options: RowOptions,
+        options: dict[str, Any],  # of `RowOptions`
         group: Any,
         *,
         logps_alone: bool = False,
     ) -> None:
         self._model, self._loss = model, loss
-        self._swapped = swapped = swapped_model(model)
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
-        self._inputs = inputs = model_inputs(swapped, batch, POLICY_COLUMNS, extra_inputs)
-        _check_loss(loss, swapped)
-        self._ids, self._mask = ids, mask = _tokens(batch)
-        aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
-        obstacle = None
-        if batch.get("segments") is not None:
-            obstacle = "its segments are one packed row"
-        elif loss.options.fixed_shape:
-            obstacle = "a loss of fixed_shape reads no value"
-        body = body_of(model, swapped, inputs, ids, obstacle)
-        # A rank with the longest row takes part in the trial's collectives, which ranks with shorter rows run.
-        if wants_packing(replace(body, obstacle=None) if body.obstacle == LONGEST else body, options):
-            body = self._after_trial(body)
+        groups, device = rank_groups(model, group), first_device(model)
+        with agreement(groups, device) as counts:
+            row_options = RowOptions(**options)
+            self._swapped = swapped = swapped_model(model)
+            if not isinstance(batch, Mapping):
+                raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
+            self._inputs = inputs = model_inputs(model, swapped, batch, POLICY_COLUMNS, extra_inputs)
+            _check_loss(loss, swapped)
+            self._ids, self._mask = ids, mask = _tokens(batch)
+            if inputs.get("support") is not None:
+                check_usable(inputs["support"], fixed_shape=loss.options.fixed_shape)
+            aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
+            obstacle, temperature = None, loss.transform.temperature
+            if isinstance(temperature, Tensor):
+                check_shape("temperature", temperature, ids.shape, f"a number or {tuple(ids.shape)} from input_ids")
+                obstacle = "a temperature for each token has the batch's layout"
+            if batch.get("segments") is not None:
+                obstacle = "its segments are one packed row"
+            elif loss.options.fixed_shape:
+                obstacle = "a loss of fixed_shape reads no value"
+            body = body_of(model, swapped, inputs, ids, obstacle)
+            packing_wanted = wants_packing(body, row_options)
+            counts[0] = packing_wanted and not packing_known(swapped)
+        # The trial has collectives: if one rank needs it, every rank runs it.
+        if packing_wanted or counts[0]:
+            body = self._after_trial(body, again=bool(groups) and counts[0] > 0)
         if aligned is None:
             body = replace(body, router=False)  # nobody reads the router loss
-        groups = rank_groups(model, group)
-        try:
-            plan = planned(ids, mask, inputs, body, loss.terms, aligned, options)
-        except ValueError:
-            agreed(None, groups, ids.device)
-            raise
+        with agreement(groups, device) as counts:
+            plan = planned(ids, mask, inputs, body, loss.terms, aligned, row_options)
+            counts[:] = len(plan.live), len(plan.idle)
         # `_forwards` run without a graph, before the first step.
-        self._steps, self._forwards = agreed(plan, groups, ids.device)
+        self._steps, self._forwards = counts
         if aligned is not None and plan.left_out:
             # An earlier step may have given NaN for rows that do not run.
             left_out = _rows_mask(plan.left_out, ids)
@@ -303,14 +314,14 @@ class PolicySteps(Iterator[PolicyStep]):
         loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
         return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing)
 
-    def _after_trial(self, body: Body) -> Body:
+    def _after_trial(self, body: Body, *, again: bool) -> Body:
         """Without packing if sequences in one row see each other; rotary only if positions may be shifted."""
-        options = {name: value for name, value in self._inputs.items() if name not in CARRIED}
+        options = {name: value for name, value in self._inputs.items() if name not in CARRIED and is_plain(value)}
 
         def run(inputs: dict[str, Any]) -> Tensor:
             return fused_forward(self._model, self._loss, options | inputs, entropy=False).per_token_logps
 
-        apart, shifts = packing_trial(run, self._swapped, body, self._ids.device)
+        apart, shifts = packing_trial(run, self._swapped, body, self._ids.device, again=again)
         if apart:
             return replace(body, rotary=body.rotary and shifts)
         return replace(body, no_packing=f"sequences in one row of {type(self._swapped).__name__} see each other")
@@ -340,7 +351,7 @@ def completion_logps(
     `policy_steps`. It reads the completion_mask, the support and the model's inputs. The model's training mode stays as
     it is.
     """
-    options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing)
+    options = {"max_tokens": max_tokens, "trim": trim, "packing": packing}
     return PolicySteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
 
 

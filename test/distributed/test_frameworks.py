@@ -119,12 +119,17 @@ REFUSALS = {
 
 
 def right_call(rank, framework: str):
+    """Of any number of ranks, unless the hidden states are parts of a sequence."""
     x = problem(Case("verl"))
-    hidden, weight, labels = x.hidden, x.weight, x.labels
-    part = {"vocab_start_index": 0, "vocab_end_index": VOCAB, "tp_group": rank.group}
+    hidden, weight, labels = x.hidden, x.weight.chunk(rank.world)[rank.index].clone(), x.labels
+    first = len(weight) * rank.index
+    part = {"vocab_start_index": first, "vocab_end_index": first + len(weight), "tp_group": rank.group}
     layer = megatron_layers.output_layer(weight.clone(), rank.group) if framework == "megatron" else None
     calls = {
-        "verl": (linear_cross_entropy, {"hidden": hidden, "weight": weight, "labels": labels}),
+        "verl": (
+            linear_cross_entropy,
+            {"hidden": hidden, "weight": weight, "labels": labels, "dist_process_group": rank.group},
+        ),
         "prime_rl": (
             partial(of_prime_rl, SimpleNamespace(weight=weight), hidden),
             {"labels": labels, "temperature": torch.ones(BATCH, LENGTH)},
@@ -164,6 +169,35 @@ def test_what_does_not_fit_is_refused_by_name(ranks, framework):
     assert right is None
     for message, (_, beginning) in zip(found, REFUSALS[framework], strict=True):
         assert message.startswith(beginning)
+
+
+# What one rank alone has otherwise, and the error of every rank.
+OF_ONE_RANK = {
+    "verl": ({"labels": LABELS[:, 1:]}, "ValueError: labels must have 16 elements"),
+    "verl's hidden": ({"hidden": [0.0]}, "TypeError: hidden must be a tensor"),
+    "verl's reduction": ({"reduction": None}, "ValueError: reduction must be one of"),
+    "verl's temperature": ({"temperature": 0.0}, "ValueError: temperature must be"),
+    "nemo_rl": ({"target": torch.zeros(BATCH, 3 * LENGTH).long()}, "ValueError: target must be the whole sequence"),
+    "nemo_rl's end": ({"vocab_end_index": VOCAB - 1}, "ValueError: vocab_end_index must be vocab_start_index + 20"),
+    "skyrl": ({"vocab_end_index": VOCAB - 1}, "ValueError: vocab_end_index must be vocab_start_index + 20"),
+    "megatron": ({"labels": LABELS[:, 1:]}, "ValueError: labels must be (b, s) = (2, 8), got (2, 7)"),
+    "megatron's mask": ({"loss_mask": torch.ones(BATCH, 7)}, "ValueError: loss_mask must be (b, s) = (2, 8)"),
+}
+
+
+def refusals_of_one_rank(rank):
+    messages = []
+    for framework, (changed, _) in OF_ONE_RANK.items():
+        function, given = right_call(rank, framework.split("'")[0])
+        messages.append(message_of(partial(function, **given | (changed if rank.index == 1 else {}))))
+    return messages
+
+
+def test_what_one_rank_refuses_is_refused_on_all(ranks):
+    for messages in ranks.run(refusals_of_one_rank):
+        for message, (_, beginning) in zip(messages, OF_ONE_RANK.values(), strict=True):
+            assert message.startswith(beginning)
+            assert message.endswith("(rank 1 of vocab_parallel.group)")
 
 
 def states_of_a_layer(rank):

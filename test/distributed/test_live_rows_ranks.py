@@ -1,18 +1,19 @@
 """Ranks whose batches make different numbers of micro-batches run the model as often as each other."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 from test_models import VOCAB, shard, tiny_llama  # noqa: E402
 
-from liger_rl import FusedLinearGRPOLoss  # noqa: E402
+from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Support, TokenLoss  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
 from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from ranks import message_of  # noqa: E402
@@ -57,7 +58,7 @@ def step_of(rank, wrapper, max_tokens):
     )
     reduced = []
     if wrapper == "ddp":
-        wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=rank.group)
+        wrapped = DistributedDataParallel(model, process_group=rank.group)
         wrapped.register_comm_hook(rank.group, lambda group, bucket: reduced.append(1) or allreduce_hook(group, bucket))
     else:
         wrapped = shard(model, rank.mesh(), wrapper)
@@ -99,15 +100,111 @@ def test_ranks_with_other_numbers_of_micro_batches(ranks, wrapper, two):
         assert error <= 1e-5 * size
 
 
-def refused_on_one_rank(rank):
-    model = fully_shard(swap_lm_head(tiny_llama()), mesh=rank.mesh())
+# --- one rank's mistake -----------------------------------------------------------------------------------------------
+
+
+class Refusing:
+    """An objective whose own check refuses a batch, with an error that does not pickle."""
+
+    token_local = True
+
+    class Error(RuntimeError):
+        pass
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def check(self, batch):
+        if self.rank == 1:
+            raise self.Error("objective must be told more")
+
+    def __call__(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps, torch.ones_like(logps))
+
+
+IDS = batch()["input_ids"]
+# What rank 1 has otherwise: columns, or a keyword, or another argument; and the error of every rank.
+MISTAKES = {
+    "budget": ({"max_tokens": 3}, "ValueError: max_tokens must be at least 5, the longest sequence (row 0 of"),
+    "options": ({"packing": "yes"}, "TypeError: packing must be of type bool"),
+    "extra": ({"bogus": 1}, "TypeError: takes no bogus with fused=True"),
+    "extra option": ({"grad_tolerance": 0.0}, "ValueError: batch has no column 'grad_tolerance'"),
+    "importance_ratio": ({"importance_ratio": torch.ones(3)}, "ValueError: importance_ratio must be (B, T) = (2, 12)"),
+    "advantages": ({"advantages": [1.0, 2.0]}, "TypeError: advantages must be a real tensor, got list"),
+    "completion_mask": ({"completion_mask": IDS}, "ValueError: completion_mask must be (B, T) = (2, 12) on"),
+    "column": ({"logits": IDS}, "ValueError: batch has no column 'logits'"),
+    "support": (
+        {"support": Support(torch.zeros(3).int(), torch.arange(4))},
+        "ValueError: support must have a row for each of the 24 tokens of input_ids, got 3 rows",
+    ),
+    "no support": ({"support": [[1]]}, "TypeError: support must be a Support or None, got list"),
+    "no batch": ({"batch": [1]}, "TypeError: batch must be a mapping"),
+    "no loss": ({"loss": "grpo"}, "TypeError: loss must be a FusedLinearGRPOLoss, got str"),
+    "another loss": (
+        {"loss": FusedLinearGRPOLoss("grpo", softcap=3.0)}, "ValueError: softcap must be left out of the loss"
+    ),
+    "temperatures": (
+        {"loss": FusedLinearGRPOLoss("grpo", temperature=torch.ones(3))},
+        "ValueError: temperature must be a number or (2, 12) from input_ids, got (3,)",
+    ),
+    "no model": ({"model": "llama"}, "TypeError: model must be a causal LM of transformers, got str"),
+    "its own error": ({}, "Error: objective must be told more"),
+}  # fmt: skip
+ARGUMENTS = ("batch", "loss", "model")
+
+
+def refused_on_one_rank(rank, wrapper):
+    """-> what each rank raises for each mistake of rank 1. A right step follows."""
+    model = swap_lm_head(tiny_llama())
+    model = (
+        fully_shard(model, mesh=rank.mesh())
+        if wrapper == "fsdp"
+        else DistributedDataParallel(model, process_group=rank.group)
+    )
     part = {name: column[SHARES[rank.index]] for name, column in batch().items()}
     loss = FusedLinearGRPOLoss("grpo")
-    completion_logps(model, part, loss)  # after it no parameter is a DTensor
-    return message_of(lambda: policy_steps(model, part, loss, max_tokens=8))
+    completion_logps(model, part, loss)  # after it no parameter of FSDP's is a DTensor
+    messages = {}
+    for name, (mistake, _) in MISTAKES.items():
+        call = {"model": model, "batch": dict(part), "loss": loss, "group": rank.group if name == "no model" else None}
+        if name == "its own error":
+            call["loss"] = FusedLinearGRPOLoss(Refusing(rank.index), reduction=GlobalTokenMean())
+        for key, value in mistake.items() if rank.index == 1 else ():
+            target = call if key in (*ARGUMENTS, "max_tokens", "packing", "bogus", "grad_tolerance") else call["batch"]
+            target[key] = value
+        messages[name] = message_of(partial(policy_steps, **call))
+    policy_step(model, part, loss).loss.backward()
+    return messages
 
 
-def test_a_budget_that_one_rank_cannot_keep_is_refused_on_all(ranks):
-    mine, other = ranks.run(refused_on_one_rank)
-    assert "max_tokens must be at least 12, the longest sequence (row 0 of input_ids" in mine
-    assert "another rank has refused its batch" in other
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_what_one_rank_refuses_is_refused_on_all(ranks, wrapper):
+    others, own = ranks.run(refused_on_one_rank, wrapper)
+    for name, (_, expected) in MISTAKES.items():
+        (kind, text), (own_kind, own_text) = expected.split(": ", 1), own[name].split(": ", 1)
+        assert own_kind == kind, name
+        assert text in own_text, name
+        assert others[name] == f"{kind if kind == 'TypeError' else 'ValueError'}: {own_text} (rank 1)", name
+
+
+def trials(rank, changes):
+    """-> numbers of forwards on this rank of calls that pack on rank 0 alone, the second with a known trial."""
+    model = fully_shard(swap_lm_head(tiny_llama(**changes)), mesh=rank.mesh())
+    part = {name: column[SHARES[rank.index]] for name, column in batch().items()}
+    if rank.index == 0:  # within the first length of a dynamic rotary embedding
+        part = {name: column[2:, :10] if column.dim() == 2 else column[2:] for name, column in part.items()}
+    calls, numbers = [], []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for packing in (rank.index == 0, rank.index == 0 or None):
+        completion_logps(model, part, FusedLinearGRPOLoss("grpo"), packing=packing)
+        numbers.append(len(calls))
+    return numbers
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_position_embeddings": 10, "rope_parameters": DYNAMIC}], ids=["", "rope"])
+def test_packing_is_tried_on_all_ranks_or_none(ranks, changes):
+    for found in ranks.run(trials, changes):
+        assert found == [7, 8]

@@ -1,5 +1,8 @@
 """Losses of heads that are sharded over their vocabulary are those of the whole heads."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -96,3 +99,50 @@ def test_trls_loss_of_heads_that_are_dtensors(chunk_vocab, ranks):
     for found, theirs in zip(*runs, strict=True):
         for mine, truth in zip(found, theirs, strict=True):
             torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+# One rank's mistake in a policy loss: what it gives otherwise, by where, and the error on all.
+LOSS_MISTAKES = {
+    "H": ({"size": HIDDEN + 1}, r"ValueError: weight must be \(V, H\)"),
+    "advantages": ({"advantages": torch.ones(3)}, r"ValueError: advantages must be \(B, T\) = \(2, 3\)"),
+    "items": ({"columns": {"num_items_in_batch": "6"}}, "TypeError: num_items_in_batch must be a number"),
+    "column": ({"columns": {"ratio": 1.0}}, "TypeError: FusedLinearGRPOLoss got an unexpected argument 'ratio'"),
+    "fixed_shape": ({"options": {"fixed_shape": True}}, "ValueError: fixed_shape must be False with vocab_parallel"),
+    "passes": ({"options": {"passes": "one"}}, 'ValueError: passes="one" needs vocab_parallel = None'),
+    "idle tokens": (
+        {"advantages": torch.tensor([1.0, 0.0])},
+        "ValueError: the number of tokens that count must be the same on every rank.* got 6 on rank 0, 3 on rank 1$",
+    ),
+}
+
+
+def provoked_in_the_loss(rank, mistake):
+    """-> the error of a first call, which one rank gets wrong, and of a second: later calls tell the others nothing, so
+    every rank has to be wrong."""
+    messages = []
+    for first_call in (True, False):
+        weight, ids = torch.randn(5, HIDDEN), torch.ones(2, 3).long()
+        place = VocabParallel(rank.group, 5 * rank.index)
+        given = {"size": HIDDEN, "advantages": torch.ones(2), "columns": {}, "options": {}}
+        if not first_call:
+            right = torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2)
+            FusedLinearGRPOLoss("grpo")(*right, vocab_parallel=place)
+        given |= mistake if rank.index == 1 or not first_call else {}
+        hidden = torch.randn(2, 3, given["size"], requires_grad=True), weight, ids, given["advantages"]
+        loss = FusedLinearGRPOLoss("grpo", **given["options"])
+        messages.append(message_of(partial(loss, *hidden, vocab_parallel=place, **given["columns"])))
+    return messages
+
+
+@pytest.mark.parametrize("name", LOSS_MISTAKES)
+def test_one_ranks_mistake_in_the_loss(ranks, name):
+    mistake, expected = LOSS_MISTAKES[name]
+    (first, later), other = ranks.run(provoked_in_the_loss, mistake)
+    assert [first, later] == other
+    assert re.match(expected, first)
+    if name != "idle tokens":  # which are no mistake where all ranks have them
+        assert first.endswith("(rank 1 of vocab_parallel.group)")
+        assert re.match(expected, later)
+        assert not later.endswith("(rank 1 of vocab_parallel.group)")

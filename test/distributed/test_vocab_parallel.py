@@ -353,10 +353,28 @@ MISTAKES = {
     "chunk_tokens": (
         {}, {"options": {"chunk_tokens": 0}}, "ValueError: chunk_tokens must be at least 1, got 0 .*rank 1"
     ),
+    # Values that a rank alone refuses once it computes.
+    "mask values": (
+        {"options": {"mask": torch.ones(6)}},
+        {"options": {"mask": torch.tensor([2.0, 1, 1, 1, 1, 1])}},
+        f"ValueError: the number of mask values other than 0 and 1 {SAME}",
+    ),
+    "temperatures": (
+        {"options": {"transform": LogitTransform(temperature=torch.ones(6))}},
+        {"options": {"transform": LogitTransform(temperature=torch.arange(6.0))}},
+        f"ValueError: the number of temperatures that are not positive and finite {SAME}",
+    ),
+    "ids beyond": (
+        {"options": {"support": Support(torch.zeros(6).long(), torch.arange(7))}},
+        {"options": {"support": Support(torch.arange(5, 11), torch.arange(7))}},
+        f"ValueError: the ids of support {SAME}",
+    ),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
     "batch_invariant": ({"options": {"batch_invariant": True}}, {}, "ValueError: batch_invariant must"),
     # Two heads.
+    "one rank's kind": (TEACHER, {"options": {"kind": "kl"}}, "ValueError: kind must be one of .*rank 1"),
+    "one rank's keyword": (TEACHER, {"options": {"tau": 1.0}}, "TypeError: linear_divergence .*rank 1"),
     "a gap of two heads": (TEACHER, {"start": 1}, COVER),
     "tokens of two heads": (TEACHER, {"tokens": 7}, f"ValueError: hidden {SAME}"),
     "one rank's targets": (TEACHER, {"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
@@ -417,50 +435,6 @@ def test_bad_places_are_named(ranks):
     )
     for messages in ranks.run(bad_places):
         assert all(re.match(f"{name} must ", message) for name, message in zip(names, messages, strict=True))
-
-
-# One rank's mistake in a policy loss: what it gives otherwise, by where, and the error on all.
-LOSS_MISTAKES = {
-    "H": ({"size": HIDDEN + 1}, r"ValueError: weight must be \(V, H\)"),
-    "advantages": ({"advantages": torch.ones(3)}, r"ValueError: advantages must be \(B, T\) = \(2, 3\)"),
-    "items": ({"columns": {"num_items_in_batch": "6"}}, "TypeError: num_items_in_batch must be a number"),
-    "fixed_shape": ({"options": {"fixed_shape": True}}, "ValueError: fixed_shape must be False with vocab_parallel"),
-    "passes": ({"options": {"passes": "one"}}, 'ValueError: passes="one" needs vocab_parallel = None'),
-    "idle tokens": (
-        {"advantages": torch.tensor([1.0, 0.0])},
-        f"ValueError: the number of tokens that count {SAME}.* got 6 on rank 0, 3 on rank 1$",
-    ),
-}
-
-
-def provoked_in_the_loss(rank, mistake):
-    """-> the error of a first call, which one rank gets wrong, and of a second: later calls tell the others nothing, so
-    every rank has to be wrong."""
-    messages = []
-    for first_call in (True, False):
-        weight, ids = torch.randn(5, HIDDEN), torch.ones(2, 3).long()
-        place = VocabParallel(rank.group, 5 * rank.index)
-        given = {"size": HIDDEN, "advantages": torch.ones(2), "columns": {}, "options": {}}
-        if not first_call:
-            right = torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2)
-            FusedLinearGRPOLoss("grpo")(*right, vocab_parallel=place)
-        given |= mistake if rank.index == 1 or not first_call else {}
-        hidden = torch.randn(2, 3, given["size"], requires_grad=True), weight, ids, given["advantages"]
-        loss = FusedLinearGRPOLoss("grpo", **given["options"])
-        messages.append(message_of(partial(loss, *hidden, vocab_parallel=place, **given["columns"])))
-    return messages
-
-
-@pytest.mark.parametrize("name", LOSS_MISTAKES)
-def test_one_ranks_mistake_in_the_loss(ranks, name):
-    mistake, expected = LOSS_MISTAKES[name]
-    (first, later), other = ranks.run(provoked_in_the_loss, mistake)
-    assert [first, later] == other
-    assert re.match(expected, first)
-    if name != "idle tokens":  # which are no mistake where all ranks have them
-        assert first.endswith("(rank 1 of vocab_parallel.group)")
-        assert re.match(expected, later)
-        assert not later.endswith("(rank 1 of vocab_parallel.group)")
 
 
 def loss_with_an_id_outside(rank):

@@ -99,6 +99,15 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
     assert torch.equal((total.view(torch.int32) != before).any(1), listed & (torch.arange(V, device=place) != 3))
 
 
+def test_a_row_of_many_ids_is_not_compared_pair_by_pair(device):
+    """2^18 ids, most of them repeated: their 7e10 pairs would take 64 GB, or minutes."""
+    x = problem((1,), H, V, device=device)
+    ids = torch.arange(1 << 18, device=device).remainder(V - 1)
+    supports = [Support.from_padded(row[None]) for row in (ids, ids[: V - 1])]
+    for many, once in zip(*(call(x, support=support, entropy=True)[:2] for support in supports), strict=True):
+        torch.testing.assert_close(many, once)
+
+
 # --- the host ---------------------------------------------------------------------------------------------------------
 
 

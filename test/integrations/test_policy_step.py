@@ -1,6 +1,7 @@
 """One call for a step: how it is called, what wraps its model, and what is refused. The numbers: test_live_rows.py."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from head_calls import Products
 from hf_models import assert_same_gradients, build, gradients, transformers
-from liger_rl import FusedLinearGRPOLoss, Segments
+from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Segments, TokenLoss
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head
 from liger_rl.step.policy_step import PolicyStep, completion_logps, policy_step
 from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, make_batch, rows_of
@@ -83,6 +84,14 @@ def test_compiled_models(compiled, expected):
     assert len(graphs) == 1
 
 
+def test_the_heads_gradient_is_added_in_place():
+    model, batch, loss = gemma(tie_word_embeddings=False), make_batch(), FusedLinearGRPOLoss("grpo")
+    expected = gradients(model, policy_step(model, batch, loss).loss)
+    total = torch.zeros_like(model.lm_head.weight)
+    found = gradients(model, policy_step(model, batch, loss, weight_grad=total).loss)
+    assert_same_gradients(found | {"lm_head.weight": total}, expected)
+
+
 def test_lora_on_the_head():
     peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"])
@@ -106,6 +115,8 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     mask = batch["completion_mask"][:, 1:]
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
+    with pytest.raises(ValueError, match="the adapter puts tokens of its own before each row"):
+        policy_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -149,6 +160,14 @@ def test_bad_calls_are_refused_before_the_model_runs(changed, error, message):
     if "options" in changed:
         with pytest.raises(error, match=message):
             completion_logps(**call)
+
+
+@pytest.mark.parametrize("shape", [(), (BATCH, 1)])
+def test_an_objective_has_one_loss_for_each_token(shape):
+    loss = FusedLinearGRPOLoss(lambda logps, batch: TokenLoss(-logps.sum_to_size(shape)), reduction=GlobalTokenMean())
+    message = re.escape(f"the loss of objective must be {(BATCH, LENGTH)}, one for each token, got {shape}")
+    with pytest.raises(ValueError, match=message):
+        policy_step(gemma(), make_batch(), loss)
 
 
 def test_a_wrapper_needs_a_swapped_model():

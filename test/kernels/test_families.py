@@ -5,12 +5,13 @@ import torch
 
 import oracles
 from devices import NEEDS_GPU
-from liger_rl import LogitTransform, linear_logprobs
+from head_calls import run_triton
+from liger_rl import LogitTransform, Support, linear_divergence, linear_logprobs, logits_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, Tail, TokenGradients
-from tolerances import stored
+from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, PartBounds, Tail, TokenGradients
+from tolerances import interpret, stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.engines.sparse import bounds_triton as sparse_triton
@@ -155,3 +156,60 @@ def test_lists_of_ids_are_those_of_tma(tolerance, monkeypatch):
     expected = step()
     use(PORTABLE[0], monkeypatch)
     assert all(torch.equal(mine, other) for mine, other in zip(step(), expected, strict=True))
+
+
+def far_apart(values):
+    """The values (rows, columns), the last of whose rows begins 2^31 elements after the first or later."""
+    stride = 8 * -(-(2**28) // (len(values) - 1))
+    memory = torch.empty(stride * (len(values) - 1) + values.shape[1], dtype=values.dtype, device=values.device)
+    return memory.as_strided(values.shape, (stride, 1)).copy_(values)  # a CPU keeps no more than what is written
+
+
+@pytest.mark.parametrize("way", ["logits", "support", "TMA", "pointers", "two heads"])
+def test_rows_that_are_far_apart(way, monkeypatch):
+    """Offsets are 64 bit: the numbers are those of rows side by side."""
+    if DEVICE.type == "cpu":
+        # After a kernel the interpreter copies the memory of each tensor to itself.
+        monkeypatch.setattr("triton.runtime.interpreter.GridExecutor._restore_args_dev", lambda *_: None)
+    if way in ("logits", "support"):
+        run_triton(monkeypatch)
+    else:
+        interpret(monkeypatch)
+    if way == "pointers":
+        use(PORTABLE[1], monkeypatch)
+    hidden = torch.randn(3, 64).to(DEVICE, torch.float16)
+    weight, logits = (torch.randn(300, 64) / 8).to(DEVICE, torch.float16), torch.randn(3, 300).to(DEVICE, torch.float16)
+    targets = torch.tensor([299, 0, 7], device=DEVICE)
+    support = Support.from_padded(torch.tensor([[298, 5, 299], [0, 1, -1], [7, 250, 290]], device=DEVICE))
+
+    def solved(hidden, weight, logits):
+        leaves = [part.detach().requires_grad_() for part in ([logits] if way == "logits" else [hidden, weight])]
+        if way == "logits":
+            values = logits_logprobs(leaves[0], targets).logps
+        elif way == "support":
+            values = linear_logprobs(*leaves, targets, support=support).logps
+        elif way == "two heads":
+            values = linear_divergence(*leaves, hidden.detach(), 2 * weight.detach()).divergence
+        else:
+            values = linear_logprobs(*leaves, targets, grad_tolerance=0.1).logps
+        return values, *torch.autograd.grad(values.sum(), leaves)
+
+    for far, near in zip(
+        solved(*map(far_apart, (hidden, weight, logits))), solved(hidden, weight, logits), strict=True
+    ):
+        assert near.any()
+        torch.testing.assert_close(far, near)
+
+
+def test_more_parts_than_16_bits_number():
+    """Each of two tokens keeps all parts but the first."""
+    tiles, tokens = 2**15 + 9, 2
+    bounds = PartBounds.empty(tokens, tiles, DEVICE, targets=False)
+    for part, value in zip(bounds[:5], (1.0, 0.0, float(tiles), 1.0, 0.0), strict=True):
+        part.fill_(value)
+    bounds.most[0] = 0.0
+    width = sparse_triton.padded_tiles(tiles * PART_VOCAB, PART_VOCAB)
+    tail = Tail(torch.zeros(1, device=DEVICE), torch.zeros(width, device=DEVICE))
+    chosen, counted = sparse_triton.choose_parts(bounds, tail, 1e-4, LogitTransform(), torch.float16, signed=False)
+    assert counted.tolist() == [tokens, tokens * (tiles - 1)]
+    assert torch.equal(chosen.rank, torch.arange(-1, tiles - 1, device=DEVICE)[:, None].expand(-1, tokens).int())

@@ -222,9 +222,24 @@ def test_an_objective_has_one_loss_for_each_token(shape):
     with pytest.raises(ValueError, match=message):
         solve(logps, parts, objective)
     hidden, weight = torch.randn(5, 6, 8, requires_grad=True), torch.randn(33, 8)
-    loss_fn = FusedLinearGRPOLoss(objective, reduction=TokenMean())
-    with pytest.raises(ValueError, match=message):
-        loss_fn(hidden, weight, torch.randint(33, (5, 6)), torch.ones(5))
+    head = hidden, weight, torch.randint(33, (5, 6)), torch.ones(5)
+    objective.token_local = True  # as one pass needs
+    for passes in ("two", "one"):
+        with pytest.raises(ValueError, match=message):
+            FusedLinearGRPOLoss(objective, reduction=TokenMean(), passes=passes)(*head)
+
+
+def test_a_factor_and_a_weight_are_broadcast_to_the_tokens_alone():
+    """(N, 1) times (N,) would be (N, N)."""
+    logps, batch = torch.randn(6), PolicyBatch(advantages=torch.randn(6))
+    column = torch.ones(6, 1)
+    for name, reduction, corrections in (
+        ("reduction", lambda batch: column, ()),
+        ("corrections[0]", TokenMean(), (lambda logps, batch: column,)),
+    ):
+        message = re.escape(f"the result of {name} must broadcast to (6,), one for each token, got (6, 1)")
+        with pytest.raises(ValueError, match=message):
+            ppo_loss_fn(logps, batch, PPOClip(), reduction, corrections=corrections)
 
 
 def test_a_reference_that_nothing_reads_warns():

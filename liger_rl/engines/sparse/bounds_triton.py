@@ -70,7 +70,9 @@ LOG_4 = tl.constexpr(1.3862943611198906)
 class ChosenParts(NamedTuple):
     """The kept parts of n tokens. A token's kept parts are consecutive, in the order of their tiles."""
 
-    rank: Tensor  # (tiles, n) int16: number of a kept part among its token's kept parts; -1 for a dropped part
+    # (tiles, n) int16, or int32 for more than 2^15 tiles: number of a kept part among its token's kept parts; -1 for a
+    # dropped part
+    rank: Tensor
     starts: Tensor  # (n + 1,) int64: number of each token's first part among all kept parts
     room: Tensor  # (n,) float32: energy of the entries that a token may still drop, in units of its scale squared
     scale: Tensor  # (n,) float32: upper bound of an entry's size; 0 for a token without a gradient, which keeps no part
@@ -463,7 +465,7 @@ def _choose_kernel(
     among = tl.cumsum(number, 0) - number
     rank = tl.where(kept, among, -1)
     written = (tile < tiles)[:, None] & live[None, :]
-    tl.store(chosen.rank + place, rank.to(tl.int16), mask=written)
+    tl.store(chosen.rank + place, rank.to(chosen.rank.dtype.element_ty), mask=written)
     tl.store(numbers + token, tl.sum(number, 0), mask=live)
     room = tl.where(has_gradient, (tolerated - spent) / (scale * scale), 0.0)
     tl.store(chosen.room + token, room, mask=live)
@@ -515,7 +517,7 @@ def choose_parts(
         [n + 1]
     )
     chosen = ChosenParts(
-        torch.empty(tiles, n, dtype=torch.int16, device=device),
+        torch.empty(tiles, n, dtype=torch.int16 if tiles <= 1 << 15 else torch.int32, device=device),
         starts,
         room,
         scale,
