@@ -8,7 +8,7 @@ import torch
 
 import oracles
 from head_calls import run_triton
-from liger_rl import LogitTransform, linear_divergence
+from liger_rl import LogitTransform, linear_divergence, linear_logprobs
 from liger_rl.call.options import HeadOptions, resolved
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.interface import Head
@@ -136,6 +136,28 @@ def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
             assert torch.equal(mine.isfinite(), other.isfinite())
             mine, other = (part.nan_to_num(0.0, 0.0, 0.0) for part in (mine, other))
             # Where both are rounded to bfloat16, small differences become whole units in the last place.
+            assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
+
+
+@pytest.mark.parametrize("options", [{"entropy": True}, {"grad_tolerance": 1e-3}], ids=["exact", "a tolerance"])
+def test_an_infinite_divergence_without_a_gradient(options, tiles_and_epilogue):
+    """The teacher alone bans ids. The gradient is that of the log-probabilities and entropies."""
+    n, vocab = (512, 1024) if DEVICE.type == "cuda" else (16, 300)
+    (hidden, weight, *teacher), bias = heads(n, 16, 16, vocab), torch.zeros(vocab, device=DEVICE)
+    bias[3:9], targets = -torch.inf, torch.randint(vocab, (n,)).to(DEVICE)
+
+    def grads(call, *teacher, **more):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        found = call(*leaves, *teacher, targets=targets, **options, **more)
+        divergence = torch.zeros_like(found.logps) if call is linear_logprobs else found.divergence
+        assert divergence.isinf().all() == (call is not linear_logprobs)
+        loss = found.logps + torch.where(divergence.isfinite(), divergence, 0.0)
+        (loss if found.entropy is None else loss - 0.3 * found.entropy).sum().backward()
+        return [leaf.grad.double() for leaf in leaves]
+
+    expected = grads(linear_logprobs)
+    for found in tiles_and_epilogue(lambda: grads(linear_divergence, *teacher, kind="reverse_kl", teacher_bias=bias)):
+        for mine, other in zip(found, expected, strict=True):
             assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 

@@ -348,7 +348,9 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
         assert tokens.value is not None
         over = log_p - log_q if measure.kind == REVERSE else _over_mixture(log_q - log_p, measure.beta)[0]
         share = 1.0 if measure.kind == REVERSE else 1.0 - measure.beta
-        grad_z = torch.where(p > 0, p * (over - tokens.value[:, None]), 0.0).mul_(share)
+        # An infinite divergence may have no gradient, and 0 * inf is NaN.
+        counts = (p > 0) & (tokens.grad != 0)[:, None]
+        grad_z = torch.where(counts, p * (over - tokens.value[:, None]), 0.0).mul_(share)
     grad_z.mul_(tokens.grad[:, None])
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad_z.sub_(entropy_term(log_p, tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None]))
