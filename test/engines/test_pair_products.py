@@ -188,16 +188,19 @@ def test_transforms_and_families(kind, transforms, family, one_pass, tiles_and_e
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
 @pytest.mark.parametrize("ban", [-1e5, -1e9, torch.finfo(torch.float32).min])
-def test_ids_that_a_finite_number_bans(ban, kind, monkeypatch):
+def test_ids_that_a_finite_number_bans(ban, kind, tiles_and_epilogue):
     """Log ratios beyond float16, of ids that the student may say, and of a whole part that neither may."""
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
     n = 512 if DEVICE.type == "cuda" else 32
-    given = heads(n, 16, 16, 300)
+    given = heads(n, 16, 16, 300, spread=1.0)  # the student gives banned ids more than float16 can lose
     bias, teacher_bias = torch.zeros(2, 300, device=DEVICE).unbind()
-    bias[:64], teacher_bias[:64], bias[70:74], teacher_bias[70:74] = -torch.inf, ban, -9.0, ban
-    options = {"bias": bias, "teacher_bias": teacher_bias, "token_weights": torch.full((n,), 1e-3, device=DEVICE)}
-    assert all(part.isfinite().all() for part in step(given, kind, factors=None, **options))
+    bias[:64], teacher_bias[:64], bias[70:74], teacher_bias[70:74] = -torch.inf, ban, -4.0, ban
+    factor = 1e-3 if kind == "forward_kl" else -1e4 / ban  # of gradients that are in the range of float16
+    options = {"bias": bias, "teacher_bias": teacher_bias, "token_weights": torch.full((n,), factor, device=DEVICE)}
+    expected, *results = tiles_and_epilogue(lambda: step(given, kind, factors=None, **options))
+    for found in results:
+        for mine, other in zip(found, expected, strict=True):
+            assert other.isfinite().all()
+            assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])

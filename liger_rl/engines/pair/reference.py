@@ -213,13 +213,16 @@ class KeptPair(NamedTuple):
     # (n, parts) float32. A part has PART_ENTRIES entries.
     peaks: Tensor
     teacher_peaks: Tensor  # (n, parts) float32, over the same columns
+    limits: Tensor  # (n,) float32, the gap of entries whose gap is infinite in float16
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device) -> "KeptPair":
         # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
         larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
         parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // PART_ENTRIES)
-        return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
+        peaks, teacher_peaks = torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind()
+        limits = torch.full((n,), torch.finfo(torch.float16).max, dtype=torch.float32, device=device)
+        return cls(larger, gaps, peaks, teacher_peaks, limits)
 
     @property
     def strides(self) -> tuple[int, int]:
