@@ -361,7 +361,7 @@ def in_short_pieces(monkeypatch) -> None:
     from liger_rl.engines.sparse import slots_triton
     from liger_rl.kernels import merge_triton, segments_triton, selection_triton
 
-    for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
+    for name in ("BY_TOKEN", "BY_LONG_TOKEN", "BY_ID", "ADDED_BY_ID"):
         short = getattr(segments_triton, name)._replace(piece=8, columns=16)
         for module in (segments_triton, slots_triton):
             monkeypatch.setattr(module, name, short, raising=module is segments_triton)
