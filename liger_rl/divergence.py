@@ -65,7 +65,9 @@ def linear_divergence(
         targets: (B, T) or (N,) integer ids in [0, V), whose log-probabilities are also returned. A negative id masks
             its token in every result.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
-            makes the gradients in the forward. Tokens at 0 are masked.
+            makes the gradients in the forward. Tokens at 0 are masked. With a fused epilogue a "jsd" then has a
+            relative error of 1e-4, up to 5e-3 for a token whose student gives one id more than 0.999, and up to 5e-2
+            for more than 0.9999. The value of two passes is computed from float32 logits.
         vocab_parallel: this rank's place in two heads whose weights and biases are sharded, from the same id on.
         options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
             student's, `teacher_transform` the teacher's. `vocab` is the number of rows of both weights that count:

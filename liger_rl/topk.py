@@ -13,7 +13,7 @@ from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HeadKeywords, options_of
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.engines.run import log_probs
+from liger_rl.engines.run import log_probs_and_mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,8 +85,10 @@ def topk_divergence(
         vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, targets_name="teacher_ids",
         may_be_several=True,
     )  # fmt: skip
-    student = log_probs(call)
+    student, counted = log_probs_and_mask(call)
     listed = counted_tokens(teacher_ids, None if mask is None else mask[..., None])
+    if counted is not None:
+        listed = listed & counted.view(*student.logps.shape[:-1], 1)  # with fixed_shape, an id outside [0, V) masks
     # A token with NaN may have no gradient, and 0 * NaN is NaN in the backward of `_forward_kl`. A sum's has no NaN.
     undefined = student.logps.isnan().any(-1)
     logps = student.logps.masked_fill(undefined[..., None], 0.0)

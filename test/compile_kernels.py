@@ -37,6 +37,7 @@ from liger_rl.engines.pair.reference import (
     MixtureSums,
     PairFold,
     PairGradients,
+    PairStatistics,
     PairTile,
     Tile,
     TileSums,
@@ -256,7 +257,7 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
             out = kept.larger.view(torch.bfloat16)
             kept_pair_triton.grad_kept_pair(kept, targets, transform, measure, tokens, out)
     for measure in (Measure(REVERSE), Measure(MIXTURE, 0.5)):
-        kept_pair_triton.sum_kept(kept, measure, ones(N), ones(N))
+        kept_pair_triton.sum_kept(kept, measure, PairStatistics(*(ones(N) for _ in PairStatistics._fields)))
 
 
 def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:

@@ -253,8 +253,9 @@ def _loss(x: Batch, *, exact_kl=False, **options):
     return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias, **given).loss,)
 
 
-def _given_logits(x: Batch, **options):
-    return logits_logprobs(x.logits, x.targets, mask=x.mask, entropy=True, **options)[:2]
+def _given_logits(x: Batch, *, temperatures=False, **options):
+    given = {"transform": LogitTransform(temperature=x.temperature, softcap=9.0)} if temperatures else {}
+    return logits_logprobs(x.logits, x.targets, mask=x.mask, entropy=True, **given, **options)[:2]
 
 
 def _policy_of_given_logits(x: Batch, **options):
@@ -288,6 +289,9 @@ CALLS = {
         partial(_loss, exact_kl=True, passes="two"), takes=frozenset(("fixed_shape", "autocast"))
     ),
     "given logits": PublicCall(_given_logits, ("logits",), frozenset(("fixed_shape",))),
+    "given logits, a temperature for each token": PublicCall(
+        partial(_given_logits, temperatures=True), ("logits",), frozenset(("fixed_shape",))
+    ),
     "policy of given logits": PublicCall(_policy_of_given_logits, ("logits",), frozenset(("fixed_shape",))),
 }  # fmt: skip
 
@@ -356,7 +360,7 @@ def in_short_pieces(monkeypatch) -> None:
     from liger_rl.engines.sparse import slots_triton
     from liger_rl.kernels import merge_triton, segments_triton, selection_triton
 
-    for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
+    for name in ("BY_TOKEN", "BY_LONG_TOKEN", "BY_ID", "ADDED_BY_ID"):
         short = getattr(segments_triton, name)._replace(piece=8, columns=16)
         for module in (segments_triton, slots_triton):
             monkeypatch.setattr(module, name, short, raising=module is segments_triton)

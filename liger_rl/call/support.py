@@ -150,7 +150,7 @@ class Support:
         kept = torch.isfinite(ordered)
         if top_k is not None:
             kept &= ordered >= ordered[:, min(top_k, z.shape[1]) - 1 :][:, :1]
-        if top_p is not None:
+        if top_p is not None and top_p < 1.0:
             p = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
             kept &= p.cumsum(-1) - p < top_p  # the more likely ids together have less than top_p
         if min_p is not None:

@@ -32,8 +32,9 @@ def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Val
     if not head.wants_gradient:
         return values
     # The extras have no gradient, and the backward does not read them.
-    tensors = head.targets, statistics.logps, statistics.lse, statistics.entropy, *(saved or ())
-    backward = partial(_backward, head[6:], options, engine)
+    token_values = head.temperatures, statistics.logps, statistics.lse, statistics.entropy
+    rest_of_head = head._replace(temperatures=None)[6:]
+    tensors, backward = (head.targets, *token_values, *(saved or ())), partial(_backward, rest_of_head, options, engine)
     return EngineFunction.apply(*head.differentiable, values, DIFFERENTIABLE, tensors, backward)
 
 
@@ -74,8 +75,9 @@ def _backward(
     grads: Sequence[Tensor | None],
     needs: Needs,
 ) -> Gradients:
-    head, statistics = Head(*saved[:6], *rest_of_head), TokenStatistics(*saved[6:9])
-    return token_gradients(engine, head, options, statistics, saved[9:] or None, grads, needs)
+    head = Head(*saved[:6], *rest_of_head)._replace(temperatures=saved[6])
+    statistics = TokenStatistics(*saved[7:10])
+    return token_gradients(engine, head, options, statistics, saved[10:] or None, grads, needs)
 
 
 def token_gradients(

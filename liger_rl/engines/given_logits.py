@@ -22,9 +22,12 @@ class LogitRows(torch.autograd.Function):
     def forward(ctx, logits, targets, mask, transform, entropy):
         ctx.set_materialize_grads(False)
         kernels = for_device(logits.device)
+        temperatures = transform.temperature.float() if transform.per_token else None
+        transform = transform.of_tokens(temperatures)
         statistics = kernels.fold_rows(_with_contiguous_rows(logits), targets, mask, transform, entropy=entropy)
         ctx.transform = transform
-        ctx.save_for_backward(logits, targets, mask, statistics.logps, statistics.lse, statistics.entropy)
+        saved = statistics.logps, statistics.lse, statistics.entropy
+        ctx.save_for_backward(logits, targets, mask, temperatures, *saved)
         ctx.mark_non_differentiable(statistics.lse)
         # We return copies, because the caller may write to its results and the backward reads the saved ones.
         entropies = None if statistics.entropy is None else statistics.entropy.clone()
@@ -33,13 +36,14 @@ class LogitRows(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad_logps, grad_entropy, _):
-        logits, targets, mask, *statistics = saved
+        logits, targets, mask, temperatures, *statistics = saved
         if grad_logps is None and grad_entropy is None:
             return None, None, None, None, None
         grads = torch.zeros_like(grad_entropy) if grad_logps is None else grad_logps.float(), grad_entropy
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         rows, forward_statistics = _with_contiguous_rows(logits), TokenStatistics(*statistics)
-        for_device(logits.device).grad_rows(rows, targets, mask, ctx.transform, forward_statistics, grads, out)
+        transform = ctx.transform.of_tokens(temperatures)
+        for_device(logits.device).grad_rows(rows, targets, mask, transform, forward_statistics, grads, out)
         return out, None, None, None, None
 
 

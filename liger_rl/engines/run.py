@@ -29,6 +29,11 @@ def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
     Args:
         dtype: the result of `call.check_tensors()`, if the caller has already checked these tensors.
     """
+    return log_probs_and_mask(call, dtype)[0]
+
+
+def log_probs_and_mask(call: HeadCall, dtype: torch.dtype | None = None) -> tuple[LogProbs, Tensor | None]:
+    """As `log_probs`, and a mask (N,) of the tokens that count; None without fixed_shape, and with a support."""
     if torch.compiler.is_compiling():
         feature = call.outside_of_graphs
         if feature is None:
@@ -37,7 +42,7 @@ def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
     return outside_of_graphs(_in_eager_mode)(call, dtype)
 
 
-def _in_graph(call: HeadCall) -> LogProbs:
+def _in_graph(call: HeadCall) -> tuple[LogProbs, Tensor | None]:
     """The log-probabilities from the custom operator, while torch.compile traces."""
     call.check_together()
     dtype = call.check_tensors()
@@ -48,11 +53,11 @@ def _in_graph(call: HeadCall) -> LogProbs:
     head = head_of(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
     values = logprobs_in_graph(head, options, wants_gradient=any(call.needs), targets_name=call.targets_name)
     # Without fixed_shape the operator has already put 0 at tokens that do not count.
-    live = live if call.options.fixed_shape else TokenSelection(live.total)
-    return _log_probs(values, live, ids.shape)
+    filled = live if call.options.fixed_shape else TokenSelection(live.total)
+    return _log_probs(values, filled, ids.shape), live.mask
 
 
-def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogProbs:
+def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> tuple[LogProbs, Tensor | None]:
     original_weight = original_call.weight
     with shared_errors(original_call.vocab_parallel, original_weight, *original_call.tensors):
         call = localized(original_call)
@@ -77,7 +82,7 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogPro
         ids = targets.amax(-1) if call.several else targets
         engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
         if call.support is not None:
-            return _over_support(call, call.support, ids, engine_options, shard)
+            return _over_support(call, call.support, ids, engine_options, shard), None
         wait_for_selection = None
         if not options.fixed_shape:
             wait_for_selection = start_selection(call, ids, vocab)
@@ -89,7 +94,7 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogPro
         live = mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection()[0]
         head = head_of(call, flat_targets, live, shard)
         values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
-    return _log_probs(values, live, ids.shape)
+    return _log_probs(values, live, ids.shape), live.mask
 
 
 def _log_probs(values: dict[str, Tensor | None], live: TokenSelection, shape: torch.Size) -> LogProbs:

@@ -1,7 +1,7 @@
 """Which sequence each token of a packed batch belongs to, and sums over each sequence's tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class _SegmentSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
         ctx.segments = segments
+        ctx.save_for_backward(segments.index)
         index = segments.index.long()
         index = torch.where(index < 0, segments.count, index).clamp(max=segments.count)
         order = torch.argsort(index, stable=True)
@@ -78,4 +79,5 @@ class _SegmentSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return segment_sum(grad, ctx.segments), None
+        (index,) = ctx.saved_tensors
+        return segment_sum(grad, replace(ctx.segments, index=index)), None

@@ -12,6 +12,7 @@ from torch import Tensor
 from devices import NEEDS_GPU
 from host_reads import host_reads
 from liger_rl import LogitTransform, LowRank
+from liger_rl.engines.sparse import lists
 from liger_rl.kernels.devices import PORTABLE
 from tolerances import DEVICE, LOW, PAIR_VOCAB, TILE, Heads, distance, interpret_pairs, recorded_plans, two_heads
 
@@ -156,6 +157,22 @@ def test_the_certificate(kind, with_logps, family, plans, monkeypatch):
         assert (errors(tolerance) <= tolerance * exact.norm(dim=1) + rounding).all()
     assert len(plans) == len(tolerances)
     assert plans[-1].share < min(plans[0].share, 0.9)
+
+
+def test_squares_that_vanish(plans, monkeypatch):
+    """A part is kept though its squares are 0 in float32: the gradient from above may be as large as it is small."""
+    monkeypatch.setattr(lists, "ROOM_FOR_IDS", 2.0)  # for the lists of all entries
+    z, large = 0.3 * torch.randn(8, PAIR_VOCAB) - 63.0, 1e25
+    t = alternating(z)[1].clone()
+    z[:, 2:4] = t[:, 2:4] = torch.tensor([-63.0, 0.0])
+    own, other = (part.T.contiguous().to(LOW) for part in (z, t))
+    exact = in_float64(own.T.double(), other.T.double(), torch.full((8,), large), "jsd")
+    parts = (torch.eye(8).to(LOW), own, torch.zeros(PAIR_VOCAB), torch.eye(8).to(LOW), other, torch.full((8,), large))
+    *leaves, teacher_hidden, teacher_weight, grad = (part.to(DEVICE) for part in parts)
+    heads = Heads(leaves, grad, None, (teacher_hidden, teacher_weight))
+    found = heads.gradients(0.1, kind="jsd")[1].T.double().cpu()
+    assert len(plans) == 1
+    assert ((found - exact).norm(dim=1) <= 0.12 * exact.norm(dim=1)).all()
 
 
 def test_what_is_left_out_adds_up(plans):

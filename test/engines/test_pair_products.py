@@ -8,7 +8,7 @@ import torch
 
 import oracles
 from head_calls import run_triton
-from liger_rl import LogitTransform, linear_divergence
+from liger_rl import LogitTransform, linear_divergence, linear_logprobs
 from liger_rl.call.options import HeadOptions, resolved
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.interface import Head
@@ -140,6 +140,28 @@ def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
             assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 
+@pytest.mark.parametrize("options", [{"entropy": True}, {"grad_tolerance": 1e-3}], ids=["exact", "a tolerance"])
+def test_an_infinite_divergence_without_a_gradient(options, tiles_and_epilogue):
+    """The teacher alone bans ids. The gradient is that of the log-probabilities and entropies."""
+    n, vocab = (512, 1024) if DEVICE.type == "cuda" else (16, 300)
+    (hidden, weight, *teacher), bias = heads(n, 16, 16, vocab), torch.zeros(vocab, device=DEVICE)
+    bias[3:9], targets = -torch.inf, torch.randint(vocab, (n,)).to(DEVICE)
+
+    def grads(call, *teacher, **more):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        found = call(*leaves, *teacher, targets=targets, **options, **more)
+        divergence = torch.zeros_like(found.logps) if call is linear_logprobs else found.divergence
+        assert divergence.isinf().all() == (call is not linear_logprobs)
+        loss = found.logps + torch.where(divergence.isfinite(), divergence, 0.0)
+        (loss if found.entropy is None else loss - 0.3 * found.entropy).sum().backward()
+        return [leaf.grad.double() for leaf in leaves]
+
+    expected = grads(linear_logprobs)
+    for found in tiles_and_epilogue(lambda: grads(linear_divergence, *teacher, kind="reverse_kl", teacher_bias=bias)):
+        for mine, other in zip(found, expected, strict=True):
+            assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
+
+
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize(
     ("transforms", "family", "one_pass"),
@@ -174,16 +196,19 @@ def test_transforms_and_families(kind, transforms, family, one_pass, tiles_and_e
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
 @pytest.mark.parametrize("ban", [-1e5, -1e9, torch.finfo(torch.float32).min])
-def test_ids_that_a_finite_number_bans(ban, kind, monkeypatch):
+def test_ids_that_a_finite_number_bans(ban, kind, tiles_and_epilogue):
     """Log ratios beyond float16, of ids that the student may say, and of a whole part that neither may."""
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
     n = 512 if DEVICE.type == "cuda" else 32
-    given = heads(n, 16, 16, 300)
+    given = heads(n, 16, 16, 300, spread=1.0)  # the student gives banned ids more than float16 can lose
     bias, teacher_bias = torch.zeros(2, 300, device=DEVICE).unbind()
-    bias[:64], teacher_bias[:64], bias[70:74], teacher_bias[70:74] = -torch.inf, ban, -9.0, ban
-    options = {"bias": bias, "teacher_bias": teacher_bias, "token_weights": torch.full((n,), 1e-3, device=DEVICE)}
-    assert all(part.isfinite().all() for part in step(given, kind, factors=None, **options))
+    bias[:64], teacher_bias[:64], bias[70:74], teacher_bias[70:74] = -torch.inf, ban, -4.0, ban
+    factor = 1e-3 if kind == "forward_kl" else -1e4 / ban  # of gradients that are in the range of float16
+    options = {"bias": bias, "teacher_bias": teacher_bias, "token_weights": torch.full((n,), factor, device=DEVICE)}
+    expected, *results = tiles_and_epilogue(lambda: step(given, kind, factors=None, **options))
+    for found in results:
+        for mine, other in zip(found, expected, strict=True):
+            assert other.isfinite().all()
+            assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])

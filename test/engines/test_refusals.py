@@ -11,6 +11,7 @@ from liger_rl import (
     LogitTransform,
     LowRank,
     PPOClip,
+    ReferenceHead,
     Support,
     TokenMean,
     grpo_loss_from_logits,
@@ -265,8 +266,19 @@ TEMPERATURES = [
     (LogitTransform(temperature=torch.ones(15)), r"a number or \(3, 5\) from targets, got \(15,\)"),
 ]
 
+EXACT = FusedLinearGRPOLoss("grpo", beta=0.1, kl_estimator="exact")
+REQUIRED = [
+    (linear_logprobs, LINEAR), (logits_logprobs, GIVEN), (grpo_loss_from_logits, POLICY),
+    (topk_divergence, TOKENS | LISTS),
+    (linear_divergence, TWO_HEADS | {"teacher_weight": torch.randn(131, 24)}),
+    (FusedLinearGRPOLoss("grpo", beta=0.1), GRPO),
+    (EXACT, HEAD | LOSS | {"reference": ReferenceHead(hidden=HEAD["hidden"], weight=torch.randn(129, 16))}),
+]  # fmt: skip
+
 REFUSED = [
     *((function, given, {}, *rest) for function, given, *rest in TOGETHER),
+    *((function, given, {name: wrong}, (TypeError, ValueError), rf"\b{name}\b")
+      for function, given in REQUIRED for name in given for wrong in (None, [0]) if name != "beta"),
     *((function, given, {"transform": transform}, ValueError, f"temperature must be {message}")
       for function, given in ((linear_logprobs, LINEAR), (linear_logprobs, LISTED), (logits_logprobs, GIVEN))
       for transform, message in TEMPERATURES),

@@ -176,7 +176,9 @@ def test_constructors(device):
 
 
 @pytest.mark.parametrize(
-    "given", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}, {"top_p": 1e-6}]
+    "given",
+    [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}]
+    + [{"top_p": share} for share in (1e-6, 1, 1.0)],  # 1 is no filter: the sum of the likelier ids may round to 1
 )
 def test_from_logits_is_hugging_faces(given, device):
     warpers = pytest.importorskip("transformers").generation.logits_process
@@ -260,3 +262,13 @@ def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
         leaves = case.x.leaves()
         call(leaves, support=listed, fixed_shape=True, entropy=True).logps.sum().backward()
         assert leaves.weight.grad.isfinite().all()
+
+
+def test_an_id_outside_the_vocabulary_hides_no_other(place):
+    """With fixed_shape it is left out, also if it differs by 2^32 from an id of the row."""
+    case, far = case_of([[7, 5, 3], [4, 2]], place), 2**32
+    ids = [7 + far, 7, 5, 5 - far, 3 + far, 3, 4 + 7 * far, 2, 4]
+    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor([0, 6, 9], device=place), False)
+    found, expected = (call(case.x, support=s, fixed_shape=s is listed, entropy=True) for s in (listed, case.support))
+    torch.testing.assert_close(found.logps, expected.logps, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-5, atol=1e-6)

@@ -1,7 +1,9 @@
 """ppo_loss_fn: columns of any shape, layouts, parts of one's own, bad input. Its values are the fuzzer's."""
 
 import math
+import random
 import re
+import traceback
 import warnings
 
 import pytest
@@ -16,7 +18,9 @@ from liger_rl import (
     OffPolicySequenceMask,
     PolicyBatch,
     PPOClip,
+    ReferenceHead,
     SamplerCorrection,
+    Segments,
     SequenceMean,
     TokenLoss,
     TokenMean,
@@ -288,3 +292,58 @@ def test_unknown_and_missing_names_are_named():
     for name, option in (("dr_grpo", "max_completion_length"), ("dro", "dro_beta")):
         with pytest.raises(ValueError, match=option):  # no default
             build_loss(name, {})
+
+
+NEEDED = {"dr_grpo": {"max_completion_length": 3.0}, "dro": {"dro_beta": 0.1}}
+OPTIONS = {
+    "beta": (0.0, 0.1), "kl_estimator": ("k1", "k3", "exact"), "importance_weighted": (True, False),
+    "entropy_coef": (0.0, 0.1), "importance_sampling_level": ("token", "sequence"), "mean_advantages": (True, False),
+    "temperature": (0.7, 2), "fixed_shape": (True, False), "mean_importance_ratio": (True, False),
+}  # fmt: skip
+TERMS = {
+    "sampler_correction": (SamplerCorrection(), SamplerCorrection(level="token")),
+    "corrections": ([OffPolicySequenceMask(threshold=0.1)], [TopEntropyMask(top_entropy_quantile=0.5)]),
+    "metrics": ("none", "loss", "basic", "with_entropy"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ref_per_token_logps are given")
+@pytest.mark.parametrize("way", ["head", "log-probabilities", "logits"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_options_and_columns_of_any_kind_are_taken_or_refused(preset, way):
+    """Drawn at random, each there or not. Every error is a ValueError or TypeError that the package raises."""
+    draw, taken = random.Random(preset + way), 0
+    needed = {} if (preset, way) == ("dr_grpo", "logits") else NEEDED.get(preset, {})  # which reduces nothing
+
+    def some(choices, share=0.2):
+        return {name: draw.choice(values) for name, values in choices.items() if draw.random() < share}
+
+    for _ in range(40):
+        shape = draw.choice([(2, 3), (6,)])
+        hidden, weight, ids = torch.randn(*shape, 4, requires_grad=True), torch.randn(7, 4), torch.zeros(shape).long()
+        per_token, segments = [-torch.rand(shape)], [Segments(index=torch.arange(6) // 3, count=2)]
+        columns = some({
+            "old_per_token_logps": per_token, "ref_per_token_logps": per_token, "sampling_per_token_logps": per_token,
+            "importance_ratio": [torch.ones(shape), torch.ones(2)], "num_items_in_batch": [5],
+        }, share=0.5) | some({"segments": segments}, share=0.8 if len(shape) == 1 else 0.1)  # fmt: skip
+        mask = draw.choice([None, ids == 0, ids != 0])
+        batch = PolicyBatch(advantages=torch.randn(shape), completion_mask=mask, **columns)
+        options, terms, refused = {**needed, **some(OPTIONS, share=0.1)}, some(TERMS), None
+        try:
+            if way == "head":
+                reference = some({"reference": [ReferenceHead(hidden=hidden.detach(), weight=weight)]})
+                module = FusedLinearGRPOLoss(preset, passes=draw.choice(["auto", "one", "two"]), **terms, **options)
+                loss = module(hidden, weight, ids, batch, **reference).loss
+            elif way == "logits":
+                loss = grpo_loss_from_logits(hidden @ weight.T, ids, batch, loss_type=preset, **options).loss
+            else:
+                parts = build_loss(preset, options)
+                given = some({"entropy": per_token, "exact_kl": per_token}, share=0.5)
+                given |= {"kl": parts.kl, "entropy_bonus": parts.entropy_bonus, **terms}
+                loss = ppo_loss_fn(hidden.sum(-1), batch, parts.objective, parts.reduction, **given).loss
+            loss.sum().backward()
+            taken += 1
+        except (TypeError, ValueError) as error:
+            refused = traceback.extract_tb(error.__traceback__)[-1].line
+        assert refused is None or refused.startswith("raise "), refused
+    assert taken > 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from liger_rl import (
+    KLPenalty,
     PolicyBatch,
     PPOClip,
     Segments,
@@ -46,6 +47,30 @@ def test_twice_differentiable():
     leaf = logps.requires_grad_()
     assert torch.autograd.gradcheck(loss, leaf)
     assert torch.autograd.gradgradcheck(loss, leaf)
+
+
+@pytest.mark.parametrize("written", ["advantages", "old_per_token_logps", "ref_per_token_logps", "segments"])
+def test_a_write_to_a_column_before_the_backward_changes_no_gradient(written):
+    """The sums over segments read their index again, and raise PyTorch's error."""
+    logps = -torch.rand(24)
+
+    def loss():
+        index = torch.arange(24) // 6
+        columns = {name: torch.linspace(-2, -1, 24) for name in ("old_per_token_logps", "ref_per_token_logps")}
+        columns |= {"advantages": torch.linspace(-1, 1, 24), "segments": Segments(index=index, count=4)}
+        leaf, ratio = logps.clone().requires_grad_(), PPOClip(importance_sampling_level="sequence", epsilon_high=9.0)
+        total = ppo_loss_fn(leaf, PolicyBatch(**columns), ratio, SequenceMean(), kl=KLPenalty(beta=0.1)).loss
+        return total, leaf, index if written == "segments" else columns[written]
+
+    expected, leaf, _ = loss()
+    (grad,) = torch.autograd.grad(expected, leaf)
+    again, leaf, column = loss()
+    column.fill_(1)
+    if written == "segments":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            again.backward()
+    else:
+        assert torch.equal(torch.autograd.grad(again, leaf)[0], grad)
 
 
 # --- sums over segments -----------------------------------------------------------------------------------------------

@@ -13,6 +13,9 @@ eighth of the error from rounding the gradient to bfloat16. Two stored exponenti
 
 A reverse KL divergence and a mixture subtract a mean of log ratios. The mean nearly cancels the log ratio of an entry
 with almost all of the probability, so the mean is computed from the kept numbers, too (`sum_kept`).
+
+A gap over 65504, such as that of an id that the teacher bans by a finite number, is infinite in float16. In a reverse
+KL divergence all such entries of a token get one gap, with which the mean is the one that the fold computed.
 """
 
 import torch
@@ -21,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.engines.pair import reference
-from liger_rl.engines.pair.reference import PART_ENTRIES, KeptPair, Measure, MixtureSums, PairGradients
+from liger_rl.engines.pair.reference import PART_ENTRIES, KeptPair, Measure, MixtureSums, PairGradients, PairStatistics
 from liger_rl.engines.pair.tile_epilogues import REVERSE, over_mixture, pair_gradient
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.softmax import (
@@ -41,7 +44,7 @@ LARGEST_GAP = tl.constexpr(65504.0)  # the largest finite float16
 def _loaded(kept, row, columns, strides, lse, teacher_lse, PARTS: tl.constexpr, ENTRIES: tl.constexpr):
     """-> column, inside, p, q and log p - log q of a program's parts (PARTS, ENTRIES / PARTS) of a row.
 
-    log p - log q is 0 if both p and q are 0.
+    log p - log q is 0 if both p and q are 0. The last result is true where the limit is the gap.
     """
     WIDTH: tl.constexpr = ENTRIES // PARTS
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
@@ -54,12 +57,13 @@ def _loaded(kept, row, columns, strides, lse, teacher_lse, PARTS: tl.constexpr, 
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     gap = tl.load(kept.gaps + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     # A gap over LARGEST_GAP is infinite in float16, and 0 * inf is NaN. The gap of an id that both heads ban is NaN.
-    gap = tl.where(larger > 0.0, tl.minimum(tl.maximum(gap, -LARGEST_GAP), LARGEST_GAP), 0.0)
+    far = gap > LARGEST_GAP
+    gap = tl.where(larger > 0.0, tl.minimum(tl.maximum(gap, -LARGEST_GAP), tl.load(kept.limits + row)), 0.0)
     lesser = flushed_exp(-tl.abs(gap))
     p = larger * tl.where(gap < 0.0, lesser, 1.0) * flushed_exp(below)[:, None]
     q = larger * tl.where(gap < 0.0, 1.0, lesser) * flushed_exp(teacher_below)[:, None]
     gap = tl.where(larger > 0.0, gap + (below - teacher_below)[:, None], 0.0)
-    return column, inside, p, q, gap
+    return column, inside, p, q, gap, far
 
 
 @triton.jit
@@ -68,8 +72,8 @@ def _sum_kept_kernel(
     strides,
     lse,
     teacher_lse,
-    # (4, programs of a row, n), 2 in place of 4 for REVERSE, written: sums over the program's entries of p, of p times
-    # its log ratio, of q, and of q times its log ratio
+    # (4, programs of a row, n), 3 in place of 4 for REVERSE, written: sums over the program's entries of p, of p times
+    # its log ratio, of q, and of q times its log ratio; for REVERSE the third is of p where the limit is the gap
     sums,
     columns,
     beta,
@@ -78,7 +82,7 @@ def _sum_kept_kernel(
     ENTRIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    _column, _inside, p, q, over = _loaded(
+    _column, _inside, p, q, over, far = _loaded(
         kept, row, columns, strides, tl.load(lse + row), tl.load(teacher_lse + row), PARTS, ENTRIES
     )
     n = tl.num_programs(0)
@@ -87,6 +91,8 @@ def _sum_kept_kernel(
         over, teacher_over = over_mixture(-over, beta)
         tl.store(out + 2 * step, tl.sum(q))
         tl.store(out + 3 * step, tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0)))
+    else:
+        tl.store(out + 2 * step, tl.sum(tl.where(far, p, 0.0)))
     tl.store(out, tl.sum(p))
     tl.store(out + step, tl.sum(tl.where(p > 0.0, p * over, 0.0)))
 
@@ -108,7 +114,7 @@ def _grad_kept_pair_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     norm, teacher_norm = tl.load(tokens.lse + row), tl.load(tokens.teacher_lse + row)
-    column, inside, p, q, gap = _loaded(kept, row, columns, strides, norm, teacher_norm, PARTS, ENTRIES)
+    column, inside, p, q, gap, _far = _loaded(kept, row, columns, strides, norm, teacher_norm, PARTS, ENTRIES)
     # For an exponential that underflowed any finite logarithm will do, because its factor p is 0.
     log_p = tl.maximum(rough_log(p), LOWEST_LOG_PROBABILITY)
     hit = column == tl.load(targets + row)
@@ -116,26 +122,33 @@ def _grad_kept_pair_kernel(
     tl.store(out + row * out_stride + column, times_slope(grad, steps).to(out.dtype.element_ty), mask=inside)
 
 
-def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor) -> MixtureSums:
-    """The sums (n,) of `reference.mix_pair` over the whole vocabulary, from the kept numbers.
+def sum_kept(kept: KeptPair, measure: Measure, known: PairStatistics) -> MixtureSums:
+    """The sums (n,) of `reference.mix_pair` over the whole vocabulary, from the kept numbers, whose limits it sets.
 
     A reverse KL divergence is the mixture with beta = 1, m = q, so the teacher's sum is 0. Each sum is divided by the
     sum of the kept probabilities, which add up to 1 except for their rounding. So a row's gradient adds up to 0.
     """
+    lse, teacher_lse = known.lse, known.teacher_lse
     n, columns = kept.larger.shape
     programs = triton.cdiv(columns, ENTRIES)
-    sums = torch.empty(
-        2 if measure.kind == reference.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
-    )
+    reverse = measure.kind == reference.REVERSE
+    sums = torch.empty(3 if reverse else 4, programs, n, dtype=torch.float32, device=lse.device)
     if n:
         with on(lse.device):
             _sum_kept_kernel[(n, programs)](
                 kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums, columns, measure.beta,
                 KIND=measure.kind, PARTS=ENTRIES // PART_ENTRIES, ENTRIES=ENTRIES, num_warps=WARPS,
             )  # fmt: skip
-    masses, totals = sums.sum(1).unflatten(0, (-1, 2)).unbind(1)
-    means = totals / masses
-    return MixtureSums(means[0], means[1] if len(means) > 1 else torch.zeros_like(means[0]))
+    mass, total, *teacher = sums.sum(1)
+    mean = total / mass
+    if not reverse:
+        return MixtureSums(mean, teacher[1] / teacher[0])
+    assert known.divergence is not None
+    missing = torch.where(teacher[0] > 0, (known.divergence - mean).clamp(min=0.0) * mass, 0.0)
+    # A finite mean of finite log ratios would make the gradient of an infinite value finite.
+    mean = torch.where(known.divergence.isinf(), torch.inf, mean + missing / mass)
+    kept.limits.add_(torch.where(missing > 0, missing / teacher[0], 0.0)).clamp_(max=torch.finfo(torch.float32).max)
+    return MixtureSums(mean, torch.zeros_like(mean))
 
 
 def grad_kept_pair(

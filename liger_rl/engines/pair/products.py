@@ -247,11 +247,7 @@ class PairRows:
         kept = KeptPair.empty(part.stop - part.start, self.vocab, self.device)
         known = PairStatistics.of(self._fold(epilogue, part, None, kept), measure)
         if measure.kind != FORWARD:
-            sums = kept_triton.sum_kept(kept, measure, known.lse, known.teacher_lse)
-            if known.divergence is not None:
-                # A finite mean of finite log ratios would make the gradient of an infinite value finite.
-                sums = sums._replace(student=torch.where(known.divergence.isinf(), torch.inf, sums.student))
-            known = known.with_sums(measure, sums)
+            known = known.with_sums(measure, kept_triton.sum_kept(kept, measure, known))
 
         def gradient(tokens: PairGradients) -> Tensor:
             out = kept.larger.view(options.compute_dtype)

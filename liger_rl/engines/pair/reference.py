@@ -213,13 +213,16 @@ class KeptPair(NamedTuple):
     # (n, parts) float32. A part has PART_ENTRIES entries.
     peaks: Tensor
     teacher_peaks: Tensor  # (n, parts) float32, over the same columns
+    limits: Tensor  # (n,) float32, the gap of entries whose gap is infinite in float16
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device) -> "KeptPair":
         # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
         larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
         parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // PART_ENTRIES)
-        return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
+        peaks, teacher_peaks = torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind()
+        limits = torch.full((n,), torch.finfo(torch.float16).max, dtype=torch.float32, device=device)
+        return cls(larger, gaps, peaks, teacher_peaks, limits)
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -348,7 +351,9 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
         assert tokens.value is not None
         over = log_p - log_q if measure.kind == REVERSE else _over_mixture(log_q - log_p, measure.beta)[0]
         share = 1.0 if measure.kind == REVERSE else 1.0 - measure.beta
-        grad_z = torch.where(p > 0, p * (over - tokens.value[:, None]), 0.0).mul_(share)
+        # An infinite divergence may have no gradient, and 0 * inf is NaN.
+        counts = (p > 0) & (tokens.grad != 0)[:, None]
+        grad_z = torch.where(counts, p * (over - tokens.value[:, None]), 0.0).mul_(share)
     grad_z.mul_(tokens.grad[:, None])
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad_z.sub_(entropy_term(log_p, tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None]))

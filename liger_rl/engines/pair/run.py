@@ -216,14 +216,16 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         call = localized(global_call).with_ids()
     gather = call.options.gather
     with whole_head(gather, call.weight, call.bias), whole_head(gather, call.teacher_weight, call.teacher_bias):
-        entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
+        shard = teacher_shard = None
         if call.vocab_parallel is not None:
             shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=global_call.weight)
             # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
             teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=global_call.teacher_weight)
-            entries, teacher_entries = shard.vocab, teacher_shard.vocab
         dtype, teacher_dtype = call.check_tensors(), call.teacher_dtype
-        vocab = call.entries(entries, teacher_entries)
+        vocab = call.entries(
+            call.weight.shape[0] if shard is None else shard.vocab,
+            call.teacher_weight.shape[0] if teacher_shard is None else teacher_shard.vocab,
+        )
         returns_logps = global_call.targets is not None
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
         options = resolved(call.options, dtype)

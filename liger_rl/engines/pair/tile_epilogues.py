@@ -56,17 +56,20 @@ def pair_gradient(p, q, log_p, above, below, token, live, hit, tokens, beta, KIN
     `above` - `below` is log p - log q. FORWARD does not read it, and the other kinds do not read q. `token` is one or
     several.
     """
+    factor = per_token(tokens.grad, token, live)
     value = 0.0
     if KIND != FORWARD:
         value = per_token(tokens.value, token, live)
     if KIND == FORWARD:
         grad = p - q
     elif KIND == REVERSE:
-        grad = tl.where(p > 0.0, p * ((above - below) - value), 0.0)
+        # An infinite divergence may have no gradient, and 0 * inf is NaN.
+        counts = tl.where(factor != 0.0, p, 0.0) > 0.0
+        grad = tl.where(counts, p * ((above - below) - value), 0.0)
     else:
         over, _teacher_over = over_mixture(below - above, beta)
         grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - value), 0.0)
-    grad *= per_token(tokens.grad, token, live)
+    grad *= factor
     ENTROPY: tl.constexpr = tokens.grad_entropy is not None
     if (tokens.grad_logps is not None) | ENTROPY:
         g, e, entropy, at_target = 0.0, 0.0, 0.0, 0.0
