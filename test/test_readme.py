@@ -154,3 +154,10 @@ def test_every_preset_has_its_row():
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+
+
+def test_the_workflow_runs_what_a_change_must_pass():
+    targets = re.findall(r"^make ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (matrix,) = re.findall(r"target: \[(.*?)\]", workflow)
+    assert set(matrix.split(", ")) == set(targets) - {"install"}
