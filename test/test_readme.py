@@ -145,9 +145,14 @@ def test_exactness_is_that_of_the_results(results):
 def test_every_preset_has_its_row():
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|$", LOSSES, re.MULTILINE))
     assert rows.keys() == PRESETS.keys()
+    headings, *sections = zip(*re.findall(r"^### (.*)\n((?:(?!#).*\n)*)", LOSSES, re.MULTILINE), strict=True)
+    formulas = dict(zip((heading.lower().replace(" ", "-") for heading in headings), *sections, strict=True))
     for name, preset in PRESETS.items():
-        objective, _formula, reduction, _paper = rows[name].split(" | ")
-        assert objective == f"`{preset.objective.__name__}`", name
+        objective, reduction, _paper = rows[name].split(" | ")
+        shown, section = re.fullmatch(r"\[`(\w+)`\]\(#([a-z-]+)\)", objective).groups()
+        assert shown == preset.objective.__name__, name
+        assert f"`{name}`" in formulas[section], name
+        assert "```math" in formulas[section], name
         assert reduction == f"`{preset.reduction.__name__}`", name
 
 
