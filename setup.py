@@ -1,7 +1,7 @@
 """The metadata that depends on where the repository is published; the rest is in pyproject.toml.
 
-The publisher sets LIGER_RL_REPOSITORY, an address like https://HOST/OWNER/NAME. The links and pictures of the README then lead
-there, also from a package index, and the metadata names the address. Without it, the README stays as it is.
+The publisher sets LIGER_RL_REPOSITORY, an address like https://HOST/OWNER/NAME. The links and pictures of the README
+then lead there, also from a package index, and the metadata names the address. Without it, the README stays as it is.
 """
 
 import os
