@@ -98,6 +98,9 @@ def forward(
     pixel_values: Any = None,
     image_grid_thw: Any = None,
     mm_token_type_ids: Any = None,
+    sample_support: Any = None,  # the last three: SkyRL 0.4
+    loss_mask: Any = None,
+    enable_sample_support_replay: bool = False,
 ) -> Any:
     """`HFModelWrapper.forward` without logits. Its model's head is swapped at the first call.
 
@@ -108,6 +111,8 @@ def forward(
 
     if self.is_vlm or any(value is not None for value in (pixel_values, image_grid_thw, mm_token_type_ids)):
         raise ValueError("is_vlm must be False: the heads of models with images are not swapped")
+    if enable_sample_support_replay:
+        raise ValueError("enable_sample_support_replay must be False: the patched forward replays no sample support")
     if self.sequence_parallel_size > 1:
         raise ValueError(
             f"sequence_parallel_size must be 1, got {self.sequence_parallel_size}: a part's last token has its target "
@@ -176,7 +181,7 @@ def _row(backend: str, name: str, replacement: Any, parameters: str = "") -> Pat
 SKYRL = Framework(
     "skyrl",
     (0, 3),
-    (0, 4),
+    (0, 5),
     _row("megatron", "_fused_lm_head_logprob_apply", fused_lm_head_logprob_apply),
     _row("megatron", "_fused_vocab_parallel_entropy_from_hidden", fused_vocab_parallel_entropy_from_hidden),
     _row(
@@ -193,7 +198,13 @@ SKYRL = Framework(
         "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index group "
         "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
     ),
-    _row("fsdp", "HFModelWrapper.forward", forward),
+    _row(
+        "fsdp",
+        "HFModelWrapper.forward",
+        forward,
+        "self sequences num_actions attention_mask temperature return_output compute_entropy entropy_requires_grad "
+        "pixel_values image_grid_thw mm_token_type_ids sample_support? loss_mask? enable_sample_support_replay?",
+    ),
     gain="float32 logits; under FSDP no logits, and prompts are not projected",
 )
 

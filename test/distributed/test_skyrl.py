@@ -133,6 +133,8 @@ def fsdp_wrapper(rank, remove_padding, sharded):
             setattr(wrapper, name, value)
             messages[name] = message_of(lambda: wrapper(IDS, ACTIONS, attention_mask=ATTENTION))
             setattr(wrapper, name, before)
+        replay = {"enable_sample_support_replay": True}
+        messages |= {"replay": message_of(lambda: wrapper(IDS, ACTIONS, attention_mask=ATTENTION, **replay))}
     after = wrapper(IDS, ACTIONS, attention_mask=ATTENTION)
     real = ATTENTION[:, -ACTIONS - 1 : -1]
     torch.testing.assert_close(again * real, after * real, rtol=1e-5, atol=1e-5)
@@ -153,3 +155,4 @@ def test_its_wrapper_of_huggingface_models(ranks, remove_padding, sharded):
             torch.testing.assert_close(found[2][name], grad, rtol=1e-3, atol=1e-5, msg=name)
         assert messages["sequence_parallel_size"].startswith("ValueError: sequence_parallel_size must be 1, got 2")
         assert messages["is_vlm"].startswith("ValueError: is_vlm must be False")
+        assert messages["replay"].startswith("ValueError: enable_sample_support_replay must be False")
