@@ -156,6 +156,13 @@ def test_every_preset_has_its_row():
         assert reduction == f"`{preset.reduction.__name__}`", name
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", "docs/choosing.md"])
+def test_files_that_a_page_names_exist(page):
+    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "engines", "engines/sparse"))]
+    names = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|/))`", (ROOT / page).read_text(encoding="utf-8")))
+    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
