@@ -1,5 +1,7 @@
 """SkyRL's functions over ranks against its own where it is there (see `checkouts`). Full logits: test_frameworks.py."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,9 +163,7 @@ def test_its_wrapper_of_huggingface_models(ranks, remove_padding, sharded):
 def replayed(_rank, remove_padding):
     """-> log-probabilities, entropies and gradients over sample supports, without the patch and with it; a message."""
     skyrl_modules.load(integration.MODULES["fsdp"])
-    packed_tensor = pytest.importorskip(
-        "skyrl.backends.skyrl_train.utils.packed_tensor", reason="SkyRL 0.3 has no replay"
-    )
+    packed_tensor = importlib.import_module("skyrl.backends.skyrl_train.utils.packed_tensor")
     attention, targets = torch.tensor([[0, 0] + [1] * 10, [1] * 12]), IDS[:, -ACTIONS:]
     rows = torch.stack([targets, (targets + 7) % 52, (targets + 3) % 52], dim=-1).to(torch.int32)
     rows[:, ::2, 2] = -1
@@ -191,6 +191,8 @@ def replayed(_rank, remove_padding):
 @NEEDS_SKYRL
 @pytest.mark.parametrize("remove_padding", [False, True])
 def test_replay_of_sample_supports(ranks, remove_padding):
+    if not (checkouts.source("SkyRL") / "backends/skyrl_train/utils/packed_tensor.py").exists():
+        pytest.skip("SkyRL 0.3 has no replay")
     for plain, found, message in ranks.run(replayed, remove_padding, world=1):
         for mine, theirs in zip(found, plain, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
