@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 REAL_STAMP := $(VENV)/.installed-real
 NEWEST := .venv-newest
+INTEGRATIONS := .venv-integrations
+INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 # Two workers, because that is what the smallest machine has; each test keeps to one thread then.
 WORKERS ?= 2
 # `make dist` and `make hub-kernel` test what they build.
@@ -16,7 +18,7 @@ SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
 .PHONY: help install resolve demo demo-real test test-newest test-random test-convergence fuzz mutants benchmark dist
-.PHONY: hub-kernel lint format typecheck docs notebook clean
+.PHONY: hub-kernel integrations lint format typecheck docs notebook clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -60,6 +62,18 @@ test-newest: ## Run the tests with the newest releases that pyproject.toml allow
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 	  --editable ".[dev]" ipykernel nbclient setuptools wheel
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+$(INTEGRATIONS_STAMP): requirements-dev.txt requirements-integrations.txt requirements-frameworks.txt pyproject.toml
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r requirements-dev.txt -r requirements-integrations.txt
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-frameworks.txt
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+integrations: $(INTEGRATIONS_STAMP) ## Compare the patches with the frameworks' own code, in .venv-integrations; Python >= 3.12 has most.
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(WORKERS) --dist worksteal -rs -m "not convergence and not compilation" \
+	  test/integrations $(addprefix test/distributed/test_,frameworks.py megatron.py nemo_rl.py skyrl.py)
 
 test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test
@@ -107,4 +121,4 @@ notebook: $(STAMP) ## Run the notebook again and keep its outputs.
 	$(BIN)/python test/quickstart.py
 
 clean: ## Remove the virtual environment and every cache.
-	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

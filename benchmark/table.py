@@ -94,15 +94,23 @@ def title(row: Row) -> str:
 def markdown(results: dict[str, Any], *, patterns: Sequence[str] = ("*",), timed: bool = False) -> str:
     """{"environment", "rows"} as written by `benchmark.run` -> a table per case.
 
-    `patterns`: globs of the cases that are wanted. `timed`: only those whose time was measured.
+    `patterns`: globs of the cases that are wanted. `timed`: only those whose time was measured. A variant that is not
+    available for a case has no row in its table. One line above the tables says why.
     """
-    blocks = [environment_line(results["environment"])]
+    blocks: list[str] = []
+    reasons: dict[str, list[str]] = {}
     for case, group in groupby(results["rows"], key=lambda row: row["case"]):
         rows = list(group)
         if any(fnmatch(case, p) for p in patterns) and ("time" in rows[0]["quantities"] or not timed):
-            table = markdown_table(columns_of(rows), [(LABELS[row["variant"]], row) for row in rows])
-            blocks += [f"**{title(rows[0])}**\n\n{table}", *notes(rows)]
-    return "\n\n".join(blocks) + "\n"
+            for row in rows:
+                if row["status"] == "unavailable":
+                    reasons.setdefault(LABELS[row["variant"]], []).append(row["reason"])
+            tried = [row for row in rows if row["status"] != "unavailable"]
+            table = markdown_table(columns_of(tried), [(LABELS[row["variant"]], row) for row in tried])
+            blocks += [f"**{title(rows[0])}**\n\n{table}", *notes(tried)]
+    missing = [f"{label} ({', '.join(dict.fromkeys(texts))})" for label, texts in reasons.items()]
+    above = [f"Not in every table: {'; '.join(missing)}."] if missing else []
+    return "\n\n".join([environment_line(results["environment"]), *above, *blocks]) + "\n"
 
 
 def gradient_error(row: Row) -> float | None:

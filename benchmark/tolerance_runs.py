@@ -367,7 +367,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, len(CURVES), figsize=(13, 4), layout="constrained")
     width = max(1, results["plan"]["steps"] // 20)
-    whole = [runs for runs in results["seeds"] if runs.keys() == WAYS.keys()]
+    seeds = results["seeds"]
+    whole = [runs for runs in seeds if runs.keys() == WAYS.keys()]
     for panel, curve in zip(panels, CURVES, strict=True):
         for name, way in WAYS.items():
             by_step = zip(*(runs[name][curve] for runs in whole), strict=True)
@@ -379,7 +380,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
         panel.grid(True, color="#dddddd")
     panels[0].legend(frameon=False)
     name = results["environment"]["device_name"]
-    figure.suptitle(f"GRPO, {len(whole)} seeds, mean of {width} steps, {name}", fontsize=11)
+    which = f"{len(seeds)} seeds" if whole == seeds else f"the {len(whole)} of {len(seeds)} seeds with every run"
+    figure.suptitle(f"GRPO, {which}, mean of {width} steps, {name}", fontsize=11)
     figure.savefig(path, dpi=130, metadata={"Software": None})
     pyplot.close(figure)
 

@@ -26,7 +26,7 @@ CHECKED = {
     "ms-swift": ("swift", "modelscope/ms-swift at 3602360a56, and the wheel of 4.6.0"),
     "Megatron-LM": ("megatron", "the wheels of megatron-core 0.18.2 and 0.19.2"),
     "RL": ("nemo_rl", "NVIDIA-NeMo/RL at v0.7.0 and at 7ea279abfb"),
-    "SkyRL": ("skyrl", "NovaSky-AI/SkyRL at skyrl-v0.3.0 and at a9564572eb"),
+    "SkyRL": ("skyrl", "NovaSky-AI/SkyRL at skyrl-v0.3.0 and at a9564572eb, and the wheel of 0.4.0"),
 }
 
 

@@ -145,12 +145,31 @@ def test_exactness_is_that_of_the_results(results):
 def test_every_preset_has_its_row():
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|$", LOSSES, re.MULTILINE))
     assert rows.keys() == PRESETS.keys()
+    headings, *sections = zip(*re.findall(r"^### (.*)\n((?:(?!#).*\n)*)", LOSSES, re.MULTILINE), strict=True)
+    formulas = dict(zip((heading.lower().replace(" ", "-") for heading in headings), *sections, strict=True))
     for name, preset in PRESETS.items():
-        objective, _formula, reduction, _paper = rows[name].split(" | ")
-        assert objective == f"`{preset.objective.__name__}`", name
+        objective, reduction, _paper = rows[name].split(" | ")
+        shown, section = re.fullmatch(r"\[`(\w+)`\]\(#([a-z-]+)\)", objective).groups()
+        assert shown == preset.objective.__name__, name
+        assert f"`{name}`" in formulas[section], name
+        assert "```math" in formulas[section], name
         assert reduction == f"`{preset.reduction.__name__}`", name
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", "docs/choosing.md"])
+def test_files_that_a_page_names_exist(page):
+    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "engines", "engines/sparse"))]
+    names = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|/))`", (ROOT / page).read_text(encoding="utf-8")))
+    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
 
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+
+
+def test_the_workflow_runs_what_a_change_must_pass():
+    targets = re.findall(r"^make ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (matrix,) = re.findall(r"target: \[(.*?)\]", workflow)
+    assert set(matrix.split(", ")) == set(targets) - {"install"}

@@ -42,6 +42,12 @@ def test_a_link_that_leads_nowhere_stops_the_build(site, target):
         site.relinked(f"[a]({target})", ROOT / "docs" / "page.md", "page.md", files.Files([]))
 
 
+def test_maths_are_typeset(site):
+    import maths
+
+    assert "<mfrac>" in maths.typeset(r"\frac{1}{2}", "math", "math", {}, None)
+
+
 def test_a_section_that_the_readme_lacks_stops_the_build(site):
     assert site.section("Install").startswith("## Install\n")
     with pytest.raises(PluginError, match="no section 'Instal'"):

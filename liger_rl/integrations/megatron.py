@@ -46,7 +46,7 @@ def fused_output(
     context: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> FusedOutput:
-    """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19.
+    """An `output_processor` of Megatron-Core's `GPTModel.forward`.
 
     `context`, Megatron's `output_processor_context`, may hold temperature (a number or (b, s)), entropy, a support of
     b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant as in

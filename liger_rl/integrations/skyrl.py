@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_rl.call.support import Support
 from liger_rl.distributed import vocab_shard
 from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
@@ -98,6 +99,9 @@ def forward(
     pixel_values: Any = None,
     image_grid_thw: Any = None,
     mm_token_type_ids: Any = None,
+    sample_support: Any = None,  # the last three: SkyRL 0.4
+    loss_mask: Any = None,
+    enable_sample_support_replay: bool = False,
 ) -> Any:
     """`HFModelWrapper.forward` without logits. Its model's head is swapped at the first call.
 
@@ -121,15 +125,31 @@ def forward(
     framework, packed = SKYRL.original("HFModelWrapper.forward").__globals__, self.remove_microbatch_padding
     mask: Tensor | None = attention_mask
     ids, positions = sequences, attention_mask.long().cumsum(-1) - 1
+    replay: Any = None
+    if enable_sample_support_replay:
+        for name, column in (("sample_support", sample_support), ("loss_mask", loss_mask)):
+            if column is None:
+                raise ValueError(f"{name} must be given with enable_sample_support_replay, got None")
+        replay = framework["_SampleSupportChannels"].build(sequences, attention_mask, sample_support, loss_mask)
     if packed:
         ids, indices, *_ = framework["unpad_input"](ids.unsqueeze(-1), attention_mask=attention_mask)
         positions, *_ = framework["unpad_input"](positions.unsqueeze(-1), attention_mask=attention_mask)
+        replay = replay and replay.unpad(indices)
         ids, positions, mask = ids.T, positions.T, None  # (1, tokens)
         targets = ids.roll(-1, 1)
     else:
         positions = positions.masked_fill(attention_mask == 0, 1)
         targets = torch.full_like(ids, -100)
         targets[:, actions] = ids.roll(-1, 1)[:, actions]
+    support = None
+    if replay is not None:
+        replay = replay.roll_to_logit_positions()
+        gather = framework["score_aligned_sample_support"].__globals__["_gather_support_rows"]
+        drawn = gather(sample_support, replay.row_ids)  # (B, S, K), -1 is no id
+        without = (drawn < 0).all(-1)
+        if (replay.loss_mask & without).any():
+            raise ValueError("sample_support must have a row for each token of loss_mask")
+        targets, support = targets.masked_fill(without, -100), Support.from_padded(drawn)
     output = swap_lm_head(self.model)(
         ids,
         attention_mask=mask,
@@ -138,6 +158,7 @@ def forward(
         shift_labels=targets,
         entropy=compute_entropy,
         temperature=temperature,
+        support=support,
     )
 
     def padded(values: Tensor) -> Tensor:
@@ -176,7 +197,7 @@ def _row(backend: str, name: str, replacement: Any, parameters: str = "") -> Pat
 SKYRL = Framework(
     "skyrl",
     (0, 3),
-    (0, 4),
+    (0, 5),
     _row("megatron", "_fused_lm_head_logprob_apply", fused_lm_head_logprob_apply),
     _row("megatron", "_fused_vocab_parallel_entropy_from_hidden", fused_vocab_parallel_entropy_from_hidden),
     _row(
@@ -193,7 +214,13 @@ SKYRL = Framework(
         "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index group "
         "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
     ),
-    _row("fsdp", "HFModelWrapper.forward", forward),
+    _row(
+        "fsdp",
+        "HFModelWrapper.forward",
+        forward,
+        "self sequences num_actions attention_mask temperature return_output compute_entropy entropy_requires_grad "
+        "pixel_values image_grid_thw mm_token_type_ids sample_support? loss_mask? enable_sample_support_replay?",
+    ),
     gain="float32 logits; under FSDP no logits, and prompts are not projected",
 )
 

@@ -27,7 +27,7 @@ def linear_cross_entropy(
     reduction: str = "none",  # of the log-probabilities: "none", "sum", or "mean" over all N tokens
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
+    """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`.
 
     Position t predicts labels[t]. A negative label masks its token. docs/verl.md lists all differences from verl's.
 
@@ -77,7 +77,7 @@ def fused_linear_for_ppo(
     input_ids: Tensor,  # (N,) or (B, T), the predicted ids; or K for each, (N, K) or (B, T, K)
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """`FusedLinearForPPO.forward` of verl 0.5 to 0.10, all in float32, whatever the module's chunk_size.
+    """verl's `FusedLinearForPPO.forward`, all in float32, whatever the module's chunk_size.
 
     Returns log_probs and entropy as `linear_cross_entropy`, shaped like input_ids and like hidden_states without H.
     """
@@ -165,7 +165,7 @@ def patch_verl(*, distillation: bool = False) -> None:
 
     Args:
         distillation: also make verl's `forward_kl_topk` without logits, in its engine for FSDP, with
-            `use_fused_kernels=True` and `use_remove_padding=True`. verl 0.8 to 0.10 has no such loss. The patch then
+            `use_fused_kernels=True` and `use_remove_padding=True`. verl has no such loss. It needs verl >= 0.8, and
             imports verl's engines.
     """
     VERL.patch(*(("distillation",) if distillation else ()))

@@ -1,5 +1,7 @@
 """SkyRL's functions over ranks against its own where it is there (see `checkouts`). Full logits: test_frameworks.py."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,6 +135,8 @@ def fsdp_wrapper(rank, remove_padding, sharded):
             setattr(wrapper, name, value)
             messages[name] = message_of(lambda: wrapper(IDS, ACTIONS, attention_mask=ATTENTION))
             setattr(wrapper, name, before)
+        replay = {"enable_sample_support_replay": True}
+        messages["replay"] = message_of(lambda: wrapper(IDS, ACTIONS, attention_mask=ATTENTION, **replay))
     after = wrapper(IDS, ACTIONS, attention_mask=ATTENTION)
     real = ATTENTION[:, -ACTIONS - 1 : -1]
     torch.testing.assert_close(again * real, after * real, rtol=1e-5, atol=1e-5)
@@ -153,3 +157,43 @@ def test_its_wrapper_of_huggingface_models(ranks, remove_padding, sharded):
             torch.testing.assert_close(found[2][name], grad, rtol=1e-3, atol=1e-5, msg=name)
         assert messages["sequence_parallel_size"].startswith("ValueError: sequence_parallel_size must be 1, got 2")
         assert messages["is_vlm"].startswith("ValueError: is_vlm must be False")
+        assert messages["replay"].startswith("ValueError: sample_support must be given")
+
+
+def replayed(_rank, remove_padding):
+    """-> log-probabilities, entropies and gradients over sample supports, without the patch and with it; a message."""
+    skyrl_modules.load(integration.MODULES["fsdp"])
+    packed_tensor = importlib.import_module("skyrl.backends.skyrl_train.utils.packed_tensor")
+    attention, targets = torch.tensor([[0, 0] + [1] * 10, [1] * 12]), IDS[:, -ACTIONS:]
+    rows = torch.stack([targets, (targets + 7) % 52, (targets + 3) % 52], dim=-1).to(torch.int32)
+    rows[:, ::2, 2] = -1
+    rows[1, 0] = -1
+    loss_mask = torch.ones(2, ACTIONS)
+    loss_mask[1, 0] = 0
+    given = {"attention_mask": attention, "temperature": 0.8, "return_output": True, "compute_entropy": True}
+    given |= {"sample_support": packed_tensor.PackedTensor.from_segments(list(rows)), "loss_mask": loss_mask}
+
+    def solved():
+        torch.manual_seed(3)
+        wrapper, upstream = skyrl_modules.tiny_wrapper(remove_padding=remove_padding), torch.randn(2, 2, ACTIONS)
+        logps, output = wrapper(IDS, ACTIONS, **given, enable_sample_support_replay=True)
+        entropy = output["entropy"][:, -ACTIONS - 1 : -1]
+        (logps * upstream[0] + entropy * upstream[1]).sum().backward()
+        return [logps.detach(), entropy.detach(), *(parameter.grad for parameter in wrapper.parameters())]
+
+    plain = solved()
+    with patched_skyrl("fsdp"):
+        found = solved()
+        loss_mask[1, 0] = 1
+        return plain, found, message_of(solved)
+
+
+@NEEDS_SKYRL
+@pytest.mark.parametrize("remove_padding", [False, True])
+def test_replay_of_sample_supports(ranks, remove_padding):
+    if not (checkouts.source("SkyRL") / "backends/skyrl_train/utils/packed_tensor.py").exists():
+        pytest.skip("SkyRL 0.3 has no replay")
+    for plain, found, message in ranks.run(replayed, remove_padding, world=1):
+        for mine, theirs in zip(found, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert message.startswith("ValueError: sample_support must have a row for each token of loss_mask")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ SUPPORTED = {
     "nemo_rl": ("nemo-rl >= 0.6, < 0.8", ()),
     "openrlhf": ("openrlhf >= 0.11, < 0.12", ()),
     "prime_rl": ("prime-rl >= 0.8, < 0.10", ()),
-    "skyrl": ("skyrl >= 0.3, < 0.4", ("fsdp",)),
+    "skyrl": ("skyrl >= 0.3, < 0.5", ("fsdp",)),
     "torchtitan": ("torchtitan >= 0.3, < 0.4", ()),
     "trl": ("trl >= 1.15, < 1.17", ()),
     "verl": ("verl >= 0.5, < 0.11", ()),
@@ -242,6 +243,20 @@ def test_other_versions_are_refused(name, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, None)  # as if it were not found, loaded before or not
     with pytest.raises(ImportError, match=f"{framework.name} is not installed: .*; nothing was patched"):
         system.patch()
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_pages_and_extras_have_the_supported_versions(name):
+    supported, framework = SUPPORTED[name][0], system_of(name).framework
+    root = Path(__file__).resolve().parents[2]
+    assert f"{supported} is supported" in (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    oldest = ".".join(map(str, framework.lowest))
+    cell = oldest if oldest == newest(framework) else f"{oldest} to {newest(framework)}"
+    table = (root / "docs" / "integrations.md").read_text(encoding="utf-8")
+    rows = re.findall(rf"^\| \[.*?\]\({name}\.md\).*? \| (.*?) \|", table, re.MULTILINE)
+    assert set(rows) == {cell}
+    extras = re.findall(rf'"{framework.name}(>=[^"]*<[^"]*)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(extras) <= {supported.removeprefix(framework.name).replace(" ", "")}
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

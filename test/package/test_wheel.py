@@ -36,12 +36,15 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+PUBLISHED = {"LIGER_RL_REPOSITORY": "https://host.example/owner/name"}
+
+
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
-    """-> (the wheel, the source distribution that it was built from)"""
+    """-> (the wheel, the source distribution that it was built from), as a publisher builds them"""
     pytest.importorskip("build", reason="build is not installed")
     folder = tmp_path_factory.mktemp("distributions")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), cwd=ROOT)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), cwd=ROOT, **PUBLISHED)
     (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, source
 
@@ -71,13 +74,24 @@ def test_wheel_is_the_package(distributions, tmp_path):
     run(sys.executable, *arguments, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), *others]))
 
 
+def test_links_of_the_published_readme_lead_to_the_repository(distributions):
+    with zipfile.ZipFile(distributions[0]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = archive.read(name).decode()
+    assert "Project-URL: Repository, https://host.example/owner/name" in metadata
+    links = re.findall(r"(!?)\[[^\]]*\]\((https:[^)]+|[^:)#]+)\)", metadata)
+    assert {picture for picture, _ in links} == {"!", ""}
+    for picture, link in links:
+        assert link.startswith(f"https://host.example/owner/name/{'raw' if picture else 'blob'}/HEAD/"), link
+
+
 def test_setup_py_builds_the_same_wheel(distributions, tmp_path):
     """From the source distribution, which must hold what setup.py needs. The checkout stays as it is."""
     wheel, source = distributions
     with tarfile.open(source) as archive:
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / source.name.removesuffix(".tar.gz")
-    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", cwd=folder)
+    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", cwd=folder, **PUBLISHED)
     (other,) = (folder / "dist").glob("*.whl")
     assert other.name == wheel.name
     assert contents(other) == contents(wheel)
