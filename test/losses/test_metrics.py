@@ -57,6 +57,12 @@ def test_what_is_not_there_is_not_reported():
     assert set(metrics("with_entropy", with_old=False)) == NAMES["with_entropy"]
 
 
+def test_a_metric_prints_its_value():
+    mean = Metric(torch.tensor(3.0), count=torch.tensor(4))
+    assert (repr(mean), str(mean), f"{mean}", f"{mean:.3f}") == ("Metric(0.75)", "Metric(0.75)", "0.75", "0.750")
+    assert str({"clip_ratio": mean}) == "{'clip_ratio': Metric(0.75)}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_each_metric_knows_how_it_is_merged(dtype):
     found = metrics("with_entropy", dtype=dtype)
