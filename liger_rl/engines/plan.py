@@ -18,7 +18,7 @@ from liger_rl.engines.dense import one_pass, several, two_pass
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.sparse import certified as sparse
 from liger_rl.engines.tiles import Tiles
-from liger_rl.kernels.devices import family_of
+from liger_rl.kernels.devices import family_of, gpu_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,8 +50,12 @@ def path_for(shape: HeadShape) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of two lines."""
+    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of three lines."""
 
+    tokens: int
+    """N. The plan is that of a call in which all of them count."""
+    device: str
+    """"cpu", or the name of a GPU's device with what it is: "cuda:0, compute capability 9.0"."""
     path: str
     """"several targets", "sparse", "one pass" or "two passes"."""
     reason: str
@@ -68,7 +72,8 @@ class LinearPlan:
         kind = "chunks" if self.path == "one pass" else "tiles"
         work = f"in the product's epilogue ({self.family})" if self.epilogue else "in float32 tiles of logits"
         sides = f"{kind} of up to {self.tiles.tokens} tokens x {self.tiles.vocab} vocabulary entries"
-        return f"{self.path}, {work}, {sides}\n{self.reason}"
+        call = f"for {self.tokens} tokens that all count, on {self.device}"
+        return f"{self.path}, {work}, {sides}\n{call}\n{self.reason}"
 
 
 def _plan(shape: HeadShape) -> LinearPlan:
@@ -86,6 +91,8 @@ def _plan(shape: HeadShape) -> LinearPlan:
     if shape.device.type == "cuda" and lacks is not None:
         remarks.append(f"no epilogue, which needs {lacks}")
     return LinearPlan(
+        tokens=shape.tokens,
+        device=f"{shape.device}, {gpu_of(shape.device).name}" if shape.device.type == "cuda" else str(shape.device),
         path=path,
         reason="; ".join(remarks),
         epilogue=lacks is None,
@@ -101,7 +108,7 @@ def plan_linear_logprobs(
     *,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     needs: tuple[bool, bool] = (True, True),
     rank: int = 0,
     weight_grad: bool = False,
@@ -131,9 +138,10 @@ def plan_linear_logprobs(
     that, because it depends on the probabilities.
 
     Args:
-        tokens, vocab, hidden_size: N, V, H.
+        tokens, vocab, hidden_size: N, V, H. All N tokens count: masked ones would make tiles and chunks smaller.
         dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
-        device: "cuda" plans for this machine's GPU. Without a GPU it plans for compute capability 9.0 with Triton.
+        device: None is this machine's GPU, or the CPU of a machine without one. On such a machine "cuda" plans for
+            compute capability 9.0 with Triton.
         needs: whether hidden needs a gradient, and whether weight does.
         rank: the sum of the low-rank terms' ranks.
         weight_grad: whether the weight's gradient is added to the caller's tensor.
@@ -174,10 +182,12 @@ def plan_linear_logprobs(
     )  # fmt: skip
 
 
-def _device(device: torch.device | str) -> torch.device:
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, (torch.device, str)):
-        raise TypeError(f"device must be a torch.device or the name of one, got {type(device).__name__}")
+        raise TypeError(f"device must be a torch.device, the name of one or None, got {type(device).__name__}")
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
+        raise ValueError(f"device must be a torch.device, the name of one or None, got {device!r}") from error
