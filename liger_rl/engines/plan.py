@@ -4,24 +4,23 @@
 calls with a support (`run.py`) and under torch.compile (`compile.py`).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
 from liger_rl.call import checks
 from liger_rl.call.checks import Passes
-from liger_rl.call.options import HeadKeywords, options_of, resolved
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
 from liger_rl.call.rules import check_left_alone
 from liger_rl.engines.dense import one_pass, several, two_pass
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.sparse import certified as sparse
 from liger_rl.engines.tiles import Tiles
 from liger_rl.kernels.devices import family_of, gpu_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.keywords import named_keywords
 
 ENGINES: dict[str, ModuleType] = {
     "several targets": several,
@@ -101,6 +100,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
     )
 
 
+@named_keywords
 def plan_linear_logprobs(
     tokens: int,
     vocab: int,
@@ -115,7 +115,18 @@ def plan_linear_logprobs(
     passes: Passes = "two",
     together: int = 1,
     aligned: bool = True,
-    **options: "Unpack[HeadKeywords]",
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+    lse: bool = False,
+    topk: int | None = None,
+    extras: Collection[str] = (),
+    grad_tolerance: Tolerance = "auto",
+    compute_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    fixed_shape: bool = False,
+    batch_invariant: bool = False,
 ) -> LinearPlan:
     """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, and the reason.
 
@@ -128,28 +139,22 @@ def plan_linear_logprobs(
        and that a 16-bit weight's gradient needs no float32 sum of 4VH bytes over several chunks.
     4. "two passes".
 
-    A chunk of one pass takes 544 MiB (64 MiB on CPU). With the memory of the float32 sum added, one or two chunks may
-    hold all tokens. They then get that memory, and the gradient is rounded after each of them.
-
-    docs/design.md says which products have an epilogue. Others make float32 tiles of logits. If the weight's dtype is
-    not the products', two passes with an epilogue copy the weight (2VH bytes), in the forward and in the backward.
-
-    A tolerance saves nothing if the tokens' lists of ids get long: the exact backward then runs. A plan cannot foresee
-    that, because it depends on the probabilities.
+    docs/design.md says which products have an epilogue, and docs/choosing.md what memory engines take. If lists of ids
+    get long, "sparse" runs the exact backward. A plan cannot foresee that.
 
     Args:
-        tokens, vocab, hidden_size: N, V, H. All N tokens count: masked ones would make tiles and chunks smaller.
+        tokens, vocab, hidden_size: N, V, H. All N tokens count.
         dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
-        device: None is this machine's GPU, or the CPU of a machine without one. On such a machine "cuda" plans for
-            compute capability 9.0 with Triton.
+        device: None is this machine's GPU, or the CPU without one. "cuda" without one is compute capability 9.0.
         needs: whether hidden needs a gradient, and whether weight does.
         rank: the sum of the low-rank terms' ranks.
         weight_grad: whether the weight's gradient is added to the caller's tensor.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
-        together: for one pass, the largest number of tokens that one token's gradient depends on: 1 for a token-local
-            loss, T for a sequence-local loss of rows (B, T), N for any other loss.
+        together: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a sequence-local
+            loss of rows (B, T), N for any other loss.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
-        options: the fields of `HeadOptions`.
+        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
 
     Raises:
         TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
@@ -166,7 +171,11 @@ def plan_linear_logprobs(
     for name, flag in flags.items():
         checks.check_flag(name, flag)
     checks.check_passes(passes)
-    head_options = options_of("plan_linear_logprobs", options)
+    head_options = HeadOptions(
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+        fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+    )  # fmt: skip
     for is_set, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
         if is_set:
             check_left_alone(head_options, name)

@@ -30,7 +30,7 @@ def metrics(level, rows=slice(None), *, objective=None, beta=0.1, with_old=True,
     logps, old, ref, advantages, entropy = torch.randn(5, 11, 6, generator=g, dtype=torch.float64).to(dtype)[:, rows]
     mask = torch.arange(6) < ((torch.arange(11) * 5 + 2) % 7 * (torch.arange(11) != 6))[rows, None]
     batch = PolicyBatch(
-        advantages=advantages, completion_mask=mask, old_per_token_logps=logps + 0.3 * old if with_old else None,
+        advantages=advantages, mask=mask, old_per_token_logps=logps + 0.3 * old if with_old else None,
         ref_per_token_logps=logps + 0.3 * ref, num_sequences=11,
     )  # fmt: skip
     objective = objective or PPOClip(epsilon_low=0.15, epsilon_high=0.25)
