@@ -91,20 +91,9 @@ def linear_divergence(
     )  # fmt: skip
     return divergence_of(
         DivergenceCall(
-            hidden=hidden,
-            weight=weight,
-            bias=bias,
-            low_rank=low_rank,
-            teacher_hidden=teacher_hidden,
-            teacher_weight=teacher_weight,
-            teacher_bias=teacher_bias,
-            teacher_transform=teacher_transform,
-            measure=measure_of(kind, beta),
-            mask=mask,
-            targets=targets,
-            vocab=vocab,
-            token_weights=token_weights,
-            vocab_parallel=vocab_parallel,
-            options=options,
+            hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, teacher_hidden=teacher_hidden,
+            teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_transform=teacher_transform,
+            measure=measure_of(kind, beta), mask=mask, targets=targets, vocab=vocab, token_weights=token_weights,
+            vocab_parallel=vocab_parallel, options=options,
         )
-    )
+    )  # fmt: skip
