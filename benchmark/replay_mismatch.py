@@ -160,7 +160,7 @@ def run(model: Any, tokenizer: Any, held_out: Tensor, plan: Plan, *, replays: bo
             for rows, support in rollout.parts(plan.micro_batch):
                 batch = {
                     "input_ids": rollout.ids[rows],
-                    "completion_mask": rollout.mask[rows],
+                    "mask": rollout.mask[rows],
                     "advantages": advantages[rows],
                     "old_per_token_logps": rollout.sampler[rows],
                     "num_items_in_batch": count,

@@ -206,7 +206,7 @@ def columns_of(batch: Batch) -> dict[str, Tensor]:
     columns = {
         "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
         "attention_mask": torch.cat([prompt, completion], 1),
-        "completion_mask": torch.cat([torch.zeros_like(prompt), completion], 1),
+        "mask": torch.cat([torch.zeros_like(prompt), completion], 1),
         "advantages": batch["advantages"],
         "num_items_in_batch": batch["num_items_in_batch"],
     }

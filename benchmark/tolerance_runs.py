@@ -212,7 +212,7 @@ def run(start: Start, seed: int, way: Way) -> tuple[dict[str, Any], Tensor]:
                 rows = torch.randperm(ids.shape[0], generator=orders).to(device)
             batch = {
                 "input_ids": ids[rows],
-                "completion_mask": (torch.arange(ids.shape[1], device=device) >= plan.prompt_length).expand(ids.shape),
+                "mask": (torch.arange(ids.shape[1], device=device) >= plan.prompt_length).expand(ids.shape),
                 "advantages": advantages_of(rewards, plan.group)[rows],
             }
             batch["ref_per_token_logps"] = completion_logps(base, batch, loss)

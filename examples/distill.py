@@ -43,7 +43,7 @@ def distill(student, teacher, tokenizer, options: argparse.Namespace) -> list[di
     progress = trange(options.steps, desc="distillation")
     for _ in progress:
         batch, reward = sampled(student, tokenizer, options)
-        mask = batch["completion_mask"][:, 1:] != 0
+        mask = batch["mask"][:, 1:] != 0
         student.train()
         with torch.no_grad():
             of_teacher = hidden_states(teacher, batch)

@@ -34,7 +34,7 @@ def rollout(model, tokenizer, options: argparse.Namespace) -> tuple[dict[str, to
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "output_scores": True}
     sizes = (options.prompts, options.group, options.max_new_tokens)
     batch, reward, scores = sample(model, tokenizer, *sizes, **sampling)
-    mask = batch["completion_mask"] = batch["completion_mask"] != 0
+    mask = batch["mask"] = batch["mask"] != 0
     # Scores are the logits that were drawn from: divided by the temperature, and -inf outside the support.
     drawn_from = torch.stack(scores, dim=1)[mask[:, -len(scores) :]]
     drawn = drawn_from.log_softmax(-1).gather(-1, batch["input_ids"][mask][:, None]).squeeze(-1)
@@ -46,7 +46,7 @@ def rollout(model, tokenizer, options: argparse.Namespace) -> tuple[dict[str, to
 def measure(model, batch: dict[str, torch.Tensor], support: Support, temperature: float, *, replays: bool):
     """How far the trainer is from the sampler, in nats, and the entropy of the policy over its whole vocabulary."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    mask = batch["completion_mask"]
+    mask = batch["mask"]
     call = {"labels": batch["input_ids"].masked_fill(~mask, -100), "fused": True, "temperature": temperature}
     full = model(**inputs, **call, entropy=True)
     trainer = model(**inputs, **call, support=support).per_token_logps if replays else full.per_token_logps

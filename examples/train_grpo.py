@@ -142,7 +142,7 @@ def sample(
         "input_ids": ids,
         "attention_mask": attention_mask,
         "position_ids": positions(attention_mask),
-        "completion_mask": torch.cat([torch.zeros_like(batch.input_ids), counted], dim=1),
+        "mask": torch.cat([torch.zeros_like(batch.input_ids), counted], dim=1),
         "advantages": advantages.flatten(),
     }
     return rollout, rewards.mean().item(), output.scores
@@ -157,7 +157,7 @@ def hidden_states(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def exact_kl(model, reference, batch: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
     """KL(policy || reference) over the whole vocabulary, of each completion token."""
-    mask, transform = batch["completion_mask"][:, 1:] != 0, LogitTransform(temperature=temperature)
+    mask, transform = batch["mask"][:, 1:] != 0, LogitTransform(temperature=temperature)
     heads = [(hidden_states(m, batch), m.lm_head.weight) for m in (model, reference)]
     return linear_divergence(
         *heads[0], *heads[1], kind="reverse_kl", mask=mask, transform=transform, teacher_transform=transform
@@ -166,7 +166,7 @@ def exact_kl(model, reference, batch: dict[str, torch.Tensor], temperature: floa
 
 def k3(logps: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the penalty takes the KL to be, of each completion token."""
-    mask = batch["completion_mask"] != 0
+    mask = batch["mask"] != 0
     difference = (batch["ref_per_token_logps"] - logps)[mask]
     return torch.expm1(difference) - difference
 

@@ -1,31 +1,25 @@
 """Per-token divergence of a student's next-token distribution from a teacher's: the public function."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Sequence
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import shared_errors
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import IDENTITY, options_of
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import never_in_a_graph
-from liger_rl.engines.pair.run import (
-    BETA,
-    Divergence,
-    DivergenceCall,
-    DivergenceKeywords,
-    divergence_of,
-    measure_of,
-)
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from liger_rl.engines.pair.run import BETA, Divergence, DivergenceCall, divergence_of, measure_of
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.keywords import named_keywords
 
 __all__ = ["Divergence", "linear_divergence"]
 
 
+@named_keywords
 @never_in_a_graph
 def linear_divergence(
     hidden: Tensor,
@@ -34,6 +28,7 @@ def linear_divergence(
     teacher_weight: Tensor,
     *,
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
+    beta: float = BETA,
     mask: Tensor | None = None,
     targets: Tensor | None = None,
     bias: Tensor | None = None,
@@ -41,7 +36,20 @@ def linear_divergence(
     low_rank: Sequence[LowRank] = (),
     token_weights: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
-    **options: "Unpack[DivergenceKeywords]",
+    teacher_transform: LogitTransform = IDENTITY,
+    vocab: int | None = None,
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+    lse: bool = False,
+    topk: int | None = None,
+    extras: Collection[str] = (),
+    grad_tolerance: Tolerance = "auto",
+    compute_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    fixed_shape: bool = False,
+    batch_invariant: bool = False,
 ) -> Divergence:
     """Per-token divergence of a student's distribution from a teacher's, without either's logits in memory.
 
@@ -50,58 +58,49 @@ def linear_divergence(
 
         forward_kl   KL(q || p)
         reverse_kl   KL(p || q)
-        jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q;  KL(q || p) at beta = 0,
-                     KL(p || q) at beta = 1
+        jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q
 
     "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649, as in TRL 1.16 and liger-kernel 0.8.5.
-    docs/distillation.md says which memory, host syncs and rounding a call has. Only hidden, weight, bias and low_rank
-    are differentiable.
+    Only hidden, weight, bias and low_rank are differentiable.
 
     Args:
         hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
-        teacher_hidden: (B, T, H') or (N, H'), for the same tokens, float32, bfloat16 or float16.
+        teacher_hidden: (B, T, H') or (N, H'), for the same tokens.
         teacher_weight, teacher_bias: (V', H') and (V',). V' = V, unless `vocab` is given.
-        kind: as above.
-        targets: (B, T) or (N,) integer ids in [0, V), whose log-probabilities are also returned. A negative id masks
-            its token in every result.
+        kind, beta: as above. `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
+        targets: (B, T) or (N,) ids in [0, V), whose log-probabilities are also returned. A negative id masks its token.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
             makes the gradients in the forward. Tokens at 0 are masked. With a fused epilogue a "jsd" then has a
             relative error of 1e-4, up to 5e-3 for a token whose student gives one id more than 0.999, and up to 5e-2
             for more than 0.9999. The value of two passes is computed from float32 logits.
-        vocab_parallel: this rank's place in two heads whose weights and biases are sharded, from the same id on.
-        options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
-            student's, `teacher_transform` the teacher's. `vocab` is the number of rows of both weights that count:
-            padding after them gets no probability. A grad_tolerance of "auto" is exact here.
+        vocab_parallel: this rank's place in two heads that are sharded alike.
+        teacher_transform: as `transform`, which is the student's.
+        vocab: number of rows of both weights that count: padding after them gets no probability.
+        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
+            grad_tolerance of "auto" is exact here.
+        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
 
     Returns:
-        Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable.
+        Divergence, with None for results that are not asked for. With token_weights only the loss has gradients.
 
-    Raises: as `linear_logprobs`, and
-        ValueError: batch_invariant, extras, lse or topk; a teacher's tensor that requires a gradient,
-            while gradients are enabled.
-        torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
+    Raises:
+        TypeError, ValueError: as `linear_logprobs`; also for batch_invariant, extras, lse or topk, and for a teacher's
+            tensor that requires a gradient while gradients are enabled.
+        torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True).
     """
     tokens = hidden, teacher_hidden, targets, mask, token_weights, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *tokens):
-        measure = measure_of(kind, options.pop("beta", BETA))
-        teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)
-        head_options = options_of("linear_divergence", options)
+        measure = measure_of(kind, beta)
+        options = HeadOptions(
+            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+            compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+            fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+        )  # fmt: skip
     return divergence_of(
         DivergenceCall(
-            hidden=hidden,
-            weight=weight,
-            bias=bias,
-            low_rank=low_rank,
-            teacher_hidden=teacher_hidden,
-            teacher_weight=teacher_weight,
-            teacher_bias=teacher_bias,
-            teacher_transform=teacher_transform,
-            measure=measure,
-            mask=mask,
-            targets=targets,
-            vocab=vocab,
-            token_weights=token_weights,
-            vocab_parallel=vocab_parallel,
-            options=head_options,
+            hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, teacher_hidden=teacher_hidden,
+            teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_transform=teacher_transform,
+            measure=measure, mask=mask, targets=targets, vocab=vocab, token_weights=token_weights,
+            vocab_parallel=vocab_parallel, options=options,
         )
-    )
+    )  # fmt: skip

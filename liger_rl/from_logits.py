@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.options import one_of
-from liger_rl.losses.presets import build_loss
+from liger_rl.losses.presets import ObjectiveKeywords, build_loss, shows
+from liger_rl.losses.segments import Segments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class PerTokenLoss(NamedTuple):
@@ -30,7 +34,6 @@ class PerTokenLoss(NamedTuple):
 
 
 CLIP_INDICATORS = ("active", "range", "helion")
-COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "importance_ratio", "segments")
 IDS = "selected_token_ids"
 
 
@@ -45,6 +48,7 @@ def clip_indicator_of(name: str, token_loss: TokenLoss, advantages: Tensor) -> T
     return low | high if name == "active" else outside & ~(low | high) & (advantages != 0)
 
 
+@shows(ObjectiveKeywords)
 @never_in_a_graph
 def grpo_loss_from_logits(
     logits: Tensor,
@@ -56,7 +60,14 @@ def grpo_loss_from_logits(
     clip_indicator: str = "active",
     fixed_shape: bool = False,
     temperature: float = 1.0,
-    **options: Any,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    importance_weighted: bool = False,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    importance_ratio: Tensor | None = None,
+    segments: Segments | None = None,
+    **options: "Unpack[ObjectiveKeywords]",
 ) -> PerTokenLoss:
     """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
 
@@ -66,16 +77,17 @@ def grpo_loss_from_logits(
         logits: (B, T, V), packed (N, V), or (B, T + 1, V), whose last position is left out; float32, bfloat16 or
             float16. The gradient has the same dtype.
         selected_token_ids: (B, T) or (N,). A negative id masks its token.
-        advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and columns. Its sampling
-            log-probabilities and divisors change nothing here.
+        advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and the columns below. Its
+            sampling log-probabilities and divisors change nothing here.
         mask: (B, T) or (N,), the tokens that count.
         loss_type: the name of a preset, such as "gspo" for one ratio per sequence.
         clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
             is out of bounds (Fast-LLM). "helion": r A < clip(r) A, out of bounds where no gradient is cut (Helion).
         fixed_shape: as in `linear_logprobs`.
         temperature: divides the logits, > 0.
-        options: the columns old_per_token_logps, ref_per_token_logps, importance_ratio and segments of `PolicyBatch`,
-            and fields of the preset's objective and of `KLPenalty`, such as `epsilon_high` and `beta`.
+        beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
+        old_per_token_logps, ref_per_token_logps, importance_ratio, segments: the columns of `PolicyBatch`.
+        options: the fields of the preset's objective, such as `epsilon_high`.
 
     Raises:
         ValueError: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
@@ -83,16 +95,19 @@ def grpo_loss_from_logits(
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     check_flag("fixed_shape", fixed_shape)
-    given = {name: options.pop(name) for name in COLUMNS if name in options}
-    batch = batch_of("grpo_loss_from_logits", advantages, mask, given)
-    terms = build_loss(loss_type, options, per_token=True, keywords=KEYWORDS, metrics="none")
+    batch = batch_of(
+        "grpo_loss_from_logits", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps, importance_ratio=importance_ratio, segments=segments,
+    )  # fmt: skip
+    penalty = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
+    terms = build_loss(loss_type, {**options, **penalty}, per_token=True, keywords=KEYWORDS, metrics="none")
     if terms.kl.exact:
         raise ValueError(
             "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "
             "give ppo_loss_fn an exact_kl of your own, or FusedLinearGRPOLoss a reference"
         )
     transform = LogitTransform(temperature=temperature)
-    ids, mask = selected_token_ids, batch.completion_mask
+    ids, mask = selected_token_ids, batch.mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
     aligned = terms.check(batch, ids.shape, ids.device)
     raise_if_wrong = None
@@ -114,6 +129,6 @@ def grpo_loss_from_logits(
     return PerTokenLoss(*columns)
 
 
-KEYWORDS = (
-    *(p.name for p in signature(grpo_loss_from_logits).parameters.values() if p.kind is p.KEYWORD_ONLY), *COLUMNS,
-)  # fmt: skip
+KEYWORDS = tuple(
+    name for name in signature(grpo_loss_from_logits).parameters if name not in ObjectiveKeywords.__annotations__
+)

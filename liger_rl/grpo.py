@@ -1,9 +1,9 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, without logits in memory."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from liger_rl.call.checks import Passes, check_passes
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import HOW, HeadOptions
+from liger_rl.call.options import HeadOptions, Tolerance
 from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support
 from liger_rl.call.tokens import counted_tokens
@@ -20,16 +20,21 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.keywords import named_keywords
 from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.presets import build_loss
+from liger_rl.losses.presets import PresetKeywords, build_loss, shows
 from liger_rl.losses.reductions import Reduction
+from liger_rl.losses.segments import Segments
 from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
 from liger_rl.reference_loss import ReferenceHead, loss_with_reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -46,18 +51,22 @@ class FusedLinearGRPOLoss(nn.Module):
             products instead of four and with more memory. If that is not possible, it raises a ValueError that says
             what is missing. "auto" takes one pass if it pays and a tolerance has no effect. `plan_linear_logprobs`
             states the rule and shows the plan.
-        options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
-            (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
-            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). Also
-            grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant, as in `linear_logprobs`. In one
-            pass, chunk_tokens bounds the tokens whose gradients are made together over the whole vocabulary.
-            kl_estimator="exact" with beta > 0 needs a `reference` in the call, and excludes batch_invariant.
+        beta, kl_estimator, importance_weighted: the fields of `KLPenalty`. kl_estimator="exact" with beta > 0 needs a
+            `reference` in the call, and excludes batch_invariant.
+        entropy_coef: the field of `EntropyBonus`.
+        temperature, softcap, scale: the fields of `LogitTransform`.
+        grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: as in `linear_logprobs`. In one pass,
+            chunk_tokens bounds the tokens whose gradients are made together over the whole vocabulary.
+        options: the fields of the preset's objective, such as `epsilon_low`, `epsilon_high` and `delta`, and of its
+            reduction, `world_size` or `max_completion_length`. Their defaults are the preset's: "gmpo" has 0.4 where
+            other presets have 0.2, and "gspo" another importance_sampling_level.
 
     Raises:
         ValueError: an unknown loss_type or option (the message lists the known ones), a missing option, a bad value.
         TypeError: loss_type is neither a name nor callable.
     """
 
+    @shows(PresetKeywords)
     def __init__(
         self,
         loss_type: str | Objective = "dapo",
@@ -67,20 +76,37 @@ class FusedLinearGRPOLoss(nn.Module):
         corrections: Iterable[Correction] = (),
         metrics: MetricsLevel = "loss",
         passes: Passes = "auto",
-        **options: Any,
+        beta: float = 0.0,
+        kl_estimator: str = "k3",
+        importance_weighted: bool = False,
+        entropy_coef: float = 0.0,
+        temperature: float | Tensor = 1.0,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        grad_tolerance: Tolerance = "auto",
+        chunk_tokens: int | None = None,
+        chunk_vocab: int | None = None,
+        fixed_shape: bool = False,
+        batch_invariant: bool = False,
+        **options: "Unpack[PresetKeywords]",
     ) -> None:
         super().__init__()
         check_passes(passes)
         self.passes = passes
-        transform, how = ({name: options.pop(name) for name in names if name in options} for names in (TRANSFORM, HOW))
+        penalties = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
         self.terms = build_loss(
-            loss_type, options, reduction=reduction, keywords=KEYWORDS,
+            loss_type, {**options, **penalties, "entropy_coef": entropy_coef}, reduction=reduction, keywords=KEYWORDS,
             sampler_correction=sampler_correction, corrections=corrections, metrics=metrics,
         )  # fmt: skip
-        self.options = HeadOptions(transform=LogitTransform(**transform), entropy=self.terms.needs_entropy, **how)
+        self.options = HeadOptions(
+            transform=LogitTransform(temperature=temperature, softcap=softcap, scale=scale),
+            entropy=self.terms.needs_entropy, grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens,
+            chunk_vocab=chunk_vocab, fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+        )  # fmt: skip
         if self.terms.kl.exact:
             check_left_alone(self.options, 'with kl_estimator="exact"')
 
+    @named_keywords
     def forward(
         self,
         hidden: Tensor,
@@ -95,7 +121,13 @@ class FusedLinearGRPOLoss(nn.Module):
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         reference: ReferenceHead | None = None,
-        **columns: Any,
+        old_per_token_logps: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        sampling_per_token_logps: Tensor | None = None,
+        importance_ratio: Tensor | None = None,
+        segments: Segments | None = None,
+        num_sequences: int | Tensor | None = None,
+        num_items_in_batch: int | float | Tensor | None = None,
     ) -> PolicyLoss:
         """Policy loss of one batch.
 
@@ -103,7 +135,7 @@ class FusedLinearGRPOLoss(nn.Module):
             hidden: (B, T, H) or packed (N, H) last hidden states; position t predicts selected_token_ids[t].
             weight: (V, H) of the lm_head.
             selected_token_ids: (B, T) or (N,) sampled token ids; a negative id masks its token.
-            advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and columns.
+            advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and the last seven.
             mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
                 projected if neither the loss nor a metric depends on it.
             bias, low_rank, weight_grad: as in `linear_logprobs`.
@@ -114,18 +146,24 @@ class FusedLinearGRPOLoss(nn.Module):
             reference: the reference policy's hidden states and head, only for kl_estimator="exact". The same products
                 give its log-probabilities, which objectives and corrections read as `ref_per_token_logps`. Not with
                 support or weight_grad. Under torch.compile the graph breaks around the call.
-            columns: the other fields of `PolicyBatch`.
+            old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: columns of `PolicyBatch`.
+            importance_ratio, segments, num_sequences, num_items_in_batch: the same.
 
         Returns:
-            PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name.
+            A `PolicyLoss`, with `.loss` () in float32 and `.metrics`, a dict of `Metric` by name.
 
         Raises:
             TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
                 needs. With a sharded head, the first call with the weight raises on every rank that has a part of it.
         """
         with shared_errors(vocab_parallel, weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)):
-            batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
-            mask = batch.completion_mask
+            batch = batch_of(
+                "FusedLinearGRPOLoss", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
+                ref_per_token_logps=ref_per_token_logps, sampling_per_token_logps=sampling_per_token_logps,
+                importance_ratio=importance_ratio, segments=segments, num_sequences=num_sequences,
+                num_items_in_batch=num_items_in_batch,
+            )  # fmt: skip
+            mask = batch.mask
         call = HeadCall(
             hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
             support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
@@ -166,6 +204,10 @@ class FusedLinearGRPOLoss(nn.Module):
             result.metrics["missing_target"] = Metric(head_values.missing_target.sum().float(), count=count)
         return result
 
+    if TYPE_CHECKING:  # the signature of a call of the module
+        __call__ = forward
+
+    @named_keywords
     @torch.no_grad()
     def reference_logps(
         self,
@@ -198,10 +240,9 @@ class FusedLinearGRPOLoss(nn.Module):
         return f"{self.terms}, {self.transform}"
 
 
-TRANSFORM = tuple(field.name for field in fields(LogitTransform))
-# The options of a loss that belong to none of its terms.
-KEYWORDS = (
-    *TRANSFORM,
-    *HOW,
-    *(p.name for p in signature(FusedLinearGRPOLoss).parameters.values() if p.kind is p.KEYWORD_ONLY),
+# The options that every loss has.
+KEYWORDS = tuple(
+    name
+    for name, parameter in signature(FusedLinearGRPOLoss).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in PresetKeywords.__annotations__
 )

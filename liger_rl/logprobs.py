@@ -1,15 +1,15 @@
 """Per-token log-probabilities from an lm_head or from logits: the public functions."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_flag
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import IDENTITY, HeadKeywords, options_of
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.call.support import Support
 from liger_rl.call.tokens import live_tokens
 from liger_rl.distributed import VocabParallel
@@ -17,13 +17,12 @@ from liger_rl.engines.given_logits import LogitRows, check_logits
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.engines.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from liger_rl.keywords import named_keywords
 
 __all__ = ["LogProbs", "linear_logprobs", "logits_logprobs"]
 
 
+@named_keywords
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -35,7 +34,18 @@ def linear_logprobs(
     support: Support | None = None,
     weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
-    **options: "Unpack[HeadKeywords]",
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+    lse: bool = False,
+    topk: int | None = None,
+    extras: Collection[str] = (),
+    grad_tolerance: Tolerance = "auto",
+    compute_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    fixed_shape: bool = False,
+    batch_invariant: bool = False,
 ) -> LogProbs:
     """Log-probabilities of the targets from an lm_head, without the logits in memory.
 
@@ -44,24 +54,24 @@ def linear_logprobs(
         z = transform(hidden @ weight.T + bias)
         logps = torch.log_softmax(z.float(), -1).gather(-1, targets[..., None]).squeeze(-1)
 
-    Logits are float32, one tile at a time. Masked tokens enter no product, nor do tokens without a gradient in the
+    Tiles of logits are float32. Masked tokens enter no product, nor do tokens without a gradient in the
     backward. Autocast sets the products' dtype. On CUDA the host waits for one count in each direction.
 
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
-        weight: (V, H) of the lm_head, on hidden's device, in its dtype unless under autocast or with a compute_dtype.
+        weight: (V, H), in hidden's dtype unless under autocast or with a compute_dtype.
         targets: (B, T) or (N,) integer ids in [0, V); a negative id masks its token. Or K <= 1024 ids a token,
             (B, T, K) or (N, K), repeats allowed (docs/targets.md): logps has this shape, 0 at negative ids; a
             token with only negative ids is masked.
-        mask: (B, T) or (N,), bool or 0/1. Tokens at 0 get 0, whatever they hold. Other values raise; with fixed_shape
-            and under torch.compile they count as 1.
+        mask: (B, T) or (N,), bool or 0/1: the tokens that count. Others get 0, whatever they hold. Other values
+            raise; with fixed_shape and under torch.compile they count as 1.
         bias: (V,), added before the transform; hidden's dtype or float32.
         low_rank: terms that are added like the bias, such as adapters, never in shape (V, H).
         support: ids that each token could have been drawn from (docs/support.md).
-        weight_grad: (V, H) float32, such as `weight.grad`. Each backward adds the weight's gradient to it, and the
-            weight gets none. See `HeadCall`.
-        vocab_parallel: this rank's place in a sharded head.
-        options: the fields of `HeadOptions`.
+        weight_grad: (V, H) float32, such as `weight.grad`, to which each backward adds the weight's gradient.
+        vocab_parallel: the place in a sharded head.
+        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
 
     Returns:
         LogProbs, with None for results that are not asked for.
@@ -72,7 +82,11 @@ def linear_logprobs(
         NotImplementedError, RuntimeError: a forward-mode derivative or a second derivative is asked for.
     """
     with shared_errors(vocab_parallel, weight, hidden, targets, mask, bias, *low_rank_tensors(low_rank)):
-        head_options = options_of("linear_logprobs", options)
+        head_options = HeadOptions(
+            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+            compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+            fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+        )  # fmt: skip
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,
         vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, may_be_several=True,
@@ -80,6 +94,7 @@ def linear_logprobs(
     return log_probs(call)
 
 
+@named_keywords
 @never_in_a_graph
 def logits_logprobs(
     logits: Tensor,

@@ -1,7 +1,7 @@
 """Distillation from a teacher's lists of likely ids: the public function."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -10,13 +10,12 @@ from liger_rl.call.checks import check_dense, check_floating
 from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import HeadKeywords, options_of
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.run import log_probs_and_mask
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.keywords import named_keywords
 
 Tail = Literal["bucket", "none", "renormalized"]
 TAILS: tuple[str, ...] = get_args(Tail)
@@ -30,6 +29,7 @@ class TopKDivergence(NamedTuple):
     student: LogProbs  # log-probabilities (..., K) of the teacher's ids, and the results that `options` ask for
 
 
+@named_keywords
 def topk_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -42,7 +42,18 @@ def topk_divergence(
     low_rank: Sequence[LowRank] = (),
     weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
-    **options: "Unpack[HeadKeywords]",
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+    lse: bool = False,
+    topk: int | None = None,
+    extras: Collection[str] = (),
+    grad_tolerance: Tolerance = "auto",
+    compute_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    fixed_shape: bool = False,
+    batch_invariant: bool = False,
 ) -> TopKDivergence:
     """Forward KL divergence of a student from a teacher with known log-probabilities at K ids of each token.
 
@@ -63,7 +74,8 @@ def topk_divergence(
         teacher_logps: shaped like teacher_ids, float32, bfloat16 or float16, no gradient: log-probabilities in nats,
             over the whole vocabulary. -inf is a probability of 0. Values at negative ids and masked tokens are ignored.
         tail: how all other ids count, as above.
-        options: as in `linear_logprobs`.
+        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
 
     Returns:
         TopKDivergence(divergence, student). The divergence is infinite if the student gives probability 0 to an id with
@@ -75,7 +87,11 @@ def topk_divergence(
     """
     tensors = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *tensors):
-        head_options = options_of("topk_divergence", options)
+        head_options = HeadOptions(
+            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+            compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+            fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+        )  # fmt: skip
         for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
             if is_dtensor(tensor):
                 raise ValueError(f"{name} must be no DTensor; call full_tensor()")

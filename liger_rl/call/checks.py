@@ -100,16 +100,16 @@ def check_tolerance(_name: str, grad_tolerance: Any) -> None:
 
 
 def auto_tolerance(setting: str | None) -> float:
-    """The tolerance that "auto" stands for: `setting`, the variable LIGER_RL_GRAD_TOLERANCE, or 3e-4 without it.
+    """The tolerance that "auto" stands for: `setting`, the variable LIGER_RL_GRAD_TOLERANCE; if unset or "auto", 3e-4.
 
     At 3e-4 the error of a gradient is at most the 2.4e-3 of rounding it to bfloat16.
     """
     try:
-        tolerance = 3e-4 if setting is None else float(setting)
+        tolerance = 3e-4 if setting in (None, "auto") else float(setting)
     except ValueError:
         tolerance = -1.0
     if not 0.0 <= tolerance < 1.0:
-        raise ValueError(f"LIGER_RL_GRAD_TOLERANCE must be a number in [0, 1), got {setting!r}")
+        raise ValueError(f'LIGER_RL_GRAD_TOLERANCE must be a number in [0, 1) or "auto", got {setting!r}')
     return tolerance
 
 

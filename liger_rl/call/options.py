@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -97,35 +97,6 @@ KNOWN = tuple(TABLE)
 EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
 # Options that change how a result is computed, not which result. Frameworks pass them on.
 HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
-
-
-class HeadKeywords(TypedDict, total=False):
-    """The fields of `HeadOptions` as keywords of a function."""
-
-    transform: LogitTransform
-    entropy: bool
-    lse: bool
-    topk: int | None
-    extras: Collection[str]
-    grad_tolerance: Tolerance
-    compute_dtype: torch.dtype | None
-    gather: Gather | None
-    chunk_tokens: int | None
-    chunk_vocab: int | None
-    fixed_shape: bool
-    batch_invariant: bool
-
-
-def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
-    """HeadOptions(**keywords). An unknown keyword raises a TypeError that names `function` and lists the options."""
-    for name, value in keywords.items():
-        if name not in KNOWN:
-            known = f"its options are {', '.join(KNOWN)}"
-            if name in LogitTransform.__dataclass_fields__:
-                known = f"write transform=LogitTransform({name}={value if isinstance(value, (int, float)) else '...'})"
-            raise TypeError(f"{function} got an unexpected argument {name!r}; {known}")
-    # torch.compile cannot trace a default value that is an object, so the default transform is passed.
-    return HeadOptions(**{"transform": IDENTITY, **keywords})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

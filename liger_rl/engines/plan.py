@@ -4,24 +4,23 @@
 calls with a support (`run.py`) and under torch.compile (`compile.py`).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
 from liger_rl.call import checks
 from liger_rl.call.checks import Passes
-from liger_rl.call.options import HeadKeywords, options_of, resolved
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
 from liger_rl.call.rules import check_left_alone
 from liger_rl.engines.dense import one_pass, several, two_pass
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.sparse import certified as sparse
 from liger_rl.engines.tiles import Tiles
-from liger_rl.kernels.devices import family_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from liger_rl.kernels.devices import family_of, gpu_of
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.keywords import named_keywords
 
 ENGINES: dict[str, ModuleType] = {
     "several targets": several,
@@ -50,8 +49,12 @@ def path_for(shape: HeadShape) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of two lines."""
+    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of three lines."""
 
+    tokens: int
+    """N. The plan is that of a call in which all of them count."""
+    device: str
+    """"cpu", or the name of a GPU's device with what it is: "cuda:0, compute capability 9.0"."""
     path: str
     """"several targets", "sparse", "one pass" or "two passes"."""
     reason: str
@@ -68,7 +71,8 @@ class LinearPlan:
         kind = "chunks" if self.path == "one pass" else "tiles"
         work = f"in the product's epilogue ({self.family})" if self.epilogue else "in float32 tiles of logits"
         sides = f"{kind} of up to {self.tiles.tokens} tokens x {self.tiles.vocab} vocabulary entries"
-        return f"{self.path}, {work}, {sides}\n{self.reason}"
+        call = f"for {self.tokens} tokens that all count, on {self.device}"
+        return f"{self.path}, {work}, {sides}\n{call}\n{self.reason}"
 
 
 def _plan(shape: HeadShape) -> LinearPlan:
@@ -86,6 +90,8 @@ def _plan(shape: HeadShape) -> LinearPlan:
     if shape.device.type == "cuda" and lacks is not None:
         remarks.append(f"no epilogue, which needs {lacks}")
     return LinearPlan(
+        tokens=shape.tokens,
+        device=f"{shape.device}, {gpu_of(shape.device).name}" if shape.device.type == "cuda" else str(shape.device),
         path=path,
         reason="; ".join(remarks),
         epilogue=lacks is None,
@@ -94,6 +100,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
     )
 
 
+@named_keywords
 def plan_linear_logprobs(
     tokens: int,
     vocab: int,
@@ -101,14 +108,25 @@ def plan_linear_logprobs(
     *,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     needs: tuple[bool, bool] = (True, True),
     rank: int = 0,
     weight_grad: bool = False,
     passes: Passes = "two",
     together: int = 1,
     aligned: bool = True,
-    **options: "Unpack[HeadKeywords]",
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+    lse: bool = False,
+    topk: int | None = None,
+    extras: Collection[str] = (),
+    grad_tolerance: Tolerance = "auto",
+    compute_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    fixed_shape: bool = False,
+    batch_invariant: bool = False,
 ) -> LinearPlan:
     """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, and the reason.
 
@@ -121,27 +139,22 @@ def plan_linear_logprobs(
        and that a 16-bit weight's gradient needs no float32 sum of 4VH bytes over several chunks.
     4. "two passes".
 
-    A chunk of one pass takes 544 MiB (64 MiB on CPU). With the memory of the float32 sum added, one or two chunks may
-    hold all tokens. They then get that memory, and the gradient is rounded after each of them.
-
-    docs/design.md says which products have an epilogue. Others make float32 tiles of logits. If the weight's dtype is
-    not the products', two passes with an epilogue copy the weight (2VH bytes), in the forward and in the backward.
-
-    A tolerance saves nothing if the tokens' lists of ids get long: the exact backward then runs. A plan cannot foresee
-    that, because it depends on the probabilities.
+    docs/design.md says which products have an epilogue, and docs/choosing.md what memory engines take. If lists of ids
+    get long, "sparse" runs the exact backward. A plan cannot foresee that.
 
     Args:
-        tokens, vocab, hidden_size: N, V, H.
+        tokens, vocab, hidden_size: N, V, H. All N tokens count.
         dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
-        device: "cuda" plans for this machine's GPU. Without a GPU it plans for compute capability 9.0 with Triton.
+        device: None is this machine's GPU, or the CPU without one. "cuda" without one is compute capability 9.0.
         needs: whether hidden needs a gradient, and whether weight does.
         rank: the sum of the low-rank terms' ranks.
         weight_grad: whether the weight's gradient is added to the caller's tensor.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
-        together: for one pass, the largest number of tokens that one token's gradient depends on: 1 for a token-local
-            loss, T for a sequence-local loss of rows (B, T), N for any other loss.
+        together: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a sequence-local
+            loss of rows (B, T), N for any other loss.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
-        options: the fields of `HeadOptions`.
+        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
 
     Raises:
         TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
@@ -158,7 +171,11 @@ def plan_linear_logprobs(
     for name, flag in flags.items():
         checks.check_flag(name, flag)
     checks.check_passes(passes)
-    head_options = options_of("plan_linear_logprobs", options)
+    head_options = HeadOptions(
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+        fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+    )  # fmt: skip
     for is_set, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
         if is_set:
             check_left_alone(head_options, name)
@@ -174,10 +191,12 @@ def plan_linear_logprobs(
     )  # fmt: skip
 
 
-def _device(device: torch.device | str) -> torch.device:
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, (torch.device, str)):
-        raise TypeError(f"device must be a torch.device or the name of one, got {type(device).__name__}")
+        raise TypeError(f"device must be a torch.device, the name of one or None, got {type(device).__name__}")
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
+        raise ValueError(f"device must be a torch.device, the name of one or None, got {device!r}") from error

@@ -1,6 +1,5 @@
 """liger-kernel's chunked GRPO and distillation losses on this package's head and losses: docs/liger.md."""
 
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 from liger_rl.losses.objectives import SAPO, VESPO
-from liger_rl.losses.options import in_interval
+from liger_rl.losses.options import in_interval, warn_caller
 from liger_rl.losses.presets import PRESETS
 from liger_rl.losses.reductions import GlobalTokenMean
 
@@ -113,6 +112,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
         if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
             vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
+        if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            warn_caller("Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.")
         if self.beta == 0.0:
             ref_per_token_logps = None
         elif ref_per_token_logps is None:
@@ -126,8 +127,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ref_per_token_logps = fused.reference_logps(
                 ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias
             )
-        elif ref_input is not None:
-            warnings.warn("Both ref_per_token_logps and ref_input are given. Using ref_per_token_logps.", stacklevel=2)
         hidden, weight, bias = _head(_input, lin_weight, bias)
         loss, metrics = fused(
             hidden,

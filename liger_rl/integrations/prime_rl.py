@@ -33,7 +33,7 @@ def fused_output(
 
     Returns:
         "logprobs" and "entropy", (B, T) float32 in nats, differentiable, both over the ids of sampling_mask. prime-rl's
-        entropy is of the whole vocabulary, and has no gradient.
+            entropy is of the whole vocabulary, and has no gradient.
     """
     tokens = labels.numel()
     labels = labels.reshape(tokens)

@@ -68,6 +68,10 @@ class Gpu(NamedTuple):
     amd: bool  # PyTorch calls AMD's GPUs cuda, and gives gfx942 as capability (9, 4)
     triton: tuple[int, int] | None  # the installed version; None without Triton
 
+    @property
+    def name(self) -> str:
+        return ("gfx{}{}" if self.amd else "compute capability {}.{}").format(*self.capability)
+
 
 HOPPER = Gpu(TMA_CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
 
@@ -138,7 +142,7 @@ def gpu_lacks(gpu: Gpu) -> str | None:
         return "Triton"
     if gpu.amd:
         known = gpu.capability in AMD_CAPABILITIES
-        return None if known else "gfx942 or gfx950 of AMD's GPUs, got gfx{}{}".format(*gpu.capability)
+        return None if known else f"gfx942 or gfx950 of AMD's GPUs, got {gpu.name}"
     if gpu.capability < PORTABLE_CAPABILITY:
         return "compute capability {}.{} or higher, got {}.{}".format(*PORTABLE_CAPABILITY, *gpu.capability)
     if gpu.shared_bytes < PORTABLE[-1].shared_bytes:

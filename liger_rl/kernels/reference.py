@@ -319,8 +319,8 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
 
     Returns:
         (N,) int64, whose first n entries are the flat positions in ascending order, and (4,) int64: n; the number of
-        tokens that count, wanted or not, with a target outside the vocabulary; the largest of these targets, or 0; the
-        number of mask values other than 0 and 1.
+            tokens that count, wanted or not, with a target outside the vocabulary; the largest of these targets, or 0;
+            the number of mask values other than 0 and 1.
     """
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counted = targets >= 0 if mask is None else torch.logical_and(targets >= 0, mask)

@@ -1,7 +1,7 @@
 """The columns of a batch: checked and aligned once, so that losses need not look again."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class PolicyBatch:
 
     Attributes:
         advantages: (B,) one per sequence, or (B, T) / (N,) one per token.
-        completion_mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all. `ppo_loss_fn` refuses
+        mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all. `ppo_loss_fn` refuses
             other values in CPU memory. It does not read a mask on another device, where any value but 0 counts.
         old_per_token_logps: under the policy that sampled; None means the current ones, detached (ratio 1).
         ref_per_token_logps: under the reference policy, for the KL penalty.
@@ -125,7 +125,7 @@ class PolicyBatch:
     """
 
     advantages: Tensor
-    completion_mask: Tensor | None = None
+    mask: Tensor | None = None
     old_per_token_logps: Tensor | None = None
     ref_per_token_logps: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
@@ -142,11 +142,11 @@ class PolicyBatch:
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
         columns: dict[str, Any] = {}
-        for name in ("completion_mask", *COLUMNS):
+        for name in ("mask", *COLUMNS):
             column = getattr(self, name)
             needed = column is not None or name == "advantages"
             columns[name] = _column(name, column, shape, device) if needed else None
-        mask, ratio = columns.pop("completion_mask"), self.importance_ratio
+        mask, ratio = columns.pop("mask"), self.importance_ratio
         if self.segments is not None:
             _check_segments(self.segments, shape, device)
         num_sequences = _divisor("num_sequences", self.num_sequences, device)
@@ -208,9 +208,7 @@ def check_mask_values(mask: Tensor | None) -> None:
         return
     odd = mask[(mask != 0) & (mask != 1)]
     if odd.numel():
-        raise ValueError(
-            f"completion_mask must be 0 or 1 for every token, got {odd[0].item()} and {odd.numel() - 1} others"
-        )
+        raise ValueError(f"mask must be 0 or 1 for every token, got {odd[0].item()} and {odd.numel() - 1} others")
 
 
 def _divisor(name: str, value: Any, device: torch.device) -> Any:
@@ -231,20 +229,11 @@ def _divisor(name: str, value: Any, device: torch.device) -> Any:
     return value.detach().reshape(())
 
 
-# The columns that are keywords of a function. Made here, because torch.compile does not trace `fields`.
-KEYWORDS = tuple(f.name for f in fields(PolicyBatch) if f.name not in ("advantages", "completion_mask"))
-
-
-def batch_of(
-    function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: dict[str, Any]
-) -> PolicyBatch:
-    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and the other columns."""
-    for name in columns:
-        if name not in KEYWORDS:
-            raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(KEYWORDS)}")
+def batch_of(function: str, advantages: Tensor | PolicyBatch, **columns: Any) -> PolicyBatch:
+    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages and the other columns."""
     if not isinstance(advantages, PolicyBatch):
-        return PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
-    doubled = [*(["mask"] if mask is not None else []), *columns]
+        return PolicyBatch(advantages=advantages, **columns)
+    doubled = [name for name, column in columns.items() if column is not None]
     if doubled:
         raise TypeError(f"{', '.join(doubled)} must be in the PolicyBatch that {function} got, not beside it")
     return advantages

@@ -300,6 +300,6 @@ def ppo_loss_fn(
         raise ValueError("entropy must be given for an entropy bonus, a TopEntropyMask or entropy metrics, got None")
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
     aligned = terms.check(batch, per_token_logps.shape, per_token_logps.device)
-    check_mask_values(batch.completion_mask)
+    check_mask_values(batch.mask)
     exact_kl = None if exact_kl is None else exact_kl.to(dtype)
     return terms.prepared(aligned, dtype).evaluate(per_token_logps.to(dtype), entropy, exact_kl)

@@ -24,7 +24,7 @@ MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max"
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a step and how it is merged."""
+    """A number of a step and how it is merged. Printing one waits for the device."""
 
     total: Tensor  # () the sum, maximum or minimum, without gradient
     reduction: ReductionKind = "sum"  # over micro-batches and ranks
@@ -40,6 +40,12 @@ class Metric:
         return self.value.item()
 
     __float__ = item
+
+    def __repr__(self) -> str:
+        return f"Metric({self.item():.6g})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
 
 
 @torch.no_grad()

@@ -1,10 +1,14 @@
 """The published names of losses. A preset is an objective's class, a reduction's class and default options."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
-from difflib import get_close_matches
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from inspect import Parameter, signature
+from itertools import chain
+from typing import Any, TypedDict, TypeVar
 
+import torch
+
+from liger_rl.keywords import hint
 from liger_rl.losses import objectives
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip
@@ -41,6 +45,67 @@ PRESETS: Mapping[str, Preset] = {
 }
 """The names that a loss_type may have."""
 
+# Made here, because torch.compile does not trace `fields`.
+FIELDS = {cls: fields(cls) for p in PRESETS.values() for cls in (p.objective, p.reduction, KLPenalty, EntropyBonus)}
+
+
+class ObjectiveKeywords(TypedDict, total=False):
+    """The options of the presets' objectives. Each preset has those of its own objective."""
+
+    epsilon_low: float
+    epsilon_high: float
+    delta: float | None
+    dual_clip: float | None
+    importance_sampling_level: str
+    mean_advantages: bool
+    ratio_min: float
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+    mean_importance_ratio: bool
+    divergence_low: float
+    divergence_high: float
+    ratio_cap: float
+    dro_beta: float
+    clip_cov_ratio: float
+    clip_cov_lb: float
+    clip_cov_ub: float
+    generator: torch.Generator | None
+    kl_cov_ratio: float
+    ppo_kl_coef: float
+
+
+class PresetKeywords(ObjectiveKeywords, total=False):
+    """The options of the presets' objectives and reductions."""
+
+    world_size: int
+    max_completion_length: float
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def shows(keywords: type) -> Callable[[FunctionT], FunctionT]:
+    """Decorator: `inspect.signature` and `help` show the keys of a TypedDict in place of **options.
+
+    Each has the default that it has in the first preset with this option.
+    """
+    defaults: dict[str, Any] = {}
+    for option in chain.from_iterable(FIELDS.values()):
+        defaults.setdefault(option.name, Parameter.empty if option.default is MISSING else option.default)
+
+    def shown(function: FunctionT) -> FunctionT:
+        *parameters, _ = (shape := signature(function)).parameters.values()
+        for name, kind in keywords.__annotations__.items():
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind))
+        function.__signature__ = shape.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
 
 def build_loss(
     loss_type: str | Objective,  # the name of a preset, or an objective of the caller's, which needs a reduction
@@ -75,16 +140,16 @@ def build_loss(
 
 def _built(name: str, classes: Sequence[Any], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:
     """An instance of each class, with the options that are its fields."""
-    known = [name for cls in classes for name in cls.__dataclass_fields__]  # torch.compile does not trace fields() here
+    known = [f.name for cls in classes for f in FIELDS[cls]]
     for option in options:
         if option not in known:
-            choices = [*known, *keywords]
+            choices = list(dict.fromkeys([*known, *keywords]))
             raise ValueError(f"{name} has no option {option}{_hint(option, choices)}. It has {', '.join(choices)}")
     for cls in classes:
-        for f in cls.__dataclass_fields__.values():
+        for f in FIELDS[cls]:
             if f.default is MISSING and options.get(f.name) is None:
                 raise ValueError(f"{name} needs {f.name}, which has no default")
-    return [cls(**{name: options[name] for name in cls.__dataclass_fields__ if name in options}) for cls in classes]
+    return [cls(**{f.name: options[f.name] for f in FIELDS[cls] if f.name in options}) for cls in classes]
 
 
 def _hint(option: str, choices: Sequence[str]) -> str:
@@ -93,5 +158,4 @@ def _hint(option: str, choices: Sequence[str]) -> str:
     if option == "importance_sampling_level":
         clipping = [name for name, preset in PRESETS.items() if preset.objective is PPOClip]
         return f": a ratio per sequence has a meaning where the ratio carries the gradient, in {', '.join(clipping)}"
-    nearest = get_close_matches(option, choices, n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
+    return hint(option, choices)

@@ -71,7 +71,7 @@ def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRP
             (`swap_lm_head`); or a wrapper (DDP, torch.compile) of one whose head has been swapped before.
         batch: columns by name. Entry t belongs to token t, not to the position that predicts it.
             input_ids: (B, T) integers, prompt and completion.
-            completion_mask: (B, T) bool or 0/1, the sampled tokens that count, except the first of a row.
+            mask: (B, T) bool or 0/1, the sampled tokens that count, except the first of a row.
             advantages and optional columns: as in `PolicyBatch`, (B, T) per token; segments for a packed row, B = 1.
             support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
                 which it was drawn.
@@ -129,7 +129,9 @@ def policy_steps(
     Returns:
         An iterator over the micro-batches' `PolicyStep`, of known length, with `total` after the last.
 
-    Raises: as `policy_step`; also for max_tokens below the longest sequence, or below a batch that cannot be split.
+    Raises:
+        TypeError, ValueError: as `policy_step`; also for max_tokens below the longest sequence, or below a batch that
+            cannot be split.
     """
     options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "idle": idle}
     return PolicySteps(model, batch, loss, extra_inputs, options, group)
@@ -348,7 +350,7 @@ def completion_logps(
     """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
 
     For old and reference log-probabilities, at the loss's temperature. Arguments and errors are those of
-    `policy_steps`. It reads the completion_mask, the support and the model's inputs. The model's training mode stays as
+    `policy_steps`. It reads the mask, the support and the model's inputs. The model's training mode stays as
     it is.
     """
     options = {"max_tokens": max_tokens, "trim": trim, "packing": packing}
@@ -377,26 +379,26 @@ def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, ids: Ten
         )
     if loss.passes == "one":
         raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
-    columns: dict[str, Any] = {name: batch.get(name) for name in POLICY_COLUMNS} | {"completion_mask": mask}
+    columns: dict[str, Any] = {name: batch.get(name) for name in POLICY_COLUMNS} | {"mask": mask}
     if columns["segments"] is not None:
         if ids.shape[0] != 1:
             raise ValueError(f"input_ids must be one packed row, (1, T), with segments, got {tuple(ids.shape)}")
-        per_token = [name for name in ("completion_mask", *COLUMNS) if isinstance(columns[name], Tensor)]
+        per_token = [name for name in ("mask", *COLUMNS) if isinstance(columns[name], Tensor)]
         columns |= {name: columns[name].reshape(-1) for name in per_token}
-    return loss.terms.check(PolicyBatch(**columns), columns["completion_mask"].shape, ids.device)
+    return loss.terms.check(PolicyBatch(**columns), columns["mask"].shape, ids.device)
 
 
 def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """input_ids (B, T), and their completion_mask as bool, False in the first column."""
-    for name in ("input_ids", "completion_mask"):
+    """input_ids (B, T), and their mask as bool, False in the first column."""
+    for name in ("input_ids", "mask"):
         if not isinstance(batch.get(name), Tensor):
             raise TypeError(f"{name} must be a tensor in the batch, got {type(batch.get(name)).__name__}")
-    ids, mask = batch["input_ids"], batch["completion_mask"]
+    ids, mask = batch["input_ids"], batch["mask"]
     if ids.dim() != 2 or ids.is_floating_point():
         raise ValueError(f"input_ids must be (B, T) integers, got {tuple(ids.shape)} {ids.dtype}")
     if mask.shape != ids.shape or mask.device != ids.device:
         raise ValueError(
-            f"completion_mask must be (B, T) = {tuple(ids.shape)} on {ids.device} from input_ids, "
+            f"mask must be (B, T) = {tuple(ids.shape)} on {ids.device} from input_ids, "
             f"got {tuple(mask.shape)} on {mask.device}"
         )
     return ids, nn.functional.pad(mask[:, 1:] != 0, (1, 0))

@@ -132,7 +132,7 @@ def make_completions(order: tuple[int, ...]) -> list[tuple[Tensor, PolicyBatch]]
         mask = (position >= PROMPT) & (position < lengths[:, None])
         rewards = torch.rand(ROWS, generator=generator)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        completions.append((ids[rows], PolicyBatch(advantages=advantages[rows], completion_mask=mask[rows])))
+        completions.append((ids[rows], PolicyBatch(advantages=advantages[rows], mask=mask[rows])))
     return completions
 
 
@@ -141,7 +141,7 @@ def literal_grpo(logps: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor, Ten
 
     J = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) - beta (exp(ref - logp) - (ref - logp) - 1), r = exp(logp - old)
     """
-    advantages, mask, low, high = batch.advantages[:, None], batch.completion_mask, *CLIP.values()
+    advantages, mask, low, high = batch.advantages[:, None], batch.mask, *CLIP.values()
     ratio = torch.exp(logps - batch.old_per_token_logps)
     clipped = torch.clip(ratio, 1 - low, 1 + high)
     difference = batch.ref_per_token_logps - logps
@@ -176,7 +176,7 @@ def loss_of_module(model, ids: Tensor, batch: PolicyBatch, run: Run) -> Tensor:
     """Hidden states and FusedLinearGRPOLoss."""
     module, *head = head_of(model, ids)
     columns = {name: getattr(batch, name) for name in ("old_per_token_logps", "ref_per_token_logps")}
-    output = module(*head, batch.advantages, batch.completion_mask, **columns)
+    output = module(*head, batch.advantages, batch.mask, **columns)
     run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
     return output.loss
 

@@ -30,7 +30,7 @@ def batch(device="cpu"):
     columns = {
         "input_ids": torch.randint(VOCAB, (len(ENDS), TIME), generator=generator),
         "attention_mask": attended.long(),
-        "completion_mask": attended & (torch.arange(TIME) >= 2),
+        "mask": attended & (torch.arange(TIME) >= 2),
         "advantages": torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.7]),
     }
     return {name: column.to(device) for name, column in columns.items()}
@@ -64,7 +64,7 @@ def step_of(rank, wrapper, max_tokens):
         wrapped = shard(model, rank.mesh(), wrapper)
     whole = batch(rank.device)
     part = {name: column[SHARES[rank.index]] for name, column in whole.items()}
-    part["num_items_in_batch"] = whole["completion_mask"].sum()
+    part["num_items_in_batch"] = whole["mask"].sum()
     loss = FusedLinearGRPOLoss("dapo", metrics="basic", world_size=rank.world)
     logps = completion_logps(wrapped, part, loss, max_tokens=max_tokens)
     known = list(calls)
@@ -131,7 +131,7 @@ MISTAKES = {
     "extra option": ({"grad_tolerance": 0.0}, "ValueError: batch has no column 'grad_tolerance'"),
     "importance_ratio": ({"importance_ratio": torch.ones(3)}, "ValueError: importance_ratio must be (B, T) = (2, 12)"),
     "advantages": ({"advantages": [1.0, 2.0]}, "TypeError: advantages must be a real tensor, got list"),
-    "completion_mask": ({"completion_mask": IDS}, "ValueError: completion_mask must be (B, T) = (2, 12) on"),
+    "mask": ({"mask": IDS}, "ValueError: mask must be (B, T) = (2, 12) on"),
     "column": ({"logits": IDS}, "ValueError: batch has no column 'logits'"),
     "support": (
         {"support": Support(torch.zeros(3).int(), torch.arange(4))},

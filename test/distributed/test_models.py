@@ -43,7 +43,7 @@ def batch():
     mask[1] = False  # a sequence, and on four ranks a rank, without a token that counts
     return {
         "input_ids": torch.randint(VOCAB, (BATCH, TIME)),
-        "completion_mask": mask,
+        "mask": mask,
         "advantages": torch.randn(BATCH),
     }
 
@@ -55,7 +55,7 @@ def train(model, rows=slice(None), data_ranks=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5, foreach=False)
     whole = {name: column.to(model.device) for name, column in batch().items()}
     part = {name: column[rows] for name, column in whole.items()}
-    count = whole["completion_mask"].sum()
+    count = whole["mask"].sum()
     loss = FusedLinearGRPOLoss("dapo", temperature=0.9, beta=0.05, entropy_coef=0.0, world_size=data_ranks)
     part["old_per_token_logps"] = completion_logps(model, part, loss)
     part["ref_per_token_logps"] = part["old_per_token_logps"] - 0.1

@@ -240,3 +240,17 @@ def test_nonsense_is_named(name, error, value):
 
 def test_no_token_takes_no_chunk():
     assert plan_linear_logprobs(0, 1000, 64, device="cpu", passes="one").path == "one pass"
+
+
+def test_a_plan_names_its_device_and_its_tokens(monkeypatch):
+    """Without a GPU it is the CPU's, unless another is asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "_KNOWN", {})
+    assert str(plan_linear_logprobs(8192, 1000, 64)).splitlines()[1] == "for 8192 tokens that all count, on cpu"
+    assert (
+        str(plan_linear_logprobs(8192, 1000, 64, device="cuda"))
+        .splitlines()[1]
+        .endswith("on cuda, compute capability 9.0")
+    )
+    monkeypatch.setattr(devices, "_KNOWN", {None: devices.HOPPER._replace(capability=(9, 4), amd=True)})
+    assert plan_linear_logprobs(8192, 1000, 64, device="cuda").device == "cuda, gfx94"

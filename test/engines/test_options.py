@@ -176,6 +176,6 @@ def test_a_tolerance_computes_exactly(device):
     options = {"transform": transform, "entropy": True}
     found, exact = (finish(call(x, **options, grad_tolerance=t), x) for x, t in zip(leaves, (0.1, 0.0), strict=True))
     assert_close(found, exact, 1e-6)
-    plan = plan_linear_logprobs(4096, 129, 16, transform=transform, grad_tolerance=0.1)
+    plan = plan_linear_logprobs(4096, 129, 16, device="cuda", transform=transform, grad_tolerance=0.1)
     assert plan.path == "two passes"
     assert "one temperature for all tokens" in plan.reason

@@ -61,7 +61,7 @@ def test_the_environment_names_another_default():
     environment = {**os.environ, "LIGER_RL_GRAD_TOLERANCE": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip() == "0.0", done.stderr
-    assert (auto_tolerance(None), auto_tolerance("1e-3")) == (3e-4, 1e-3)
+    assert [auto_tolerance(setting) for setting in (None, "auto", "1e-3")] == [3e-4, 3e-4, 1e-3]
     for wrong in ("exact", "-1", "1", "nan"):
         with pytest.raises(ValueError, match=rf"LIGER_RL_GRAD_TOLERANCE must be .* got '{wrong}'"):
             auto_tolerance(wrong)

@@ -77,7 +77,7 @@ def check_missing(found: PolicyLoss, case: PolicyCase) -> None:
 def direct(case: PolicyCase, logps: Tensor, entropy: Tensor) -> PolicyLoss:
     kl = KLPenalty(beta=case.beta, kl_estimator=case.estimator, importance_weighted=case.weighted)
     made = PRESETS[case.loss_type].objective(**case.objective_options)
-    batch = PolicyBatch(advantages=case.advantages, completion_mask=case.mask, **columns(case))
+    batch = PolicyBatch(advantages=case.advantages, mask=case.mask, **columns(case))
     return ppo_loss_fn(
         logps, batch, made, reduction_of(case), entropy=entropy, kl=kl,
         entropy_bonus=EntropyBonus(entropy_coef=case.entropy_coef), **parts(case),

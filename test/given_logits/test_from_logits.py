@@ -137,7 +137,7 @@ def test_what_is_not_finite_in_a_row_that_counts(garbage, device, kernel):
 def test_a_whole_batch(device, kernel):
     logits, ids, columns = problem(device=device)
     named = {k: v for k, v in columns.items() if k != "mask"}
-    batch = PolicyBatch(completion_mask=columns["mask"], num_items_in_batch=7, **named)
+    batch = PolicyBatch(mask=columns["mask"], num_items_in_batch=7, **named)
     for loss_type in ("grpo", "gspo"):
         found, expected = (grpo_loss_from_logits(logits, ids, **given, loss_type=loss_type, beta=0.1)
                            for given in ({"advantages": batch}, columns))  # fmt: skip

@@ -58,7 +58,7 @@ def exact(data, reference, preset="bnpo", *, vocab=None, transform=None, other=N
     columns = dict(data.columns)
     loss, metrics = ppo_loss_fn(
         log_p.gather(-1, leaves.targets.long()[..., None]).squeeze(-1),
-        PolicyBatch(completion_mask=columns.pop("mask"), **columns),
+        PolicyBatch(mask=columns.pop("mask"), **columns),
         PRESETS[preset].objective(**PRESETS[preset].defaults),
         PRESETS[preset].reduction(),
         entropy=-(log_p.exp() * log_p).sum(-1),
@@ -222,7 +222,7 @@ def test_given_log_probabilities():
     kl.data[0, 0] = math.nan
     mask = torch.ones(3, 5, dtype=torch.bool)
     mask[0, 0] = False
-    given = PolicyBatch(advantages=torch.zeros(3), completion_mask=mask)
+    given = PolicyBatch(advantages=torch.zeros(3), mask=mask)
     penalty = KLPenalty(beta=2.0, kl_estimator="exact")
     loss, metrics = ppo_loss_fn(logps, given, PPOClip(), TokenMean(), kl=penalty, exact_kl=kl)
     loss.backward()

@@ -205,9 +205,9 @@ def test_a_batch_is_taken_as_it_is():
     hidden, weight, ids, columns = data.head.hidden, data.head.weight, data.head.targets, dict(data.columns)
     advantages, mask = columns.pop("advantages"), columns.pop("mask")
     given = loss(hidden, weight, ids, advantages, mask, **columns)
-    whole = PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
+    whole = PolicyBatch(advantages=advantages, mask=mask, **columns)
     assert torch.equal(loss(hidden, weight, ids, whole).loss, given.loss)
     with pytest.raises(TypeError, match="mask, num_sequences must be in the PolicyBatch"):
         loss(hidden, weight, ids, whole, mask, num_sequences=3)
-    with pytest.raises(TypeError, match="unexpected argument 'old_logps'; its columns are old_per_token_logps"):
+    with pytest.raises(TypeError, match=r"'old_logps' \(did you mean old_per_token_logps\?\)"):
         loss(hidden, weight, ids, advantages, mask, old_logps=None)

@@ -131,7 +131,7 @@ def ours(case, data, *, items=ITEMS, scale=1.0):
     corrections += [TopEntropyMask(top_entropy_quantile=QUANTILE)] if case.top_entropy else []
     batch = PolicyBatch(
         advantages=data.advantages[case.advantages],
-        completion_mask=data.mask,
+        mask=data.mask,
         old_per_token_logps=data.old if case.old else None,
         ref_per_token_logps=data.ref if case.kl != "none" else None,
         sampling_per_token_logps=data.sampling if case.off_policy == "sampling" else None,

@@ -30,7 +30,7 @@ def make_batch(padding="both", *, positions=False, mask=True, device="cpu") -> d
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
     batch = {
         "input_ids": torch.where(attended, ids, 0),
-        "completion_mask": attended & (column >= begin),
+        "mask": attended & (column >= begin),
         "advantages": torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.7]),
         "num_items_in_batch": 31,
     }
@@ -110,7 +110,7 @@ def assert_as_padded(model: nn.Module, batch: dict, loss: FusedLinearGRPOLoss, *
     steps, grads = run(model, batch, loss, **options)
     torch.testing.assert_close(steps.total.loss, total, rtol=1e-5, atol=1e-5)
     assert_same_metrics(steps.total.metrics, metrics)
-    seen, mask = steps.total.per_token_logps, batch["completion_mask"].bool()
+    seen, mask = steps.total.per_token_logps, batch["mask"].bool()
     known = seen.isfinite()
     torch.testing.assert_close(seen[known & mask], logps[known & mask], rtol=1e-5, atol=1e-5)
     assert not seen.requires_grad

@@ -157,6 +157,10 @@ def test_reference_from_hidden_states(with_bias, device):
     mine, theirs = both(options, call)
     assert_same(mine, theirs)
     assert not torch.allclose(mine[2][0], before[2][0])
+    for loss_class in (THEIRS, LigerFusedLinearGRPOLoss):  # at beta 0, too, where neither has an effect
+        with pytest.warns(UserWarning, match=r"are provided\. Using ref_per_token_logps") as warned:
+            run(loss_class, options | {"beta": 0.0}, call | {"ref_per_token_logps": ref_logps})
+    assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
         again = run(LigerFusedLinearGRPOLoss, options, call | {"ref_per_token_logps": ref_logps})
     assert torch.equal(again[0], before[0])

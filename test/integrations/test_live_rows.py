@@ -122,7 +122,7 @@ def columns_that_follow_on(batch):
     batch |= rows_of(batch, slice(2))
     column = torch.arange(LENGTH)
     attended = torch.stack([column < 6, column >= 6])
-    batch |= {"attention_mask": attended.long(), "completion_mask": attended & (column % 6 > 1)}
+    batch |= {"attention_mask": attended.long(), "mask": attended & (column % 6 > 1)}
 
 
 def a_hole_in_the_mask(batch):
@@ -135,7 +135,7 @@ def a_gap_in_the_positions(batch):
 
 
 def shorter_completions(batch):
-    batch["completion_mask"][0, 11:] = False
+    batch["mask"][0, 11:] = False
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def test_models_that_are_not_causal_are_refused(name):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, VOCAB - 1, (1, 9))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "advantages": torch.ones(1)}
-    batch["completion_mask"] = (torch.arange(9) > 2) & (torch.arange(9) < 8)[None]
+    batch["mask"] = (torch.arange(9) > 2) & (torch.arange(9) < 8)[None]
     others = torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1)
     with torch.no_grad():
         before, after = (model(row, attention_mask=batch["attention_mask"]).logits[:, :-1] for row in (ids, others))
@@ -239,8 +239,8 @@ def test_a_completion_at_the_start_of_its_row():
     """Its first token is predicted by padding, which stays, whatever a model makes of it. All others are the same."""
     model, loss = build("Llama"), FusedLinearGRPOLoss("grpo", beta=0.1)
     batch = with_columns(model, make_batch("left"))
-    batch["completion_mask"][3] = batch["attention_mask"][3].bool()
-    expected = torch.where(batch["completion_mask"], full_step(model, batch)[0], 0.0)
+    batch["mask"][3] = batch["attention_mask"][3].bool()
+    expected = torch.where(batch["mask"], full_step(model, batch)[0], 0.0)
     calls = Calls(swap_lm_head(model))
     logps = policy_step(model, batch, loss).per_token_logps
     assert calls[0] == ((5, 13), True, {"attention_mask", "position_ids"})
@@ -268,7 +268,7 @@ def test_a_support_goes_with_its_tokens():
 def test_completion_logps_are_those_of_the_padded_batch():
     """And the old ones of a step of the same policy."""
     model, loss, batch = build("Llama"), FusedLinearGRPOLoss("grpo", temperature=0.7, beta=0.1), make_batch()
-    expected = torch.where(batch["completion_mask"], full_step(model, batch, 0.7)[0], 0.0)
+    expected = torch.where(batch["mask"], full_step(model, batch, 0.7)[0], 0.0)
     calls = Calls(swap_lm_head(model))
     for options in ({"max_tokens": 20}, {"packing": True}, {}):
         logps = completion_logps(model, batch, loss, **options)
@@ -304,7 +304,7 @@ def test_sequences_without_a_gradient_are_skipped_or_run_without_a_graph(idle, p
     assert [call[:2] for call in calls] == expected
     assert all(names == {"position_ids"} for *_, names in calls)
     skipped = expected == [((4, 13), True)]
-    assert torch.equal(unknown, batch["completion_mask"] & (torch.arange(BATCH) == IDLE)[:, None] & skipped)
+    assert torch.equal(unknown, batch["mask"] & (torch.arange(BATCH) == IDLE)[:, None] & skipped)
     calls.clear()
     policy_step(model, batch, FusedLinearGRPOLoss("grpo"), trim=False, idle="backward")
     assert calls == [((6, 13), True, {"attention_mask"})]
@@ -324,7 +324,7 @@ def test_log_probabilities_of_an_earlier_step_may_be_given_back(preset):
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_batch_without_a_gradient_has_a_loss_to_call_backward_on(counted):
     model, batch = small_llama(), make_batch() | {"advantages": torch.zeros(BATCH)}
-    batch["completion_mask"] = batch["completion_mask"] & counted
+    batch["mask"] = batch["mask"] & counted
     calls = Calls(swap_lm_head(model))
     step = policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
     step.loss.backward()

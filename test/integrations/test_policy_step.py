@@ -43,7 +43,7 @@ def test_the_first_token_is_never_counted():
     """Nothing predicts it: with it in the mask, the result is the same."""
     model, batch, loss = gemma(), make_batch(), FusedLinearGRPOLoss("grpo")
     first = policy_step(model, batch, loss).loss
-    batch["completion_mask"][0, 0] = True
+    batch["mask"][0, 0] = True
     assert torch.equal(policy_step(model, batch, loss).loss, first)
 
 
@@ -112,7 +112,7 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     logps = logits.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
     step = policy_step(model, batch, FusedLinearGRPOLoss("grpo"), idle="backward")
     assert step.per_token_logps.shape == batch["input_ids"].shape
-    mask = batch["completion_mask"][:, 1:]
+    mask = batch["mask"][:, 1:]
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
     with pytest.raises(ValueError, match="the adapter puts tokens of its own before each row"):
@@ -126,8 +126,9 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     ("changed", "error", "message"),
     [
         ({"input_ids": None}, TypeError, "input_ids must be a tensor in the batch, got NoneType"),
-        ({"completion_mask": None}, TypeError, "completion_mask must be a tensor in the batch, got NoneType"),
-        ({"completion_mask": torch.ones(BATCH, LENGTH - 1)}, ValueError, r"completion_mask must be .* = \(6, 13\)"),
+        ({"mask": None}, TypeError, "mask must be a tensor in the batch, got NoneType"),
+        ({"completion_mask": torch.ones(1)}, ValueError, "no column 'completion_mask'; it has .*advantages, mask"),
+        ({"mask": torch.ones(BATCH, LENGTH - 1)}, ValueError, r"mask must be .* = \(6, 13\)"),
         ({"input_ids": torch.ones(LENGTH, dtype=torch.long)}, ValueError, r"input_ids must be \(B, T\) integers"),
         ({"advantages": None}, TypeError, "advantages must be a real tensor, got NoneType"),
         ({"advantages": torch.ones(BATCH + 1)}, ValueError, r"advantages must be .*got \(7,\)"),

@@ -112,7 +112,7 @@ def test_a_policy_step_replays(loss_type):
     mask = batch.pop("labels") >= 0
     batch |= {
         "advantages": torch.tensor([1.0, -0.5, 2.0]),
-        "completion_mask": mask,
+        "mask": mask,
         "old_per_token_logps": logps.detach() + 0.2 * torch.randn(logps.shape),
         "ref_per_token_logps": logps.detach() + 0.2 * torch.randn(logps.shape),
     }
@@ -133,7 +133,7 @@ def test_a_packed_row_is_the_padded_batch(replay):
     model, batch = build("Llama", attention="eager"), make_batch()
     loss = FusedLinearGRPOLoss("gspo", metrics="basic")
     support, _ = sampled(batch)
-    batch |= {"advantages": torch.tensor([1.0, -0.5, 2.0]), "completion_mask": batch.pop("labels") >= 0}
+    batch |= {"advantages": torch.tensor([1.0, -0.5, 2.0]), "mask": batch.pop("labels") >= 0}
     batch["old_per_token_logps"] = completion_logps(model, batch, loss) + 0.1 * torch.randn(batch["input_ids"].shape)
     row, sequence = packed(batch)
     real = batch["attention_mask"].bool()
@@ -207,7 +207,7 @@ def test_what_the_sampler_drew_has_its_probability():
     scores, ids = torch.stack(generated.scores, 1), generated.sequences
     drawn = scores.log_softmax(-1).gather(-1, ids[:, 3:, None]).squeeze(-1)
     mask = torch.arange(9).expand(4, 9) >= 3
-    batch = {"input_ids": ids, "completion_mask": mask, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)}
     loss = FusedLinearGRPOLoss("grpo", temperature=1.3)
     support = Support.from_logits(scores).placed(mask)
     replayed = completion_logps(model, {**batch, "support": support}, loss)[:, 3:]

@@ -92,7 +92,7 @@ def some_tokens(shape: tuple[int, ...]):
         "ref_per_token_logps": logps + torch.randn(shape),
     }
     columns = {name: column.masked_fill(~mask, math.nan) for name, column in columns.items()}
-    columns |= {"advantages": torch.randn(shape).masked_fill(~mask, math.nan), "completion_mask": mask}
+    columns |= {"advantages": torch.randn(shape).masked_fill(~mask, math.nan), "mask": mask}
     logps = logps.masked_fill(~mask, math.nan)
     return logps.to(DEVICE), {name: column.to(DEVICE) for name, column in columns.items()}
 

@@ -30,7 +30,7 @@ def metrics(level, rows=slice(None), *, objective=None, beta=0.1, with_old=True,
     logps, old, ref, advantages, entropy = torch.randn(5, 11, 6, generator=g, dtype=torch.float64).to(dtype)[:, rows]
     mask = torch.arange(6) < ((torch.arange(11) * 5 + 2) % 7 * (torch.arange(11) != 6))[rows, None]
     batch = PolicyBatch(
-        advantages=advantages, completion_mask=mask, old_per_token_logps=logps + 0.3 * old if with_old else None,
+        advantages=advantages, mask=mask, old_per_token_logps=logps + 0.3 * old if with_old else None,
         ref_per_token_logps=logps + 0.3 * ref, num_sequences=11,
     )  # fmt: skip
     objective = objective or PPOClip(epsilon_low=0.15, epsilon_high=0.25)
@@ -55,6 +55,12 @@ def test_what_is_not_there_is_not_reported():
     without_clip = BASIC_NAMES - LOSS_NAMES - {"clipped_ratio_fraction"} | {"kl_ref"}
     assert set(metrics("basic", objective=SAPO())) == without_clip
     assert set(metrics("with_entropy", with_old=False)) == NAMES["with_entropy"]
+
+
+def test_a_metric_prints_its_value():
+    mean = Metric(torch.tensor(3.0), count=torch.tensor(4))
+    assert (repr(mean), str(mean), f"{mean}", f"{mean:.3f}") == ("Metric(0.75)", "Metric(0.75)", "0.75", "0.750")
+    assert str({"clip_ratio": mean}) == "{'clip_ratio': Metric(0.75)}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

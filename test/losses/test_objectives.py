@@ -64,7 +64,7 @@ def per_sequence(c):
 
 
 def batch_of(c, **more):
-    given = {"advantages": c.advantages, "completion_mask": c.mask, "old_per_token_logps": c.old}
+    given = {"advantages": c.advantages, "mask": c.mask, "old_per_token_logps": c.old}
     return PolicyBatch(**given | more)
 
 

@@ -1,10 +1,13 @@
 """ppo_loss_fn: columns of any shape, layouts, parts of one's own, bad input. Its values are the fuzzer's."""
 
+import inspect
 import math
 import random
 import re
 import traceback
 import warnings
+from dataclasses import MISSING, fields
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from liger_rl import (
     EntropyBonus,
     FusedLinearGRPOLoss,
     GlobalTokenMean,
+    HeadOptions,
     KLPenalty,
+    LogitTransform,
     OffPolicySequenceMask,
     PolicyBatch,
     PPOClip,
@@ -26,9 +31,14 @@ from liger_rl import (
     TokenMean,
     TopEntropyMask,
     grpo_loss_from_logits,
+    linear_divergence,
     linear_logprobs,
+    logits_logprobs,
+    plan_linear_logprobs,
     ppo_loss_fn,
+    topk_divergence,
 )
+from liger_rl.call.options import HOW
 from liger_rl.losses.presets import build_loss
 
 LENGTHS = [6, 1, 4, 0, 5]  # one full sequence, one fully masked
@@ -45,7 +55,7 @@ def columns(batch=5, length=6, *, noise=0.3, seed=0):
     logps = -normal(batch, length).abs() - 0.1
     return logps.requires_grad_(), {
         "advantages": normal(batch),
-        "completion_mask": torch.arange(length) < torch.tensor((LENGTHS * batch)[:batch])[:, None],
+        "mask": torch.arange(length) < torch.tensor((LENGTHS * batch)[:batch])[:, None],
         "old_per_token_logps": logps.detach() + noise * normal(batch, length),
         "ref_per_token_logps": logps.detach() + noise * normal(batch, length),
         "importance_ratio": torch.exp(0.2 * normal(batch, length)),
@@ -63,7 +73,7 @@ def test_other_columns_get_no_gradient(sampler):
         del parts["importance_ratio"]
     parts["sampling_per_token_logps"] = parts["old_per_token_logps"] - 0.1
     parts["num_items_in_batch"] = torch.tensor(16.0)
-    leaves = {name: value.requires_grad_() for name, value in parts.items() if name != "completion_mask"}
+    leaves = {name: value.requires_grad_() for name, value in parts.items() if name != "mask"}
     found = solve(
         logps, parts, None, GlobalTokenMean(), kl=KLPenalty(beta=0.1), sampler_correction=sampler,
         corrections=[OffPolicySequenceMask(threshold=9.0)], metrics="basic",
@@ -87,7 +97,7 @@ def test_losses_are_at_least_float32(dtype):
 
 def test_an_objective_of_your_own_sees_clean_columns():
     logps, parts = columns()
-    hole = ~parts["completion_mask"]
+    hole = ~parts["mask"]
     parts["old_per_token_logps"] = parts["old_per_token_logps"].masked_fill(hole, math.nan)
     seen = {}
 
@@ -96,13 +106,13 @@ def test_an_objective_of_your_own_sees_clean_columns():
         return TokenLoss(-batch.advantages * logps)
 
     found = solve(logps, parts, reinforce)
-    weights = parts["importance_ratio"] * parts["completion_mask"] / parts["completion_mask"].sum()
+    weights = parts["importance_ratio"] * parts["mask"] / parts["mask"].sum()
     torch.testing.assert_close(found.loss, -(weights * parts["advantages"][:, None] * logps).sum())
     assert found.metrics == {}
     for name in ("logps", "old", "advantages"):
         assert seen[name].shape == (5, 6)
         assert (seen[name][hole] == 0).all()
-    assert torch.equal(seen["mask"], parts["completion_mask"])
+    assert torch.equal(seen["mask"], parts["mask"])
 
 
 def test_a_reduction_of_your_own():
@@ -123,8 +133,8 @@ def test_a_reduction_of_your_own():
         ("advantages", ValueError, torch.zeros(5, device="meta")),
         ("advantages", TypeError, 1.0),
         ("advantages", TypeError, None),
-        ("completion_mask", ValueError, torch.ones(5)),
-        ("completion_mask", TypeError, [1]),
+        ("mask", ValueError, torch.ones(5)),
+        ("mask", TypeError, [1]),
         ("old_per_token_logps", ValueError, torch.zeros(5, 7)),
         ("old_per_token_logps", TypeError, torch.zeros(5, 6, dtype=torch.complex64)),
         ("ref_per_token_logps", ValueError, torch.zeros(5)),
@@ -133,7 +143,7 @@ def test_a_reduction_of_your_own():
         ("importance_ratio", ValueError, torch.zeros(1, 6)),
         *(
             (name, TypeError, torch.ones(5, 6).to_sparse(layout=layout))
-            for name in ("completion_mask", *OTHERS)
+            for name in ("mask", *OTHERS)
             for layout in (torch.sparse_coo, torch.sparse_csr)
         ),
         *(
@@ -157,10 +167,10 @@ def test_bad_columns_are_named(name, error, value):
 @pytest.mark.parametrize("value", [0.5, -1.0, 2.0, math.nan, math.inf, -1])
 def test_mask_values_other_than_0_and_1_are_refused(value):
     logps, parts = columns()
-    mask = parts["completion_mask"].to(torch.float32 if isinstance(value, float) else torch.int64)
+    mask = parts["mask"].to(torch.float32 if isinstance(value, float) else torch.int64)
     mask[2, 1] = value
-    with pytest.raises(ValueError, match="completion_mask must be 0 or 1"):
-        solve(logps, {**parts, "completion_mask": mask})
+    with pytest.raises(ValueError, match="mask must be 0 or 1"):
+        solve(logps, {**parts, "mask": mask})
 
 
 def test_a_tensor_divisor_under_1_counts_as_1():
@@ -269,11 +279,65 @@ def test_an_option_of_no_part_is_named_with_all_that_there_are():
         own = ("temperature", "softcap", "scale", "grad_tolerance", "passes", "metrics", "chunk_tokens", "corrections")
         for known in (*own, "beta", "entropy_coef", *(("epsilon_low", "world_size") if reduction is None else ())):
             assert re.search(rf"\b{known}\b", str(error.value).partition(". It has")[2]), known
+        assert "sequence_local" not in str(error.value)  # an attribute of the class, which is no option
     with pytest.raises(ValueError, match=r"temprature \(did you mean temperature\?\).*clip_indicator"):
         grpo_loss_from_logits(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), torch.ones(1), temprature=0.7)
     for name in ("temperature", "softcap", "scale"):
         with pytest.raises(TypeError, match=rf"'{name}'; write transform=LogitTransform\({name}=0.7\)"):
             linear_logprobs(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2).long(), **{name: 0.7})
+
+
+def test_an_unknown_keyword_names_the_right_one():
+    loss, tensors = FusedLinearGRPOLoss("dapo"), [torch.zeros(2, 4)] * 4
+    calls = {linear_logprobs: 3, logits_logprobs: 2, linear_divergence: 4, topk_divergence: 4, loss: 4}
+    for function, count in {**calls, loss.reference_logps: 3}.items():
+        with pytest.raises(
+            TypeError, match=r"'completion_mask' \(did you mean mask\?\)\. Its arguments are .*\bmask\b"
+        ):
+            function(*tensors[:count], completion_mask=torch.ones(2))
+    with pytest.raises(ValueError, match=r"no option completion_mask \(did you mean mask\?\)"):
+        grpo_loss_from_logits(*tensors[:3], completion_mask=torch.ones(2))
+
+
+# --- signatures, which editors and help() show ------------------------------------------------------------------------
+
+
+def shown(function, names):
+    """-> type and default of each keyword in the function's signature."""
+    parameters = inspect.signature(function).parameters
+    return {name: (parameters[name].annotation, parameters[name].default) for name in names}
+
+
+def declared(*classes):
+    """-> type, without the rule in it, and default of each field; the first class that has a name counts."""
+    options = {}
+    for field in (field for cls in classes for field in fields(cls)):
+        kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        options.setdefault(field.name, (kind, default))
+    return options
+
+
+@pytest.mark.parametrize("function", [linear_logprobs, linear_divergence, topk_divergence, plan_linear_logprobs])
+def test_a_signature_shows_the_options_of_the_head(function):
+    options = declared(HeadOptions)
+    assert shown(function, options) == options
+
+
+def test_a_signature_shows_the_options_of_a_loss():
+    of_head = {name: option for name, option in declared(HeadOptions).items() if name in HOW}
+    every_loss = declared(KLPenalty, EntropyBonus, LogitTransform) | of_head
+    objectives = declared(*(preset.objective for preset in PRESETS.values()))
+    reductions = declared(*(preset.reduction for preset in PRESETS.values()))
+    options = every_loss | objectives | reductions
+    assert shown(FusedLinearGRPOLoss, options) == options
+    named = ("reduction", "sampler_correction", "corrections", "metrics", "passes")
+    assert set(inspect.signature(FusedLinearGRPOLoss).parameters) == {"loss_type", *named, *options}
+    options = declared(KLPenalty) | objectives
+    assert shown(grpo_loss_from_logits, options) == options
+    batch = declared(PolicyBatch)
+    del batch["advantages"]
+    assert shown(FusedLinearGRPOLoss.forward, batch) == batch
 
 
 def test_unknown_and_missing_names_are_named():
@@ -327,7 +391,7 @@ def test_options_and_columns_of_any_kind_are_taken_or_refused(preset, way):
             "importance_ratio": [torch.ones(shape), torch.ones(2)], "num_items_in_batch": [5],
         }, share=0.5) | some({"segments": segments}, share=0.8 if len(shape) == 1 else 0.1)  # fmt: skip
         mask = draw.choice([None, ids == 0, ids != 0])
-        batch = PolicyBatch(advantages=torch.randn(shape), completion_mask=mask, **columns)
+        batch = PolicyBatch(advantages=torch.randn(shape), mask=mask, **columns)
         options, terms, refused = {**needed, **some(OPTIONS, share=0.1)}, some(TERMS), None
         try:
             if way == "head":

@@ -38,7 +38,7 @@ def test_twice_differentiable():
     segments = Segments(index=torch.randint(5, (24,)), count=5)
     logps, advantages, change = torch.randn(3, 24, dtype=torch.float64)
     columns = {"advantages": advantages, "old_per_token_logps": logps + 0.1 * change, "segments": segments}
-    batch = PolicyBatch(**columns, completion_mask=torch.rand(24) < 0.8)
+    batch = PolicyBatch(**columns, mask=torch.rand(24) < 0.8)
     wide = PPOClip(importance_sampling_level="sequence", mean_advantages=True, epsilon_low=0.9, epsilon_high=9.0)
 
     def loss(logps):

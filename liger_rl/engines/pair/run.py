@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_rl.call.checks import check_count, check_dense, check_floating, check_head, check_transform
 from liger_rl.call.dtensors import has_dtensor, localized, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
-from liger_rl.call.options import IDENTITY, HeadKeywords, resolved
+from liger_rl.call.options import IDENTITY, resolved
 from liger_rl.call.rules import check_left_alone, lacks
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
@@ -47,14 +47,6 @@ class Divergence(NamedTuple):
     """Teacher's log-probability of the target in nats, <= 0, no gradient; None without targets."""
     loss: Tensor | None = None
     """(): sum of token_weights * divergence; None without token_weights. With a loss, only it is differentiable."""
-
-
-class DivergenceKeywords(HeadKeywords, total=False):
-    """The keywords of `linear_divergence` that are no tensors: three of its own, and the fields of `HeadOptions`."""
-
-    beta: float
-    teacher_transform: LogitTransform
-    vocab: int | None
 
 
 def vanishes(compute_dtype: torch.dtype, *student: Tensor | None) -> bool:

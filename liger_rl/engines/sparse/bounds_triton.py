@@ -507,7 +507,7 @@ def choose_parts(
 
     Returns:
         The parts, and (1 + ceil(n / BLOCK_TOKENS),) int64: the number of tokens with a gradient, and the number of kept
-        parts of the first BLOCK_TOKENS tokens, of the first 2 BLOCK_TOKENS, ..., of all tokens.
+            parts of the first BLOCK_TOKENS tokens, of the first 2 BLOCK_TOKENS, ..., of all tokens.
     """
     tiles, n = bounds.most.shape
     device, width = bounds.most.device, tail.squares.numel()
