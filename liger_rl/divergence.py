@@ -8,13 +8,13 @@ from torch import Tensor
 
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import shared_errors
+from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.engines.pair.run import BETA, Divergence, DivergenceCall, divergence_of, measure_of
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.keywords import named_keywords
 
 __all__ = ["Divergence", "linear_divergence"]
 
@@ -53,8 +53,7 @@ def linear_divergence(
 ) -> Divergence:
     """Per-token divergence of a student's distribution from a teacher's, without either's logits in memory.
 
-    With the student's p = softmax(transform(hidden @ weight.T + bias)), the teacher's q, and
-    KL(a || b) = sum_v a_v (log a_v - log b_v):
+    With the student's p, the teacher's q, and KL(a || b) = sum_v a_v (log a_v - log b_v):
 
         forward_kl   KL(q || p)
         reverse_kl   KL(p || q)
@@ -70,22 +69,19 @@ def linear_divergence(
         kind, beta: as above. `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
         targets: (B, T) or (N,) ids in [0, V), whose log-probabilities are also returned. A negative id masks its token.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
-            makes the gradients in the forward. Tokens at 0 are masked. With a fused epilogue a "jsd" then has a
-            relative error of 1e-4, up to 5e-3 for a token whose student gives one id more than 0.999, and up to 5e-2
-            for more than 0.9999. The value of two passes is computed from float32 logits.
+            makes the gradients in the forward. Tokens at 0 are masked. A "jsd" in a fused epilogue then has a relative
+            error of 1e-4, or up to 5e-2 for tokens with p > 0.999: see docs/distillation.md.
         vocab_parallel: this rank's place in two heads that are sharded alike.
         teacher_transform: as `transform`, which is the student's.
         vocab: number of rows of both weights that count: padding after them gets no probability.
-        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
-            grad_tolerance of "auto" is exact here.
-        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
+        transform and the arguments after it: the fields of `HeadOptions`. A grad_tolerance of "auto" is exact here.
 
     Returns:
-        Divergence, with None for results that are not asked for. With token_weights only the loss has gradients.
+        Divergence. With token_weights only the loss has gradients.
 
     Raises:
         TypeError, ValueError: as `linear_logprobs`; also for batch_invariant, extras, lse or topk, and for a teacher's
-            tensor that requires a gradient while gradients are enabled.
+            tensor that requires a gradient.
         torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True).
     """
     tokens = hidden, teacher_hidden, targets, mask, token_weights, *low_rank_tensors(low_rank)

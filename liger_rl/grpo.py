@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from liger_rl.call.checks import Passes, check_passes
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HeadOptions, Tolerance
 from liger_rl.call.rules import check_left_alone
@@ -20,7 +21,6 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.keywords import named_keywords
 from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.fused import evaluate

@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_rl.call.checks import check_flag
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
+from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.call.support import Support
@@ -17,7 +18,6 @@ from liger_rl.engines.given_logits import LogitRows, check_logits
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.engines.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.keywords import named_keywords
 
 __all__ = ["LogProbs", "linear_logprobs", "logits_logprobs"]
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from liger_rl.call.checks import check_dense, check_floating
 from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
+from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.run import log_probs_and_mask
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.keywords import named_keywords
 
 Tail = Literal["bucket", "none", "renormalized"]
 TAILS: tuple[str, ...] = get_args(Tail)

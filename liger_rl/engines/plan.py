@@ -12,6 +12,7 @@ import torch
 
 from liger_rl.call import checks
 from liger_rl.call.checks import Passes
+from liger_rl.call.keywords import named_keywords
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
 from liger_rl.call.rules import check_left_alone
 from liger_rl.engines.dense import one_pass, several, two_pass
@@ -20,7 +21,6 @@ from liger_rl.engines.sparse import certified as sparse
 from liger_rl.engines.tiles import Tiles
 from liger_rl.kernels.devices import family_of, gpu_of
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.keywords import named_keywords
 
 ENGINES: dict[str, ModuleType] = {
     "several targets": several,
