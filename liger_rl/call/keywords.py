@@ -18,14 +18,14 @@ def named_keywords(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
     With a sharded head it is raised on every rank, as `shared_errors` does.
     """
-    parameters = signature(function)
-    known = tuple(name for name in parameters.parameters if name != "self")
+    known = tuple(name for name in signature(function).parameters if name != "self")
 
     @wraps(function)
     def checked(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
         for name, value in keywords.items():
             if name not in known:
-                call = parameters.bind_partial(*args, **{key: keywords[key] for key in known if key in keywords})
+                fitting = {key: keywords[key] for key in known if key in keywords}
+                call = signature(function).bind_partial(*args, **fitting)
                 vocab_parallel, weight = (call.arguments.pop(key, None) for key in ("vocab_parallel", "weight"))
                 with shared_errors(vocab_parallel, weight, *call.arguments.values()):
                     called = function.__qualname__
