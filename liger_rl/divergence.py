@@ -59,7 +59,7 @@ def linear_divergence(
         reverse_kl   KL(p || q)
         jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q
 
-    "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649, as in TRL 1.16 and liger-kernel 0.8.5.
+    "jsd" is that of arXiv:2306.13649, TRL 1.16 and liger-kernel 0.8.5.
     Only hidden, weight, bias and low_rank are differentiable.
 
     Args:
@@ -71,10 +71,12 @@ def linear_divergence(
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
             makes the gradients in the forward. Tokens at 0 are masked. A "jsd" in a fused epilogue then has a relative
             error of 1e-4, or up to 5e-2 for tokens with p > 0.999: see docs/distillation.md.
-        vocab_parallel: this rank's place in two heads that are sharded alike.
+        vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
         vocab: number of rows of both weights that count: padding after them gets no probability.
-        transform and the arguments after it: the fields of `HeadOptions`. A grad_tolerance of "auto" is exact here.
+        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
+            tolerance of "auto" is exact here.
+        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: also fields.
 
     Returns:
         Divergence. With token_weights only the loss has gradients.

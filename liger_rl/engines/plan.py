@@ -54,7 +54,7 @@ class LinearPlan:
     tokens: int
     """N. The plan is that of a call in which all of them count."""
     device: str
-    """"cpu", or the name of a GPU's device with what it is: "cuda:0, compute capability 9.0"."""
+    """"cpu", or the name of a GPU's device with what it is: "cuda, compute capability 9.0"."""
     path: str
     """"several targets", "sparse", "one pass" or "two passes"."""
     reason: str

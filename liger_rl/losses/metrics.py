@@ -42,7 +42,10 @@ class Metric:
     __float__ = item
 
     def __repr__(self) -> str:
-        return f"Metric({self.item():.6g})"
+        try:
+            return f"Metric({self.item():.6g})"
+        except RuntimeError:  # of a tensor without a value, on the meta device or in a graph
+            return f"Metric(total={self.total}, reduction={self.reduction!r}, count={self.count})"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)

@@ -168,6 +168,8 @@ def model_inputs(
             "the head"
         )
     read = {name for module in wrappers_of(model) for name in inspect.signature(module.forward).parameters}
+    # What PEFT's wrappers read of their keywords.
+    read |= {name for module in wrappers_of(model) for name in getattr(module, "special_peft_forward_args", ())}
     check_arguments(swapped, [name for name in extra if name not in {*read, *FUSED_OPTIONS}])
     arguments = {name: value for name, value in batch.items() if name not in known} | dict(extra)
     if "use_cache" in swapped._fused_arguments:  # some models pass it on without naming it
@@ -175,13 +177,20 @@ def model_inputs(
     return arguments
 
 
-def fused_forward(model: nn.Module, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], *, entropy: bool) -> Any:
+def fused_forward(
+    model: nn.Module,
+    loss: FusedLinearGRPOLoss,
+    inputs: dict[str, Any],
+    *,
+    entropy: bool,
+    temperature: float | None = None,  # None: the loss's
+) -> Any:
     """The model's output with log-probabilities of the tokens in `counted`, an input beside `input_ids`."""
     inputs = dict(inputs)
     labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
     options = {name: getattr(loss.options, name) for name in HEAD_OPTIONS if name != "weight_grad"}
-    temperature = loss.transform.temperature
-    return model(labels=labels, fused=True, entropy=entropy, temperature=temperature, **options, **inputs)
+    at = loss.transform.temperature if temperature is None else temperature
+    return model(labels=labels, fused=True, entropy=entropy, temperature=at, **options, **inputs)
 
 
 def reshard(model: nn.Module) -> None:

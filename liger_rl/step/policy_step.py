@@ -167,8 +167,9 @@ class PolicySteps(Iterator[PolicyStep]):
         self._model, self._loss = model, loss
         groups, device = rank_groups(model, group), first_device(model)
         with agreement(groups, device) as counts:
-            row_options = RowOptions(**options)
+            # First, because a swap runs the model, and with it the collectives of a sharded one.
             self._swapped = swapped = swapped_model(model)
+            row_options = RowOptions(**options)
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
             self._inputs = inputs = model_inputs(model, swapped, batch, POLICY_COLUMNS, extra_inputs)
@@ -321,7 +322,8 @@ class PolicySteps(Iterator[PolicyStep]):
         options = {name: value for name, value in self._inputs.items() if name not in CARRIED and is_plain(value)}
 
         def run(inputs: dict[str, Any]) -> Tensor:
-            return fused_forward(self._model, self._loss, options | inputs, entropy=False).per_token_logps
+            inputs = options | inputs
+            return fused_forward(self._model, self._loss, inputs, entropy=False, temperature=1.0).per_token_logps
 
         apart, shifts = packing_trial(run, self._swapped, body, self._ids.device, again=again)
         if apart:

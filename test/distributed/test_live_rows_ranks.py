@@ -155,16 +155,17 @@ ARGUMENTS = ("batch", "loss", "model")
 
 def refused_on_one_rank(rank, wrapper):
     """-> what each rank raises for each mistake of rank 1. A right step follows."""
-    model = swap_lm_head(tiny_llama())
+    # The first call swaps the head of a sharded model, which runs it.
     model = (
-        fully_shard(model, mesh=rank.mesh())
+        fully_shard(tiny_llama(), mesh=rank.mesh())
         if wrapper == "fsdp"
-        else DistributedDataParallel(model, process_group=rank.group)
+        else DistributedDataParallel(swap_lm_head(tiny_llama()), process_group=rank.group)
     )
     part = {name: column[SHARES[rank.index]] for name, column in batch().items()}
     loss = FusedLinearGRPOLoss("grpo")
+    options = MISTAKES["budget"][0] if rank.index == 1 else {}
+    messages = {"first call": message_of(partial(policy_steps, model, part, loss, **options))}
     completion_logps(model, part, loss)  # after it no parameter of FSDP's is a DTensor
-    messages = {}
     for name, (mistake, _) in MISTAKES.items():
         call = {"model": model, "batch": dict(part), "loss": loss, "group": rank.group if name == "no model" else None}
         if name == "its own error":
@@ -180,6 +181,8 @@ def refused_on_one_rank(rank, wrapper):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_what_one_rank_refuses_is_refused_on_all(ranks, wrapper):
     others, own = ranks.run(refused_on_one_rank, wrapper)
+    assert own["first call"] == own["budget"]
+    assert others["first call"] == others["budget"]
     for name, (_, expected) in MISTAKES.items():
         (kind, text), (own_kind, own_text) = expected.split(": ", 1), own[name].split(": ", 1)
         assert own_kind == kind, name
@@ -195,8 +198,10 @@ def trials(rank, changes):
         part = {name: column[2:, :10] if column.dim() == 2 else column[2:] for name, column in part.items()}
     calls, numbers = [], []
     model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    # A rank whose batch stays as it is takes part in the trial, too.
+    loss = FusedLinearGRPOLoss("grpo", temperature=torch.ones(2, 12) if rank.index == 1 else 1.0)
     for packing in (rank.index == 0, rank.index == 0 or None):
-        completion_logps(model, part, FusedLinearGRPOLoss("grpo"), packing=packing)
+        completion_logps(model, part, loss, packing=packing)
         numbers.append(len(calls))
     return numbers
 

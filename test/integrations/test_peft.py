@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from hf_models import (
     make_batch,
     transformers,
 )
+from liger_rl import FusedLinearGRPOLoss
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head, unswap_lm_head
+from liger_rl.step.policy_step import completion_logps
 
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 ADAPTERS = ("lora_A", "lora_B")
@@ -93,6 +96,18 @@ def test_equals_the_merged_model():
     with model.disable_adapter():
         torch.testing.assert_close(fused_logps(model, batch), full(gemma(), batch)[0], rtol=1e-4, atol=1e-4)
     assert torch.equal(fused_logps(merged, batch), fused_logps(swap_lm_head(merged), batch))
+
+
+def test_a_step_hands_adapter_names_on():
+    """PEFT's wrapper reads them of its keywords."""
+    model = randomise(peft.get_peft_model(swap_lm_head(gemma()), lora(target_modules=["q_proj"]))).eval()
+    ids = make_batch()["input_ids"]
+    batch = {"input_ids": ids, "mask": torch.ones_like(ids), "advantages": torch.ones(len(ids))}
+    logps = partial(completion_logps, model, batch, FusedLinearGRPOLoss("grpo"))
+    named = logps(adapter_names=["__base__"] * len(ids))
+    with model.disable_adapter():
+        torch.testing.assert_close(named, logps())
+    assert not torch.allclose(named, logps(), atol=1e-2)
 
 
 def test_several_adapters_are_switched_and_summed():

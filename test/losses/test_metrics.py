@@ -61,6 +61,7 @@ def test_a_metric_prints_its_value():
     mean = Metric(torch.tensor(3.0), count=torch.tensor(4))
     assert (repr(mean), str(mean), f"{mean}", f"{mean:.3f}") == ("Metric(0.75)", "Metric(0.75)", "0.75", "0.750")
     assert str({"clip_ratio": mean}) == "{'clip_ratio': Metric(0.75)}"
+    assert "meta" in repr(Metric(torch.tensor(3.0, device="meta")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
