@@ -21,6 +21,7 @@ from cases import (
     several_cases,
 )
 from head_calls import in_short_pieces, run_triton
+from liger_rl import linear_logprobs
 from liger_rl.call import options
 from liger_rl.kernels import epilogue
 from liger_rl.losses import fused
@@ -95,3 +96,12 @@ def test_kernels_in_triton(kind) -> None:
         patch.setattr(oracle, "TRITON", True)
         patch.setattr(fused, "DEVICES", ("cpu",))
         check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
+def test_id_0_counts(monkeypatch) -> None:
+    """The fuzzer seldom draws it for a token whose result it compares."""
+    run_triton(monkeypatch)
+    hidden, weight = torch.randn(3, 8), torch.randn(40, 8)
+    logps = linear_logprobs(hidden, weight, torch.zeros(3, dtype=torch.int64)).logps
+    torch.testing.assert_close(logps, (hidden @ weight.T).log_softmax(-1)[:, 0])
