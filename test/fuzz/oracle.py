@@ -369,6 +369,19 @@ def undecided(case, logps: Tensor) -> bool:
     return count < cov.numel() and bool(cov[count - 1] - cov[count] < 1e-4)
 
 
+def ranks_undecided(case, entropy: Tensor, move: Tensor) -> bool:
+    """Whether rounding, which moves an entropy by up to `move`, decides which tokens have the highest."""
+    mask = case.columns().mask
+    known, move = entropy.detach()[mask], move[mask]
+    for name, value in case.corrections:
+        if name == "TopEntropyMask" and known.numel():
+            kept = known >= known.quantile(1 - value)
+            dropped = (known + move)[~kept]
+            if dropped.numel() and bool((known - move)[kept].min() <= dropped.max()):
+                return True
+    return False
+
+
 def held_back(o: dict, tokens: int) -> int:
     return max(1, int(o.get("kl_cov_ratio", 0.0002) * tokens))
 
