@@ -1,29 +1,29 @@
 """The tokens of a padded batch that a model has to run, and its micro-batches.
 
 1. Live rows: `planned` reads where each sequence begins and ends, in one copy to the host.
-2. Packing: sequences are put into one row if the model keeps them apart, which `packing_trial` tries out.
-3. Micro-batches: sequences are grouped by length; `inputs_of` makes a group's inputs, `placed` finds its outputs.
+2. Layout: sequences that begin with the same tokens become a tree in one row (`prefix_tree`) if that saves a tenth of
+   the tokens. Otherwise they are put into one row if attention takes the sequences' ends, or padded.
+3. Micro-batches: sequences are grouped by prefix or by length; `inputs_of` makes a group's inputs, `placed` finds its
+   outputs.
 
-`Body` says what a model allows.
+`Body` says what a model allows, and `trials` tries out what its config does not say.
 """
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from liger_rl.call.checks import check_count
-from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.options import Options
+from liger_rl.step import tree_attention
 from liger_rl.step.model_body import Body
+from liger_rl.step.prefix_tree import LEAST_SHARED, Ordered, PrefixTree, ordered, prefix_tree
 
 Idle = Literal["skip", "forward", "backward"]
-TRIAL_TOKENS = 16  # of each sequence in a trial of packing
+MOST_LEFT = 0.9  # a tree runs if it has at most this share of the other layout's tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class RowOptions(Options):
     max_tokens: int | None = None
     trim: Annotated[bool, bool] = True
     packing: Annotated[bool | None, bool] = None
+    share_prefixes: Annotated[bool | None, bool] = None
     idle: Annotated[Idle, get_args(Idle)] = "skip"
 
     def __post_init__(self) -> None:
@@ -50,6 +51,16 @@ class MicroBatch(NamedTuple):
     packed: bool = False  # one row holds all sequences
     keeps_mask: bool = True  # the attention mask says more than the positions
     rows: tuple[int, ...] = ()  # the rows of the batch whose loss it computes
+    tree: "TreeRow | None" = None  # how the one row of `cells` is read
+
+
+class TreeRow(NamedTuple):
+    """A micro-batch's tree, in CPU memory. Several of the batch's tokens may have one place."""
+
+    tree: PrefixTree
+    positions: Tensor  # (n,) int64, position_ids
+    cells: Tensor  # (m,) int64: flat positions in the (B, T) batch of all sequences' tokens
+    places: Tensor  # (m,) int64: the place at which each of these tokens is predicted
 
 
 class Plan(NamedTuple):
@@ -59,6 +70,7 @@ class Plan(NamedTuple):
     idle: list[MicroBatch]  # without a backward; the loss of the first live one includes their rows
     left_out: tuple[int, ...]  # rows with completion tokens that do not run
     carrier: MicroBatch  # the cheapest to run once more, on a rank with fewer micro-batches than another
+    layout: str  # how the tokens are laid out, and why no prefix is shared
 
 
 def planned(
@@ -66,14 +78,17 @@ def planned(
     mask: Tensor,  # (B, T) bool, completion tokens
     inputs: Mapping[str, Any],
     body: Body,
-    terms: PolicyTerms,
-    aligned: AlignedBatch | None,  # None for log-probabilities alone
     options: RowOptions,
+    *,
+    advantages: Tensor | None,  # (B, T), or (B, 1); rows without one have no gradient. None: all may have one
+    runs_idle: bool,  # rows without a gradient run too, without a graph
+    together: str | None,  # why all sequences must be in one micro-batch; None if they need not
 ) -> Plan:
     """The plan of a batch. Raises ValueError for options that the model or the batch does not allow."""
     obstacle = body.obstacle or (None if options.trim else "trim=False keeps rows as they are")
-    if options.packing and (obstacle or body.no_packing):
-        raise ValueError(f"packing must not be True here: {obstacle or body.no_packing}")
+    for name, reason in (("packing", body.no_packing), ("share_prefixes", body.no_tree)):
+        if getattr(options, name) and (obstacle or reason):
+            raise ValueError(f"{name} must not be True here: {obstacle or reason}")
     batch, budget = ids.shape[0], options.max_tokens
     if body.obstacle is not None or not ids.numel():
         if budget is not None and budget < ids.numel():
@@ -82,8 +97,7 @@ def planned(
                 f"{budget}: {body.obstacle}"
             )
         whole = MicroBatch(None, (), rows=tuple(range(batch)))
-        return Plan([whole], [], (), whole)
-    advantages = aligned.advantages if aligned is not None and terms.idle_without_advantages else None
+        return Plan([whole], [], (), whole, f"the batch as it is: {body.obstacle}")
     rows = _read_rows(ids, mask, inputs, advantages, body, options.trim)
     packed = _packs(rows, body, options)
     every_row = body.router or options.idle == "backward"
@@ -92,30 +106,43 @@ def planned(
     if not live:  # for a loss to call backward on
         shortest = min(waiting or range(batch), key=lambda r: rows[r].length)
         live, waiting = [shortest], [r for r in waiting if r != shortest]
-    # A support has the metric missing_target.
-    metrics_read = terms.metrics_read_all or (terms.metrics != "none" and inputs.get("support") is not None)
-    waiting_run = aligned is None or metrics_read or options.idle == "forward"
-    idle, left_out = (waiting, []) if waiting_run else ([], waiting)
+    idle, left_out = (waiting, []) if runs_idle else ([], waiting)
     longest = max([*live, *idle], key=lambda r: rows[r].length)
     if budget is not None and budget < rows[longest].length:
         raise ValueError(
             f"max_tokens must be at least {rows[longest].length}, the longest sequence (row {longest} of input_ids, "
             f"without its padding), got {budget}"
         )
-    groups = _groups(live, rows, budget, packed)
-    if len(groups) > 1 and (body.router or (aligned is not None and terms.locality == "batch")):
-        why = "the router loss is of all tokens" if body.router else "the loss's sequences depend on each other"
-        least = _tokens([rows[r].length for r in live], packed)
-        raise ValueError(f"max_tokens must be None or at least {least} here, got {budget}: {why}")
+    groups, idle_groups = (_groups(some, rows, budget, packed) for some in (live, idle))
+    count = sum(_tokens([rows[r].length for r in group], packed) for group in (*groups, *idle_groups))
+    layout = f"{count:,} tokens in {'one row each' if not packed else 'packed rows'}"
+    trees = [] if not wants_tree(body, options) else [_Trees.of(some, rows, ids, body, budget) for some in (live, idle)]
+    reason = obstacle or body.no_tree or _unshared(rows, options) or "share_prefixes=False"
+    if trees and _unshared(rows, options) is None:
+        in_trees = sum(some.tokens for some in trees)
+        reason = f"trees would have {in_trees:,} tokens"
+        if options.share_prefixes or in_trees <= MOST_LEFT * count:
+            groups, idle_groups = (some.groups for some in trees)
+            layout = f"{in_trees:,} tokens in trees of shared prefixes, {count:,} otherwise"
+            reason = ""
+    if reason:
+        trees = []
+        layout = f"{layout}; no prefix is shared: {reason}"
+    if len(groups) > 1 and together is not None:
+        least = trees[0].tokens if trees else _tokens([rows[r].length for r in live], packed)
+        raise ValueError(f"max_tokens must be None or at least {least} here, got {budget}: {together}")
 
-    def micro_batch(group: list[int]) -> MicroBatch:
+    def micro_batch(group: list[int], known: "_Trees | None") -> MicroBatch:
+        if known is not None:
+            return known.micro_batch(group)
         return _micro_batch([(r, rows[r]) for r in group], ids.shape, body, packed)
 
-    steps = [micro_batch(group)._replace(rows=tuple(group)) for group in groups]
+    of_live, of_idle = trees or (None, None)
+    steps = [micro_batch(group, of_live)._replace(rows=tuple(group)) for group in groups]
     without_backward = set(range(batch)) - set(live)
     steps[0] = steps[0]._replace(rows=tuple(sorted(without_backward.union(groups[0]))))
-    carrier = micro_batch([min(live, key=lambda r: rows[r].length)])
-    return Plan(steps, [micro_batch(g) for g in _groups(idle, rows, budget, packed)], tuple(left_out), carrier)
+    carrier = micro_batch([min(live, key=lambda r: rows[r].length)], None)
+    return Plan(steps, [micro_batch(g, of_idle) for g in idle_groups], tuple(left_out), carrier, layout)
 
 
 # --- live rows --------------------------------------------------------------------------------------------------------
@@ -130,7 +157,7 @@ class Row(NamedTuple):
     lives: int  # its log-probabilities may have a gradient
     attended: int  # the attention mask is set at each of its tokens
     steps: int  # each position is one more than the position before
-    from_zero: int  # its first position is 0
+    first: int  # its first position
 
     @property
     def length(self) -> int:
@@ -152,20 +179,20 @@ def _read_rows(
         stop = torch.where(mask, column + 1, 0).amax(1)
         if body.router or not body.causal:
             stop = torch.maximum(stop, torch.where(attended, column + 1, 0).amax(1))
-        if body.rolls:
+        if body.rolls or body.counts:
             # The token before the first completion token predicts it, even if it is padding.
             first = torch.where(mask, column - 1, width - 1).amin(1)
             start = torch.minimum(first, torch.where(attended, column, width - 1).amin(1))
         stop = torch.maximum(stop, start + 1)
     inside = (column >= start[:, None]) & (column < stop[:, None])
     whole = (attended | ~inside).all(1)
-    steps, from_zero = torch.ones_like(counts), start == 0
+    steps, first = torch.ones_like(counts), start
     if positions is not None:
         positions = positions.to(ids.device).expand(ids.shape)
         jumps = positions[:, 1:] - positions[:, :-1] != 1
         steps = ~(jumps & inside[:, 1:] & inside[:, :-1]).any(1)
-        from_zero = positions.gather(1, start[:, None])[:, 0] == 0
-    table = torch.stack([start, stop, *(flag.long() for flag in (counts, lives, whole, steps, from_zero))], 1)
+        first = positions.gather(1, start[:, None])[:, 0]
+    table = torch.stack([start, stop, *(flag.long() for flag in (counts, lives, whole, steps)), first.long()], 1)
     return [Row(*numbers) for numbers in table.tolist()]
 
 
@@ -181,7 +208,7 @@ def _packs(rows: list[Row], body: Body, options: RowOptions) -> bool:
     if not wants_packing(body, options):
         return False
     for place, row in enumerate(rows):
-        if not (row.attended and row.steps and (row.from_zero or body.rotary)):
+        if not (row.attended and row.steps and (row.first == 0 or body.rotary)):
             if not options.packing:
                 return False
             raise ValueError(
@@ -191,63 +218,78 @@ def _packs(rows: list[Row], body: Body, options: RowOptions) -> bool:
     return True
 
 
-_trial_lock = threading.Lock()
-_trials: WeakKeyDictionary[Any, dict[str, tuple[bool, bool]]] = WeakKeyDictionary()
+# --- trees of shared prefixes ----------------------------------------------------------------------------------------
 
 
-def packing_known(swapped: Any) -> bool:
-    """Whether a trial of packing has been run, for the model's present kind of attention."""
-    return swapped.config.get_text_config()._attn_implementation in _trials.get(swapped, {})
+def wants_tree(body: Body, options: RowOptions) -> bool:
+    return options.share_prefixes is not False and options.trim and body.obstacle is None and body.no_tree is None
 
 
-@torch.no_grad()
-def packing_trial(
-    run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any, *, again: bool
-) -> tuple[bool, bool]:
-    """Whether a packed sequence has the log-probabilities that it has alone, and the same at other positions.
-
-    Some models do not pass positions on to their attention, have a state that runs on, or use positions for more than a
-    rotary embedding. Six forwards of at most 32 tokens, once for a model and its kind of attention, or `again`. `run`
-    maps inputs, as `inputs_of` makes them, to log-probabilities (1, n).
-    """
-    config = swapped.config.get_text_config()
-    with _trial_lock:
-        trials = _trials.setdefault(swapped, {})
-        if again or config._attn_implementation not in trials:
-            trials[config._attn_implementation] = _packing_trial(run, swapped, body, config.vocab_size, device)
-        return trials[config._attn_implementation]
+def _unshared(rows: list[Row], options: RowOptions) -> str | None:
+    """Why these rows cannot be a tree. ValueError if they must be."""
+    for place, row in enumerate(rows):
+        if not (row.attended and row.steps):
+            reason = f"row {place} of input_ids is no run of tokens that are attended to, at consecutive positions"
+            if options.share_prefixes:
+                raise ValueError(f"share_prefixes must not be True here: {reason}")
+            return reason
+    return None
 
 
-def _packing_trial(
-    run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, vocab: int, device: Any
-) -> tuple[bool, bool]:
-    """The second of two sequences: packed, packed behind another first one, alone, and in one row with the first."""
-    length = min(TRIAL_TOKENS, body.positions // 2 or TRIAL_TOKENS)
-    ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % vocab
-    changed = torch.stack([(ids[0] + 2 * length) % vocab, ids[1]])
-    counted = torch.arange(length, device=device).expand(2, length) != 0
-    micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
-    last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
-    training = {module: module.training for module in swapped.modules()}
-    try:
-        swapped.eval()  # a dropout would differ
-        packed, packed_changed = (run(inputs_of(micro, x, counted, {}, body))[:, length:] for x in (ids, changed))
-        alone = run({"input_ids": ids[1:], "counted": counted[1:]})
-        joined, joined_changed = (
-            run({"input_ids": x.view(1, -1), "counted": counted.reshape(1, -1)})[:, length:] for x in (ids, changed)
-        )
-        moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+class _Trees(NamedTuple):
+    """Some rows of a batch in lexicographic order, and the micro-batches in which they fit."""
 
-    def same(values: Tensor, expected: Tensor, effect: Tensor) -> bool:
-        # Kernels and experts may round in another way, by far less than the first sequence changes the second.
-        return bool((values - expected).abs().max() <= effect.abs().max() / 16)
+    groups: list[list[int]]
+    tokens: int  # of all micro-batches
+    sequences: dict[int, Tensor]  # by row, (length,) int64 in CPU memory
+    rows: list[Row]
+    width: int  # T
+    body: Body
 
-    # The first sequence's tokens are told apart from its length, because learned positions may change more.
-    apart = same(packed, alone, joined - alone), same(packed, packed_changed, joined - joined_changed)
-    return all(apart), same(moved, alone, joined - alone)
+    @classmethod
+    def of(cls, chosen: list[int], rows: list[Row], ids: Tensor, body: Body, budget: int | None) -> "_Trees":
+        host = ids.to("cpu", torch.int64)
+        sequences = {r: host[r, rows[r].start : rows[r].stop] for r in chosen}
+        known = _order(chosen, sequences, rows, body)
+        sizes = known.sizes([rows[r].length for r in chosen])
+        # Rows with a common prefix stay together while there is room for them.
+        clusters: list[tuple[int, list[int]]] = []
+        for number, shared, size in zip(known.order, known.shared, sizes, strict=True):
+            row = chosen[number]
+            tokens, cluster = clusters[-1] if clusters else (0, [])
+            if shared <= LEAST_SHARED or (budget is not None and tokens + size > budget):
+                clusters.append((rows[row].length, [row]))
+            else:
+                clusters[-1] = (tokens + size, [*cluster, row])
+        groups: list[tuple[int, list[int]]] = []
+        for tokens, cluster in sorted(clusters, key=lambda pair: -pair[0]):
+            for place, (filled, group) in enumerate(groups):
+                if budget is None or filled + tokens <= budget:
+                    groups[place] = (filled + tokens, [*group, *cluster])
+                    break
+            else:
+                groups.append((tokens, cluster))
+        tokens = sum(tokens for tokens, _ in groups)
+        return cls([sorted(group) for _, group in groups], tokens, sequences, rows, ids.shape[1], body)
+
+    def micro_batch(self, group: list[int]) -> MicroBatch:
+        """The rows of one micro-batch."""
+        rows = [self.rows[r] for r in group]
+        lengths = tuple(row.length for row in rows)
+        tree = prefix_tree(lengths, _order(group, self.sequences, self.rows, self.body))
+        starts = torch.tensor([r * self.width + row.start for r, row in zip(group, rows, strict=True)])
+        first = torch.tensor([_first(row, self.body) for row in rows])
+        cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
+        row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
+        return MicroBatch((starts[tree.sequences] + tree.offsets)[None], lengths, packed=True, tree=row)
+
+
+def _first(row: Row, body: Body) -> int:
+    return 0 if body.rotary or body.counts else row.first
+
+
+def _order(chosen: list[int], sequences: Mapping[int, Tensor], rows: list[Row], body: Body) -> Ordered:
+    return ordered([sequences[r] for r in chosen], [_first(rows[r], body) for r in chosen])
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------
@@ -294,6 +336,8 @@ def inputs_of(micro: MicroBatch, ids: Tensor, mask: Tensor, inputs: Mapping[str,
     tensors["input_ids"] = ids.reshape(-1)[places]
     tensors["counted"] = mask.reshape(-1)[places] & inside
     attention, positions = tensors.pop("attention_mask", None), tensors.pop("position_ids", None)
+    if micro.tree is not None:
+        return tensors | _tree_inputs(micro.tree, mask, body)
     if attention is not None and not micro.packed and micro.keeps_mask:
         device = attention.device
         tensors["attention_mask"] = attention.reshape(-1)[places.to(device)].masked_fill(~inside.to(device), 0)
@@ -308,6 +352,21 @@ def inputs_of(micro: MicroBatch, ids: Tensor, mask: Tensor, inputs: Mapping[str,
     if support is not None:
         tensors["support"] = support.take(places.reshape(-1), batch=support.tokens)
     return tensors
+
+
+def _tree_inputs(row: TreeRow, mask: Tensor, body: Body) -> dict[str, Any]:
+    device, tree = mask.device, row.tree
+    cells, places, follows = (x.to(device, non_blocking=True) for x in (row.cells, row.places, tree.follows))
+    # A place is predicted if one of its sequences counts it.
+    counts = torch.zeros(tree.tokens, dtype=torch.int32, device=device)
+    counts.index_add_(0, places, mask.reshape(-1)[cells].to(torch.int32))
+    return {
+        "counted": ((counts > 0) & follows)[None],
+        "position_ids": row.positions[None].to(device, non_blocking=True),
+        "attention_mask": tree_attention.masks(
+            body.config, tree.ends, row.positions, device, body.dtype, dense=device.type == "cpu"
+        ),
+    }
 
 
 def _positions(
@@ -337,8 +396,13 @@ def placed(micros: list[MicroBatch], shape: torch.Size, device: torch.device) ->
     """
     if len(micros) == 1 and micros[0].cells is None:
         return None
-    cells = [torch.arange(shape.numel()) if micro.cells is None else micro.cells.reshape(-1) for micro in micros]
-    flat = torch.cat(cells)
-    source = torch.full((shape.numel(),), flat.numel())
-    source[flat[flat >= 0]] = (flat >= 0).nonzero()[:, 0]
+    source, base = torch.full((shape.numel(),), -1), 0
+    for micro in micros:
+        cells = torch.arange(shape.numel()) if micro.cells is None else micro.cells.reshape(-1)
+        if micro.tree is not None:
+            source[micro.tree.cells] = base + micro.tree.places
+        else:
+            source[cells[cells >= 0]] = base + (cells >= 0).nonzero()[:, 0]
+        base += cells.numel()
+    source[source < 0] = base
     return source.view(shape).to(device, non_blocking=True)

@@ -24,6 +24,7 @@ from liger_rl.integrations.transformers import (
     swapped_inside,
 )
 from liger_rl.integrations.transformers import router_loss as router_loss
+from liger_rl.step import tree_attention
 
 # Attention that takes the ends of packed sequences.
 LINEAR = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -31,9 +32,10 @@ LINEAR = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 # length of a row. The others' masks are of all pairs of tokens.
 MASKED = ("flex_attention", "sdpa", "eager")
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-# Models without rotary embeddings in which a token's default position is its column. Others, such as OPT, count the
-# attention mask.
+# Models without rotary embeddings in which a token's default position is its column, or its number among the tokens of
+# its row that the attention mask has.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
+POSITION_IS_COUNT = ("opt",)
 LONGEST = "the rotary embedding depends on the longest row of the batch"  # of a rank, not of the model
 # Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
 NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
@@ -52,9 +54,13 @@ class Body:
     causal: bool  # no token depends on a later one
     router: bool  # the model returns a router loss, a mean over all tokens of the batch
     rotary: bool  # only differences of a sequence's positions matter
+    counts: bool  # a token's default position is its number among its row's attended tokens
     packs: bool  # attention takes time linear in the number of packed sequences
     varlen: bool  # attention takes the sequences' ends
     no_packing: str | None  # why rows cannot be packed; None if a trial may decide
+    no_tree: str | None  # why rows cannot be trees of shared prefixes; None if a trial may decide
+    config: Any  # of the model's text
+    dtype: torch.dtype  # of the model's parameters
     positions: int  # number of positions that the model has, up to which its rotary embedding is fixed; 0 if unknown
 
 
@@ -66,6 +72,7 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
     rotary = any(name.endswith("inv_freq") for name, _ in swapped.named_buffers())
     causal = config.model_type not in NOT_CAUSAL and getattr(config, "is_causal", True)
     causal = causal and all(getattr(module, "is_causal", None) is not False for module in swapped.modules())
+    counts = config.model_type in POSITION_IS_COUNT and takes_positions and inputs.get("position_ids") is None
     known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
     # Llama 4 scales queries by their columns, whatever position_ids are.
     by_column = getattr(config, "attn_temperature_tuning", False)
@@ -76,9 +83,15 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
         causal=causal,
         router=bool(getattr(config, "output_router_logits", False) if router is None else router),
         rotary=rotary,
+        counts=counts,
         packs=_is_linear(config._attn_implementation),
-        varlen="flash" in config._attn_implementation and "cu_seq_lens_q" in swapped._fused_arguments,
+        varlen="flash" in config._attn_implementation and "cu_seq_lens_q" in getattr(swapped, "_fused_arguments", ()),
         no_packing=_no_packing(type(swapped).__name__, config, takes_positions, causal, inputs),
+        no_tree=_no_tree(
+            swapped, config, counts or (takes_positions and known_positions and not by_column), causal, inputs, ids
+        ),
+        config=config,
+        dtype=next(swapped.parameters()).dtype,
         positions=int(min(getattr(config, "max_position_embeddings", None) or 0, _static_positions(config))),
     )
 
@@ -133,6 +146,21 @@ def _no_packing(name: str, config: Any, takes_positions: bool, causal: bool, inp
     if not _is_linear(attention) and attention not in MASKED:
         return f"attention {attention!r} is none of {', '.join((*LINEAR, *MASKED))}"
     return "use_cache is set" if inputs.get("use_cache") else None
+
+
+def _no_tree(
+    swapped: Any, config: Any, takes_positions: bool, causal: bool, inputs: Mapping[str, Any], ids: Tensor
+) -> str | None:
+    if not (takes_positions and causal):
+        return f"{type(swapped).__name__} is not a causal model of text that takes position_ids"
+    if inputs.get("support") is not None:
+        return "a support has a row for each token of each sequence"
+    if inputs.get("use_cache"):
+        return "use_cache is set"
+    router = inputs.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if router is None else router:
+        return "the router loss is of all tokens"
+    return tree_attention.lacks(swapped, config, ids.device)
 
 
 def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -28,11 +28,8 @@ from liger_rl.step.live_rows import (
     MicroBatch,
     RowOptions,
     inputs_of,
-    packing_known,
-    packing_trial,
     placed,
     planned,
-    wants_packing,
 )  # fmt: skip
 from liger_rl.step.model_body import (
     CARRIED,
@@ -45,6 +42,7 @@ from liger_rl.step.model_body import (
     swapped_model,
 )  # fmt: skip
 from liger_rl.step.ranks import agreement, data_parallel, first_device, rank_groups
+from liger_rl.step.trials import after_trials, needed_trials
 
 __all__ = ["PolicyStep", "PolicySteps", "completion_logps", "policy_step", "policy_steps"]
 
@@ -58,6 +56,7 @@ class PolicyStep(NamedTuple):
     metrics: dict[str, Metric]  # by name, without gradient; see `liger_rl.losses.metrics`
     per_token_logps: Tensor  # (B, T) float32 in nats, without gradient; 0 outside the completions
     entropy: Tensor | None  # (B, T) float32 in nats, without gradient; None unless the loss needs it
+    layout: str  # how the batch's tokens were laid out, and if no prefix was shared, why
 
 
 def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, **options: Any) -> PolicyStep:
@@ -77,7 +76,7 @@ def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRP
                 which it was drawn.
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
         loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
-        options: trim, packing, idle, group and further arguments for the model, as in `policy_steps`.
+        options: trim, packing, share_prefixes, idle, group and further arguments for the model, as in `policy_steps`.
 
     Raises:
         TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, a softcap or
@@ -95,6 +94,7 @@ def policy_steps(
     max_tokens: int | None = None,
     trim: bool = True,
     packing: bool | None = None,
+    share_prefixes: bool | None = None,
     idle: Idle = "skip",
     group: Any = None,
     **extra_inputs: Any,
@@ -119,6 +119,10 @@ def policy_steps(
         packing: whether sequences are put into one row, told apart by position_ids. None does so with flash attention;
             True also with "flex_attention", "sdpa" and "eager". A model's first call tries out, on 32 tokens, that its
             attention keeps sequences apart.
+        share_prefixes: whether sequences that begin with the same tokens run them once, in one row that is a tree. None
+            does so if that leaves at most 90% of the tokens, and the model and the batch allow it. True raises an error
+            if they do not. A step's `layout` says what was done and why. On a GPU the first such step compiles flex
+            attention.
         idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, before the
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
             NaN.
@@ -133,7 +137,9 @@ def policy_steps(
         TypeError, ValueError: as `policy_step`; also for max_tokens below the longest sequence, or below a batch that
             cannot be split.
     """
-    options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "idle": idle}
+    options = {
+        "max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes, "idle": idle
+    }  # fmt: skip
     return PolicySteps(model, batch, loss, extra_inputs, options, group)
 
 
@@ -187,16 +193,21 @@ class PolicySteps(Iterator[PolicyStep]):
             elif loss.options.fixed_shape:
                 obstacle = "a loss of fixed_shape reads no value"
             body = body_of(model, swapped, inputs, ids, obstacle)
-            packing_wanted = wants_packing(body, row_options)
-            counts[0] = packing_wanted and not packing_known(swapped)
-        # The trial has collectives: if one rank needs it, every rank runs it.
-        if packing_wanted or counts[0]:
-            body = self._after_trial(body, again=bool(groups) and counts[0] > 0)
+            counts[:] = needed_trials(swapped, body, row_options)
+        # A trial has collectives: if one rank needs it, every rank runs it.
+        needed = [count > 0 for count in counts]
+        body = after_trials(
+            self._trial_run, swapped, body, row_options, ids.device, needed=needed, again=bool(groups)
+        )  # fmt: skip
         if aligned is None:
             body = replace(body, router=False)  # nobody reads the router loss
         with agreement(groups, device) as counts:
-            plan = planned(ids, mask, inputs, body, loss.terms, aligned, row_options)
+            plan = planned(
+                ids, mask, inputs, body, row_options, advantages=_idle_by(loss, aligned),
+                runs_idle=_runs_idle(loss, aligned, inputs, row_options), together=_together(loss, aligned, body),
+            )  # fmt: skip
             counts[:] = len(plan.live), len(plan.idle)
+        self.layout = plan.layout
         # `_forwards` run without a graph, before the first step.
         self._steps, self._forwards = counts
         if aligned is not None and plan.left_out:
@@ -243,7 +254,7 @@ class PolicySteps(Iterator[PolicyStep]):
     def logps(self) -> Tensor:
         """(B, T) log-probabilities alone."""
         logps = [output.logps for output in self._run_all(self._plan.live, self._steps)]
-        return _gathered(logps, placed(self._plan.live, self._ids.shape, self._ids.device), self._ids.shape)
+        return _gathered(logps, placed(self._plan.live, self._ids.shape, self._ids.device), self._mask)
 
     @cached_property
     def _prepared(self) -> PreparedLoss:
@@ -290,7 +301,7 @@ class PolicySteps(Iterator[PolicyStep]):
 
         def column(name: str) -> Any:
             values = [getattr(output, name) for output in outputs]
-            return None if values[0] is None else _gathered(values, source, mask.shape)
+            return None if values[0] is None else _gathered(values, source, mask)
 
         def whole(values: Tensor) -> Tensor:
             """(B, T) without gradient"""
@@ -309,32 +320,43 @@ class PolicySteps(Iterator[PolicyStep]):
         values = whole(logps)
         if left_out:
             values = values.masked_fill(_rows_mask(left_out, self._ids) & self._mask, math.nan)
-        return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy))
+        return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy), self.layout)
 
     def _step_of_nothing(self, output: _Output) -> PolicyStep:
         """A loss of 0 whose graph goes through the whole model."""
         nothing = self._ids.new_zeros(self._ids.shape, dtype=torch.float32)
         loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
-        return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing)
+        return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing, self.layout)
 
-    def _after_trial(self, body: Body, *, again: bool) -> Body:
-        """Without packing if sequences in one row see each other; rotary only if positions may be shifted."""
+    def _trial_run(self, inputs: dict[str, Any]) -> Tensor:
         options = {name: value for name, value in self._inputs.items() if name not in CARRIED and is_plain(value)}
+        return fused_forward(self._model, self._loss, options | inputs, entropy=False, temperature=1.0).per_token_logps
 
-        def run(inputs: dict[str, Any]) -> Tensor:
-            inputs = options | inputs
-            return fused_forward(self._model, self._loss, inputs, entropy=False, temperature=1.0).per_token_logps
 
-        apart, shifts = packing_trial(run, self._swapped, body, self._ids.device, again=again)
-        if apart:
-            return replace(body, rotary=body.rotary and shifts)
-        return replace(body, no_packing=f"sequences in one row of {type(self._swapped).__name__} see each other")
+def _idle_by(loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None) -> Tensor | None:
+    """The advantages, if a row without one has no gradient."""
+    return aligned.advantages if aligned is not None and loss.terms.idle_without_advantages else None
+
+
+def _runs_idle(
+    loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None, inputs: Mapping[str, Any], options: RowOptions
+) -> bool:
+    # A support has the metric missing_target.
+    read = loss.terms.metrics_read_all or (loss.terms.metrics != "none" and inputs.get("support") is not None)
+    return aligned is None or read or options.idle == "forward"
+
+
+def _together(loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None, body: Body) -> str | None:
+    if body.router:
+        return "the router loss is of all tokens"
+    together = aligned is not None and loss.terms.locality == "batch"
+    return "the loss's sequences depend on each other" if together else None
 
 
 def _merged(a: PolicyStep, b: PolicyStep) -> PolicyStep:
     entropy = None if a.entropy is None or b.entropy is None else a.entropy + b.entropy
     metrics = reduce_metrics([a.metrics, b.metrics])
-    return PolicyStep(a.loss + b.loss, metrics, a.per_token_logps + b.per_token_logps, entropy)
+    return PolicyStep(a.loss + b.loss, metrics, a.per_token_logps + b.per_token_logps, entropy, a.layout)
 
 
 @torch.no_grad()
@@ -346,6 +368,7 @@ def completion_logps(
     max_tokens: int | None = None,
     trim: bool = True,
     packing: bool | None = None,
+    share_prefixes: bool | None = None,
     group: Any = None,
     **extra_inputs: Any,
 ) -> Tensor:
@@ -355,7 +378,7 @@ def completion_logps(
     `policy_steps`. It reads the mask, the support and the model's inputs. The model's training mode stays as
     it is.
     """
-    options = {"max_tokens": max_tokens, "trim": trim, "packing": packing}
+    options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes}
     return PolicySteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
 
 
@@ -366,11 +389,12 @@ def _rows_mask(rows: tuple[int, ...], ids: Tensor) -> Tensor:
     return mask.to(ids.device, non_blocking=True)
 
 
-def _gathered(values: list[Tensor], source: Tensor | None, shape: torch.Size) -> Tensor:
-    """Flat outputs -> `shape`, by the places that `placed` found; 0 for a token of none of them."""
+def _gathered(values: list[Tensor], source: Tensor | None, mask: Tensor) -> Tensor:
+    """Flat outputs -> (B, T), by the places that `placed` found; 0 for a token that does not count."""
     if source is None:
-        return values[0].view(shape)
-    return torch.cat([*values, values[0].new_zeros(1)])[source]
+        return values[0].view(mask.shape)
+    # A place of a tree may count in one sequence and not in another.
+    return torch.cat([*values, values[0].new_zeros(1)])[source].masked_fill(~mask, 0)
 
 
 def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:

@@ -1,0 +1,140 @@
+"""The attention of a row that is a prefix tree: token q sees token k if k <= q < ends[k], within a layer's window.
+
+On a GPU the mask is flex attention's `BlockMask`. Its kernel leaves out blocks of 128 x 128 pairs that do not see each
+other. A model of another kind of attention runs flex attention too: the function that transformers has registered for
+this kind is wrapped, and the wrapper calls flex attention where it gets a `BlockMask`. No setting of the model changes,
+so a layer that is run again in the backward does the same. On a CPU the mask is dense.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+BLOCK = 128
+LAYERS = {"full_attention", "sliding_attention"}
+DENSE = ("sdpa", "eager")  # kinds of attention that take a dense mask
+
+
+def lacks(model: nn.Module, config: Any, device: torch.device) -> str | None:
+    """Why rows of this model cannot be trees; None if its attention allows it. `config` is that of its text."""
+    name, kind = type(model).__name__, config._attn_implementation
+    if not {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters):
+        return f"the forward of {name} takes no position_ids or no attention_mask"
+    layers = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if layers:
+        return f"{name} has layers of type {', '.join(sorted(layers))}"
+    if len({str(place) for place in getattr(model, "hf_device_map", {}).values()}) > 1:
+        return f"{name} is split over devices"
+    if device.type == "cpu":
+        if kind not in DENSE:
+            return f"attention {kind!r} takes no dense mask, as trees have on a CPU"
+    elif kind not in ALL_ATTENTION_FUNCTIONS:
+        return f"attention {kind!r} cannot be replaced by flex attention"
+    if model.training:
+        rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+        rates += [getattr(config, rate, None) or 0.0 for rate in ("attention_dropout", "attn_pdrop")]
+        if any(rates):
+            return "dropout draws for each sequence"
+    return None
+
+
+def masks(
+    config: Any,
+    ends: Tensor,  # (n,) int64 in CPU memory
+    positions: Tensor,  # (n,) int64 in CPU memory, in each token's sequence
+    device: torch.device,
+    dtype: torch.dtype,  # of an eager mask
+    *,
+    dense: bool,
+) -> Any:
+    """What the model's `attention_mask` has to be: a mask (1, 1, n, n), or a dict of them by type of layer."""
+    kind = config._attn_implementation
+    if not dense:
+        _flex_serves(kind)
+
+    def mask(window: int | None) -> Any:
+        if not dense:
+            return _block_mask(ends, positions, window, device)
+        place = torch.arange(ends.numel())
+        sees = (place <= place[:, None]) & (place[:, None] < ends)
+        if window is not None:
+            sees &= positions[:, None] - positions < window
+        sees = sees[None, None].to(device, non_blocking=True)
+        if kind == "sdpa":
+            return sees
+        return torch.zeros((), dtype=dtype, device=device).where(sees, torch.finfo(dtype).min)
+
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    layers = set(getattr(config, "layer_types", None) or ())
+    if len(layers) > 1:
+        return {layer: mask(window if layer == "sliding_attention" else None) for layer in sorted(layers)}
+    return mask(None if layers == {"full_attention"} else window)
+
+
+def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: torch.device) -> BlockMask:
+    n = ends.numel()
+    blocks = -(-n // BLOCK)
+    padding = (0, blocks * BLOCK - n)
+    # A padded token neither sees nor is seen.
+    ends = nn.functional.pad(ends, padding)
+    place = torch.arange(blocks * BLOCK).view(blocks, BLOCK)
+    first, last = place[:, :1], place[:, -1:].clamp(max=n - 1)
+    by_block = ends.view(blocks, BLOCK)
+    least = by_block.amin(1)
+    least[-1] = by_block[-1, : BLOCK - padding[1]].amin()
+    earlier = first > first.T
+    some = (earlier & (by_block.amax(1) > first)) | torch.eye(blocks, dtype=torch.bool)
+    whole = earlier & (least > last)
+    if window is not None:
+        known = nn.functional.pad(positions, padding, mode="constant", value=int(positions[-1])).view(blocks, BLOCK)
+        low, high = known.amin(1), known.amax(1)
+        some &= low[:, None] - high < window
+        whole &= high[:, None] - low < window
+    if padding[1]:  # a kernel may not look whether a key of a whole block is there
+        whole[-1] = whole[:, -1] = False
+    seen = ends.to(device, torch.int32, non_blocking=True)
+    at = nn.functional.pad(positions, padding).to(device, torch.int32, non_blocking=True)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = (key <= query) & (query < seen[key])
+        return inside if window is None else inside & (at[query] - at[key] < window)
+
+    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        order = (~chosen).to(torch.int8).argsort(dim=1, stable=True)
+        numbers = (chosen.sum(1), order)
+        counts, indices = (x[None, None].to(device, torch.int32, non_blocking=True) for x in numbers)
+        return counts, indices
+
+    partial, full = lists(some & ~whole), lists(whole)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, n))
+
+
+@cache
+def _flex_serves(kind: str) -> None:
+    """Makes flex attention run where attention of this kind gets a `BlockMask`. It holds for the process."""
+    if kind != "flex_attention":
+        ALL_ATTENTION_FUNCTIONS[kind] = _with_blocks(ALL_ATTENTION_FUNCTIONS[kind], softcap="flash" in kind)
+
+
+def _with_blocks(attention: Callable, *, softcap: bool) -> Callable:
+    @wraps(attention)
+    def either(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(mask, BlockMask):
+            return attention(module, query, key, value, mask, *args, **options)
+        dtype = value.dtype
+        if torch.is_autocast_enabled(query.device.type):  # as it converts the arguments of other kinds of attention
+            dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        # SDPA has no softcap and leaves it out.
+        kept = {name: options[name] for name in ("scaling", "s_aux", "softcap") if softcap or name != "softcap"
+                if name in options}  # fmt: skip
+        return flex_attention_forward(module, query, key, value, mask, **kept)
+
+    return either

@@ -1,0 +1,126 @@
+"""Tries out what a model's config does not say: whether its attention keeps packed sequences and trees apart."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from liger_rl.step.live_rows import MicroBatch, RowOptions, inputs_of, wants_packing, wants_tree
+from liger_rl.step.model_body import Body
+from liger_rl.step.prefix_tree import ordered, prefix_tree
+from liger_rl.step.tree_attention import DENSE, masks
+
+TRIAL_TOKENS = 16  # of each packed sequence
+TREE_TOKENS = (20, 8)  # shared by two sequences, and of each alone
+
+Run = Callable[[dict[str, Any]], Tensor]  # inputs, as `inputs_of` makes them -> log-probabilities (b, n)
+
+
+_lock = threading.Lock()
+# By a model and its kind of attention. Of "packing": whether packed sequences have the log-probabilities that they have
+# alone, and whether a sequence at other positions has. Of "trees": whether sequences of a tree have.
+_trials: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[bool, ...]]] = WeakKeyDictionary()
+
+
+def _wanted(body: Body, options: RowOptions) -> dict[str, bool]:
+    trees = wants_tree(body, options)
+    packing = body.no_packing is None and (wants_packing(body, options) or trees)
+    return {"packing": packing, "trees": trees}
+
+
+def needed_trials(model: Any, body: Body, options: RowOptions) -> list[bool]:
+    """Whether packing and trees have to be tried: with the first such options and this kind of attention."""
+    trials, kind = _trials.get(model, {}), body.config._attn_implementation
+    return [wanted and (kind, what) not in trials for what, wanted in _wanted(body, options).items()]
+
+
+@torch.no_grad()
+def after_trials(
+    run: Run, model: Any, body: Body, options: RowOptions, device: Any, *, needed: Sequence[bool], again: bool
+) -> Body:
+    """The body without packing or trees where sequences of one row see each other.
+
+    Runs the trials that are `needed` on this rank or another: six forwards for packing and three for trees, of at most
+    56 tokens. `again`: also those whose result is known here. `rotary` stays only if positions may be shifted.
+    """
+    apart = f"sequences in one row of {type(model).__name__} see each other"
+    for (what, wanted), need in zip(_wanted(body, options).items(), needed, strict=True):
+        if not (wanted or need):
+            continue
+        packs, *shifts = _tried(run, model, body, device, what, again=again and need)
+        if what == "trees":
+            body = body if packs else replace(body, no_tree=apart)
+        else:
+            body = replace(body, rotary=body.rotary and all(shifts))
+            body = body if packs else replace(body, no_packing=apart)
+    return body
+
+
+def _tried(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> tuple[bool, ...]:
+    with _lock:
+        trials = _trials.setdefault(model, {})
+        key = body.config._attn_implementation, what
+        if again or key not in trials:
+            training = {module: module.training for module in model.modules()}
+            try:
+                model.eval()  # a dropout would differ
+                trials[key] = (_packing if what == "packing" else _trees)(run, body, device)
+            finally:
+                for module, mode in training.items():
+                    module.training = mode
+        return trials[key]
+
+
+def _same(values: Tensor, expected: Tensor, effect: Tensor) -> bool:
+    # Kernels and experts may round in another way, by far less than another context changes a sequence.
+    return bool((values - expected).abs().max() <= effect.abs().max() / 16)
+
+
+def _packing(run: Run, body: Body, device: Any) -> tuple[bool, bool]:
+    """The second of two sequences: packed, packed behind another first one, alone, and in one row with the first.
+
+    Some models do not pass positions on to their attention, have a state that runs on, or use positions for more than a
+    rotary embedding.
+    """
+    length = min(TRIAL_TOKENS, body.positions // 2 or TRIAL_TOKENS)
+    ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % body.config.vocab_size
+    changed = torch.stack([(ids[0] + 2 * length) % body.config.vocab_size, ids[1]])
+    counted = torch.arange(length, device=device).expand(2, length) != 0
+    micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
+    last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
+    packed, packed_changed = (run(inputs_of(micro, x, counted, {}, body))[:, length:] for x in (ids, changed))
+    alone = run({"input_ids": ids[1:], "counted": counted[1:]})
+    joined, joined_changed = (
+        run({"input_ids": x.view(1, -1), "counted": counted.reshape(1, -1)})[:, length:] for x in (ids, changed)
+    )
+    moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})
+    # The first sequence's tokens are told apart from its length, because learned positions may change more.
+    apart = _same(packed, alone, joined - alone) and _same(packed, packed_changed, joined - joined_changed)
+    return apart, _same(moved, alone, joined - alone)
+
+
+def _trees(run: Run, body: Body, device: Any) -> tuple[bool]:
+    """Two sequences with one prefix: as a tree, alone, and in one row without a mask."""
+    shared, tail = TREE_TOKENS
+    length = shared + tail
+    if 0 < body.positions < 2 * length:
+        return (False,)
+    ids = torch.arange(3, 3 + 2 * length) % body.config.vocab_size
+    ids = torch.stack([ids[:length], torch.cat([ids[:shared], ids[length : length + tail]])])
+    tree = prefix_tree((length, length), ordered([ids[0], ids[1]], (0, 0)))
+    mask = masks(
+        body.config, tree.ends, tree.offsets, device, body.dtype, dense=body.config._attn_implementation in DENSE
+    )
+    row = ids[tree.sequences, tree.offsets][None].to(device)
+    counted = torch.arange(length, device=device).expand(2, length) != 0
+    predicted = tree.follows[None].to(device)
+    inputs = {"input_ids": row, "counted": predicted, "position_ids": tree.offsets[None].to(device)}
+    in_tree = run(inputs | {"attention_mask": mask})[0][torch.stack(tree.places).to(device)]
+    alone = run({"input_ids": ids.to(device), "counted": counted})
+    joined = run({"input_ids": ids.reshape(1, -1).to(device), "counted": counted.reshape(1, -1)}).view(2, -1)
+    effect = (joined - alone)[1, shared:]
+    return (_same(in_tree[:, 1:], alone[:, 1:], effect),)
