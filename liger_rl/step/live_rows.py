@@ -23,7 +23,9 @@ from liger_rl.step.model_body import Body
 from liger_rl.step.prefix_tree import LEAST_SHARED, Ordered, PrefixTree, ordered, prefix_tree
 
 Idle = Literal["skip", "forward", "backward"]
-MOST_LEFT = 0.9  # a tree runs if it has at most this share of the other layout's tokens
+MOST_LEFT = 0.9  # trees run if they have at most this share of the other layout's tokens
+# Trees of fewer tokens run only if they are asked for: on a GPU a small step takes as long as its launches.
+LEAST_TOKENS = {"cuda": 1024}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,10 @@ class Plan(NamedTuple):
     carrier: MicroBatch  # the cheapest to run once more, on a rank with fewer micro-batches than another
     layout: str  # how the tokens are laid out, and why no prefix is shared
 
+    @property
+    def has_trees(self) -> bool:
+        return any(micro.tree is not None for micro in (*self.live, *self.idle))
+
 
 def planned(
     ids: Tensor,  # (B, T)
@@ -97,7 +103,7 @@ def planned(
                 f"{budget}: {body.obstacle}"
             )
         whole = MicroBatch(None, (), rows=tuple(range(batch)))
-        return Plan([whole], [], (), whole, f"the batch as it is: {body.obstacle}")
+        return Plan([whole], [], (), whole, f"the batch as it is: {body.obstacle or 'it has no token'}")
     rows = _read_rows(ids, mask, inputs, advantages, body, options.trim)
     packed = _packs(rows, body, options)
     every_row = body.router or options.idle == "backward"
@@ -114,19 +120,23 @@ def planned(
             f"without its padding), got {budget}"
         )
     groups, idle_groups = (_groups(some, rows, budget, packed) for some in (live, idle))
-    count = sum(_tokens([rows[r].length for r in group], packed) for group in (*groups, *idle_groups))
-    layout = f"{count:,} tokens in {'one row each' if not packed else 'packed rows'}"
-    trees = [] if not wants_tree(body, options) else [_Trees.of(some, rows, ids, body, budget) for some in (live, idle)]
-    reason = obstacle or body.no_tree or _unshared(rows, options) or "share_prefixes=False"
-    if trees and _unshared(rows, options) is None:
-        in_trees = sum(some.tokens for some in trees)
-        reason = f"trees would have {in_trees:,} tokens"
-        if options.share_prefixes or in_trees <= MOST_LEFT * count:
+    lengths = [[rows[r].length for r in group] for group in (*groups, *idle_groups)]
+    count = sum(_tokens(some, packed) for some in lengths)
+    layout, trees = f"{count:,} tokens in {'packed' if packed else 'padded'} rows", []
+    reason = obstacle or body.no_tree or (None if wants_tree(body, options) else "share_prefixes=False")
+    reason = reason or _no_run(rows, options)
+    if reason is None:
+        trees = [_Trees.of(some, rows, ids, body, budget) for some in (live, idle)]
+        tokens = sum(some.tokens for some in trees)
+        # On a CPU attention computes all pairs of a row, so that padding is no worse than other sequences.
+        without = count if ids.is_cuda else sum(map(sum, lengths))
+        pays = LEAST_TOKENS.get(ids.device.type, 0) <= tokens <= MOST_LEFT * without
+        if options.share_prefixes or pays:
             groups, idle_groups = (some.groups for some in trees)
-            layout = f"{in_trees:,} tokens in trees of shared prefixes, {count:,} otherwise"
-            reason = ""
-    if reason:
-        trees = []
+            layout = f"{tokens:,} tokens in trees of shared prefixes, of {count:,}"
+        else:
+            trees, reason = [], f"trees would have {tokens:,} tokens"
+    if reason is not None:
         layout = f"{layout}; no prefix is shared: {reason}"
     if len(groups) > 1 and together is not None:
         least = trees[0].tokens if trees else _tokens([rows[r].length for r in live], packed)
@@ -225,7 +235,7 @@ def wants_tree(body: Body, options: RowOptions) -> bool:
     return options.share_prefixes is not False and options.trim and body.obstacle is None and body.no_tree is None
 
 
-def _unshared(rows: list[Row], options: RowOptions) -> str | None:
+def _no_run(rows: list[Row], options: RowOptions) -> str | None:
     """Why these rows cannot be a tree. ValueError if they must be."""
     for place, row in enumerate(rows):
         if not (row.attended and row.steps):

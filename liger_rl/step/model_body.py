@@ -88,7 +88,13 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
         varlen="flash" in config._attn_implementation and "cu_seq_lens_q" in getattr(swapped, "_fused_arguments", ()),
         no_packing=_no_packing(type(swapped).__name__, config, takes_positions, causal, inputs),
         no_tree=_no_tree(
-            swapped, config, counts or (takes_positions and known_positions and not by_column), causal, inputs, ids
+            model,
+            swapped,
+            config,
+            counts or (takes_positions and known_positions and not by_column),
+            causal,
+            inputs,
+            ids,
         ),
         config=config,
         dtype=next(swapped.parameters()).dtype,
@@ -149,7 +155,13 @@ def _no_packing(name: str, config: Any, takes_positions: bool, causal: bool, inp
 
 
 def _no_tree(
-    swapped: Any, config: Any, takes_positions: bool, causal: bool, inputs: Mapping[str, Any], ids: Tensor
+    model: nn.Module,
+    swapped: Any,
+    config: Any,
+    takes_positions: bool,
+    causal: bool,
+    inputs: Mapping[str, Any],
+    ids: Tensor,
 ) -> str | None:
     if not (takes_positions and causal):
         return f"{type(swapped).__name__} is not a causal model of text that takes position_ids"
@@ -160,6 +172,8 @@ def _no_tree(
     router = inputs.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if router is None else router:
         return "the router loss is of all tokens"
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+        return "a compiled model would be compiled again"
     return tree_attention.lacks(swapped, config, ids.device)
 
 

@@ -26,10 +26,12 @@ from liger_rl.losses.metrics import Metric, reduce_metrics
 from liger_rl.step.live_rows import (
     Idle,
     MicroBatch,
+    Plan,
     RowOptions,
     inputs_of,
     placed,
     planned,
+    wants_packing,
 )  # fmt: skip
 from liger_rl.step.model_body import (
     CARRIED,
@@ -42,7 +44,7 @@ from liger_rl.step.model_body import (
     swapped_model,
 )  # fmt: skip
 from liger_rl.step.ranks import agreement, data_parallel, first_device, rank_groups
-from liger_rl.step.trials import after_trials, needed_trials
+from liger_rl.step.trials import after_trial, needs_trial
 
 __all__ = ["PolicyStep", "PolicySteps", "completion_logps", "policy_step", "policy_steps"]
 
@@ -107,22 +109,20 @@ def policy_steps(
         optimizer.step()
         print(steps.total.metrics)
 
-    Sequences are sorted by length into micro-batches, the longest first. Losses, gradients and merged metrics add up to
-    those of the padded batch, to rounding. Call backward on each step before you take the next one. The model does not
-    run padding, tokens after the last completion token, and sequences without a completion token or without a gradient.
-    docs/transformers.md lists the models and batches that need more of a batch, and says how ranks run together.
+    Losses, gradients and merged metrics add up to those of the padded batch, to rounding. Call backward on each step
+    before you take the next one. The model does not run padding, tokens after the last completion token, and sequences
+    without a completion token or without a gradient. docs/transformers.md lists what needs more of a batch, and says
+    how ranks run together.
 
     Args:
         model, batch, loss: as in `policy_step`.
         max_tokens: the most tokens that the model runs at once, padding included; None is one micro-batch.
         trim: whether padding leaves.
         packing: whether sequences are put into one row, told apart by position_ids. None does so with flash attention;
-            True also with "flex_attention", "sdpa" and "eager". A model's first call tries out, on 32 tokens, that its
-            attention keeps sequences apart.
-        share_prefixes: whether sequences that begin with the same tokens run them once, in one row that is a tree. None
-            does so if that leaves at most 90% of the tokens, and the model and the batch allow it. True raises an error
-            if they do not. A step's `layout` says what was done and why. On a GPU the first such step compiles flex
-            attention.
+            True also with "flex_attention", "sdpa" and "eager".
+        share_prefixes: whether sequences run the tokens with which they begin alike once. None does so if at most 90%
+            of the tokens are left; a step's `layout` says if not, and why. docs/transformers.md says where it is
+            possible. True raises an error elsewhere.
         idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, before the
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
             NaN.
@@ -193,23 +193,27 @@ class PolicySteps(Iterator[PolicyStep]):
             elif loss.options.fixed_shape:
                 obstacle = "a loss of fixed_shape reads no value"
             body = body_of(model, swapped, inputs, ids, obstacle)
-            counts[:] = needed_trials(swapped, body, row_options)
+            packs = wants_packing(body, row_options)
+            counts[0] = packs and needs_trial(swapped, body, "packing")
         # A trial has collectives: if one rank needs it, every rank runs it.
-        needed = [count > 0 for count in counts]
-        body = after_trials(
-            self._trial_run, swapped, body, row_options, ids.device, needed=needed, again=bool(groups)
-        )  # fmt: skip
+        if packs or counts[0]:
+            body = self._after_trial(body, "packing", again=bool(groups) and counts[0] > 0)
         if aligned is None:
             body = replace(body, router=False)  # nobody reads the router loss
+        tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
+        if tried and body.no_tree is None:
+            body = self._after_trial(body, "trees", again=False)
         with agreement(groups, device) as counts:
-            plan = planned(
-                ids, mask, inputs, body, row_options, advantages=_idle_by(loss, aligned),
-                runs_idle=_runs_idle(loss, aligned, inputs, row_options), together=_together(loss, aligned, body),
-            )  # fmt: skip
-            counts[:] = len(plan.live), len(plan.idle)
+            plan = self._planned(body, aligned, row_options)
+            counts[:] = len(plan.live), len(plan.idle), plan.has_trees and not tried
+        if counts[2]:
+            body = self._after_trial(body, "trees", again=bool(groups))
+            with agreement(groups, device) as counts:
+                plan = self._planned(body, aligned, row_options)
+                counts[:2] = len(plan.live), len(plan.idle)
         self.layout = plan.layout
         # `_forwards` run without a graph, before the first step.
-        self._steps, self._forwards = counts
+        self._steps, self._forwards = counts[:2]
         if aligned is not None and plan.left_out:
             # An earlier step may have given NaN for rows that do not run.
             left_out = _rows_mask(plan.left_out, ids)
@@ -328,29 +332,29 @@ class PolicySteps(Iterator[PolicyStep]):
         loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
         return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing, self.layout)
 
-    def _trial_run(self, inputs: dict[str, Any]) -> Tensor:
+    def _after_trial(self, body: Body, what: str, *, again: bool) -> Body:
         options = {name: value for name, value in self._inputs.items() if name not in CARRIED and is_plain(value)}
-        return fused_forward(self._model, self._loss, options | inputs, entropy=False, temperature=1.0).per_token_logps
 
+        def run(inputs: dict[str, Any]) -> Tensor:
+            inputs = options | inputs
+            return fused_forward(self._model, self._loss, inputs, entropy=False, temperature=1.0).per_token_logps
 
-def _idle_by(loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None) -> Tensor | None:
-    """The advantages, if a row without one has no gradient."""
-    return aligned.advantages if aligned is not None and loss.terms.idle_without_advantages else None
+        return after_trial(run, self._swapped, body, self._ids.device, what, again=again)
 
-
-def _runs_idle(
-    loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None, inputs: Mapping[str, Any], options: RowOptions
-) -> bool:
-    # A support has the metric missing_target.
-    read = loss.terms.metrics_read_all or (loss.terms.metrics != "none" and inputs.get("support") is not None)
-    return aligned is None or read or options.idle == "forward"
-
-
-def _together(loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None, body: Body) -> str | None:
-    if body.router:
-        return "the router loss is of all tokens"
-    together = aligned is not None and loss.terms.locality == "batch"
-    return "the loss's sequences depend on each other" if together else None
+    def _planned(self, body: Body, aligned: AlignedBatch | None, options: RowOptions) -> Plan:
+        terms, together = self._loss.terms, None
+        if body.router:
+            together = "the router loss is of all tokens"
+        elif aligned is not None and terms.locality == "batch":
+            together = "the loss's sequences depend on each other"
+        # A support has the metric missing_target.
+        metrics_read = terms.metrics_read_all or (terms.metrics != "none" and self._inputs.get("support") is not None)
+        return planned(
+            self._ids, self._mask, self._inputs, body, options,
+            advantages=aligned.advantages if aligned is not None and terms.idle_without_advantages else None,
+            runs_idle=aligned is None or metrics_read or options.idle == "forward",
+            together=together,
+        )  # fmt: skip
 
 
 def _merged(a: PolicyStep, b: PolicyStep) -> PolicyStep:

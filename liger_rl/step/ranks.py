@@ -14,11 +14,11 @@ from liger_rl.step.model_body import reshard, wrappers_of
 
 @contextmanager
 def agreement(groups: list[Any], device: torch.device) -> Iterator[list[int]]:
-    """A context that yields two counts of this rank; after it they are the largest of all ranks of the groups.
+    """A context that yields three counts of this rank; after it they are the largest of all ranks of the groups.
 
     A collective. If one rank raises an error in it, every other rank raises a TypeError or ValueError with its text.
     """
-    counts, problem = [0, 0], None
+    counts, problem = [0, 0, 0], None
     try:
         yield counts
     except Exception as error:

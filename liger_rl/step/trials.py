@@ -1,7 +1,7 @@
 """Tries out what a model's config does not say: whether its attention keeps packed sequences and trees apart."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from liger_rl.step.live_rows import MicroBatch, RowOptions, inputs_of, wants_packing, wants_tree
+from liger_rl.step.live_rows import MicroBatch, inputs_of
 from liger_rl.step.model_body import Body
 from liger_rl.step.prefix_tree import ordered, prefix_tree
 from liger_rl.step.tree_attention import DENSE, masks
@@ -22,42 +22,26 @@ Run = Callable[[dict[str, Any]], Tensor]  # inputs, as `inputs_of` makes them ->
 
 _lock = threading.Lock()
 # By a model and its kind of attention. Of "packing": whether packed sequences have the log-probabilities that they have
-# alone, and whether a sequence at other positions has. Of "trees": whether sequences of a tree have.
+# alone, and whether a sequence at other positions has. Of "trees": whether sequences of a tree have, and the same.
 _trials: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[bool, ...]]] = WeakKeyDictionary()
 
 
-def _wanted(body: Body, options: RowOptions) -> dict[str, bool]:
-    trees = wants_tree(body, options)
-    packing = body.no_packing is None and (wants_packing(body, options) or trees)
-    return {"packing": packing, "trees": trees}
-
-
-def needed_trials(model: Any, body: Body, options: RowOptions) -> list[bool]:
-    """Whether packing and trees have to be tried: with the first such options and this kind of attention."""
-    trials, kind = _trials.get(model, {}), body.config._attn_implementation
-    return [wanted and (kind, what) not in trials for what, wanted in _wanted(body, options).items()]
+def needs_trial(model: Any, body: Body, what: str) -> bool:
+    """Whether `after_trial` has to run the model: the first time with this kind of attention."""
+    return (body.config._attn_implementation, what) not in _trials.get(model, {})
 
 
 @torch.no_grad()
-def after_trials(
-    run: Run, model: Any, body: Body, options: RowOptions, device: Any, *, needed: Sequence[bool], again: bool
-) -> Body:
-    """The body without packing or trees where sequences of one row see each other.
+def after_trial(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> Body:
+    """The body without packing or trees where sequences of one row see each other. `what`: "packing" or "trees".
 
-    Runs the trials that are `needed` on this rank or another: six forwards for packing and three for trees, of at most
-    56 tokens. `again`: also those whose result is known here. `rotary` stays only if positions may be shifted.
+    Six forwards for packing and four for trees, of at most 56 tokens, once for a model and its kind of attention, or
+    `again`. `rotary` stays only if positions may be shifted.
     """
-    apart = f"sequences in one row of {type(model).__name__} see each other"
-    for (what, wanted), need in zip(_wanted(body, options).items(), needed, strict=True):
-        if not (wanted or need):
-            continue
-        packs, *shifts = _tried(run, model, body, device, what, again=again and need)
-        if what == "trees":
-            body = body if packs else replace(body, no_tree=apart)
-        else:
-            body = replace(body, rotary=body.rotary and all(shifts))
-            body = body if packs else replace(body, no_packing=apart)
-    return body
+    apart, *shifts = _tried(run, model, body, device, what, again=again)
+    body = replace(body, rotary=body.rotary and all(shifts))
+    reason = None if apart else f"sequences in one row of {type(model).__name__} see each other"
+    return replace(body, no_packing=reason) if what == "packing" else replace(body, no_tree=reason)
 
 
 def _tried(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> tuple[bool, ...]:
@@ -103,12 +87,13 @@ def _packing(run: Run, body: Body, device: Any) -> tuple[bool, bool]:
     return apart, _same(moved, alone, joined - alone)
 
 
-def _trees(run: Run, body: Body, device: Any) -> tuple[bool]:
-    """Two sequences with one prefix: as a tree, alone, and in one row without a mask."""
+def _trees(run: Run, body: Body, device: Any) -> tuple[bool, bool]:
+    """-> whether two sequences with one prefix have the same log-probabilities as a tree and alone, and at other
+    positions. A third forward has them in one row without a mask, to see how much they change each other."""
     shared, tail = TREE_TOKENS
     length = shared + tail
     if 0 < body.positions < 2 * length:
-        return (False,)
+        return False, False
     ids = torch.arange(3, 3 + 2 * length) % body.config.vocab_size
     ids = torch.stack([ids[:length], torch.cat([ids[:shared], ids[length : length + tail]])])
     tree = prefix_tree((length, length), ordered([ids[0], ids[1]], (0, 0)))
@@ -123,4 +108,10 @@ def _trees(run: Run, body: Body, device: Any) -> tuple[bool]:
     alone = run({"input_ids": ids.to(device), "counted": counted})
     joined = run({"input_ids": ids.reshape(1, -1).to(device), "counted": counted.reshape(1, -1)}).view(2, -1)
     effect = (joined - alone)[1, shared:]
-    return (_same(in_tree[:, 1:], alone[:, 1:], effect),)
+    last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
+    moved = (
+        run({"input_ids": ids[:1].to(device), "counted": counted[:1], "position_ids": last})
+        if body.rotary
+        else alone[:1]
+    )
+    return _same(in_tree[:, 1:], alone[:, 1:], effect), _same(moved, alone[:1], effect)
