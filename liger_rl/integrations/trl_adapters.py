@@ -20,9 +20,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from liger_rl.integrations import trl_batches
 from liger_rl.integrations.head import check_bypassed
 from liger_rl.integrations.patching import Patch, Version
 from liger_rl.integrations.peft import Head, read_head
+from liger_rl.integrations.trl_step import on_live_tokens
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
 
@@ -90,17 +92,21 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """`trl.trainer.utils.add_fused_lm_head`, of which the forward tells the op its head.
+    """`trl.trainer.utils.add_fused_lm_head`, of which the forward runs on live tokens and tells the op its head.
 
-    Raises for adapters on the head that `read_head` refuses, and for any together with cast_lm_head_to_fp32, as TRL.
+    With PEFT installed it raises for adapters on the head that `read_head` refuses, and for any together with cast_lm_head_to_fp32, as TRL.
     """
-    if _read(model).adapters and cast_lm_head_to_fp32:
+    peft = uses_peft()
+    if peft and cast_lm_head_to_fp32 and _read(model).adapters:
         raise ValueError(
             f"cast_lm_head_to_fp32 and an adapter on the head of {type(model).__name__} exclude each other in TRL, "
             "whose cast replaces the head's forward; leave one out and load the model anew"
         )
     FORWARD.original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
-    model.forward = MethodType(_naming_its_head(model.forward.__func__), model)
+    forward = model.forward.__func__
+    if peft:
+        forward = _naming_its_head(forward)
+    model.forward = MethodType(on_live_tokens(forward, lambda: trl_batches.whole_step and FORWARD.patched), model)
 
 
 def _naming_its_head(fused_forward: Callable) -> Callable:
@@ -145,5 +151,5 @@ def _read(model: Any) -> Head:
     return head
 
 
-FORWARD = Patch("trl.trainer.utils:add_fused_lm_head", add_fused_lm_head, needed=uses_peft)
+FORWARD = Patch("trl.trainer.utils:add_fused_lm_head", add_fused_lm_head)
 ROWS = (FORWARD, *map(refusal, TRAINERS))
