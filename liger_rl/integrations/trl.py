@@ -1,7 +1,8 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
-The patch replaces three things: the op for log-probabilities, entropies and statistics; the trainers' refusal of LoRA
-adapters on the lm_head (`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
+The patch replaces the op for log-probabilities, entropies and statistics; the trainers' refusal of LoRA adapters on the
+lm_head (`trl_adapters`); DistillationTrainer's loss (`trl_divergence`); and in GRPO and RLOO the order of the sequences
+(`trl_batches`).
 """
 
 from collections.abc import Collection, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from liger_rl.call.checks import check_floating
 from liger_rl.call.options import Tolerance
-from liger_rl.integrations import trl_adapters, trl_divergence
+from liger_rl.integrations import trl_adapters, trl_batches, trl_divergence
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -83,6 +84,7 @@ TRL = Framework(
     _op_patch,
     *trl_adapters.ROWS,
     *trl_divergence.ROWS,
+    *trl_batches.ROWS,
     gain="float32 logits, no work for tokens without a gradient, LoRA on the lm_head",
 )
 

@@ -1,0 +1,141 @@
+"""Micro-batches of TRL's GRPOTrainer and RLOOTrainer, for a model forward that runs the prompt of a group once.
+
+Two methods are replaced. `_prepare_inputs` moves the completions of one prompt into one micro-batch where it can, after
+TRL's shuffle and split. A sequence stays in its optimizer step, so the sum of the step's gradients is the same to
+rounding. Metrics that TRL averages over micro-batches, such as the KL or a clip ratio, may change. `_compute_loss`
+tells the forward which sequences have no gradient: `idle_rows`.
+
+TRL's order stays where the gradient of a sequence depends on the other sequences of its micro-batch: loss_type "bnpo"
+(a mean over the micro-batch's tokens), an entropy bonus (such a mean too), top_entropy_quantile below 1 (the
+micro-batch's quantile), and the auxiliary loss of a router. TRL's order also stays for batches with images, and for a
+subclass with a loss of its own.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_rl.integrations.patching import Patch
+
+# Losses of GRPOTrainer that are sums over the sequences of an optimizer step, whichever micro-batch has them.
+SUMS_OVER_SEQUENCES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
+
+whole_step = True  # False: the replaced methods do what TRL's do
+
+_Property = Callable[[Any], bool]  # of a trainer
+
+_idle: ContextVar[Tensor | None] = ContextVar("liger_rl_trl_idle_rows", default=None)
+
+
+def idle_rows() -> Tensor | None:
+    """(B,) bool: the sequences of the micro-batch whose log-probabilities and entropies have no gradient.
+
+    None outside of `_compute_loss`, and where every sequence may have a gradient. The forward must return an idle
+    sequence's values all the same: for the metrics, the entropy quantile, and a ratio that zero then multiplies.
+    """
+    return _idle.get()
+
+
+def grouped(prompts: Sequence[bytes], size: int) -> list[int]:
+    """-> an order of the sequences, for micro-batches of `size`, that keeps equal prompts together.
+
+    The largest group that fits into the rest of a micro-batch comes next. If none fits, the largest is split.
+    """
+    members: dict[bytes, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        members.setdefault(prompt, []).append(index)
+    groups, order = list(members.values()), list[int]()
+    while groups:
+        room = size - len(order) % size
+        group = max([group for group in groups if len(group) <= room] or groups, key=len)
+        order += group[:room]
+        del group[:room]
+        groups = [group for group in groups if group]
+    return order
+
+
+def _regrouped(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
+    """The micro-batches of one generation, of which each `window` successive ones belong to one optimizer step."""
+    ids, mask = (torch.cat([batch[name] for batch in batches]) for name in ("prompt_ids", "prompt_mask"))
+    prompts = [row.tobytes() for row in ids.masked_fill(mask == 0, -1).cpu().numpy()]  # the one copy to the host
+    size = len(prompts) // len(batches)
+    steps = range(0, len(prompts), window * size)
+    order = [start + row for start in steps for row in grouped(prompts[start : start + window * size], size)]
+    columns = {name: _ordered([batch[name] for batch in batches], order) for name in batches[0]}
+    return importlib.import_module("trl.trainer.utils").split_tensor_dict(columns, len(batches))
+
+
+def _ordered(parts: list[Any], order: list[int]) -> Any:
+    """One column of all micro-batches: a tensor or a list, or a value that the sequences share."""
+    if parts[0] is None or getattr(parts[0], "ndim", 1) == 0:
+        return parts[0]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)[torch.tensor(order)]
+    values = [value for part in parts for value in part]
+    return [values[row] for row in order]
+
+
+def _grpo_is_a_sum(trainer: Any) -> bool:
+    shares_tokens = trainer.top_entropy_quantile < 1.0 or trainer._entropy_bonus_enabled
+    return trainer.loss_type in SUMS_OVER_SEQUENCES and not shares_tokens
+
+
+def _grpo_has_other_gradients(trainer: Any) -> bool:
+    """Whether the KL term has a gradient, or the entropy bonus, which an adaptive controller turns on and off."""
+    bonus_is_on = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= trainer.args.entropy_target
+    return trainer.beta != 0.0 or (bonus_is_on and trainer.entropy_coef != 0.0)
+
+
+def _idle_rows_of(inputs: dict[str, Any]) -> Tensor:
+    """Every loss multiplies each token by its advantage, (B,) or (B, T), and by the masks, (B, T)."""
+    advantages = inputs["advantages"]
+    live = (advantages if advantages.ndim > 1 else advantages[:, None]) != 0
+    for name in {"completion_mask", "tool_mask"} & inputs.keys():
+        live = live & (inputs[name] != 0)
+    return ~live.any(-1)
+
+
+def _rows(trainer: str, is_a_sum: _Property, has_other_gradients: _Property) -> tuple[Patch, Patch]:
+    """The rows of a trainer, "module:Class", by what its options say of its loss."""
+
+    def applies(self: Any) -> bool:
+        """Whether the loss is TRL's, and not of a subclass, without the auxiliary loss of a router."""
+        is_trls = self.compute_loss.__module__ == loss.module
+        is_trls = is_trls and getattr(self._compute_loss, "__func__", None) is _compute_loss
+        return whole_step and is_trls and not self.aux_loss_enabled
+
+    def _prepare_inputs(self: Any, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = prepare.original(self, generation_batch)
+        batches, count = self._buffered_inputs, self.args.steps_per_generation
+        # Within a generation an optimizer step begins at a multiple of this number of micro-batches.
+        window = math.gcd(count, self.args.gradient_accumulation_steps)
+        if batches is before or window == 1 or not (applies(self) and is_a_sum(self)):
+            return inputs
+        if not batches[0].keys().isdisjoint({"pixel_values", "num_images"}):
+            return inputs
+        self._buffered_inputs = _regrouped(batches, window)
+        return self._buffered_inputs[self._step % count]
+
+    def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
+        token = _idle.set(_idle_rows_of(inputs) if applies(self) and not has_other_gradients(self) else None)
+        try:
+            return loss.original(self, model, inputs)
+        finally:
+            _idle.reset(token)
+
+    prepare = Patch(f"{trainer}._prepare_inputs", _prepare_inputs)
+    loss = Patch(f"{trainer}._compute_loss", _compute_loss)
+    return prepare, loss
+
+
+ROWS = (
+    *_rows("trl.trainer.grpo_trainer:GRPOTrainer", _grpo_is_a_sum, _grpo_has_other_gradients),
+    # The loss of RLOO is a mean over sequences, and its KL is in the reward.
+    *_rows("trl.trainer.rloo_trainer:RLOOTrainer", lambda trainer: True, lambda trainer: False),
+)
