@@ -4,58 +4,93 @@ A random policy is flat, and its head is another problem than a trained one's. S
 of this machine's Python sources by heart until its entropy on them is under a nat, which takes about a hundred short
 steps. Prompts and completions are pieces of that text. They are not sampled: after so little training, the model would
 run into loops.
+
+Every way trains in TRL's own loop, `GRPOTrainer.train()`: its sampler, shuffle, micro-batches, clipping, optimizer and
+log. Only `_generate_and_score_completions` is replaced, and it returns the rollouts.
 """
 
+import gc
+import inspect
 import math
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3Config,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
 from benchmark import real_policy
+from benchmark.memory import PeakMemory
 from liger_rl import FusedLinearGRPOLoss
+from liger_rl.engines.sparse import lists
 from liger_rl.integrations.transformers import swap_lm_head
-from liger_rl.integrations.trl import patched_trl
-from liger_rl.step.policy_step import PolicyStep, completion_logps, policy_step, policy_steps
+from liger_rl.integrations.trl import patch_trl, patched_trl
+from liger_rl.step.policy_step import policy_steps
 
 SEED = 0
 GROUP = 8  # completions of a prompt
 # Of completions, in shares of the longest: the median, and the standard deviation of the logarithm.
 MEDIAN, SPREAD = 0.55, 0.7
-SHORTEST_PROMPT = 0.25  # in shares of the longest
 DRIFT_NATS = 0.1  # of the old policy from the current one, standard deviation per token
 LEARNT_NATS, LAST, MOST_STEPS = 1.0, 5, 600
 RATE, WARM_UP = 1e-2, 20
 DOCUMENTS = 64  # of which the text is the beginning
 TRL = "TRL"  # the way that others are compared with
-PATCHED = "TRL, patch_trl()"
 CLIP = 0.2  # TRL's default, on both sides
+# Steps of a run before those that count. The first ones compile, also for new lengths.
+SETTLING = 3
+# A run has no more steps than its shape's repeats, and after LEAST of them ends once they have taken so many seconds.
+LEAST, SECONDS = 3, 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How long the sequences of a batch are, in tokens."""
+
+    prompt: int  # the longest
+    completion: int  # the longest
+    shortest_prompt: float = 1.0  # in shares of the longest
+    groups: int = 4  # of GROUP completions, the fourth without advantage
+
+
+# Of the second batch's completions, 41% is padding as in the first's, and the mean is 512 tokens.
+BATCHES = {
+    "short prompts": Lengths(prompt=256, completion=1024, shortest_prompt=0.25),
+    "long prompts": Lengths(prompt=1024, completion=865),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model, its batch, and the text that it learns."""
+    """A model, its batches, and the text that it learns."""
 
     config: Callable[[], Any]
     dtype: str = "bfloat16"
-    groups: int = 4  # of GROUP completions
-    prompt: int = 256  # tokens of the longest
-    completion: int = 1024  # tokens of the longest
+    batches: dict[str, Lengths] = field(default_factory=lambda: BATCHES)
     text: int = 8192  # tokens that are learnt
     learnt_at_once: int = 4  # sequences of a training step, a prompt and a completion each, both as long as any
     source_bytes: int = 24 << 20  # what the vocabulary is learnt from
     max_tokens: int = 16384  # of a micro-batch, where there are several
-    repeats: int = 5
+    repeats: int = 8
 
 
 def _qwen3(hidden_size: int, **sizes: Any) -> Qwen3Config:
@@ -91,20 +126,23 @@ SHAPES = {
     "llama-3-8b": Shape(config=_llama_3_8b, learnt_at_once=2, repeats=3),
     # Everything once, in seconds on a CPU.
     "toy": Shape(
-        config=lambda: _qwen3(64, vocab_size=400, num_hidden_layers=2, head_dim=8),
+        config=lambda: _qwen3(64, vocab_size=400, num_hidden_layers=1, head_dim=8),
         dtype="float32",
-        prompt=8,
-        completion=24,
+        batches={
+            "short prompts": Lengths(prompt=8, completion=24, shortest_prompt=0.25),
+            "long prompts": Lengths(prompt=24, completion=12),
+        },
         text=64,
         source_bytes=200 << 10,
-        max_tokens=128,
+        max_tokens=256,
         repeats=2,
     ),
 }
 
 
 class Policy(NamedTuple):
-    model: nn.Module
+    weights: dict[str, Tensor]  # on the CPU, in the shape's dtype
+    parameters: int
     tokenizer: Tokenizer
     text: Tensor  # (n,) int64, on the CPU
     entropies: list[float]  # in nats, of each training step
@@ -119,16 +157,20 @@ def _vocabulary(size: int, source_bytes: int) -> tuple[Tokenizer, Tensor]:
     return tokenizer, real_policy.encode(tokenizer, texts[:DOCUMENTS])
 
 
+def random_model(shape: Shape, dtype: str, device: str) -> nn.Module:
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(shape.config(), attn_implementation="sdpa", dtype=getattr(torch, dtype))
+
+
 def learnt_policy(shape: Shape, device: str) -> Policy:
-    """The model in the shape's dtype, once its mean entropy in training is under LEARNT_NATS."""
-    config = shape.config()
-    tokenizer, tokens = _vocabulary(config.vocab_size, shape.source_bytes)
+    """Once its mean entropy in training is under LEARNT_NATS."""
+    tokenizer, tokens = _vocabulary(shape.config().vocab_size, shape.source_bytes)
     text = tokens[: shape.text].long()
     torch.manual_seed(SEED)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model = random_model(shape, "float32", device)
     entropies = learn(model, text, shape, device)
-    return Policy(model.to(getattr(torch, shape.dtype)), tokenizer, text, entropies)
+    weights = {name: weight.to("cpu", getattr(torch, shape.dtype)) for name, weight in model.state_dict().items()}
+    return Policy(weights, sum(p.numel() for p in model.parameters()), tokenizer, text, entropies)
 
 
 def learn(model: nn.Module, text: Tensor, shape: Shape, device: str) -> list[float]:
@@ -141,13 +183,17 @@ def learn(model: nn.Module, text: Tensor, shape: Shape, device: str) -> list[flo
     optimizer = torch.optim.Adafactor(model.parameters(), lr=RATE, foreach=False)
     generator = torch.Generator().manual_seed(SEED)
     entropies: list[float] = []
+    batches = cycle(shape.batches.values())
     while len(entropies) < LAST or statistics.mean(entropies[-LAST:]) > LEARNT_NATS:
         if len(entropies) == MOST_STEPS:
             raise SystemExit(f"the policy's entropy is {entropies[-1]:.2f} nats after {MOST_STEPS} training steps")
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (len(entropies) + 1) / WARM_UP)
-        lengths = (shape.prompt, shape.completion)
-        pieces = [real_policy.windows(text, shape.learnt_at_once, length, generator) for length in lengths]
+        lengths = next(batches)
+        pieces = [
+            real_policy.windows(text, shape.learnt_at_once, length, generator)
+            for length in (lengths.prompt, lengths.completion)
+        ]
         ids = torch.cat(pieces, 1).to(device)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             output = model(input_ids=ids, labels=ids, use_cache=False)
@@ -164,25 +210,25 @@ Batch = dict[str, Tensor]
 """What TRL's GRPOTrainer makes of rollouts, by its names: prompts padded on the left, completions on the right."""
 
 
-def rollouts(shape: Shape, text: Tensor, device: str) -> Batch:
+def rollouts(lengths: Lengths, text: Tensor, device: str) -> Batch:
     """Groups of completions; advantages have mean 0 and deviation 1 in a group and are 0 in every fourth one."""
     generator = torch.Generator().manual_seed(SEED)
-    sequences = shape.groups * GROUP
-    prompts = torch.linspace(SHORTEST_PROMPT, 1.0, shape.groups).mul(shape.prompt).round().long()
-    starts = torch.randint(len(text) - shape.prompt, (shape.groups,), generator=generator)
+    groups, sequences = lengths.groups, lengths.groups * GROUP
+    prompts = torch.linspace(lengths.shortest_prompt, 1.0, groups).mul(lengths.prompt).round().long()
+    starts = torch.randint(len(text) - lengths.prompt, (groups,), generator=generator)
     normal = statistics.NormalDist()
     shares = [MEDIAN * math.exp(SPREAD * normal.inv_cdf((i + 0.5) / sequences)) for i in range(sequences)]
-    lengths = torch.tensor(shares).clamp(max=1.0).mul(shape.completion).ceil().long()
-    lengths = lengths[torch.randperm(sequences, generator=generator)]
-    rewards = torch.randn(shape.groups, GROUP, generator=generator)
+    completions = torch.tensor(shares).clamp(max=1.0).mul(lengths.completion).ceil().long()
+    completions = completions[torch.randperm(sequences, generator=generator)]
+    rewards = torch.randn(groups, GROUP, generator=generator)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
     advantages[3::4] = 0.0
 
-    from_right = torch.arange(shape.prompt - 1, -1, -1)
+    from_right = torch.arange(lengths.prompt - 1, -1, -1)
     prompt_mask = (from_right < prompts[:, None]).repeat_interleave(GROUP, 0)
-    prompt_ids = text[starts[:, None] + shape.prompt - 1 - from_right].repeat_interleave(GROUP, 0)
-    completion_mask = torch.arange(shape.completion) < lengths[:, None]
-    completion_ids = real_policy.windows(text, sequences, shape.completion, generator)
+    prompt_ids = text[starts[:, None] + lengths.prompt - 1 - from_right].repeat_interleave(GROUP, 0)
+    completion_mask = torch.arange(lengths.completion) < completions[:, None]
+    completion_ids = real_policy.windows(text, sequences, lengths.completion, generator)
     batch = {
         "prompt_ids": prompt_ids * prompt_mask,
         "prompt_mask": prompt_mask.long(),
@@ -194,14 +240,8 @@ def rollouts(shape: Shape, text: Tensor, device: str) -> Batch:
     return {name: column.to(device) for name, column in batch.items()}
 
 
-def repeated(batch: Batch, times: int) -> Batch:
-    """The same sequences several times."""
-    columns = {name: c.repeat(times, *(1,) * (c.dim() - 1)) for name, c in batch.items() if c.dim() > 0}
-    return columns | {"num_items_in_batch": batch["num_items_in_batch"] * times}
-
-
 def columns_of(batch: Batch) -> dict[str, Tensor]:
-    """The batch as `policy_step` takes it: prompt and completion in one row."""
+    """The batch as `policy_steps` takes it: prompt and completion in one row."""
     prompt, completion = batch["prompt_mask"], batch["completion_mask"]
     columns = {
         "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
@@ -215,121 +255,230 @@ def columns_of(batch: Batch) -> dict[str, Tensor]:
     return columns
 
 
-class Trainer(GRPOTrainer):
-    """TRL's, which is given the rollouts that it would generate; with `full_logits`, also the logits that it avoids."""
+def loss_of(**options: Any) -> FusedLinearGRPOLoss:
+    """TRL's default."""
+    return FusedLinearGRPOLoss("dapo", epsilon_low=CLIP, epsilon_high=CLIP, **options)
 
-    full_logits = False
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        return generation_batch
+@contextmanager
+def kept_shares() -> Iterator[list[float]]:
+    """-> a list that grows by the share of parts that each backward with a tolerance keeps."""
+    shares: list[float] = []
+    plan_parts = lists.plan_parts
 
-    def _get_per_token_logps_and_entropies(
-        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **options: Any
+    def recorded(*given: Any, **options: Any) -> Any:
+        plan = plan_parts(*given, **options)
+        shares.append(plan.share)
+        return plan
+
+    lists.plan_parts = recorded
+    try:
+        yield shares
+    finally:
+        lists.plan_parts = plan_parts
+
+
+class Clock(TrainerCallback):
+    """Times the steps of a `train()`, each from the end of the step before, and ends the run after enough of them.
+
+    Memory and kept parts are those of the last step that settles, because looking at them takes time.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.memory, self.looking = device, PeakMemory(device), ExitStack()
+        self.shares: list[float] = []
+        self.step_ms: list[float] = []
+        self.other_ms: list[float] = []  # of each step, neither in a forward nor in a backward
+        self._passes: list[tuple[Any, Any]] = []  # beginnings and ends
+        self._passing = False
+        self._begun = math.nan
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, which is a forward or a backward. A GPU's events note its times, so that the host never waits."""
+
+        def run(*given: Any, **options: Any) -> Any:
+            if self._passing:  # a backward inside of a forward is timed already
+                return call(*given, **options)
+            begun, self._passing = self._now(), True
+            result = call(*given, **options)
+            self._passes.append((begun, self._now()))
+            self._passing = False
+            return result
+
+        return run
+
+    def _now(self) -> Any:
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_options: Any) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        taken = (time.perf_counter() - self._begun) * 1e3
+        on_gpu = self.device == "cuda"
+        passes = [begun.elapsed_time(end) if on_gpu else (end - begun) * 1e3 for begun, end in self._passes]
+        self._passes.clear()
+        if state.global_step > SETTLING:
+            self.step_ms.append(taken)
+            self.other_ms.append(taken - sum(passes))
+        elif state.global_step == SETTLING - 1:
+            self.shares = self.looking.enter_context(kept_shares())
+            self.looking.enter_context(self.memory)
+        else:
+            self.looking.close()
+        if len(self.step_ms) >= LEAST and sum(self.step_ms) >= SECONDS * 1e3:
+            control.should_training_stop = True
+        self._begun = time.perf_counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way of training: what its trainer and its model have in place of TRL's own."""
+
+    patch: dict[str, Any] | None = None  # options of `patch_trl`; None without it
+    prepare: Callable[[nn.Module], object] = lambda model: None  # before TRL puts its head around the forward
+    change: Callable[[GRPOTrainer, Clock], None] = lambda trainer, clock: None  # before the trainer trains
+    micro_batches: int | None = None  # of the trainer; None for what the benchmark is asked for
+
+    def patched(self) -> AbstractContextManager[None]:
+        if self.patch is None:
+            return nullcontext()
+        known = inspect.signature(patch_trl).parameters
+        return patched_trl(**{name: value for name, value in self.patch.items() if name in known})
+
+
+def with_full_logits(trainer: GRPOTrainer, _clock: Clock) -> None:
+    """The logits that TRL avoids, in float32, as accelerate returns them."""
+
+    def logps_and_entropies(
+        model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **_options: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not self.full_logits:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, **options
-            )
-        with self.accelerator.autocast():
+        with trainer.accelerator.autocast():
             logits = model(
                 input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep + 1, use_cache=False
             ).logits[:, :-1]
         completion_ids = input_ids[:, -logits_to_keep:]
         return *selective_log_softmax_and_entropy(logits, completion_ids, entropy_requires_grad=False), None
 
+    trainer._get_per_token_logps_and_entropies = logps_and_entropies
 
-def make_trainer(policy: Policy, shape: Shape, device: str, folder: str) -> Trainer:
-    """With TRL's defaults. Its learning rate is 0: every step computes all of it, and the weights stay as they are."""
-    end = real_policy.END_OF_TEXT
-    arguments = GRPOConfig(
-        output_dir=folder,
-        report_to=[],
-        use_cpu=device == "cpu",
-        bf16=shape.dtype == "bfloat16",
-        learning_rate=0.0,
-        max_completion_length=shape.completion,
-        per_device_train_batch_size=shape.groups * GROUP,
-        num_generations=GROUP,
-    )
-    trainer = Trainer(
-        model=policy.model,
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["def"] * arguments.per_device_train_batch_size}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=policy.tokenizer, eos_token=end, pad_token=end),
-        reward_funcs=lambda completions, **_columns: [0.0] * len(completions),
-    )
-    # What `train` does before its first step.
-    trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
-    trainer.create_optimizer()
-    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    return trainer
+
+def with_policy_steps(trainer: GRPOTrainer, clock: Clock, *, max_tokens: int, **options: Any) -> None:
+    """Forwards and backwards by this library, the rest by the trainer."""
+    loss = loss_of(**options)
+
+    def forwards_and_backwards(batch: Batch) -> Tensor:
+        steps = policy_steps(trainer.model, columns_of(batch), loss, max_tokens=max_tokens)
+        for step in steps:
+            step.loss.backward()
+        return steps.total.loss
+
+    def training_step(_model: nn.Module, inputs: Any, _num_items_in_batch: Any) -> Tensor:
+        return clock.timed(forwards_and_backwards)(trainer._prepare_inputs(inputs))
+
+    trainer.training_step = training_step
 
 
 class Runner:
-    """One model with its optimizer, and the ways of a training step on it."""
+    """One policy, its batches, and the ways of training that start from it."""
 
-    def __init__(self, shape: Shape, device: str, folder: str) -> None:
-        policy = learnt_policy(shape, device)
-        # Before accelerate puts autocast around the forward of the instance.
-        swap_lm_head(policy.model)
-        self.shape, self.policy, self.trainer = shape, policy, make_trainer(policy, shape, device, folder)
-        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
-        self.batch = rollouts(shape, policy.text, device)
-        current = completion_logps(self.model, columns_of(self.batch), self.loss())[:, shape.prompt :]
-        counted = self.batch["completion_mask"] != 0
-        self.surprise = -current[counted].mean().item()
-        generator = torch.Generator(device).manual_seed(SEED)
-        noise = torch.randn(current.shape, generator=generator, device=device)
-        self.batch["old_per_token_logps"] = current + DRIFT_NATS * noise * counted
-        loss, several = self.loss(), {"max_tokens": shape.max_tokens}
+    def __init__(self, shape: Shape, device: str, folder: str, *, micro_batches: int) -> None:
+        self.shape, self.device, self.folder, self.micro_batches = shape, device, folder, micro_batches
+        self.policy = learnt_policy(shape, device)
         label, level = f"policy_steps, max_tokens={shape.max_tokens}", "with_entropy"
-        self.ways: dict[str, Callable[[Batch], Tensor]] = {
-            "full logits": lambda batch: self.trl(batch, full_logits=True),
-            TRL: self.trl,
-            PATCHED: self.trl,
-            'policy_step, trim=False, idle="backward"': lambda batch: self.ours(
-                batch, loss, trim=False, idle="backward"
-            ),
-            "policy_step": lambda batch: self.ours(batch, loss),
-            label: lambda batch: self.ours(batch, loss, **several),
-            f'{label}, metrics="{level}"': lambda batch: self.ours(batch, self.loss(metrics=level), **several),
+        ours = partial(Way, prepare=swap_lm_head, micro_batches=1)
+        steps = partial(with_policy_steps, max_tokens=shape.max_tokens)
+        self.ways = {
+            "full logits": Way(change=with_full_logits),
+            TRL: Way(),
+            "TRL, patch_trl(whole_step=False)": Way(patch={"whole_step": False}),
+            "TRL, patch_trl()": Way(patch={}),
+            label: ours(change=steps),
+            f'{label}, metrics="{level}"': ours(change=partial(steps, metrics=level)),
         }
 
-    @staticmethod
-    def loss(**options: Any) -> FusedLinearGRPOLoss:
-        """TRL's default."""
-        return FusedLinearGRPOLoss("dapo", epsilon_low=CLIP, epsilon_high=CLIP, **options)
+    def model(self) -> nn.Module:
+        model = random_model(self.shape, self.shape.dtype, self.device)
+        model.load_state_dict(self.policy.weights)
+        return model
 
-    def step(self, way: Callable[[Batch], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """-> the loss and the norm of its gradient."""
-        loss = way(batch)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.args.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss, norm
+    def batch(self, lengths: Lengths) -> tuple[Batch, dict[str, Any]]:
+        """The rollouts of an old policy, and what the batch and the current policy on it are."""
+        batch, model = rollouts(lengths, self.policy.text, self.device), self.model()
+        model.gradient_checkpointing_enable()
+        loss = loss_of(metrics="with_entropy", grad_tolerance=3e-4)
+        steps = policy_steps(model, columns_of(batch), loss, max_tokens=self.shape.max_tokens)
+        with kept_shares() as shares:
+            for step in steps:
+                step.loss.backward()
+        current, counted = steps.total.per_token_logps[:, lengths.prompt :], batch["completion_mask"] != 0
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        noise = torch.randn(current.shape, generator=generator, device=self.device)
+        batch["old_per_token_logps"] = current + DRIFT_NATS * noise * counted
+        sequences, length = counted.shape[0], lengths.prompt + lengths.completion
+        return batch, {
+            "sequences": sequences,
+            "groups": lengths.groups,
+            "row_tokens": length,
+            "padding_share": 1 - (batch["prompt_mask"].sum() + counted.sum()).item() / (sequences * length),
+            "counted_tokens": counted.sum().item(),
+            "idle_share": (batch["advantages"] == 0).double().mean().item(),
+            "mean_advantage": batch["advantages"].abs().mean().item(),
+            "entropy": steps.total.metrics["entropy"].item(),
+            "kept_share_3e-4": statistics.mean(shares) if shares else None,
+            "surprise": -current[counted].mean().item(),
+        }
 
-    @property
-    def entropy(self) -> float:
-        """Mean of the tokens that count in nats, as TRL has logged it last."""
-        return self.trainer._metrics["train"]["entropy"][-1]
+    def train(self, way: Way, batch: Batch, *, steps: int | None = None) -> tuple[Clock, dict[str, float]]:
+        """A run from the policy's weights -> its clock and TRL's log of the last step.
 
-    def around(self, way: str) -> AbstractContextManager[None]:
-        """What holds for all of a run that trains in this way, and is no part of a step."""
-        return patched_trl() if way == PATCHED else nullcontext()
-
-    def trl(self, batch: Batch, *, full_logits: bool = False) -> Tensor:
-        """-> the loss, after its backward."""
-        self.trainer.full_logits = full_logits
-        return self.trainer.training_step(self.trainer.model_wrapped, batch, batch["num_items_in_batch"])
-
-    def ours(self, batch: Batch, loss: FusedLinearGRPOLoss, **options: Any) -> Tensor:
-        """-> the loss, after its backward: in one micro-batch, or in several where the options have max_tokens."""
-        call = policy_steps if "max_tokens" in options else policy_step
-        found = call(self.model, columns_of(batch), loss, **options)
-        total = torch.zeros((), device=batch["advantages"].device)
-        for step in [found] if isinstance(found, PolicyStep) else found:
-            step.loss.backward()
-            total += step.loss.detach()
-        return total
+        TRL has its defaults, but it logs every step, and its learning rate is 0. So the weights stay and each step is
+        the same work. AdamW still computes all of it. TRL shuffles the sequences of each step, in all ways alike.
+        """
+        gc.collect()  # what the run before or its error held
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        steps = SETTLING + self.shape.repeats if steps is None else steps
+        sequences, clock = batch["advantages"].shape[0], Clock(self.device)
+        micro_batches, end = way.micro_batches or self.micro_batches, real_policy.END_OF_TEXT
+        arguments = GRPOConfig(
+            output_dir=self.folder,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            log_level="error",
+            logging_steps=1,
+            use_cpu=self.device == "cpu",
+            bf16=self.shape.dtype == "bfloat16",
+            learning_rate=0.0,
+            max_steps=steps,
+            max_completion_length=batch["completion_ids"].shape[1],
+            per_device_train_batch_size=sequences // micro_batches,
+            gradient_accumulation_steps=micro_batches,
+            num_generations=GROUP,
+        )
+        model = self.model()
+        way.prepare(model)
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # else all GPUs of the host take part
+        with way.patched(), clock.looking:
+            trainer = GRPOTrainer(
+                model=model,
+                args=arguments,
+                train_dataset=Dataset.from_dict({"prompt": ["def"] * (sequences // GROUP * steps)}),
+                processing_class=PreTrainedTokenizerFast(
+                    tokenizer_object=self.policy.tokenizer, eos_token=end, pad_token=end
+                ),
+                reward_funcs=lambda completions, **_columns: [0.0] * len(completions),
+                callbacks=[clock],
+            )
+            trainer.remove_callback(PrinterCallback)
+            trainer._generate_and_score_completions = lambda _prompts: dict(batch)
+            trainer.compute_loss = clock.timed(trainer.compute_loss)
+            trainer.accelerator.backward = clock.timed(trainer.accelerator.backward)
+            way.change(trainer, clock)
+            torch.manual_seed(SEED)
+            trainer.train()
+        return clock, next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)

@@ -413,12 +413,15 @@ def test_a_trained_pair_of_heads(recipe, monkeypatch):
     assert "a loss with exact, one pass" in found
 
 
-def test_a_batch_of_a_step_is_as_rl_makes_it():
+@pytest.mark.parametrize(("label", "row", "padding"), [("short prompts", 1280, 0.4), ("long prompts", 1889, 0.19)])
+def test_a_batch_of_a_step_is_as_rl_makes_it(label, row, padding):
     step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
-    batch = step_runs.rollouts(step_runs.SHAPES["qwen3-1.7b"], torch.arange(1, 9000), "cpu")
+    lengths = step_runs.SHAPES["qwen3-1.7b"].batches[label]
+    batch = step_runs.rollouts(lengths, torch.arange(1, 9000), "cpu")
     attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    assert attended.shape == (32, 1280)
-    assert 0.35 <= 1 - attended.float().mean() <= 0.45
+    assert attended.shape == (32, row)
+    assert abs(1 - attended.float().mean() - padding) < 0.01
+    assert abs(batch["completion_mask"].float().mean() - 0.59) < 0.01
     # Padding on the left of prompts and on the right of completions, and nowhere between.
     assert (batch["prompt_mask"].diff() >= 0).all()
     assert (batch["completion_mask"].diff() <= 0).all()
@@ -426,40 +429,47 @@ def test_a_batch_of_a_step_is_as_rl_makes_it():
     by_group = batch["advantages"].view(-1, step_runs.GROUP)
     assert (by_group == 0).all(1).float().mean() == 0.25
     torch.testing.assert_close(by_group.sum(1), torch.zeros(4), atol=1e-5, rtol=0)
-    assert step_runs.repeated(batch, 2)["num_items_in_batch"] == 2 * batch["num_items_in_batch"]
+    prompts = batch["prompt_ids"].view(4, step_runs.GROUP, -1)
+    assert (prompts == prompts[:, :1]).all()
+    assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
 
 
 def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
     from benchmark import step
 
+    monkeypatch.setattr(step_runs, "LEAST", 1)
+    monkeypatch.setattr(step_runs, "SECONDS", 0.0)
     monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
     # Every step takes longer than a millisecond.
-    monkeypatch.setattr(sys, "argv", ["step", "--longest", "1e-3", "--out", str(tmp_path)])
+    options = ["--longest", "1e-3", "--micro-batches", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["step", *options])
     step.main()
     results = json.loads((tmp_path / "step-cpu.json").read_text())
-    about, rows = results["shapes"]["toy"], results["rows"]
-    assert about["entropy"] < step.MOST_NATS
-    assert about["surprise"] < step.MOST_NATS
-    assert len(rows) == 7
+    rows = results["rows"]
+    assert [row["batch"] for row in rows] == 6 * ["short prompts"] + 6 * ["long prompts"]
     assert {row["status"] for row in rows} == {"ok"}
-    assert {row["longest_sequences"] for row in rows} == {32}
-    assert abs(rows[1]["loss"]) > 0.01
-    assert step.objections(about, rows) == []
+    assert {(row["longest_sequences"], row["steps"]) for row in rows} == {(32, 1)}
+    assert all(0 < row["other_ms"] < row["step_ms"] for row in rows)
+    for trl in (rows[1], rows[7]):
+        about = step.about_batch(results, trl)
+        assert about["entropy"] < step.MOST_NATS
+        assert about["surprise"] < step.MOST_NATS
+        assert abs(trl["loss"]) > 0.01
+    assert step.objections(about, rows[6:]) == []
     assert step.markdown(results) in capsys.readouterr().out
-    assert step.markdown(results).count(" | >= 32 |") == 7
+    assert step.markdown(results).count(" | >= 32 |") == 12
 
     # The check of the losses sees an error of the divisor, and either of a gradient and of a flat policy.
-    trl, ours = rows[1], rows[-1]
-    share = 1 - about["idle_share"]
+    ours, share = rows[-1], 1 - about["idle_share"]
     for change in ({"loss_difference": trl["loss"] / share - trl["loss"]}, {"grad_norm_x_trl": 1 / share}):
         assert len(step.objections(about | {"dtype": "bfloat16"}, [trl, ours | change])) == 1
-    assert "entropy" in step.objections(about | {"entropy": 5.0}, rows)[0]
+    assert "entropy" in step.objections(about | {"entropy": 5.0}, rows[6:])[0]
 
     # A later run of other shapes keeps this one's, but for another environment.
     of_other = results | {"shapes": {"llama-3-8b": about}, "rows": [{**trl, "shape": "llama-3-8b"}]}
     both = step.with_earlier(of_other, tmp_path / "step-cpu.json")
-    assert [row["shape"] for row in both["rows"]] == ["llama-3-8b"] + 7 * ["toy"]
+    assert [row["shape"] for row in both["rows"]] == ["llama-3-8b"] + 12 * ["toy"]
     assert both["shapes"].keys() == {"toy", "llama-3-8b"}
     moved = of_other | {"environment": ENVIRONMENT | {"torch": "2.12"}}
     assert step.with_earlier(moved, tmp_path / "step-cpu.json") == moved
