@@ -10,7 +10,6 @@ log. Only `_generate_and_score_completions` is replaced, and it returns the roll
 """
 
 import gc
-import inspect
 import math
 import statistics
 import time
@@ -43,7 +42,7 @@ from benchmark.memory import PeakMemory
 from liger_rl import FusedLinearGRPOLoss
 from liger_rl.engines.sparse import lists
 from liger_rl.integrations.transformers import swap_lm_head
-from liger_rl.integrations.trl import patch_trl, patched_trl
+from liger_rl.integrations.trl import patched_trl
 from liger_rl.step.policy_step import policy_steps
 
 SEED = 0
@@ -346,8 +345,7 @@ class Way:
     def patched(self) -> AbstractContextManager[None]:
         if self.patch is None:
             return nullcontext()
-        known = inspect.signature(patch_trl).parameters
-        return patched_trl(**{name: value for name, value in self.patch.items() if name in known})
+        return patched_trl(**self.patch)
 
 
 def with_full_logits(trainer: GRPOTrainer, _clock: Clock) -> None:

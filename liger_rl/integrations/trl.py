@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_floating
+from liger_rl.call.checks import check_flag, check_floating
 from liger_rl.call.options import Tolerance
 from liger_rl.integrations import trl_adapters, trl_batches, trl_divergence
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
@@ -85,18 +85,25 @@ TRL = Framework(
     *trl_adapters.ROWS,
     *trl_divergence.ROWS,
     *trl_batches.ROWS,
-    gain="float32 logits, no work for tokens without a gradient, LoRA on the lm_head",
+    gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
 )
 
 
 def patch_trl(
-    *, grad_tolerance: Tolerance = "auto", chunk_tokens: int | None = None, chunk_vocab: int | None = None
+    *,
+    whole_step: bool = True,
+    grad_tolerance: Tolerance = "auto",
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
 ) -> None:
-    """Put this package's head behind TRL's trainers, whether they exist already or are built later. See docs/trl.md.
+    """Put this package behind TRL's trainers. See docs/trl.md.
 
-    The trainers then take LoRA adapters on the lm_head too. Patching again changes the options.
+    Trainers that exist already, or are built later, get its head. Trainers that are built later get the whole step, and
+    take LoRA adapters on the lm_head. Patching again changes the options.
 
     Args:
+        whole_step: whether the model runs live tokens only: no padding, the tokens with which sequences begin alike
+            once, and sequences without a gradient without a graph. False leaves the model's forward as it is.
         grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
             divergence is exact.
     """
@@ -105,11 +112,13 @@ def patch_trl(
         "chunk_tokens": chunk_tokens,
         "chunk_vocab": chunk_vocab,
     }
+    check_flag("whole_step", whole_step)
     TRL.version()
     # A call without tokens raises for an option that is refused.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
     TRL.patch()
     _set(options)
+    trl_batches.whole_step = whole_step
 
 
 unpatch_trl = TRL.unpatch
@@ -123,13 +132,14 @@ def is_patched() -> bool:
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards the state before it."""
-    before = _op.options
+    before = _op.options, trl_batches.whole_step
     with TRL.within():
         patch_trl(**options)
         try:
             yield
         finally:
-            _set(before)
+            _set(before[0])
+            trl_batches.whole_step = before[1]
 
 
 def _set(options: dict[str, Any]) -> None:

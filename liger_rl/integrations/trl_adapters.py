@@ -94,7 +94,8 @@ def add_fused_lm_head(
 ) -> None:
     """`trl.trainer.utils.add_fused_lm_head`, of which the forward runs on live tokens and tells the op its head.
 
-    With PEFT installed it raises for adapters on the head that `read_head` refuses, and for any together with cast_lm_head_to_fp32, as TRL.
+    With PEFT installed it raises for adapters on the head that `read_head` refuses, and for any together with
+    cast_lm_head_to_fp32, as TRL.
     """
     peft = uses_peft()
     if peft and cast_lm_head_to_fp32 and _read(model).adapters:

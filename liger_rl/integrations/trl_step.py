@@ -1,7 +1,7 @@
 """TRL's fused forward on live tokens only: no padding, no prefix twice, no graph of sequences without a gradient.
 
-TRL's trainers call `model(input_ids, attention_mask, labels, fused_lm_head=True)` for the policy, the old policy and the
-reference, and read values (B, T - 1) of the tokens with a label. `on_live_tokens` wraps that forward:
+TRL's trainers call `model(input_ids, attention_mask, labels, fused_lm_head=True)` for the policy, the old policy and
+the reference, and read values (B, T - 1) of the tokens with a label. `on_live_tokens` wraps that forward:
 
 1. `step.live_rows` lays the tokens out, as `policy_steps` does. Sequences that `trl_batches.idle_rows` names run
    without a graph.
@@ -93,9 +93,7 @@ def _run(
     # The first token of a row has no prediction.
     flat = {name: [_flat(getattr(output, name)) for output in outputs] for name in PER_TOKEN}
     missing = ~mask[:, 1:]
-    values = {
-        name: None if parts[0] is None else _back(parts, source[:, 1:], missing) for name, parts in flat.items()
-    }
+    values = {name: None if parts[0] is None else _back(parts, source[:, 1:], missing) for name, parts in flat.items()}
     log_probs = values["log_probs"]
     assert log_probs is not None
     items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

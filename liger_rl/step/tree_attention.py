@@ -9,12 +9,12 @@ so a layer that is run again in the backward does the same. On a CPU the mask is
 import inspect
 from collections.abc import Callable
 from functools import cache, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
-from transformers.integrations.flex_attention import flex_attention_forward
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 BLOCK = 128
@@ -37,6 +37,8 @@ def lacks(model: nn.Module, config: Any, device: torch.device) -> str | None:
             return f"attention {kind!r} takes no dense mask, as trees have on a CPU"
     elif kind not in ALL_ATTENTION_FUNCTIONS:
         return f"attention {kind!r} cannot be replaced by flex attention"
+    if device.type != "cpu" and any(hasattr(module, "sinks") for module in model.modules()):
+        return f"{name} has attention sinks"
     if model.training:
         rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
         rates += [getattr(config, rate, None) or 0.0 for rate in ("attention_dropout", "attn_pdrop")]
@@ -103,8 +105,12 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
     at = nn.functional.pad(positions, padding).to(device, torch.int32, non_blocking=True)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        inside = (key <= query) & (query < seen[key])
-        return inside if window is None else inside & (at[query] - at[key] < window)
+        return (key <= query) & (query < seen[key])
+
+    width = window or 0
+
+    def sees_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(batch, head, query, key) & (at[query] - at[key] < width)
 
     def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
         order = (~chosen).to(torch.int8).argsort(dim=1, stable=True)
@@ -113,28 +119,75 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
         return counts, indices
 
     partial, full = lists(some & ~whole), lists(whole)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, n))
+    for x in (seen, at):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    mask: Any = BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees if window is None else sees_in_window, seq_lengths=(n, n)
+    )
+    mask.ndim = 4  # some models ask whether a mask has two dimensions
+    return mask
+
+
+# --- flex attention in place of others --------------------------------------------------------------------------------
 
 
 @cache
 def _flex_serves(kind: str) -> None:
     """Makes flex attention run where attention of this kind gets a `BlockMask`. It holds for the process."""
-    if kind != "flex_attention":
-        ALL_ATTENTION_FUNCTIONS[kind] = _with_blocks(ALL_ATTENTION_FUNCTIONS[kind], softcap="flash" in kind)
+    ALL_ATTENTION_FUNCTIONS[kind] = _with_blocks(ALL_ATTENTION_FUNCTIONS[kind], softcap=kind != "sdpa")
 
 
 def _with_blocks(attention: Callable, *, softcap: bool) -> Callable:
+    # SDPA has no softcap and leaves it out.
     @wraps(attention)
     def either(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(mask, BlockMask):
             return attention(module, query, key, value, mask, *args, **options)
-        dtype = value.dtype
-        if torch.is_autocast_enabled(query.device.type):  # as it converts the arguments of other kinds of attention
-            dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
-        # SDPA has no softcap and leaves it out.
-        kept = {name: options[name] for name in ("scaling", "s_aux", "softcap") if softcap or name != "softcap"
-                if name in options}  # fmt: skip
-        return flex_attention_forward(module, query, key, value, mask, **kept)
+        cap = options.get("softcap") if softcap else None
+        return _flex(query, key, value, mask, options.get("scaling"), cap).transpose(1, 2).contiguous(), None
 
     return either
+
+
+def _flex(
+    query: Tensor,  # (1, heads, n, D)
+    key: Tensor,  # (1, key heads, n, D)
+    value: Tensor,
+    mask: BlockMask,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    dtype, device = value.dtype, query.device.type
+    if torch.is_autocast_enabled(device):  # as it converts the arguments of other kinds of attention
+        dtype = torch.get_autocast_dtype(device)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    for x in (query, key, value):
+        torch._dynamo.maybe_mark_dynamic(x, 2)
+    heads = query.shape[1], key.shape[1]
+    attend = _compiled(
+        dtype, *heads, query.shape[3], value.shape[3], scale, softcap, len(mask.mask_mod.__closure__ or ())
+    )
+    return attend(query, key, value, mask, scale, softcap)
+
+
+@cache
+def _compiled(*shape: Any) -> Callable:
+    """Compiled flex attention of its own for each shape of heads and kind of mask.
+
+    Dynamo counts recompilations by code object, up to a limit, so each has a code object of its own.
+    """
+    name = f"tree_attention_{_compiled.cache_info().currsize}"
+    return torch.compile(FunctionType(_attend.__code__.replace(co_name=name), globals(), name))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: Any, softcap: Any) -> Any:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    groups = query.shape[1] // key.shape[1]
+    if groups & (groups - 1):  # flex attention takes powers of two
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    return flex_attention(
+        query, key, value, score_mod=None if softcap is None else capped, block_mask=mask, scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )  # fmt: skip
