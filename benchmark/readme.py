@@ -47,7 +47,7 @@ def filled(text: str) -> str:
     """`text` with every marked block filled from `benchmark/results/<name>.json`.
 
     `<!-- begin table NAME -->` takes every timed case, `<!-- begin table NAME GLOB... -->` those that match. Results of
-    other benchmarks are one table each.
+    other benchmarks are one table each; words behind their names are arguments of their tables.
     `<!-- begin summary NAME CASE VARIANT... -->` takes a few columns of some variants.
     """
 
@@ -55,7 +55,7 @@ def filled(text: str) -> str:
         results = read_results(RESULTS / f"{match[2]}.json")
         for prefix, table in OTHERS.items():
             if match[2].startswith(prefix):
-                return f"{match[1]}{table(results)}{match[5]}"
+                return f"{match[1]}{table(results, *match[3].split())}{match[5]}"
         patterns = match[3].split() or ["*"]
         return f"{match[1]}{markdown(results, patterns=patterns, timed=True)}{match[5]}"
 

@@ -203,8 +203,24 @@ def title(name: str, about: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """What `main` writes -> a line on where it was measured and a table per shape and batch."""
+def summary(results: dict[str, Any]) -> str:
+    """A row per shape and batch: TRL, and what two ways have of its tokens per second and of its memory."""
+    from_trl: Columns = {"TRL, tokens/s": lambda row: f"{row['trl']['tokens_per_s']:,.0f}"}
+    for way, name in {"TRL, patch_trl()": "patch_trl()", "policy_steps": "policy_steps"}.items():
+        from_trl[f"`{name}`"] = lambda row, way=way: f"**{row[way]['tokens_x_trl']:.2f} x**"
+        from_trl[f"`{name}`, memory"] = lambda row, way=way: f"{row[way]['peak_mib'] / row['trl']['peak_mib']:.2f} x"
+    rows = []
+    for name, group in groupby(results["rows"], key=label):
+        by_way = {row["variant"].partition(", max_tokens")[0]: row for row in reversed(list(group))}
+        rows.append((name, by_way | {"trl": by_way["TRL"], "status": "ok"}))
+    line = environment_line(results["environment"], ("trl", "transformers"))
+    return f"{line}\n\n{markdown_table(from_trl, rows)}\n"
+
+
+def markdown(results: dict[str, Any], kind: str = "whole") -> str:
+    """What `main` writes -> a line on where it was measured and a table per shape and batch; or "summary"."""
+    if kind == "summary":
+        return summary(results)
     blocks = [environment_line(results["environment"], ("trl", "transformers"))]
     for name, group in groupby(results["rows"], key=label):
         rows = list(group)
