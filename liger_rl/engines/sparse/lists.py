@@ -18,7 +18,7 @@ from liger_rl.kernels.segments import Base, Entries, Segments, ones_of
 from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
 from liger_rl.kernels.transform import LogitTransform
 
-PARTS_BYTES = 192 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
+PARTS_BYTES = 128 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
 BYTES_PER_ENTRY = 3  # of a kept part
 # Memory for lists, as a share of the entries of kept parts. At an entropy of 0.6 nats a 160th of them are listed.
 ROOM_FOR_IDS = 1 / 32
