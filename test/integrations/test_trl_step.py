@@ -1,0 +1,290 @@
+"""The whole step under TRL: the model runs live tokens only, and every logged value and weight is TRL's."""
+
+import logging
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+import trl.trainer.utils as trl_utils
+from peft import LoraConfig, get_peft_model
+
+import trl_runs
+from liger_rl.integrations import trl_batches
+from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
+
+
+def gpt2():
+    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **tokens))
+
+
+def window(**options):
+    """Shorter than the sequences."""
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**trl_runs.SIZES, sliding_window=16, **options))
+
+
+def moe(**options):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 0.1}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**trl_runs.SIZES, **sizes, **options))
+
+
+def qwen3(**options):
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES, **options))
+
+
+def lora(dropout=0.0, targets=("q_proj", "down_proj")):
+    return LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=list(targets), lora_dropout=dropout, init_lora_weights=False
+    )
+
+
+def adapted():
+    return get_peft_model(qwen3(), lora())
+
+
+def train(kind, make, directory, *, scored=None, prepare=None, **options):
+    """`scored` changes a generation's batch."""
+
+    def prepared(trainer):
+        if scored is not None:
+            score = trainer._generate_and_score_completions
+            trainer._generate_and_score_completions = lambda inputs: scored(score(inputs))
+        if prepare is not None:
+            prepare(trainer)
+
+    torch.manual_seed(0)
+    model = make()
+    if not hasattr(model, "peft_config"):  # of whose path TRL makes the reference too
+        path = str(directory / "model")
+        model.save_pretrained(path)
+        model = path
+    short = {"max_completion_length": 6} if kind == "GRPO" else {}
+    return trl_runs.train(kind, model, directory, prepare=prepared, **{"max_steps": 2, **short, **options})
+
+
+def advantages(batch, values):
+    return {**batch, "advantages": values * (batch["completion_mask"] if values.dim() > 1 else 1)}
+
+
+def half_idle(batch):
+    rows = torch.arange(len(batch["advantages"]))
+    return advantages(batch, (rows % 2) * (rows - 3.5))
+
+
+def all_idle(batch):
+    return advantages(batch, torch.zeros(len(batch["advantages"])))
+
+
+def by_token(batch):
+    rows, width = batch["completion_mask"].shape
+    return advantages(batch, (torch.arange(rows)[:, None] % 2) * torch.linspace(-1, 1, width))
+
+
+def with_tools(batch):
+    tools = torch.ones_like(batch["completion_mask"])
+    tools[:, 2:4] = tools[1::4] = 0
+    return {**half_idle(batch), "tool_mask": tools}
+
+
+def without_tokens(batch):
+    batch["completion_mask"][::3] = 0
+    return batch
+
+
+def without_any_token(batch):
+    batch["completion_mask"][:] = 0
+    return batch
+
+
+class Case(NamedTuple):
+    kind: str = "GRPO"
+    make: object = qwen3
+    options: dict = {}  # noqa: RUF012
+    shares: bool = True
+    plain: dict | None = None  # options of the patch that takes the place of no patch
+
+
+def grpo(make=qwen3, *, shares=True, plain=None, **options):
+    return Case("GRPO", make, {"num_iterations": 1, "beta": 0.0, **options}, shares, plain)
+
+
+CASES = {
+    "idle rows": grpo(scored=half_idle),
+    "idle rows at the quantile": grpo(scored=half_idle, top_entropy_quantile=0.618),
+    "all idle": grpo(scored=all_idle),
+    "entropy bonus": grpo(scored=half_idle, entropy_coef=0.02),
+    "advantages of tokens": grpo(scored=by_token),
+    "tool mask": grpo(scored=with_tools),
+    "completions without a token": grpo(scored=without_tokens),
+    "no completion has a token": grpo(scored=without_any_token, shares=False),
+    "truncated": grpo(mask_truncated_completions=True, max_completion_length=30),
+    "old log-probabilities": grpo(steps_per_generation=2, num_iterations=2, epsilon=0.02),
+    "eval": Case(options={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}),
+    "learned positions": Case(make=gpt2),
+    "window": Case(make=window),
+    "eager window": Case(make=lambda: window(attn_implementation="eager")),
+    "LoRA of DPO": Case("DPO", options={"peft_config": lora()}),  # the reference: no adapter
+    "LoRA on the head": Case(options={"peft_config": lora(targets=("q_proj", "lm_head"))}, plain={"whole_step": False}),
+    "checkpointing": grpo(scored=half_idle, gradient_checkpointing=True),
+    "reentrant checkpointing": grpo(
+        scored=half_idle, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+    ),
+    "experts": Case(make=moe, options={"router_aux_loss_coef": 0.0}),
+    "experts and a router loss": grpo(moe, scored=half_idle, shares=False),
+    "SFT, accumulated": Case("SFT", options={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+    "SFT, padding-free": Case("SFT", options={"padding_free": True, "max_length": None}, shares=False),
+    "SFT, packed": Case("SFT", options={"packing": True}, shares=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_agree(name, tmp_path):
+    """With what other tests of TRL's runs leave out: they have every loss, adapters and other trainers."""
+    case, script = CASES[name], []
+    scripted = {"script": script} if case.kind == "GRPO" else {}
+    plain, patched = (
+        train(
+            case.kind, case.make, tmp_path, patch=patch or case.plain is not None, **scripted, **options, **case.options
+        )
+        for patch, options in ((False, {"patch_options": case.plain}), (True, {}))
+    )
+    trl_runs.assert_layout(patched, plain, shares=case.shares)
+    trl_runs.assert_same_log(patched, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "trees"),
+    [
+        ({"patch_options": {"whole_step": False}}, [False, False]),
+        ({"built_before": True}, [False, False]),
+        ({"prepare": lambda trainer: trainer.add_callback(AfterAStep())}, [True, False]),
+        ({"peft_config": lora(dropout=0.1)}, [False, False]),
+    ],
+    ids=["the head alone", "built before", "unpatched", "dropout"],
+)
+def test_how_the_model_runs(options, trees, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    run = train("GRPO", qwen3, tmp_path, patch=True, num_iterations=1, beta=0.0, entropy_coef=0.02, **options)
+    assert [forward.tree for forward in run.forwards] == trees
+    assert ("dropout draws for each sequence" in caplog.text) == ("peft_config" in options)
+
+
+class AfterAStep(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            unpatch_trl()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "patch": True}
+    whole = train("DPO", qwen3, tmp_path, **saved)
+
+    def resuming(trainer):
+        run = trainer.train
+        trainer.train = lambda: run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    resumed = train("DPO", qwen3, tmp_path, prepare=resuming, **saved)
+    assert [forward.tree for forward in resumed.forwards] == [True, True]
+    assert resumed.log["loss"] == whole.log["loss"]
+    assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
+
+
+# --- the forward ------------------------------------------------------------------------------------------------------
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def batch(*, shared=24, padding=3):
+    """Two pairs of sequences with a common prefix, padded on both sides."""
+    ids = torch.randint(3, 40, (4, 32))
+    ids[1::2, : padding + shared] = ids[::2, : padding + shared]
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    mask[1, 32 - padding :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, : padding + shared - 4] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def fused(make=qwen3):
+    torch.manual_seed(0)
+    model = make().train()
+    trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
+    return model
+
+
+def solved(model, inputs, whole_step):
+    """-> TRL's output, and the gradients of a loss of its log-probabilities and entropies."""
+    model.zero_grad()
+    with patched_trl(whole_step=whole_step):
+        output = model(**inputs, fused_lm_head=True)
+    (output.log_probs.exp().sum() + 0.3 * output.entropy.square().sum()).backward()
+    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+FORWARDS = {
+    "trees": ({}, True),
+    "no padding": ({"padding": 0}, True),
+    "nothing shared": ({"shared": 9}, False),
+    "nothing shared, no padding": ({"shared": 9, "padding": 0}, False),
+}
+
+
+@pytest.mark.parametrize(("options", "shares"), FORWARDS.values(), ids=FORWARDS)
+@pytest.mark.parametrize("items", [None, torch.tensor(50)])
+def test_every_output_is_trls(options, shares, items, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    patch_trl()
+    inputs = {**batch(**options), "num_items_in_batch": items}
+    model = fused()
+    (whole, grads), (plain, expected) = (solved(model, inputs, flag) for flag in (True, False))
+    assert whole.keys() == plain.keys()
+    for name in plain:
+        assert (whole[name].shape, whole[name].dtype) == (plain[name].shape, plain[name].dtype), name
+    torch.testing.assert_close(dict(whole), dict(plain), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+    assert ("tokens in trees" in caplog.text) == shares
+
+
+# What is said of a batch -> its inputs that change.
+REASONS = {
+    "sharded by ZeRO-3": lambda inputs: {},
+    "the router loss is of all tokens": lambda inputs: {"output_router_logits": True},
+    "it has no attention_mask": lambda inputs: {"attention_mask": None},
+    "its labels are not its input_ids": lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},
+    "input_ids and labels are not keywords": lambda inputs: {
+        "input_ids": None,
+        "inputs_embeds": torch.randn(4, 32, 16),
+    },
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_batch_runs_as_it_is_and_the_log_says_once_why(reason, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    patch_trl()
+    model, inputs = fused(moe if "router" in reason else qwen3), batch()
+    inputs |= REASONS[reason](inputs)
+    if "ZeRO" in reason:
+        model.model.norm.weight.ds_id = 0
+    (whole, grads), _, (plain, expected) = (solved(model, inputs, flag) for flag in (True, True, False))
+    assert caplog.text.count(reason) == 1
+    assert torch.equal(whole.log_probs, plain.log_probs)
+    torch.testing.assert_close(grads, expected)
+
+
+def test_whole_step_comes_and_goes_with_the_patch():
+    for value in ("yes", 1, None):
+        with pytest.raises(TypeError, match="whole_step"):
+            patch_trl(whole_step=value)
+    patch_trl(whole_step=False)
+    with patched_trl():
+        assert trl_batches.whole_step
+    assert not trl_batches.whole_step
