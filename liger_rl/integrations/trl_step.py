@@ -66,7 +66,7 @@ def _refusal(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Why `_run` cannot read the batch."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
-        return "input_ids and labels are not keywords of the call"
+        return "the call does not name its input_ids and labels"
     if ids.dim() != 2 or ids.shape != labels.shape:
         return "input_ids and labels are not both (B, T)"
     # The mark is DeepSpeed's. It records the order in which a forward uses the parameters.
@@ -157,7 +157,7 @@ def _plan(
         without = trl_batches.idle_rows()
         if without is not None and without.shape == ids.shape[:1]:
             advantages = (~without).to(ids.device)[:, None]
-    known = {"advantages": advantages, "runs_idle": True, "together": None}
+    known: dict[str, Any] = {"advantages": advantages, "runs_idle": True, "together": None}
     untried = body.no_tree is None and needs_trial(model, body, "trees")
     if body.no_tree is None and not untried:
         body = _after_trial(fused_forward, model, ids.device, body)

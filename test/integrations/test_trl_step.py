@@ -11,7 +11,8 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.utils as trl_utils
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
+from test_trl_batches import half_without_advantage, moe
 
 import trl_runs
 from liger_rl.integrations import trl_batches
@@ -30,23 +31,27 @@ def window(**options):
     return transformers.MistralForCausalLM(transformers.MistralConfig(**trl_runs.SIZES, sliding_window=16, **options))
 
 
-def moe(**options):
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 0.1}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**trl_runs.SIZES, **sizes, **options))
-
-
 def qwen3(**options):
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES, **options))
 
 
-def lora(dropout=0.0, targets=("q_proj", "down_proj")):
-    return LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=list(targets), lora_dropout=dropout, init_lora_weights=False
+IMAGE = 2
+
+
+def vlm():
+    text = transformers.Qwen2Config(**trl_runs.SIZES)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+        projection_dim=16,
     )
-
-
-def adapted():
-    return get_peft_model(qwen3(), lora())
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
+    )
 
 
 def train(kind, make, directory, *, scored=None, prepare=None, **options):
@@ -60,37 +65,14 @@ def train(kind, make, directory, *, scored=None, prepare=None, **options):
             prepare(trainer)
 
     torch.manual_seed(0)
-    model = make()
-    if not hasattr(model, "peft_config"):  # of whose path TRL makes the reference too
-        path = str(directory / "model")
-        model.save_pretrained(path)
-        model = path
+    path = str(directory / "model")  # of which TRL makes the reference too
+    make().save_pretrained(path)
     short = {"max_completion_length": 6} if kind == "GRPO" else {}
-    return trl_runs.train(kind, model, directory, prepare=prepared, **{"max_steps": 2, **short, **options})
+    return trl_runs.train(kind, path, directory, prepare=prepared, **{"max_steps": 2, **short, **options})
 
 
-def advantages(batch, values):
-    return {**batch, "advantages": values * (batch["completion_mask"] if values.dim() > 1 else 1)}
-
-
-def half_idle(batch):
-    rows = torch.arange(len(batch["advantages"]))
-    return advantages(batch, (rows % 2) * (rows - 3.5))
-
-
-def all_idle(batch):
-    return advantages(batch, torch.zeros(len(batch["advantages"])))
-
-
-def by_token(batch):
-    rows, width = batch["completion_mask"].shape
-    return advantages(batch, (torch.arange(rows)[:, None] % 2) * torch.linspace(-1, 1, width))
-
-
-def with_tools(batch):
-    tools = torch.ones_like(batch["completion_mask"])
-    tools[:, 2:4] = tools[1::4] = 0
-    return {**half_idle(batch), "tool_mask": tools}
+def without_advantages(batch):
+    return {**batch, "advantages": torch.zeros(len(batch["advantages"]))}
 
 
 def without_tokens(batch):
@@ -108,20 +90,19 @@ class Case(NamedTuple):
     make: object = qwen3
     options: dict = {}  # noqa: RUF012
     shares: bool = True
-    plain: dict | None = None  # options of the patch that takes the place of no patch
 
 
-def grpo(make=qwen3, *, shares=True, plain=None, **options):
-    return Case("GRPO", make, {"num_iterations": 1, "beta": 0.0, **options}, shares, plain)
+def grpo(make=qwen3, *, shares=True, **options):
+    return Case("GRPO", make, {"num_iterations": 1, "beta": 0.0, **options}, shares)
 
 
 CASES = {
-    "idle rows": grpo(scored=half_idle),
-    "idle rows at the quantile": grpo(scored=half_idle, top_entropy_quantile=0.618),
-    "all idle": grpo(scored=all_idle),
-    "entropy bonus": grpo(scored=half_idle, entropy_coef=0.02),
-    "advantages of tokens": grpo(scored=by_token),
-    "tool mask": grpo(scored=with_tools),
+    "idle rows": grpo(scored=half_without_advantage()),
+    "idle rows at the quantile": grpo(scored=half_without_advantage(), top_entropy_quantile=0.618),
+    "all idle": grpo(scored=without_advantages),
+    "entropy bonus": grpo(scored=half_without_advantage(), entropy_coef=0.02),
+    "advantages of tokens": grpo(scored=half_without_advantage(per_token=True)),
+    "tool mask": grpo(scored=half_without_advantage(tool_mask=True)),
     "completions without a token": grpo(scored=without_tokens),
     "no completion has a token": grpo(scored=without_any_token, shares=False),
     "truncated": grpo(mask_truncated_completions=True, max_completion_length=30),
@@ -130,14 +111,13 @@ CASES = {
     "learned positions": Case(make=gpt2),
     "window": Case(make=window),
     "eager window": Case(make=lambda: window(attn_implementation="eager")),
-    "LoRA of DPO": Case("DPO", options={"peft_config": lora()}),  # the reference: no adapter
-    "LoRA on the head": Case(options={"peft_config": lora(targets=("q_proj", "lm_head"))}, plain={"whole_step": False}),
-    "checkpointing": grpo(scored=half_idle, gradient_checkpointing=True),
+    "checkpointing": grpo(scored=half_without_advantage(), gradient_checkpointing=True),
     "reentrant checkpointing": grpo(
-        scored=half_idle, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+        scored=half_without_advantage(), gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
     ),
     "experts": Case(make=moe, options={"router_aux_loss_coef": 0.0}),
-    "experts and a router loss": grpo(moe, scored=half_idle, shares=False),
+    "experts and a router loss": grpo(moe, scored=half_without_advantage(), shares=False),
     "SFT, accumulated": Case("SFT", options={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     "SFT, padding-free": Case("SFT", options={"padding_free": True, "max_length": None}, shares=False),
     "SFT, packed": Case("SFT", options={"packing": True}, shares=False),
@@ -150,10 +130,7 @@ def test_runs_agree(name, tmp_path):
     case, script = CASES[name], []
     scripted = {"script": script} if case.kind == "GRPO" else {}
     plain, patched = (
-        train(
-            case.kind, case.make, tmp_path, patch=patch or case.plain is not None, **scripted, **options, **case.options
-        )
-        for patch, options in ((False, {"patch_options": case.plain}), (True, {}))
+        train(case.kind, case.make, tmp_path, patch=patch, **scripted, **case.options) for patch in (False, True)
     )
     trl_runs.assert_layout(patched, plain, shares=case.shares)
     trl_runs.assert_same_log(patched, plain)
@@ -165,7 +142,7 @@ def test_runs_agree(name, tmp_path):
         ({"patch_options": {"whole_step": False}}, [False, False]),
         ({"built_before": True}, [False, False]),
         ({"prepare": lambda trainer: trainer.add_callback(AfterAStep())}, [True, False]),
-        ({"peft_config": lora(dropout=0.1)}, [False, False]),
+        ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, [False, False]),
     ],
     ids=["the head alone", "built before", "unpatched", "dropout"],
 )
@@ -253,31 +230,50 @@ def test_every_output_is_trls(options, shares, items, caplog):
     assert ("tokens in trees" in caplog.text) == shares
 
 
-# What is said of a batch -> its inputs that change.
+def with_images(inputs):
+    ids = inputs["input_ids"].clone()
+    ids[:, 4:8] = IMAGE
+    return {"input_ids": ids, "pixel_values": torch.randn(4, 3, 8, 8)}
+
+
+# What is said of a batch -> the model, and the inputs that change.
 REASONS = {
-    "sharded by ZeRO-3": lambda inputs: {},
-    "the router loss is of all tokens": lambda inputs: {"output_router_logits": True},
-    "it has no attention_mask": lambda inputs: {"attention_mask": None},
-    "its labels are not its input_ids": lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},
-    "input_ids and labels are not keywords": lambda inputs: {
-        "input_ids": None,
-        "inputs_embeds": torch.randn(4, 32, 16),
-    },
-}
+    "sharded by ZeRO-3": (qwen3, lambda inputs: {}),
+    "the router loss is of all tokens": (moe, lambda inputs: {"output_router_logits": True}),
+    "it has no attention_mask": (qwen3, lambda inputs: {"attention_mask": None}),
+    "its labels are not its input_ids": (
+        qwen3, lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},
+    ),
+    "what pixel_values says of single tokens is not known": (vlm, with_images),
+    "the call does not name its input_ids": (
+        qwen3, lambda inputs: {"input_ids": None, "inputs_embeds": torch.randn(4, 32, 16)},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_batch_runs_as_it_is_and_the_log_says_once_why(reason, caplog):
     caplog.set_level(logging.INFO, "liger_rl")
+    make, change = REASONS[reason]
     patch_trl()
-    model, inputs = fused(moe if "router" in reason else qwen3), batch()
-    inputs |= REASONS[reason](inputs)
-    if "ZeRO" in reason:
-        model.model.norm.weight.ds_id = 0
+    model, inputs = fused(make), batch()
+    inputs |= change(inputs)
+    if "ZeRO-3" in reason:
+        model.model.norm.weight.ds_id = 0  # as DeepSpeed does
     (whole, grads), _, (plain, expected) = (solved(model, inputs, flag) for flag in (True, True, False))
     assert caplog.text.count(reason) == 1
     assert torch.equal(whole.log_probs, plain.log_probs)
     torch.testing.assert_close(grads, expected)
+
+
+def test_a_compiled_forward_is_left_as_it_is(monkeypatch):
+    """As Dynamo sees it."""
+    patch_trl()
+    model, inputs = fused(), batch()
+    forwards = trl_runs.watched(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    solved(model, inputs, True)
+    assert [forward.tokens for forward in forwards] == [inputs["input_ids"].numel()]
 
 
 def test_whole_step_comes_and_goes_with_the_patch():
