@@ -69,10 +69,7 @@ def _refusal(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return "the call does not name its input_ids and labels"
     if ids.dim() != 2 or ids.shape != labels.shape:
         return "input_ids and labels are not both (B, T)"
-    # The mark is DeepSpeed's. It records the order in which a forward uses the parameters.
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return "the model is sharded by ZeRO-3"
-    return None
+    return "the model is sharded by ZeRO-3" if trl_batches.zero_3(model) else None
 
 
 def _run(

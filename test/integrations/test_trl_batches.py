@@ -269,11 +269,12 @@ def rows_reversed(trainer):
     ("options", "idle_rows_are_known"),
     [
         ({"prepare": rows_reversed, "scored": half_without_advantage()}, False),
+        ({"prepare": lambda trainer: setattr(trainer.model.model.norm.weight, "ds_id", 0)}, False),
         ({"prepare": subclass_with("_compute_loss")}, False),
         ({"prepare": subclass_with("compute_loss")}, False),
         ({"scored": lambda batch: {**batch, "num_images": [0] * len(batch["prompt_ids"])}}, True),
     ],
-    ids=["a call of the model", "a subclass", "a public method of a subclass", "images"],
+    ids=["a call of the model", "ZeRO-3", "a subclass", "a public method of a subclass", "images"],
 )
 def test_the_order_stays_for(options, idle_rows_are_known, path_of, tmp_path):
     patched, plain = pair("GRPO", path_of["qwen3"], tmp_path, **options)
