@@ -66,7 +66,7 @@ def _refusal(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Why `_run` cannot read the batch."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
-        return "the call does not name its input_ids and labels"
+        return "the call has no input_ids or no labels by name"
     if ids.dim() != 2 or ids.shape != labels.shape:
         return "input_ids and labels are not both (B, T)"
     return "the model is sharded by ZeRO-3" if trl_batches.zero_3(model) else None

@@ -1,7 +1,6 @@
 """The whole step under TRL: the model runs live tokens only, and every logged value and weight is TRL's."""
 
 import logging
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -40,15 +39,8 @@ IMAGE = 2
 
 def vlm():
     text = transformers.Qwen2Config(**trl_runs.SIZES)
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-        projection_dim=16,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16)
     return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
     )
@@ -85,54 +77,50 @@ def without_any_token(batch):
     return batch
 
 
-class Case(NamedTuple):
-    kind: str = "GRPO"
-    make: object = qwen3
-    options: dict = {}  # noqa: RUF012
-    shares: bool = True
+def case(make=qwen3, *, kind="GRPO", shares=True, **options):
+    return kind, make, options, shares
 
 
-def grpo(make=qwen3, *, shares=True, **options):
-    return Case("GRPO", make, {"num_iterations": 1, "beta": 0.0, **options}, shares)
+def policy(make=qwen3, **options):
+    """A loss that has log-probabilities alone."""
+    return case(make, num_iterations=1, beta=0.0, **options)
 
 
 CASES = {
-    "idle rows": grpo(scored=half_without_advantage()),
-    "idle rows at the quantile": grpo(scored=half_without_advantage(), top_entropy_quantile=0.618),
-    "all idle": grpo(scored=without_advantages),
-    "entropy bonus": grpo(scored=half_without_advantage(), entropy_coef=0.02),
-    "advantages of tokens": grpo(scored=half_without_advantage(per_token=True)),
-    "tool mask": grpo(scored=half_without_advantage(tool_mask=True)),
-    "completions without a token": grpo(scored=without_tokens),
-    "no completion has a token": grpo(scored=without_any_token, shares=False),
-    "truncated": grpo(mask_truncated_completions=True, max_completion_length=30),
-    "old log-probabilities": grpo(steps_per_generation=2, num_iterations=2, epsilon=0.02),
-    "eval": Case(options={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}),
-    "learned positions": Case(make=gpt2),
-    "window": Case(make=window),
-    "eager window": Case(make=lambda: window(attn_implementation="eager")),
-    "checkpointing": grpo(scored=half_without_advantage(), gradient_checkpointing=True),
-    "reentrant checkpointing": grpo(
+    "idle rows": policy(scored=half_without_advantage()),
+    "idle rows at the quantile": policy(scored=half_without_advantage(), top_entropy_quantile=0.618),
+    "all idle": policy(scored=without_advantages),
+    "entropy bonus": policy(scored=half_without_advantage(), entropy_coef=0.02),
+    "advantages of tokens": policy(scored=half_without_advantage(per_token=True)),
+    "tool mask": policy(scored=half_without_advantage(tool_mask=True)),
+    "completions without a token": policy(scored=without_tokens),
+    "no completion has a token": policy(scored=without_any_token, shares=False),
+    "truncated": policy(mask_truncated_completions=True, max_completion_length=30),
+    "old log-probabilities": case(steps_per_generation=2, epsilon=0.02),
+    "eval": case(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8),
+    "learned positions": case(gpt2),
+    "window": case(window),
+    "eager window": case(lambda: window(attn_implementation="eager")),
+    "checkpointing": policy(scored=half_without_advantage(), gradient_checkpointing=True),
+    "reentrant checkpointing": policy(
         scored=half_without_advantage(), gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": True},
     ),
-    "experts": Case(make=moe, options={"router_aux_loss_coef": 0.0}),
-    "experts and a router loss": grpo(moe, scored=half_without_advantage(), shares=False),
-    "SFT, accumulated": Case("SFT", options={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
-    "SFT, padding-free": Case("SFT", options={"padding_free": True, "max_length": None}, shares=False),
-    "SFT, packed": Case("SFT", options={"packing": True}, shares=False),
+    "experts": case(moe, router_aux_loss_coef=0.0),
+    "experts and a router loss": policy(moe, scored=half_without_advantage(), shares=False),
+    "SFT, accumulated": case(kind="SFT", per_device_train_batch_size=4, gradient_accumulation_steps=2),
+    "SFT, padding-free": case(kind="SFT", padding_free=True, max_length=None, shares=False),
+    "SFT, packed": case(kind="SFT", packing=True, shares=False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_agree(name, tmp_path):
     """With what other tests of TRL's runs leave out: they have every loss, adapters and other trainers."""
-    case, script = CASES[name], []
-    scripted = {"script": script} if case.kind == "GRPO" else {}
-    plain, patched = (
-        train(case.kind, case.make, tmp_path, patch=patch, **scripted, **case.options) for patch in (False, True)
-    )
-    trl_runs.assert_layout(patched, plain, shares=case.shares)
+    (kind, make, options, shares), script = CASES[name], []
+    options = options | ({"script": script} if kind == "GRPO" else {})
+    plain, patched = (train(kind, make, tmp_path, patch=patch, **options) for patch in (False, True))
+    trl_runs.assert_layout(patched, plain, shares=shares)
     trl_runs.assert_same_log(patched, plain)
 
 
@@ -245,7 +233,7 @@ REASONS = {
         qwen3, lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},
     ),
     "what pixel_values says of single tokens is not known": (vlm, with_images),
-    "the call does not name its input_ids": (
+    "the call has no input_ids or no labels by name": (
         qwen3, lambda inputs: {"input_ids": None, "inputs_embeds": torch.randn(4, 32, 16)},
     ),
 }  # fmt: skip
