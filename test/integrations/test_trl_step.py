@@ -141,6 +141,17 @@ def test_how_the_model_runs(options, trees, tmp_path, caplog):
     assert ("dropout draws for each sequence" in caplog.text) == ("peft_config" in options)
 
 
+def test_autocast_is_about_as_far_from_float32(tmp_path):
+    """In bfloat16; of several models: test/convergence/test_trl_training.py."""
+    exact, plain, patched = (
+        train("DPO", qwen3, tmp_path, patch=patch, bf16=bf16, max_steps=4)
+        for patch, bf16 in ((False, False), (False, True), (True, True))
+    )
+    trl_runs.assert_layout(patched, plain, shares=True)
+    assert 0 < trl_runs.weight_distance(patched, exact) < 2 * trl_runs.weight_distance(plain, exact)
+    assert trl_runs.log_distance(patched, exact, "loss") < 2**-8
+
+
 class AfterAStep(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
