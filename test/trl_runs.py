@@ -56,11 +56,13 @@ CPU_ARGS = {
     "lr_scheduler_type": "constant",
     "seed": 3,
 }
-PROMPTS = ["w1 w2", "w3 w4 w5", "w6", "w7 w8"]
+# More than 16 tokens, or no prefix is shared; of different lengths, so that they are padded.
+PROMPTS = [" ".join(f"w{(3 * i + n) % 37}" for i in range(length)) for n, length in enumerate((24, 20, 28, 22))]
 CHOSEN = [" w9 w10 w11", " w12 w13", " w14 w15 w16 w17", " w18"]
 REJECTED = [" w19", " w20 w21 w22", " w23 w24", " w25 w26 w27 w28"]
 PREFERENCES = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
-VERDICTS = {"prompt": PROMPTS * 2, "completion": [*CHOSEN, *REJECTED], "label": [True] * 4 + [False] * 4}
+ANSWERS = {"prompt": PROMPTS * 2, "completion": [*CHOSEN, *REJECTED]}
+VERDICTS = {**ANSWERS, "label": [True] * 4 + [False] * 4}
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -87,18 +89,19 @@ def evenness(completion_ids, **columns) -> list[float]:
 
 
 SCORED = {"num_generations": 4, "max_completion_length": 10, "per_device_train_batch_size": 8, "temperature": 0.9}
-PAIRED = {"per_device_train_batch_size": 4, "max_length": 16}
+PAIRED = {"per_device_train_batch_size": 4, "max_length": 48}
 # Prefix of the trainer's and the config's name -> columns of the data set, options of the config.
 TRAINERS = {
     "GRPO": ({"prompt": PROMPTS}, {**SCORED, "num_iterations": 2, "beta": 0.1}),
     "RLOO": ({"prompt": PROMPTS}, {**SCORED, "num_iterations": 2, "beta": 0.1}),
     "DPO": (PREFERENCES, PAIRED),
-    "KTO": (VERDICTS, PAIRED),
-    "SFT": ({"prompt": PROMPTS, "completion": CHOSEN}, PAIRED),
+    # Both answers of a prompt in one batch.
+    "KTO": (VERDICTS, {**PAIRED, "per_device_train_batch_size": 8}),
+    "SFT": (ANSWERS, {**PAIRED, "per_device_train_batch_size": 8}),
 }
 DISTILLATION = {"per_device_train_batch_size": 4, "temperature": 0.9, "max_completion_length": 8}
 
-CLOCKS = ("step_time", "train_runtime")
+CLOCKS = ("step_time", "train_runtime", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 # Bounds of the clip so narrow that steps of this size pass them.
 GRPO_RUNS = {
     name: {"loss_type": name, "epsilon": 0.02}
@@ -130,6 +133,14 @@ class Run(NamedTuple):
     log: dict[str, list[float]]  # by name, a value of each step
     weights: dict[str, Tensor]  # of the trained model
     calls: int  # of our op or our divergence
+    forwards: list["Forward"]  # of the policy, with the fused head
+
+
+class Forward(NamedTuple):
+    """What the model's body gets."""
+
+    tokens: int
+    tree: bool  # its mask is that of shared prefixes
 
 
 @contextmanager
@@ -153,8 +164,11 @@ def counted_calls():
         yield calls
 
 
-def build(kind: str, path, directory, *, dtype="float32", teacher: str | None = None, peft_config=None, **options):
-    """A trainer of `kind`, a key of TRAINERS or "Distillation", of the model at a path or of a model."""
+def build(
+    kind: str, path, directory, *, dtype="float32", teacher: str | None = None, peft_config=None, data=None, **options
+):
+    """A trainer of `kind`, a key of TRAINERS or "Distillation", of the model at a path or of a model. `data`: columns
+    in place of those of TRAINERS."""
     columns, fixed = TRAINERS[kind] if teacher is None else ({"prompt": PROMPTS}, DISTILLATION)
     arguments = {**CPU_ARGS, "output_dir": str(directory), **fixed, **options}
     extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
@@ -164,25 +178,45 @@ def build(kind: str, path, directory, *, dtype="float32", teacher: str | None = 
         )
     elif isinstance(path, str):
         arguments["model_init_kwargs"] = {"dtype": dtype}
+    data = Dataset.from_dict(data or columns)
+    if "eval_strategy" in options:
+        extra["eval_dataset"] = data
     torch.manual_seed(0)  # of the adapters
     return getattr(trl, f"{kind}Trainer")(
         model=path,
         args=getattr(trl, f"{kind}Config")(**arguments),
-        train_dataset=Dataset.from_dict(columns),
+        train_dataset=data,
         processing_class=tokenizer(),
         peft_config=peft_config,
         **extra,
     )
 
 
+def watched(model) -> list[Forward]:
+    """-> a list that grows by each forward in training mode, and so without generation and trials."""
+    forwards = []
+
+    def before(body, args, kwargs) -> None:
+        if kwargs.get("past_key_values") is None and body.training:
+            mask = kwargs.get("attention_mask")
+            tree = isinstance(mask, dict) or (mask is not None and mask.dim() == 4)
+            forwards.append(Forward(kwargs["input_ids"].numel(), tree))
+
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model.base_model.register_forward_pre_hook(before, with_kwargs=True)
+    return forwards
+
+
 def run(trainer) -> Run:
+    forwards = watched(trainer.model)
     with counted_calls() as calls:
         trainer.train()
     log: dict[str, list[float]] = {}
     for entry in trainer.state.log_history:
         for name, value in entry.items() if "train_runtime" not in entry else ():
-            log.setdefault(name, []).append(value)
-    return Run(log, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, len(calls))
+            if value is not None:  # as TRL logs a mean of nothing
+                log.setdefault(name, []).append(value)
+    return Run(log, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, len(calls), forwards)
 
 
 def train(
@@ -194,9 +228,10 @@ def train(
     script=None,
     prepare: Callable[[Any], None] | None = None,
     built_before=False,
+    patch_options=None,
     **options,
 ) -> Run:
-    """One run of `build(kind, path, directory, **options)`.
+    """One run of `build(kind, path, directory, **options)`, with `patch_options` of `patched_trl`.
 
     `prepare` is given the trainer before it trains. With `built_before` the patch comes when the trainer is there.
 
@@ -205,7 +240,7 @@ def train(
     """
     with ExitStack() as held:
         if patch and not built_before:
-            held.enter_context(patched_trl())
+            held.enter_context(patched_trl(**(patch_options or {})))
         trainer = build(kind, path, directory, **options)
         if patch and built_before:
             held.enter_context(patched_trl())
@@ -222,10 +257,20 @@ def pair(kind, path, directory, **options) -> tuple[Run, Run]:
     return plain, patched
 
 
-def assert_same_run(patched: Run, plain: Run, **how) -> None:
+def assert_same_run(patched: Run, plain: Run, *, shares: bool = True, **how) -> None:
+    """Also that prefixes are shared, or that the model runs the batches as they are."""
     assert plain.calls == 0
     assert patched.calls >= len(plain.log["loss"])
+    assert_layout(patched, plain, shares=shares)
     assert_same_log(patched, plain, **how)
+
+
+def assert_layout(patched: Run, plain: Run, *, shares: bool) -> None:
+    tokens, before = (sum(forward.tokens for forward in run.forwards) for run in (patched, plain))
+    trees, none = ([forward.tree for forward in run.forwards] for run in (patched, plain))
+    assert not any(none)
+    assert any(trees) == shares
+    assert tokens < 0.8 * before if shares else tokens <= before
 
 
 def assert_same_log(patched: Run, plain: Run, *, by_step: bool = False) -> None:

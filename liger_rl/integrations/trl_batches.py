@@ -7,8 +7,8 @@ tells the forward which sequences have no gradient: `idle_rows`.
 
 TRL's order stays where the gradient of a sequence depends on the other sequences of its micro-batch: loss_type "bnpo"
 (a mean over the micro-batch's tokens), an entropy bonus (such a mean too), top_entropy_quantile below 1 (the
-micro-batch's quantile), and the auxiliary loss of a router. TRL's order also stays for batches with images, and for a
-subclass with a loss of its own.
+micro-batch's quantile), and the auxiliary loss of a router. TRL's order also stays for batches with images, under
+ZeRO-3, and for a subclass with a loss or a call of the model of its own.
 """
 
 import importlib
@@ -39,6 +39,11 @@ def idle_rows() -> Tensor | None:
     sequence's values all the same: for the metrics, the entropy quantile, and a ratio that zero then multiplies.
     """
     return _idle.get()
+
+
+def zero_3(model: Any) -> bool:
+    """Whether DeepSpeed shards the parameters: it records the order in which a forward uses them."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def grouped(prompts: Sequence[bytes], size: int) -> list[int]:
@@ -104,10 +109,11 @@ def _rows(trainer: str, is_a_sum: _Property, has_other_gradients: _Property) -> 
     """The rows of a trainer, "module:Class", by what its options say of its loss."""
 
     def applies(self: Any) -> bool:
-        """Whether the loss is TRL's, and not of a subclass, without the auxiliary loss of a router."""
-        is_trls = self.compute_loss.__module__ == loss.module
+        """Whether the loss and its call of the model are TRL's, not a subclass's, without a router's auxiliary loss."""
+        methods = (self.compute_loss, self._get_per_token_logps_and_entropies)
+        is_trls = all(method.__module__ == loss.module for method in methods)
         is_trls = is_trls and getattr(self._compute_loss, "__func__", None) is _compute_loss
-        return whole_step and is_trls and not self.aux_loss_enabled
+        return whole_step and is_trls and not self.aux_loss_enabled and not zero_3(self.model)
 
     def _prepare_inputs(self: Any, generation_batch: Any) -> Any:
         before = self._buffered_inputs

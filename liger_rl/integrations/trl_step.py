@@ -13,6 +13,7 @@ A batch or a model that does not allow it runs as it is; the log "liger_rl" says
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ from liger_rl.call.dtensors import is_dtensor
 from liger_rl.integrations import trl_batches
 from liger_rl.integrations.transformers import IGNORE_INDEX
 from liger_rl.step.live_rows import MicroBatch, Plan, RowOptions, inputs_of, placed, planned
-from liger_rl.step.model_body import Body, body_of, is_plain
+from liger_rl.step.model_body import Body, body_of, no_graph
 from liger_rl.step.trials import after_trial, needs_trial
 
 # Outputs of a value for each token.
@@ -32,7 +33,8 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 ROWS = RowOptions(packing=False)
 
 logger = logging.getLogger("liger_rl")
-_told: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# The texts that were logged of each model, without their numbers.
+_told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 def on_live_tokens(fused_forward: Callable, wanted: Callable[[], bool]) -> Callable:
@@ -40,24 +42,34 @@ def on_live_tokens(fused_forward: Callable, wanted: Callable[[], bool]) -> Calla
 
     @functools.wraps(fused_forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if fused_lm_head and wanted() and not args and _is_text(kwargs):
-            output = _run(functools.partial(fused_forward, self, fused_lm_head=True), self, **kwargs)
-            if output is not None:
+        # A compiled forward would be compiled again for each layout.
+        if fused_lm_head and wanted() and not torch.compiler.is_compiling():
+            run = functools.partial(fused_forward, self, fused_lm_head=True)
+            output = _refusal(self, args, kwargs) or _run(run, self, **kwargs)
+            if not isinstance(output, str):
                 return output
+            _tell(self, f"the batch as it is: {output}")
         return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
 
     return forward
 
 
-def _is_text(kwargs: Mapping[str, Any]) -> bool:
-    """Whether these are token ids with labels, and nothing else of single tokens."""
+def _tell(model: Any, text: str) -> None:
+    """Log a text once for each model; texts that differ in their numbers are one."""
+    told, key = _told.setdefault(model, set()), re.sub(r"[\d,]+", "", text)
+    if key not in told:
+        told.add(key)
+        logger.info("%s: %s", type(model).__name__, text)
+
+
+def _refusal(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Why `_run` cannot read the batch."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
-    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.dim() == 2 and ids.shape == labels.shape):
-        return False
-    return ids.numel() > 0 and all(is_plain(value) for name, value in kwargs.items() if name not in _COLUMNS)
-
-
-_COLUMNS = ("input_ids", "attention_mask", "labels", "num_items_in_batch")
+    if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
+        return "the call has no input_ids or no labels by name"
+    if ids.dim() != 2 or ids.shape != labels.shape:
+        return "input_ids and labels are not both (B, T)"
+    return "the model is sharded by ZeRO-3" if trl_batches.zero_3(model) else None
 
 
 def _run(
@@ -69,35 +81,44 @@ def _run(
     num_items_in_batch: Any = None,
     **inputs: Any,
 ) -> Any:
-    """TRL's output of the batch; None if the batch has to run as it is."""
+    """TRL's output of the batch, or why the batch has to run as it is."""
     body = body_of(model, model, inputs, input_ids, None)
-    if body.obstacle is not None or body.router or inputs.get("attention_mask") is None:
-        return None
-    mask = nn.functional.pad(labels[:, 1:] != IGNORE_INDEX, (1, 0))
-    plan, body = _plan(fused_forward, model, input_ids, mask, inputs, body)
-    if _told.get(model) != plan.layout.partition(";")[2]:
-        _told[model] = plan.layout.partition(";")[2]
-        logger.info("%s: %s", type(model).__name__, plan.layout)
+    sharded = _is_sharded(model)
+    if sharded and body.no_tree is None:
+        # Before this rank's batch is read: every rank of a sharded model must run its layers equally often.
+        body = _after_trial(fused_forward, model, input_ids.device, body)
+    if body.obstacle is not None:
+        return body.obstacle
+    if body.router:
+        return "the router loss is of all tokens"
+    if inputs.get("attention_mask") is None:
+        return "it has no attention_mask"
+    counted = labels[:, 1:] != IGNORE_INDEX
+    if bool((counted & (labels != input_ids)[:, 1:]).any()):
+        return "its labels are not its input_ids"
+    mask = nn.functional.pad(counted, (1, 0))
+    plan, body = _plan(fused_forward, model, input_ids, mask, inputs, body, sharded)
+    _tell(model, plan.layout)
 
     def run(micro: MicroBatch) -> Any:
         laid_out = inputs_of(micro, input_ids, mask, inputs, body)
         chosen = torch.where(laid_out.pop("counted"), laid_out["input_ids"], IGNORE_INDEX)
         return fused_forward(labels=chosen, **laid_out)
 
-    with torch.no_grad():
+    with no_graph():
         idle = [run(micro) for micro in plan.idle]
     outputs = [run(micro) for micro in plan.live] + idle
     source = placed([*plan.live, *plan.idle], input_ids.shape, labels.device)
-    if source is None:
-        return outputs[0]
-    # The first token of a row has no prediction.
-    flat = {name: [_flat(getattr(output, name)) for output in outputs] for name in PER_TOKEN}
-    missing = ~mask[:, 1:]
-    values = {name: None if parts[0] is None else _back(parts, source[:, 1:], missing) for name, parts in flat.items()}
+    values = {name: getattr(outputs[0], name) for name in PER_TOKEN}
+    if source is not None:
+        # The first token of a row has no prediction.
+        flat = {name: [_flat(getattr(output, name)) for output in outputs] for name in PER_TOKEN}
+        values = {
+            name: None if parts[0] is None else _back(parts, source[:, 1:], ~counted) for name, parts in flat.items()
+        }
     log_probs = values["log_probs"]
-    assert log_probs is not None
-    items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return type(outputs[0])(**{**outputs[0], **values, "loss": -log_probs.sum() / items})
+    items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return type(outputs[0])(loss=-log_probs.sum() / items, **values, label_mask=counted.to(log_probs.device))
 
 
 def _flat(values: Tensor | None) -> Any:
@@ -111,37 +132,41 @@ def _back(parts: list[Tensor], source: Tensor, missing: Tensor) -> Tensor:
     return together[source.to(device)].masked_fill(missing.to(device), 0)
 
 
+def _after_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body) -> Body:
+    def run(tried: dict[str, Any]) -> Tensor:
+        labels = torch.where(tried.pop("counted"), tried["input_ids"], IGNORE_INDEX)
+        return nn.functional.pad(fused_forward(labels=labels, **tried).log_probs, (1, 0))
+
+    return after_trial(run, model, body, device, "trees", again=False)
+
+
 def _plan(
-    fused_forward: Callable, model: Any, ids: Tensor, mask: Tensor, inputs: dict[str, Any], body: Body
+    fused_forward: Callable,
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    inputs: dict[str, Any],
+    body: Body,
+    sharded: bool,
 ) -> tuple[Plan, Body]:
-    # Every rank of a sharded model must run its layers equally often.
-    sharded = _is_sharded(model)
     advantages = None
     if torch.is_grad_enabled() and not sharded:
         without = trl_batches.idle_rows()
         if without is not None and without.shape == ids.shape[:1]:
             advantages = (~without).to(ids.device)[:, None]
-
-    def after(body: Body) -> Body:
-        def run(tried: dict[str, Any]) -> Tensor:
-            labels = torch.where(tried.pop("counted"), tried["input_ids"], IGNORE_INDEX)
-            return nn.functional.pad(fused_forward(labels=labels, **tried).log_probs, (1, 0))
-
-        return after_trial(run, model, body, ids.device, "trees", again=False)
-
+    known: dict[str, Any] = {"advantages": advantages, "runs_idle": True, "together": None}
     untried = body.no_tree is None and needs_trial(model, body, "trees")
-    if body.no_tree is None and (sharded or not untried):
-        body, untried = after(body), False
-    plan = planned(ids, mask, inputs, body, ROWS, advantages=advantages, runs_idle=True, together=None)
+    if body.no_tree is None and not untried:
+        body = _after_trial(fused_forward, model, ids.device, body)
+    plan = planned(ids, mask, inputs, body, ROWS, **known)
     if plan.has_trees and untried:
-        body = after(body)
-        plan = planned(ids, mask, inputs, body, ROWS, advantages=advantages, runs_idle=True, together=None)
+        body = _after_trial(fused_forward, model, ids.device, body)
+        plan = planned(ids, mask, inputs, body, ROWS, **known)
     return plan, body
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """FSDP2, FSDP1 or ZeRO-3."""
-    return any(
-        is_dtensor(parameter) or hasattr(parameter, "ds_id") or hasattr(parameter, "_is_flat_param")
-        for parameter in model.parameters()
-    ) or any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
+    """By FSDP2, FSDP1 or tensor parallelism."""
+    return any(is_dtensor(parameter) for parameter in model.parameters()) or any(
+        "FullyShardedDataParallel" in type(module).__name__ for module in model.modules()
+    )

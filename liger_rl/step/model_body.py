@@ -6,6 +6,7 @@ The other modules of a step know the model through this one alone.
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,6 +234,17 @@ def fused_forward(
     options = {name: getattr(loss.options, name) for name in HEAD_OPTIONS if name != "weight_grad"}
     at = loss.transform.temperature if temperature is None else temperature
     return model(labels=labels, fused=True, entropy=entropy, temperature=at, **options, **inputs)
+
+
+@contextmanager
+def no_graph() -> Iterator[None]:
+    """`torch.no_grad` for a forward before one with a graph.
+
+    Autocast keeps the weights that it has cast. Torch before 2.10 then takes those without a graph.
+    """
+    with torch.no_grad():
+        yield
+    torch.clear_autocast_cache()
 
 
 def reshard(model: nn.Module) -> None:

@@ -40,6 +40,7 @@ from liger_rl.step.model_body import (
     fused_forward,
     is_plain,
     model_inputs,
+    no_graph,
     router_loss,
     swapped_model,
 )  # fmt: skip
@@ -233,7 +234,7 @@ class PolicySteps(Iterator[PolicyStep]):
         if number == self._steps:
             raise StopIteration
         idle, left_out = (self._plan.idle, self._plan.left_out) if number == 0 else ([], ())
-        with torch.no_grad():
+        with no_graph():
             outputs = self._run_all(idle, self._forwards if number == 0 else 0)
         wrapper = data_parallel(self._model) if number < self._steps - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():

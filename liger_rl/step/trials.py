@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.step.live_rows import MicroBatch, inputs_of
-from liger_rl.step.model_body import Body
+from liger_rl.step.model_body import Body, no_graph
 from liger_rl.step.prefix_tree import ordered, prefix_tree
 from liger_rl.step.tree_attention import DENSE, masks
 
@@ -31,7 +31,7 @@ def needs_trial(model: Any, body: Body, what: str) -> bool:
     return (body.config._attn_implementation, what) not in _trials.get(model, {})
 
 
-@torch.no_grad()
+@no_graph()
 def after_trial(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> Body:
     """The body without packing or trees where sequences of one row see each other. `what`: "packing" or "trees".
 

@@ -5,7 +5,8 @@ from functools import cache, partial
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,7 +38,8 @@ def batch(device="cpu"):
 
 
 def gradients(model):
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # A rank of FSDP1 has no element of some parameters.
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {n: (g.full_tensor() if isinstance(g, DTensor) else g).float().cpu() for n, g in grads.items()}
 
 
@@ -213,3 +215,70 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 def test_packing_is_tried_on_all_ranks_or_none(ranks, changes):
     for found in ranks.run(trials, changes):
         assert found == [7, 8]
+
+
+# --- the fused forward of TRL's trainers ------------------------------------------------------------------------------
+
+TRL_ENDS = (40, 36, 38, 34)
+LONG = 70  # beyond the rotary embedding's fixed length, so that one rank alone runs its batch as it is
+
+
+def trl_batch(rank, step, *, long):
+    """The rank of the step's number shares prefixes and has idle sequences, and the other has none."""
+    generator = torch.Generator().manual_seed(10 + rank.index)
+    width = LONG if long and rank.index == 1 else max(TRL_ENDS)
+    ids = torch.randint(3, VOCAB, (len(TRL_ENDS), width), generator=generator)
+    weights = torch.tensor([1.0, -0.5, 2.0, 0.7])
+    if rank.index == step:
+        ids[:, :24] = ids[0, :24]
+        weights[1:3] = 0.0
+    attended = torch.arange(width) < torch.tensor(TRL_ENDS)[:, None] + width - max(TRL_ENDS)
+    labels = ids.masked_fill(~attended | (torch.arange(width) < 22), -100)
+    return {"input_ids": ids, "attention_mask": attended.long(), "labels": labels}, weights
+
+
+def trl_steps(rank, wrapper, whole_step, long):
+    """-> gradients after two steps, and the shapes of the first layer's runs."""
+    from trl.trainer import utils
+
+    from liger_rl.integrations import trl_batches
+    from liger_rl.integrations.trl import patched_trl
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4} if long else None
+    model, runs = tiny_llama(max_position_embeddings=64, rope_parameters=rope), []
+    with patched_trl(whole_step=whole_step), pytest.MonkeyPatch.context() as patch:
+        utils.add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+        model.model.layers[0].register_forward_pre_hook(lambda _, args: runs.append(tuple(args[0].shape[:2])))
+        if wrapper == "ddp":
+            wrapped = DistributedDataParallel(model, process_group=rank.group)
+        elif wrapper == "fsdp1":
+            policy = ModuleWrapPolicy({type(model.model.layers[0])})
+            options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+            wrapped = FullyShardedDataParallel(model, rank.group, auto_wrap_policy=policy, **options)
+        else:
+            wrapped = shard(model, rank.mesh(), wrapper)
+        for step in range(2):
+            inputs, weights = trl_batch(rank, step, long=long)
+            patch.setattr(trl_batches, "idle_rows", lambda weights=weights: weights == 0)
+            logps = wrapped(**inputs, fused_lm_head=True).log_probs
+            (logps.exp() * weights[:, None]).sum().backward()
+        return gradients(model), runs
+
+
+@pytest.mark.parametrize(("wrapper", "long"), [("ddp", False), ("fsdp1", False), ("root", False), ("root", True)])
+def test_trls_forward_on_ranks_whose_batches_differ(ranks, wrapper, long):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    whole, plain = (ranks.run(trl_steps, wrapper, flag, long) for flag in (True, False))
+    for (grads, _), (expected, runs) in zip(whole, plain, strict=True):
+        assert len(runs) == 2
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+    runs = [runs for _, runs in whole]
+    sequences = len(TRL_ENDS)
+    if wrapper == "ddp":  # the tree of the sequences with a gradient and that of the others
+        assert runs[0][-3:] == [(1, 51), (1, 51), (sequences, 40)]
+        assert runs[1][0] == (sequences, 40)
+        assert runs[1][-2:] == [(1, 51), (1, 51)]
+    else:
+        assert len(runs[0]) == len(runs[1])
+        assert runs[0][-2:] == [(1, 79), (sequences, 40)]
+        assert runs[1][-2:] == ([(sequences, LONG)] * 2 if long else [(sequences, 40), (1, 79)])

@@ -14,7 +14,6 @@ pytest.importorskip("trl", reason="TRL is not installed")
 from trl import GRPOTrainer, RLOOTrainer
 
 import trl_runs
-from liger_rl.integrations import trl_batches
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 from liger_rl.integrations.trl_batches import grouped, idle_rows
 
@@ -69,7 +68,15 @@ def moe() -> transformers.PreTrainedModel:
 
 
 def train(
-    kind, model, directory, *, patch, scored=lambda batch: batch, prepare=lambda trainer: None, **options
+    kind,
+    model,
+    directory,
+    *,
+    patch,
+    scored=lambda batch: batch,
+    prepare=lambda trainer: None,
+    whole_step=True,
+    **options,
 ) -> Recorder:
     """One run. `scored` changes a generation's batch before TRL shuffles it; `prepare` changes the trainer."""
     trainer = trl_runs.build(kind, moe() if model == "moe" else model, directory, **(OPTIONS | options))
@@ -78,7 +85,7 @@ def train(
     prepare(trainer)
     recorder = Recorder(trainer)
     if patch:
-        patch_trl()
+        patch_trl(whole_step=whole_step)
     trainer.train()
     unpatch_trl()
     recorder.state = torch.get_rng_state()
@@ -246,14 +253,28 @@ def subclass_with(name):
     return prepare
 
 
+def rows_reversed(trainer):
+    """The subclass runs the model on the rows in another order."""
+
+    def method(self, model, ids, mask, *args, **options):
+        outputs = super(type(self), self)._get_per_token_logps_and_entropies(
+            model, ids.flip(0), mask.flip(0), *args, **options
+        )
+        return tuple(None if values is None else values.flip(0) for values in outputs)
+
+    trainer.__class__ = type("Subclass", (type(trainer),), {"_get_per_token_logps_and_entropies": method})
+
+
 @pytest.mark.parametrize(
     ("options", "idle_rows_are_known"),
     [
+        ({"prepare": rows_reversed, "scored": half_without_advantage()}, False),
+        ({"prepare": lambda trainer: setattr(trainer.model.model.norm.weight, "ds_id", 0)}, False),
         ({"prepare": subclass_with("_compute_loss")}, False),
         ({"prepare": subclass_with("compute_loss")}, False),
         ({"scored": lambda batch: {**batch, "num_images": [0] * len(batch["prompt_ids"])}}, True),
     ],
-    ids=["a subclass", "a public method of a subclass", "images"],
+    ids=["a call of the model", "ZeRO-3", "a subclass", "a public method of a subclass", "images"],
 )
 def test_the_order_stays_for(options, idle_rows_are_known, path_of, tmp_path):
     patched, plain = pair("GRPO", path_of["qwen3"], tmp_path, **options)
@@ -261,9 +282,8 @@ def test_the_order_stays_for(options, idle_rows_are_known, path_of, tmp_path):
     assert all((micro_batch.idle is not None) == idle_rows_are_known for micro_batch in patched.micro_batches)
 
 
-def test_the_whole_step_can_be_left_out(path_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(trl_batches, "whole_step", False)
-    patched, plain = pair("GRPO", path_of["qwen3"], tmp_path)
+def test_the_whole_step_can_be_left_out(path_of, tmp_path):
+    patched, plain = pair("GRPO", path_of["qwen3"], tmp_path, whole_step=False)
     assert_same_steps(patched, plain, same_order=True)
     assert all(micro_batch.idle is None for micro_batch in patched.micro_batches)
 

@@ -1,0 +1,285 @@
+"""The whole step under TRL: the model runs live tokens only, and every logged value and weight is TRL's."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+import trl.trainer.utils as trl_utils
+from peft import LoraConfig
+from test_trl_batches import half_without_advantage, moe
+
+import trl_runs
+from liger_rl.integrations import trl_batches
+from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
+
+
+def gpt2():
+    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **tokens))
+
+
+def window(**options):
+    """Shorter than the sequences."""
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**trl_runs.SIZES, sliding_window=16, **options))
+
+
+def qwen3(**options):
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES, **options))
+
+
+IMAGE = 2
+
+
+def vlm():
+    text = transformers.Qwen2Config(**trl_runs.SIZES)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
+    )
+
+
+def train(kind, make, directory, *, scored=None, prepare=None, **options):
+    """`scored` changes a generation's batch."""
+
+    def prepared(trainer):
+        if scored is not None:
+            score = trainer._generate_and_score_completions
+            trainer._generate_and_score_completions = lambda inputs: scored(score(inputs))
+        if prepare is not None:
+            prepare(trainer)
+
+    torch.manual_seed(0)
+    path = str(directory / "model")  # of which TRL makes the reference too
+    make().save_pretrained(path)
+    short = {"max_completion_length": 6} if kind == "GRPO" else {}
+    return trl_runs.train(kind, path, directory, prepare=prepared, **{"max_steps": 2, **short, **options})
+
+
+def without_advantages(batch):
+    return {**batch, "advantages": torch.zeros(len(batch["advantages"]))}
+
+
+def without_tokens(batch):
+    batch["completion_mask"][::3] = 0
+    return batch
+
+
+def without_any_token(batch):
+    batch["completion_mask"][:] = 0
+    return batch
+
+
+def case(make=qwen3, *, kind="GRPO", shares=True, **options):
+    return kind, make, options, shares
+
+
+def policy(make=qwen3, **options):
+    """A loss that has log-probabilities alone."""
+    return case(make, num_iterations=1, beta=0.0, **options)
+
+
+CASES = {
+    "idle rows": policy(scored=half_without_advantage()),
+    "idle rows at the quantile": policy(scored=half_without_advantage(), top_entropy_quantile=0.618),
+    "all idle": policy(scored=without_advantages),
+    "entropy bonus": policy(scored=half_without_advantage(), entropy_coef=0.02),
+    "advantages of tokens": policy(scored=half_without_advantage(per_token=True)),
+    "tool mask": policy(scored=half_without_advantage(tool_mask=True)),
+    "completions without a token": policy(scored=without_tokens),
+    "no completion has a token": policy(scored=without_any_token, shares=False),
+    "truncated": policy(mask_truncated_completions=True, max_completion_length=30),
+    "old log-probabilities": case(steps_per_generation=2, epsilon=0.02),
+    "eval": case(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8),
+    "learned positions": case(gpt2),
+    "window": case(window),
+    "eager window": case(lambda: window(attn_implementation="eager")),
+    "checkpointing": policy(scored=half_without_advantage(), gradient_checkpointing=True),
+    "reentrant checkpointing": policy(
+        scored=half_without_advantage(), gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
+    ),
+    "experts": case(moe, router_aux_loss_coef=0.0),
+    "experts and a router loss": policy(moe, scored=half_without_advantage(), shares=False),
+    "SFT, accumulated": case(kind="SFT", per_device_train_batch_size=4, gradient_accumulation_steps=2),
+    "SFT, padding-free": case(kind="SFT", padding_free=True, max_length=None, shares=False),
+    "SFT, packed": case(kind="SFT", packing=True, shares=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_agree(name, tmp_path):
+    """With what other tests of TRL's runs leave out: they have every loss, adapters and other trainers."""
+    (kind, make, options, shares), script = CASES[name], []
+    options = options | ({"script": script} if kind == "GRPO" else {})
+    plain, patched = (train(kind, make, tmp_path, patch=patch, **options) for patch in (False, True))
+    trl_runs.assert_layout(patched, plain, shares=shares)
+    trl_runs.assert_same_log(patched, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "trees"),
+    [
+        ({"patch_options": {"whole_step": False}}, [False, False]),
+        ({"built_before": True}, [False, False]),
+        ({"prepare": lambda trainer: trainer.add_callback(AfterAStep())}, [True, False]),
+        ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, [False, False]),
+    ],
+    ids=["the head alone", "built before", "unpatched", "dropout"],
+)
+def test_how_the_model_runs(options, trees, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    run = train("GRPO", qwen3, tmp_path, patch=True, num_iterations=1, beta=0.0, entropy_coef=0.02, **options)
+    assert [forward.tree for forward in run.forwards] == trees
+    assert ("dropout draws for each sequence" in caplog.text) == ("peft_config" in options)
+
+
+def test_autocast_is_about_as_far_from_float32(tmp_path):
+    """In bfloat16; of several models: test/convergence/test_trl_training.py."""
+    exact, plain, patched = (
+        train("DPO", qwen3, tmp_path, patch=patch, bf16=bf16, max_steps=4)
+        for patch, bf16 in ((False, False), (False, True), (True, True))
+    )
+    trl_runs.assert_layout(patched, plain, shares=True)
+    assert 0 < trl_runs.weight_distance(patched, exact) < 2 * trl_runs.weight_distance(plain, exact)
+    assert trl_runs.log_distance(patched, exact, "loss") < 2**-8
+
+
+class AfterAStep(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            unpatch_trl()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "patch": True}
+    whole = train("DPO", qwen3, tmp_path, **saved)
+
+    def resuming(trainer):
+        run = trainer.train
+        trainer.train = lambda: run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    resumed = train("DPO", qwen3, tmp_path, prepare=resuming, **saved)
+    assert [forward.tree for forward in resumed.forwards] == [True, True]
+    assert resumed.log["loss"] == whole.log["loss"]
+    assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
+
+
+# --- the forward ------------------------------------------------------------------------------------------------------
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def batch(*, shared=24, padding=3):
+    """Two pairs of sequences with a common prefix, padded on both sides."""
+    ids = torch.randint(3, 40, (4, 32))
+    ids[1::2, : padding + shared] = ids[::2, : padding + shared]
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    mask[1, 32 - padding :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, : padding + shared - 4] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def fused(make=qwen3):
+    torch.manual_seed(0)
+    model = make().train()
+    trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
+    return model
+
+
+def solved(model, inputs, whole_step):
+    """-> TRL's output, and the gradients of a loss of its log-probabilities and entropies."""
+    model.zero_grad()
+    with patched_trl(whole_step=whole_step):
+        output = model(**inputs, fused_lm_head=True)
+    (output.log_probs.exp().sum() + 0.3 * output.entropy.square().sum()).backward()
+    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+FORWARDS = {
+    "trees": ({}, True),
+    "no padding": ({"padding": 0}, True),
+    "nothing shared": ({"shared": 9}, False),
+    "nothing shared, no padding": ({"shared": 9, "padding": 0}, False),
+}
+
+
+@pytest.mark.parametrize(("options", "shares"), FORWARDS.values(), ids=FORWARDS)
+@pytest.mark.parametrize("items", [None, torch.tensor(50)])
+def test_every_output_is_trls(options, shares, items, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    patch_trl()
+    inputs = {**batch(**options), "num_items_in_batch": items}
+    model = fused()
+    (whole, grads), (plain, expected) = (solved(model, inputs, flag) for flag in (True, False))
+    assert whole.keys() == plain.keys()
+    for name in plain:
+        assert (whole[name].shape, whole[name].dtype) == (plain[name].shape, plain[name].dtype), name
+    torch.testing.assert_close(dict(whole), dict(plain), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+    assert ("tokens in trees" in caplog.text) == shares
+
+
+def with_images(inputs):
+    ids = inputs["input_ids"].clone()
+    ids[:, 4:8] = IMAGE
+    return {"input_ids": ids, "pixel_values": torch.randn(4, 3, 8, 8)}
+
+
+# What is said of a batch -> the model, and the inputs that change.
+REASONS = {
+    "sharded by ZeRO-3": (qwen3, lambda inputs: {}),
+    "the router loss is of all tokens": (moe, lambda inputs: {"output_router_logits": True}),
+    "it has no attention_mask": (qwen3, lambda inputs: {"attention_mask": None}),
+    "its labels are not its input_ids": (
+        qwen3, lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},
+    ),
+    "what pixel_values says of single tokens is not known": (vlm, with_images),
+    "the call has no input_ids or no labels by name": (
+        qwen3, lambda inputs: {"input_ids": None, "inputs_embeds": torch.randn(4, 32, 16)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_batch_runs_as_it_is_and_the_log_says_once_why(reason, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    make, change = REASONS[reason]
+    patch_trl()
+    model, inputs = fused(make), batch()
+    inputs |= change(inputs)
+    if "ZeRO-3" in reason:
+        model.model.norm.weight.ds_id = 0  # as DeepSpeed does
+    (whole, grads), _, (plain, expected) = (solved(model, inputs, flag) for flag in (True, True, False))
+    assert caplog.text.count(reason) == 1
+    assert torch.equal(whole.log_probs, plain.log_probs)
+    torch.testing.assert_close(grads, expected)
+
+
+def test_a_compiled_forward_is_left_as_it_is(monkeypatch):
+    """As Dynamo sees it."""
+    patch_trl()
+    model, inputs = fused(), batch()
+    forwards = trl_runs.watched(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    solved(model, inputs, True)
+    assert [forward.tokens for forward in forwards] == [inputs["input_ids"].numel()]
+
+
+def test_whole_step_comes_and_goes_with_the_patch():
+    for value in ("yes", 1, None):
+        with pytest.raises(TypeError, match="whole_step"):
+            patch_trl(whole_step=value)
+    patch_trl(whole_step=False)
+    with patched_trl():
+        assert trl_batches.whole_step
+    assert not trl_batches.whole_step
