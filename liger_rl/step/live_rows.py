@@ -129,14 +129,18 @@ def planned(
     if reason is None:
         trees = [_Trees.of(some, rows, ids, body, budget) for some in (live, idle)]
         tokens = sum(some.tokens for some in trees)
-        # On a CPU attention computes all pairs of a row, so that padding is no worse than other sequences.
         without = count if ids.is_cuda else sum(map(sum, lengths))
         pays = LEAST_TOKENS.get(ids.device.type, 0) <= tokens <= MOST_LEFT * without
+        if not ids.is_cuda:  # a dense mask has all pairs of a row
+            pays = pays and sum(_work(size, size, body) for some in trees for size in some.sizes) <= sum(
+                _work(length, max(some), body) for some in lengths for length in some
+            )
         if options.share_prefixes or pays:
             groups, idle_groups = (some.groups for some in trees)
             layout = f"{tokens:,} tokens in trees of shared prefixes, of {count:,}"
         else:
-            trees, reason = [], f"trees would have {tokens:,} tokens"
+            longest_row = max(size for some in trees for size in some.sizes)
+            trees, reason = [], f"trees would have {tokens:,} tokens, up to {longest_row:,} in a row"
     if reason is not None:
         layout = f"{layout}; no prefix is shared: {reason}"
     if len(groups) > 1 and together is not None:
@@ -254,7 +258,7 @@ class _Trees(NamedTuple):
     """Some rows of a batch in lexicographic order, and the micro-batches in which they fit."""
 
     groups: list[list[int]]
-    tokens: int  # of all micro-batches
+    sizes: list[int]  # number of tokens of each micro-batch
     sequences: dict[int, Tensor]  # by row, (length,) int64 in CPU memory
     rows: list[Row]
     width: int  # T
@@ -283,8 +287,12 @@ class _Trees(NamedTuple):
                     break
             else:
                 groups.append((tokens, cluster))
-        tokens = sum(tokens for tokens, _ in groups)
-        return cls([sorted(group) for _, group in groups], tokens, sequences, rows, ids.shape[1], body)
+        sizes = [tokens for tokens, _ in groups]
+        return cls([sorted(group) for _, group in groups], sizes, sequences, rows, ids.shape[1], body)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes)
 
     def micro_batch(self, group: list[int]) -> MicroBatch:
         """The rows of one micro-batch."""
@@ -296,6 +304,11 @@ class _Trees(NamedTuple):
         cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
         return MicroBatch((starts[tree.sequences] + tree.offsets)[None], lengths, packed=True, tree=row)
+
+
+def _work(tokens: int, width: int, body: Body) -> int:
+    """Work of tokens that attend to `width` tokens each: a layer's weights take as long as 6 hidden sizes of them."""
+    return tokens * (6 * (getattr(body.config, "hidden_size", None) or 0) + width)
 
 
 def _first(row: Row, body: Body) -> int:
