@@ -105,7 +105,6 @@ def planned(
         whole = MicroBatch(None, (), rows=tuple(range(batch)))
         return Plan([whole], [], (), whole, f"the batch as it is: {body.obstacle or 'it has no token'}")
     rows = _read_rows(ids, mask, inputs, advantages, body, options.trim)
-    packed = _packs(rows, body, options)
     every_row = body.router or options.idle == "backward"
     live = [r for r, row in enumerate(rows) if row.lives or every_row]
     waiting = [r for r, row in enumerate(rows) if row.counts and not (row.lives or every_row)]
@@ -113,7 +112,9 @@ def planned(
         shortest = min(waiting or range(batch), key=lambda r: rows[r].length)
         live, waiting = [shortest], [r for r in waiting if r != shortest]
     idle, left_out = (waiting, []) if runs_idle else ([], waiting)
-    longest = max([*live, *idle], key=lambda r: rows[r].length)
+    chosen = sorted([*live, *idle])
+    packed = _packs(rows, chosen, body, options)
+    longest = max(chosen, key=lambda r: rows[r].length)
     if budget is not None and budget < rows[longest].length:
         raise ValueError(
             f"max_tokens must be at least {rows[longest].length}, the longest sequence (row {longest} of input_ids, "
@@ -124,22 +125,28 @@ def planned(
     count = sum(_tokens(some, packed) for some in lengths)
     layout, trees = f"{count:,} tokens in {'packed' if packed else 'padded'} rows", []
     reason = obstacle or body.no_tree or (None if wants_tree(body, options) else "share_prefixes=False")
-    reason = reason or _no_run(rows, options)
+    reason = reason or _no_run(rows, chosen, options)
     if reason is None:
         trees = [_Trees.of(some, rows, ids, body, budget) for some in (live, idle)]
         tokens = sum(some.tokens for some in trees)
-        # On a CPU attention computes all pairs of a row, so that padding is no worse than other sequences.
         without = count if ids.is_cuda else sum(map(sum, lengths))
         pays = LEAST_TOKENS.get(ids.device.type, 0) <= tokens <= MOST_LEFT * without
+        if not ids.is_cuda:  # a dense mask has all pairs of a row
+            pays = pays and sum(_work(size, size, body) for some in trees for size in some.sizes) <= sum(
+                _work(length, max(some), body) for some in lengths for length in some
+            )
         if options.share_prefixes or pays:
             groups, idle_groups = (some.groups for some in trees)
             layout = f"{tokens:,} tokens in trees of shared prefixes, of {count:,}"
         else:
-            trees, reason = [], f"trees would have {tokens:,} tokens"
+            longest_row = max(size for some in trees for size in some.sizes)
+            trees, reason = [], f"trees would have {tokens:,} tokens, up to {longest_row:,} in a row"
     if reason is not None:
         layout = f"{layout}; no prefix is shared: {reason}"
     if len(groups) > 1 and together is not None:
-        least = trees[0].tokens if trees else _tokens([rows[r].length for r in live], packed)
+        least = (
+            _Trees.of(live, rows, ids, body, None).tokens if trees else _tokens([rows[r].length for r in live], packed)
+        )
         raise ValueError(f"max_tokens must be None or at least {least} here, got {budget}: {together}")
 
     def micro_batch(group: list[int], known: "_Trees | None") -> MicroBatch:
@@ -214,15 +221,16 @@ def wants_packing(body: Body, options: RowOptions) -> bool:
     return packing and options.trim and body.obstacle is None and body.no_packing is None
 
 
-def _packs(rows: list[Row], body: Body, options: RowOptions) -> bool:
+def _packs(rows: list[Row], chosen: list[int], body: Body, options: RowOptions) -> bool:
     if not wants_packing(body, options):
         return False
-    for place, row in enumerate(rows):
+    for r in chosen:
+        row = rows[r]
         if not (row.attended and row.steps and (row.first == 0 or body.rotary)):
             if not options.packing:
                 return False
             raise ValueError(
-                f"packing must not be True here: row {place} of input_ids is no run of tokens that are attended to, at "
+                f"packing must not be True here: row {r} of input_ids is no run of tokens that are attended to, at "
                 "positions 0, 1, 2, ..."
             )
     return True
@@ -235,11 +243,11 @@ def wants_tree(body: Body, options: RowOptions) -> bool:
     return options.share_prefixes is not False and options.trim and body.obstacle is None and body.no_tree is None
 
 
-def _no_run(rows: list[Row], options: RowOptions) -> str | None:
-    """Why these rows cannot be a tree. ValueError if they must be."""
-    for place, row in enumerate(rows):
-        if not (row.attended and row.steps):
-            reason = f"row {place} of input_ids is no run of tokens that are attended to, at consecutive positions"
+def _no_run(rows: list[Row], chosen: list[int], options: RowOptions) -> str | None:
+    """Why the chosen rows cannot be a tree. ValueError if they must be."""
+    for r in chosen:
+        if not (rows[r].attended and rows[r].steps):
+            reason = f"row {r} of input_ids is no run of tokens that are attended to, at consecutive positions"
             if options.share_prefixes:
                 raise ValueError(f"share_prefixes must not be True here: {reason}")
             return reason
@@ -250,7 +258,7 @@ class _Trees(NamedTuple):
     """Some rows of a batch in lexicographic order, and the micro-batches in which they fit."""
 
     groups: list[list[int]]
-    tokens: int  # of all micro-batches
+    sizes: list[int]  # number of tokens of each micro-batch
     sequences: dict[int, Tensor]  # by row, (length,) int64 in CPU memory
     rows: list[Row]
     width: int  # T
@@ -279,8 +287,12 @@ class _Trees(NamedTuple):
                     break
             else:
                 groups.append((tokens, cluster))
-        tokens = sum(tokens for tokens, _ in groups)
-        return cls([sorted(group) for _, group in groups], tokens, sequences, rows, ids.shape[1], body)
+        sizes = [tokens for tokens, _ in groups]
+        return cls([sorted(group) for _, group in groups], sizes, sequences, rows, ids.shape[1], body)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes)
 
     def micro_batch(self, group: list[int]) -> MicroBatch:
         """The rows of one micro-batch."""
@@ -292,6 +304,11 @@ class _Trees(NamedTuple):
         cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
         return MicroBatch((starts[tree.sequences] + tree.offsets)[None], lengths, packed=True, tree=row)
+
+
+def _work(tokens: int, width: int, body: Body) -> int:
+    """Work of tokens that attend to `width` tokens each: a layer's weights take as long as 6 hidden sizes of them."""
+    return tokens * (6 * (getattr(body.config, "hidden_size", None) or 0) + width)
 
 
 def _first(row: Row, body: Body) -> int:

@@ -55,11 +55,12 @@ def ordered(sequences: Sequence[Tensor], starts: Sequence[int]) -> Ordered:
 
     `starts`: position of each one's first token. Sequences with different ones share no token.
     """
-    lists = [tokens.tolist() for tokens in sequences]
-    order = sorted(range(len(lists)), key=lambda s: (starts[s], lists[s]))
+    # Any order of single tokens will do, such as that of their bytes.
+    keys = [(start, tokens.numpy().tobytes()) for start, tokens in zip(starts, sequences, strict=True)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = [0] * min(len(order), 1)
     for before, after in pairwise(order):
-        length = min(len(lists[before]), len(lists[after]))
+        length = min(len(sequences[before]), len(sequences[after]))
         differ = sequences[before][:length] != sequences[after][:length]
         equal = int(differ.byte().argmax()) if bool(differ.any()) else length
         shared.append(equal if starts[before] == starts[after] else 0)
@@ -67,71 +68,28 @@ def ordered(sequences: Sequence[Tensor], starts: Sequence[int]) -> Ordered:
 
 
 def prefix_tree(lengths: Sequence[int], known: Ordered) -> PrefixTree:
-    """The tree of all sequences, by their order."""
-    runs: list[tuple[int, int, int, int]] = []  # sequence, first offset, offset behind the last, end
-    firsts: list[bool] = []  # whether the run's first token follows the place before
-    places: list[list[Tensor]] = [[] for _ in lengths]
-    size = 0
-
-    def add(members: list[int], first: int, stop: int, *, follows: bool, entry: int | None) -> int:
-        """A run of the first member's tokens, which all have. -> where the members' token `first` is predicted."""
-        nonlocal size
-        at = torch.arange(size, size + stop - first)
-        entry = size if entry is None else entry
-        at[0] = entry
-        for member in members:
-            places[member].append(at)
-        runs.append((members[0], first, stop, 0))
-        firsts.append(follows)
-        size += stop - first
-        return entry
-
-    def lay(low: int, high: int, base: int, follows: bool, entry: int | None) -> int:
-        """The subtree of the sequences order[low:high], which agree up to `base`, without its first `base` tokens.
-
-        -> where the token `base` is predicted: at `entry`, or by the first run.
-        """
-        run = len(runs)
-        if high - low == 1:
-            sequence = known.order[low]
-            entry = add([sequence], base, lengths[sequence], follows=follows, entry=entry)
-            runs[run] = (*runs[run][:3], size)
-            return entry
-        common = min(known.shared[low + 1 : high])
-        shares = common > LEAST_SHARED and common - 1 > base
-        inner: int | None = None
-        if shares:
-            entry = add(known.order[low:high], base, common - 1, follows=follows, entry=entry)
-            base, follows = common - 1, True
-        else:
-            inner = entry
-        starts = [low, *(n for n in range(low + 1, high) if known.shared[n] == common), high]
-        for first, stop in pairwise(starts):
-            inner = lay(first, stop, base, follows, inner if base else None)
-            follows = False
-        if shares:
-            runs[run] = (*runs[run][:3], size)
-            assert entry is not None
-            return entry
-        assert inner is not None
-        return inner
-
-    if lengths:
-        lay(0, len(known.order), 0, False, None)
-    counts = torch.tensor([stop - first for _, first, stop, _ in runs], dtype=torch.int64)
-    behind = counts.cumsum(0)
-
-    def spread(values: list[int]) -> Tensor:
-        return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64), counts)
-
-    place = torch.arange(size)
-    offsets = place - torch.repeat_interleave(behind - counts, counts) + spread([first for _, first, _, _ in runs])
-    follows = torch.ones(size, dtype=torch.bool)
-    follows[behind - counts] = torch.tensor(firsts, dtype=torch.bool)
+    """The tree of all sequences, by their order. Each adds its tokens from the last one shared with the one before."""
+    sizes = known.sizes(lengths)
+    total = sum(sizes)
+    ends, follows = torch.full((total,), total), torch.ones(total, dtype=torch.bool)
+    nothing = torch.empty(0, dtype=torch.int64)
+    offsets, places = [nothing], [nothing] * len(lengths)
+    path = predicted = nothing  # where the sequence before has its tokens, and where they are predicted
+    start = 0
+    for sequence, size in zip(known.order, sizes, strict=True):
+        first = lengths[sequence] - size
+        own = torch.arange(start, start + size)
+        offsets.append(torch.arange(first, first + size))
+        follows[start] = False
+        ends[path[first:]] = start
+        path = torch.cat([path[:first], own])
+        # The last shared token is predicted where the sequence before has it.
+        places[sequence] = predicted = own if first == 0 else torch.cat([predicted[: first + 1], own[1:]])
+        start += size
     return PrefixTree(
-        spread([sequence for sequence, _, _, _ in runs]),
-        offsets,
-        spread([end for _, _, _, end in runs]),
+        torch.repeat_interleave(torch.tensor(known.order, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64)),
+        torch.cat(offsets),
+        ends,
         follows,
-        [torch.cat(parts) for parts in places],
+        places,
     )

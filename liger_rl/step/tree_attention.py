@@ -30,21 +30,27 @@ def lacks(model: nn.Module, config: Any, device: torch.device) -> str | None:
     layers = set(getattr(config, "layer_types", None) or ()) - LAYERS
     if layers:
         return f"{name} has layers of type {', '.join(sorted(layers))}"
+    if any(mask.dtype == torch.bool and mask.dim() == 4 for mask in model.buffers()):
+        return f"{name} has a mask of columns of its own"
     if len({str(place) for place in getattr(model, "hf_device_map", {}).values()}) > 1:
         return f"{name} is split over devices"
     if device.type == "cpu":
         if kind not in DENSE:
             return f"attention {kind!r} takes no dense mask, as trees have on a CPU"
-    elif kind not in ALL_ATTENTION_FUNCTIONS:
+    elif kind not in ALL_ATTENTION_FUNCTIONS or not getattr(model, "_supports_attention_backend", False):
         return f"attention {kind!r} cannot be replaced by flex attention"
     if device.type != "cpu" and any(hasattr(module, "sinks") for module in model.modules()):
         return f"{name} has attention sinks"
-    if model.training:
-        rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-        rates += [getattr(config, rate, None) or 0.0 for rate in ("attention_dropout", "attn_pdrop")]
-        if any(rates):
-            return "dropout draws for each sequence"
-    return None
+    return "dropout draws for each sequence" if any(map(_drops, model.modules())) else None
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether the module draws: it is a dropout, or has the rate of a functional one or of a router's noise."""
+    if not module.training:
+        return False
+    rates = [value for name, value in vars(module).items() if "drop" in name or "jitter_noise" in name]
+    rates += [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def masks(
@@ -140,11 +146,12 @@ def _flex_serves(kind: str) -> None:
 def _with_blocks(attention: Callable, *, softcap: bool) -> Callable:
     # SDPA has no softcap and leaves it out.
     @wraps(attention)
-    def either(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(mask, BlockMask):
-            return attention(module, query, key, value, mask, *args, **options)
+    def either(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any):
+        if not isinstance(attention_mask, BlockMask):
+            return attention(module, query, key, value, attention_mask, *args, **options)
         cap = options.get("softcap") if softcap else None
-        return _flex(query, key, value, mask, options.get("scaling"), cap).transpose(1, 2).contiguous(), None
+        output = _flex(query, key, value, attention_mask, options.get("scaling"), cap)
+        return output.transpose(1, 2).contiguous(), None
 
     return either
 

@@ -23,7 +23,8 @@ Run = Callable[[dict[str, Any]], Tensor]  # inputs, as `inputs_of` makes them ->
 _lock = threading.Lock()
 # By a model and its kind of attention. Of "packing": whether packed sequences have the log-probabilities that they have
 # alone, and whether a sequence at other positions has. Of "trees": whether sequences of a tree have, and the same.
-_trials: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[bool, ...]]] = WeakKeyDictionary()
+# Each is stored as the reason against it, or None, and whether positions may be shifted.
+_trials: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[str | None, bool]]] = WeakKeyDictionary()
 
 
 def needs_trial(model: Any, body: Body, what: str) -> bool:
@@ -38,21 +39,29 @@ def after_trial(run: Run, model: Any, body: Body, device: Any, what: str, *, aga
     Six forwards for packing and four for trees, of at most 56 tokens, once for a model and its kind of attention, or
     `again`. `rotary` stays only if positions may be shifted.
     """
-    apart, *shifts = _tried(run, model, body, device, what, again=again)
-    body = replace(body, rotary=body.rotary and all(shifts))
-    reason = None if apart else f"sequences in one row of {type(model).__name__} see each other"
-    return replace(body, no_packing=reason) if what == "packing" else replace(body, no_tree=reason)
+    reason, shifts = _tried(run, model, body, device, what, again=again)
+    body = replace(body, rotary=body.rotary and shifts)
+    # A rank that takes part for others has a reason of its own.
+    if what == "packing":
+        return replace(body, no_packing=body.no_packing or reason)
+    return replace(body, no_tree=body.no_tree or reason)
 
 
-def _tried(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> tuple[bool, ...]:
+def _tried(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> tuple[str | None, bool]:
     with _lock:
         trials = _trials.setdefault(model, {})
-        key = body.config._attn_implementation, what
+        key, name = (body.config._attn_implementation, what), type(model).__name__
         if again or key not in trials:
             training = {module: module.training for module in model.modules()}
             try:
                 model.eval()  # a dropout would differ
-                trials[key] = (_packing if what == "packing" else _trees)(run, body, device)
+                apart, shifts = (_packing if what == "packing" else _trees)(run, body, device)
+                trials[key] = None if apart else f"sequences in one row of {name} see each other", shifts
+            except Exception as error:
+                if what == "packing":
+                    raise
+                # Trees run unasked. Some models take no mask of four dimensions.
+                trials[key] = f"the forward of {name} fails with a tree: {error}", True
             finally:
                 for module, mode in training.items():
                     module.training = mode
@@ -93,7 +102,7 @@ def _trees(run: Run, body: Body, device: Any) -> tuple[bool, bool]:
     shared, tail = TREE_TOKENS
     length = shared + tail
     if 0 < body.positions < 2 * length:
-        return False, False
+        raise ValueError(f"a trial takes {2 * length} positions, the model has {body.positions}")
     ids = torch.arange(3, 3 + 2 * length) % body.config.vocab_size
     ids = torch.stack([ids[:length], torch.cat([ids[:shared], ids[length : length + tail]])])
     tree = prefix_tree((length, length), ordered([ids[0], ids[1]], (0, 0)))

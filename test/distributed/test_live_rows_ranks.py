@@ -82,6 +82,15 @@ def step_of(rank, wrapper, max_tokens):
     return numbers, calls[:-2], calls[-2:], steps.total.loss.item(), grads, logps.cpu()
 
 
+def assert_same_gradients(grads, truth):
+    size = sum(g.square().sum() for g in truth.values()).sqrt()
+    # torch 2.8's FSDP sums gradients over gloo's ranks.
+    scale = round((sum(g.square().sum() for g in grads.values()).sqrt() / size).item())
+    assert scale in (1, 2)
+    error = sum((grads[name] / scale - g).square().sum() for name, g in truth.items()).sqrt()
+    assert error <= 1e-5 * size
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "root", "own"])
 def test_ranks_with_other_numbers_of_micro_batches(ranks, wrapper, two):
     expected, truth, logps = reference()
@@ -93,13 +102,7 @@ def test_ranks_with_other_numbers_of_micro_batches(ranks, wrapper, two):
     assert sum(found[3] for found in results) / 2 == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(torch.cat([found[5] for found in results]), logps, rtol=1e-5, atol=1e-5)
     for found in results:
-        grads = found[4]
-        size = sum(g.square().sum() for g in truth.values()).sqrt()
-        # torch 2.8's FSDP sums gradients over gloo's ranks.
-        scale = round((sum(g.square().sum() for g in grads.values()).sqrt() / size).item())
-        assert scale in (1, 2)
-        error = sum((grads[name] / scale - g).square().sum() for name, g in truth.items()).sqrt()
-        assert error <= 1e-5 * size
+        assert_same_gradients(found[4], truth)
 
 
 # --- one rank's mistake -----------------------------------------------------------------------------------------------
@@ -282,3 +285,63 @@ def test_trls_forward_on_ranks_whose_batches_differ(ranks, wrapper, long):
         assert len(runs[0]) == len(runs[1])
         assert runs[0][-2:] == [(1, 79), (sequences, 40)]
         assert runs[1][-2:] == ([(sequences, LONG)] * 2 if long else [(sequences, 40), (1, 79)])
+
+
+# --- trees of shared prefixes -----------------------------------------------------------------------------------------
+
+
+def branching(device="cpu"):
+    """The first four sequences have a prompt in common, the other two have none."""
+    ids = torch.randint(VOCAB, (len(ENDS), 26), generator=torch.Generator().manual_seed(1))
+    ids[:4, :20] = ids[0, :20]
+    mask = torch.arange(26).expand(len(ENDS), 26) >= 20
+    columns = {"input_ids": ids, "mask": mask, "advantages": batch()["advantages"] + 0.1}
+    return {name: column.to(device) for name, column in columns.items()}
+
+
+def tree_steps_of(rank, wrapper, shares, options):
+    """-> layouts and numbers of forwards of two steps, the losses and gradients of the second."""
+    model, calls, layouts, numbers = swap_lm_head(tiny_llama().to(rank.device)), [], [], []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model, process_group=rank.group)
+    else:
+        wrapped = shard(model, rank.mesh(), wrapper)
+    part = {name: column[shares[rank.index]] for name, column in branching(rank.device).items()}
+    part |= {"num_items_in_batch": 36, **options[rank.index]}
+    for _ in range(2):
+        model.zero_grad()
+        steps = policy_steps(wrapped, part, FusedLinearGRPOLoss("dapo", world_size=rank.world), max_tokens=35)
+        for step in steps:
+            step.loss.backward()
+        layouts.append(steps.layout)
+        numbers.append(len(calls))
+        calls.clear()
+    return layouts, numbers, steps.total.loss.item(), gradients(model)
+
+
+TREES_OF_ONE_RANK = {
+    "other prompts": (SHARES, ({}, {}), "trees would have 52 tokens"),
+    # That rank runs the trial for the other.
+    "a cache": ((slice(2, 6), slice(0, 2)), ({}, {"use_cache": True}), "use_cache is set"),
+}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "root", "own"])
+@pytest.mark.parametrize(("shares", "options", "reason"), TREES_OF_ONE_RANK.values(), ids=TREES_OF_ONE_RANK)
+def test_trees_on_one_rank(ranks, wrapper, two, shares, options, reason):
+    model = swap_lm_head(tiny_llama())
+    whole = policy_step(
+        model, branching() | {"num_items_in_batch": 36}, FusedLinearGRPOLoss("dapo"), share_prefixes=False
+    )
+    whole.loss.backward()
+    results = ranks.run(tree_steps_of, wrapper, shares, options, **two)
+    on_gpus = two["device"] == "cuda"  # small batches have no trees there
+    for index, text in enumerate(("in trees of shared prefixes", reason)):
+        assert on_gpus or all(text in layout for layout in results[index][0])
+    (first, *others), *rest = (numbers for _, numbers, *_ in results)
+    assert rest == [[first, *others]]
+    assert on_gpus or first == others[0] + 4
+    assert sum(found[2] for found in results) / 2 == pytest.approx(whole.loss.item(), rel=1e-5)
+    for found in results:
+        assert_same_gradients(found[3], gradients(model))

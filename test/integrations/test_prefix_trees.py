@@ -1,0 +1,80 @@
+"""The layout of sequences that begin alike, and the mask of its blocks, token by token."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="the blocks are for its models")
+
+from liger_rl.step import prefix_tree, tree_attention
+
+
+def grown(depth: int, draw) -> list[list[int]]:
+    """Sequences of a few tokens that branch up to `depth` times."""
+    start = draw(1, 8, 3, 6)
+    return [start + end for _ in range(len(draw(1, 4, 0, 1))) for end in (grown(depth - 1, draw) if depth else [[]])]
+
+
+def draw(least: int, most: int, low: int, high: int) -> list[int]:
+    return torch.randint(low, high, (int(torch.randint(least, most, ())),)).tolist()
+
+
+@pytest.mark.parametrize("least_shared", [1, 2, 3, 16])
+def test_each_place_sees_the_beginning_of_its_sequence(least_shared, monkeypatch):
+    monkeypatch.setattr(prefix_tree, "LEAST_SHARED", least_shared)
+    for trial in range(60):
+        sequences = [torch.tensor(tokens) for _ in range(trial % 4) for tokens in grown(trial % 3, draw)]
+        lengths, starts = [len(tokens) for tokens in sequences], torch.randint(2, (len(sequences),)).tolist()
+        known = prefix_tree.ordered(sequences, starts)
+        tree = prefix_tree.prefix_tree(lengths, known)
+        assert tree.tokens == sum(known.sizes(lengths)) <= sum(lengths)
+        place = torch.arange(tree.tokens)
+        sees = (place <= place[:, None]) & (place[:, None] < tree.ends)
+        pairs = list(zip(tree.sequences.tolist(), tree.offsets.tolist(), strict=True))
+        tokens = torch.tensor([int(sequences[s][offset]) for s, offset in pairs])
+        for q, (s, offset) in enumerate(pairs):
+            assert tree.offsets[sees[q]].tolist() == list(range(offset + 1))
+            assert torch.equal(tokens[sees[q]], sequences[s][: offset + 1])
+            assert {starts[pairs[k][0]] for k in sees[q].nonzero()[:, 0].tolist()} == {starts[s]}
+            assert bool(tree.follows[q]) == (offset > 0 and bool(sees[q, q - 1]) and pairs[q - 1][1] == offset - 1)
+        for s, places in enumerate(tree.places):
+            assert torch.equal(tokens[places], sequences[s])
+            assert tree.follows[places[1:]].all()
+            for offset, q in enumerate(places.tolist()):
+                assert torch.equal(tokens[sees[q]], sequences[s][: offset + 1])
+
+
+def test_a_long_chain_of_sequences():
+    sequences = [torch.arange(18 * n) for n in range(1, 1200)]
+    known = prefix_tree.ordered(sequences, [0] * len(sequences))
+    assert prefix_tree.prefix_tree([len(tokens) for tokens in sequences], known).tokens == 18 * 1199 + 1198
+
+
+@pytest.mark.parametrize("window", [None, 50, 300])
+def test_blocks_of_the_mask(window):
+    """None that is left out has a pair that sees each other, and each whole one has them all."""
+    for _ in range(8):
+        starts = [torch.randint(3, 9, (int(length),)) for length in torch.randint(20, 400, (3,))]
+        sequences = [torch.cat([starts[n % 3], torch.randint(3, 99, (90 + 20 * n,))]) for n in range(7)]
+        lengths = [len(tokens) for tokens in sequences]
+        tree = prefix_tree.prefix_tree(lengths, prefix_tree.ordered(sequences, [0] * 7))
+        mask = tree_attention._block_mask(tree.ends, tree.offsets, window, torch.device("cpu"))
+        q, k = torch.meshgrid(torch.arange(tree.tokens), torch.arange(tree.tokens), indexing="ij")
+        dense = (k <= q) & (q < tree.ends) & (tree.offsets[q] - tree.offsets[k] < (window or 10**6))
+        assert torch.equal(mask.mask_mod(0, 0, q, k), dense)
+        edge = -tree.tokens % 128
+        blocks = torch.nn.functional.pad(dense, (0, edge, 0, edge)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        partial_, whole = (
+            listed(*lists[:2], len(blocks))
+            for lists in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+        )
+        assert not (partial_ & whole).any()
+        assert not (blocks.any(3).any(1) & ~partial_ & ~whole).any()
+        assert not (whole & ~blocks.all(3).all(1)).any()
+
+
+def listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
+    chosen = torch.zeros(blocks, blocks, dtype=torch.bool)
+    for row, (count, columns) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
+        chosen[row, columns[:count].long()] = True
+    return chosen
