@@ -26,6 +26,8 @@ Idle = Literal["skip", "forward", "backward"]
 MOST_LEFT = 0.9  # trees run if they have at most this share of the other layout's tokens
 # Trees of fewer tokens run only if they are asked for: on a GPU a small step takes as long as its launches.
 LEAST_TOKENS = {"cuda": 1024}
+KEPT = "trim=False keeps rows as they are"
+MOST_DENSE = {"cpu": 2048}  # likewise of more tokens in a row: a dense mask has all pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ def planned(
     together: str | None,  # why all sequences must be in one micro-batch; None if they need not
 ) -> Plan:
     """The plan of a batch. Raises ValueError for options that the model or the batch does not allow."""
-    obstacle = body.obstacle or (None if options.trim else "trim=False keeps rows as they are")
+    obstacle = body.obstacle or (None if options.trim else KEPT)
     for name, reason in (("packing", body.no_packing), ("share_prefixes", body.no_tree)):
         if getattr(options, name) and (obstacle or reason):
             raise ValueError(f"{name} must not be True here: {obstacle or reason}")
@@ -112,54 +114,73 @@ def planned(
         shortest = min(waiting or range(batch), key=lambda r: rows[r].length)
         live, waiting = [shortest], [r for r in waiting if r != shortest]
     idle, left_out = (waiting, []) if runs_idle else ([], waiting)
-    chosen = sorted([*live, *idle])
-    packed = _packs(rows, chosen, body, options)
-    longest = max(chosen, key=lambda r: rows[r].length)
+    longest = max([*live, *idle], key=lambda r: rows[r].length)
     if budget is not None and budget < rows[longest].length:
         raise ValueError(
             f"max_tokens must be at least {rows[longest].length}, the longest sequence (row {longest} of input_ids, "
             f"without its padding), got {budget}"
         )
-    groups, idle_groups = (_groups(some, rows, budget, packed) for some in (live, idle))
-    lengths = [[rows[r].length for r in group] for group in (*groups, *idle_groups)]
+    layout = _laid_out(live, idle, rows, ids, body, options)
+    if len(layout.live) > 1 and together is not None:
+        raise ValueError(f"max_tokens must be None or at least {layout.least(live)} here, got {budget}: {together}")
+    steps = [layout.micro_batch(group)._replace(rows=tuple(group)) for group in layout.live]
+    without_backward = set(range(batch)) - set(live)
+    steps[0] = steps[0]._replace(rows=tuple(sorted(without_backward.union(layout.live[0]))))
+    alone = min(live, key=lambda r: rows[r].length)
+    carrier = _micro_batch([(alone, rows[alone])], ids.shape, body, layout.packed)
+    return Plan(steps, [layout.micro_batch(group) for group in layout.idle], tuple(left_out), carrier, layout.text)
+
+
+class _Layout(NamedTuple):
+    """Rows of the batch in groups, one for each micro-batch."""
+
+    live: list[list[int]]
+    idle: list[list[int]]
+    text: str
+    packed: bool
+    trees: "_Trees | None"  # None: padded or packed rows
+    rows: list["Row"]
+    shape: torch.Size  # (B, T)
+    body: Body
+
+    def micro_batch(self, group: list[int]) -> MicroBatch:
+        if self.trees is not None:
+            return self.trees.micro_batch(group)
+        return _micro_batch([(r, self.rows[r]) for r in group], self.shape, self.body, self.packed)
+
+    def least(self, live: list[int]) -> int:
+        """The smallest max_tokens with which all live rows are one micro-batch."""
+        if self.trees is not None:
+            return sum(tokens for tokens, _ in self.trees.groups(live, None))
+        return _tokens([self.rows[r].length for r in live], self.packed)
+
+
+def _laid_out(
+    live: list[int], idle: list[int], rows: list["Row"], ids: Tensor, body: Body, options: RowOptions
+) -> _Layout:
+    """Trees if they may be and pay, else rows."""
+    budget, device, chosen = options.max_tokens, ids.device.type, sorted([*live, *idle])
+    packed = _packs(rows, chosen, body, options)
+    of_live, of_idle = (_groups(some, rows, budget, packed) for some in (live, idle))
+    lengths = [[rows[r].length for r in group] for group in (*of_live, *of_idle)]
     count = sum(_tokens(some, packed) for some in lengths)
-    layout, trees = f"{count:,} tokens in {'packed' if packed else 'padded'} rows", []
-    reason = obstacle or body.no_tree or (None if wants_tree(body, options) else "share_prefixes=False")
+    reason = None if options.trim else KEPT
+    reason = reason or body.no_tree or ("share_prefixes=False" if options.share_prefixes is False else None)
     reason = reason or _no_run(rows, chosen, options)
     if reason is None:
-        trees = [_Trees.of(some, rows, ids, body, budget) for some in (live, idle)]
-        tokens = sum(some.tokens for some in trees)
-        without = count if ids.is_cuda else sum(map(sum, lengths))
-        pays = LEAST_TOKENS.get(ids.device.type, 0) <= tokens <= MOST_LEFT * without
-        if not ids.is_cuda:  # a dense mask has all pairs of a row
-            pays = pays and sum(_work(size, size, body) for some in trees for size in some.sizes) <= sum(
-                _work(length, max(some), body) for some in lengths for length in some
-            )
-        if options.share_prefixes or pays:
-            groups, idle_groups = (some.groups for some in trees)
-            layout = f"{tokens:,} tokens in trees of shared prefixes, of {count:,}"
-        else:
-            longest_row = max(size for some in trees for size in some.sizes)
-            trees, reason = [], f"trees would have {tokens:,} tokens, up to {longest_row:,} in a row"
-    if reason is not None:
-        layout = f"{layout}; no prefix is shared: {reason}"
-    if len(groups) > 1 and together is not None:
-        least = (
-            _Trees.of(live, rows, ids, body, None).tokens if trees else _tokens([rows[r].length for r in live], packed)
-        )
-        raise ValueError(f"max_tokens must be None or at least {least} here, got {budget}: {together}")
-
-    def micro_batch(group: list[int], known: "_Trees | None") -> MicroBatch:
-        if known is not None:
-            return known.micro_batch(group)
-        return _micro_batch([(r, rows[r]) for r in group], ids.shape, body, packed)
-
-    of_live, of_idle = trees or (None, None)
-    steps = [micro_batch(group, of_live)._replace(rows=tuple(group)) for group in groups]
-    without_backward = set(range(batch)) - set(live)
-    steps[0] = steps[0]._replace(rows=tuple(sorted(without_backward.union(groups[0]))))
-    carrier = micro_batch([min(live, key=lambda r: rows[r].length)], None)
-    return Plan(steps, [micro_batch(g, of_idle) for g in idle_groups], tuple(left_out), carrier, layout)
+        trees = _Trees.of(chosen, rows, ids, body)
+        in_trees = [trees.groups(some, budget) for some in (live, idle)]
+        sizes = [tokens for some in in_trees for tokens, _ in some]
+        # With a dense mask, padding is no worse than the other sequences of a row.
+        without = count if device == "cuda" else sum(map(sum, lengths))
+        pays = LEAST_TOKENS.get(device, 0) <= sum(sizes) <= MOST_LEFT * without
+        if options.share_prefixes or (pays and max(sizes) <= MOST_DENSE.get(device, max(sizes))):
+            text = f"{sum(sizes):,} tokens in trees of shared prefixes, of {count:,}"
+            of_live, of_idle = ([group for _, group in some] for some in in_trees)
+            return _Layout(of_live, of_idle, text, packed, trees, rows, ids.shape, body)
+        reason = f"trees would have {sum(sizes):,} tokens, up to {max(sizes):,} in a row"
+    text = f"{count:,} tokens in {'packed' if packed else 'padded'} rows; no prefix is shared: {reason}"
+    return _Layout(of_live, of_idle, text, packed, None, rows, ids.shape, body)
 
 
 # --- live rows --------------------------------------------------------------------------------------------------------
@@ -255,68 +276,57 @@ def _no_run(rows: list[Row], chosen: list[int], options: RowOptions) -> str | No
 
 
 class _Trees(NamedTuple):
-    """Some rows of a batch in lexicographic order, and the micro-batches in which they fit."""
+    """Rows of a batch that may be trees."""
 
-    groups: list[list[int]]
-    sizes: list[int]  # number of tokens of each micro-batch
     sequences: dict[int, Tensor]  # by row, (length,) int64 in CPU memory
     rows: list[Row]
     width: int  # T
     body: Body
 
     @classmethod
-    def of(cls, chosen: list[int], rows: list[Row], ids: Tensor, body: Body, budget: int | None) -> "_Trees":
+    def of(cls, chosen: list[int], rows: list[Row], ids: Tensor, body: Body) -> "_Trees":
         host = ids.to("cpu", torch.int64)
-        sequences = {r: host[r, rows[r].start : rows[r].stop] for r in chosen}
-        known = _order(chosen, sequences, rows, body)
-        sizes = known.sizes([rows[r].length for r in chosen])
-        # Rows with a common prefix stay together while there is room for them.
+        return cls({r: host[r, rows[r].start : rows[r].stop] for r in chosen}, rows, ids.shape[1], body)
+
+    def groups(self, chosen: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
+        """Each micro-batch's number of tokens, and its rows. Rows with a common prefix stay together if they fit."""
+        known = self._order(chosen)
+        sizes = known.sizes([self.rows[r].length for r in chosen])
         clusters: list[tuple[int, list[int]]] = []
         for number, shared, size in zip(known.order, known.shared, sizes, strict=True):
             row = chosen[number]
             tokens, cluster = clusters[-1] if clusters else (0, [])
             if shared <= LEAST_SHARED or (budget is not None and tokens + size > budget):
-                clusters.append((rows[row].length, [row]))
+                clusters.append((self.rows[row].length, [row]))
             else:
                 clusters[-1] = (tokens + size, [*cluster, row])
         groups: list[tuple[int, list[int]]] = []
         for tokens, cluster in sorted(clusters, key=lambda pair: -pair[0]):
             for place, (filled, group) in enumerate(groups):
                 if budget is None or filled + tokens <= budget:
-                    groups[place] = (filled + tokens, [*group, *cluster])
+                    groups[place] = (filled + tokens, sorted([*group, *cluster]))
                     break
             else:
-                groups.append((tokens, cluster))
-        sizes = [tokens for tokens, _ in groups]
-        return cls([sorted(group) for _, group in groups], sizes, sequences, rows, ids.shape[1], body)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.sizes)
+                groups.append((tokens, sorted(cluster)))
+        return groups
 
     def micro_batch(self, group: list[int]) -> MicroBatch:
         """The rows of one micro-batch."""
         rows = [self.rows[r] for r in group]
         lengths = tuple(row.length for row in rows)
-        tree = prefix_tree(lengths, _order(group, self.sequences, self.rows, self.body))
+        tree = prefix_tree(lengths, self._order(group))
         starts = torch.tensor([r * self.width + row.start for r, row in zip(group, rows, strict=True)])
         first = torch.tensor([_first(row, self.body) for row in rows])
         cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
         return MicroBatch((starts[tree.sequences] + tree.offsets)[None], lengths, packed=True, tree=row)
 
-
-def _work(tokens: int, width: int, body: Body) -> int:
-    """Work of tokens that attend to `width` tokens each: a layer's weights take as long as 6 hidden sizes of them."""
-    return tokens * (6 * (getattr(body.config, "hidden_size", None) or 0) + width)
+    def _order(self, chosen: list[int]) -> Ordered:
+        return ordered([self.sequences[r] for r in chosen], [_first(self.rows[r], self.body) for r in chosen])
 
 
 def _first(row: Row, body: Body) -> int:
     return 0 if body.rotary or body.counts else row.first
-
-
-def _order(chosen: list[int], sequences: Mapping[int, Tensor], rows: list[Row], body: Body) -> Ordered:
-    return ordered([sequences[r] for r in chosen], [_first(rows[r], body) for r in chosen])
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------
