@@ -24,10 +24,10 @@ from liger_rl.step.prefix_tree import LEAST_SHARED, Ordered, PrefixTree, ordered
 
 Idle = Literal["skip", "forward", "backward"]
 MOST_LEFT = 0.9  # trees run if they have at most this share of the other layout's tokens
-# Trees of fewer tokens run only if they are asked for: on a GPU a small step takes as long as its launches.
-LEAST_TOKENS = {"cuda": 1024}
+# Trees of fewer tokens, and with more in a row, run only if they are asked for: on a GPU a small step takes as long as
+# its launches, and a dense mask has all pairs of tokens.
+LEAST_TOKENS, MOST_DENSE = {"cuda": 1024}, {"cpu": 2048}
 KEPT = "trim=False keeps rows as they are"
-MOST_DENSE = {"cpu": 2048}  # likewise of more tokens in a row: a dense mask has all pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +258,6 @@ def _packs(rows: list[Row], chosen: list[int], body: Body, options: RowOptions) 
 
 
 # --- trees of shared prefixes ----------------------------------------------------------------------------------------
-
-
-def wants_tree(body: Body, options: RowOptions) -> bool:
-    return options.share_prefixes is not False and options.trim and body.obstacle is None and body.no_tree is None
 
 
 def _no_run(rows: list[Row], chosen: list[int], options: RowOptions) -> str | None:
