@@ -25,7 +25,7 @@ from liger_rl.call.dtensors import is_dtensor
 from liger_rl.integrations import trl_batches
 from liger_rl.integrations.transformers import IGNORE_INDEX
 from liger_rl.step.live_rows import MicroBatch, Plan, RowOptions, inputs_of, placed, planned
-from liger_rl.step.model_body import Body, body_of, no_graph
+from liger_rl.step.model_body import INVOCATIONS, Body, body_of, has_invocations, no_graph
 from liger_rl.step.trials import after_trial, needs_trial
 
 # Outputs of a value for each token.
@@ -69,6 +69,8 @@ def _refusal(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return "the call has no input_ids or no labels by name"
     if ids.dim() != 2 or ids.shape != labels.shape:
         return "input_ids and labels are not both (B, T)"
+    if has_invocations(model):
+        return INVOCATIONS
     return "the model is sharded by ZeRO-3" if trl_batches.zero_3(model) else None
 
 
@@ -117,8 +119,9 @@ def _run(
             name: None if parts[0] is None else _back(parts, source[:, 1:], ~counted) for name, parts in flat.items()
         }
     log_probs = values["log_probs"]
+    counted = counted.to(log_probs.device)
     items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return type(outputs[0])(loss=-log_probs.sum() / items, **values, label_mask=counted.to(log_probs.device))
+    return type(outputs[0])(loss=-log_probs.sum() / items, **values, label_mask=counted)
 
 
 def _flat(values: Tensor | None) -> Any:

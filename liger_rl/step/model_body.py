@@ -40,6 +40,7 @@ POSITION_IS_COUNT = ("opt",)
 LONGEST = "the rotary embedding depends on the longest row of the batch"  # of a rank, not of the model
 # Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
 NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
+INVOCATIONS = "an adapter begins at a token of each row"  # PEFT's activated LoRA
 # Inputs of single tokens that a step can rearrange.
 CARRIED = ("attention_mask", "position_ids", "support")
 # Arguments of the forward that the fused head answers itself, or that the loss gives it.
@@ -168,6 +169,8 @@ def _no_tree(
         return f"{type(swapped).__name__} is not a causal model of text that takes position_ids"
     if inputs.get("support") is not None:
         return "a support has a row for each token of each sequence"
+    if has_invocations(model):
+        return INVOCATIONS
     if inputs.get("use_cache"):
         return "use_cache is set"
     router = inputs.get("output_router_logits")
@@ -176,6 +179,11 @@ def _no_tree(
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
         return "a compiled model would be compiled again"
     return tree_attention.lacks(swapped, config, ids.device)
+
+
+def has_invocations(model: nn.Module) -> bool:
+    variants = (v for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values())
+    return any("ALora" in type(variant).__name__ for variant in variants)
 
 
 def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -34,6 +34,8 @@ def lacks(model: nn.Module, config: Any, device: torch.device) -> str | None:
         return f"{name} has a mask of columns of its own"
     if len({str(place) for place in getattr(model, "hf_device_map", {}).values()}) > 1:
         return f"{name} is split over devices"
+    if device.type not in ("cpu", "cuda"):
+        return f"flex attention may have no backward on {device.type}"
     if device.type == "cpu":
         if kind not in DENSE:
             return f"attention {kind!r} takes no dense mask, as trees have on a CPU"
@@ -118,6 +120,9 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
     def sees_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(batch, head, query, key) & (at[query] - at[key] < width)
 
+    chosen_mod: Any = sees if window is None else sees_in_window
+    chosen_mod.is_tree = True  # other masks of blocks are not this module's
+
     def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
         order = (~chosen).to(torch.int8).argsort(dim=1, stable=True)
         numbers = (chosen.sum(1), order)
@@ -127,9 +132,7 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
     partial, full = lists(some & ~whole), lists(whole)
     for x in (seen, at):
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    mask: Any = BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees if window is None else sees_in_window, seq_lengths=(n, n)
-    )
+    mask: Any = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=chosen_mod, seq_lengths=(n, n))
     mask.ndim = 4  # some models ask whether a mask has two dimensions
     return mask
 
@@ -139,7 +142,7 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
 
 @cache
 def _flex_serves(kind: str) -> None:
-    """Makes flex attention run where attention of this kind gets a `BlockMask`. It holds for the process."""
+    """Makes flex attention run where attention of this kind gets a tree's `BlockMask`. It holds for the process."""
     ALL_ATTENTION_FUNCTIONS[kind] = _with_blocks(ALL_ATTENTION_FUNCTIONS[kind], softcap=kind != "sdpa")
 
 
@@ -147,7 +150,7 @@ def _with_blocks(attention: Callable, *, softcap: bool) -> Callable:
     # SDPA has no softcap and leaves it out.
     @wraps(attention)
     def either(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any):
-        if not isinstance(attention_mask, BlockMask):
+        if not (isinstance(attention_mask, BlockMask) and getattr(attention_mask.mask_mod, "is_tree", False)):
             return attention(module, query, key, value, attention_mask, *args, **options)
         cap = options.get("softcap") if softcap else None
         output = _flex(query, key, value, attention_mask, options.get("scaling"), cap)

@@ -21,15 +21,19 @@ Run = Callable[[dict[str, Any]], Tensor]  # inputs, as `inputs_of` makes them ->
 
 
 _lock = threading.Lock()
-# By a model and its kind of attention. Of "packing": whether packed sequences have the log-probabilities that they have
-# alone, and whether a sequence at other positions has. Of "trees": whether sequences of a tree have, and the same.
-# Each is stored as the reason against it, or None, and whether positions may be shifted.
-_trials: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[str | None, bool]]] = WeakKeyDictionary()
+# By a model, its kind of attention and of device, and what was tried. "packing": whether packed sequences have the
+# log-probabilities that they have alone. "trees": whether sequences of a tree have. Each is stored as the reason
+# against it, or None, and whether positions may be shifted.
+_trials: WeakKeyDictionary[Any, dict[tuple[str, str, str], tuple[str | None, bool]]] = WeakKeyDictionary()
+
+
+def _key(model: Any, body: Body, what: str) -> tuple[str, str, str]:
+    return body.config._attn_implementation, next(model.parameters()).device.type, what
 
 
 def needs_trial(model: Any, body: Body, what: str) -> bool:
     """Whether `after_trial` has to run the model: the first time with this kind of attention."""
-    return (body.config._attn_implementation, what) not in _trials.get(model, {})
+    return _key(model, body, what) not in _trials.get(model, {})
 
 
 @no_graph()
@@ -50,7 +54,7 @@ def after_trial(run: Run, model: Any, body: Body, device: Any, what: str, *, aga
 def _tried(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> tuple[str | None, bool]:
     with _lock:
         trials = _trials.setdefault(model, {})
-        key, name = (body.config._attn_implementation, what), type(model).__name__
+        key, name = _key(model, body, what), type(model).__name__
         if again or key not in trials:
             training = {module: module.training for module in model.modules()}
             try:
@@ -58,7 +62,7 @@ def _tried(run: Run, model: Any, body: Body, device: Any, what: str, *, again: b
                 apart, shifts = (_packing if what == "packing" else _trees)(run, body, device)
                 trials[key] = None if apart else f"sequences in one row of {name} see each other", shifts
             except Exception as error:
-                if what == "packing":
+                if what == "packing" or isinstance(error, torch.OutOfMemoryError):
                     raise
                 # Trees run unasked. Some models take no mask of four dimensions.
                 trials[key] = f"the forward of {name} fails with a tree: {error}", True

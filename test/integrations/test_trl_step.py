@@ -235,9 +235,16 @@ def with_images(inputs):
     return {"input_ids": ids, "pixel_values": torch.randn(4, 3, 8, 8)}
 
 
+def with_invocations():
+    peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
+    config = peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")
+    return peft.inject_adapter_in_model(config, qwen3())
+
+
 # What is said of a batch -> the model, and the inputs that change.
 REASONS = {
     "sharded by ZeRO-3": (qwen3, lambda inputs: {}),
+    "an adapter begins at a token of each row": (with_invocations, lambda inputs: {}),
     "the router loss is of all tokens": (moe, lambda inputs: {"output_router_logits": True}),
     "it has no attention_mask": (qwen3, lambda inputs: {"attention_mask": None}),
     "its labels are not its input_ids": (
