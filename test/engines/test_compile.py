@@ -115,6 +115,7 @@ def test_under_autocast(name, device):
         assert_same(solve(x, name, compiled), solve(x, name))
 
 
+@pytest.mark.compilation
 def test_inductor(device):
     """A real compiler fuses the operations around the operator, so rounding may differ."""
     x = batch(device=device)

@@ -262,6 +262,7 @@ def test_generate_state_and_undoing(tmp_path):
     assert not is_swapped(model)
 
 
+@pytest.mark.compilation
 def test_adapters_that_come_after_the_swap_are_compiled_too():
     """The model then calls a layer that was not there at swap time."""
     llama = swap_lm_head(build("Llama", num_hidden_layers=1))

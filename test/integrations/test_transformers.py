@@ -296,7 +296,9 @@ def test_a_training_loop_of_transformers(tmp_path):
 # --- several callers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body", ["eager", "compiled around a graph break"])
+@pytest.mark.parametrize(
+    "body", ["eager", pytest.param("compiled around a graph break", marks=pytest.mark.compilation)]
+)
 def test_threads_that_share_a_model_get_what_each_of_them_asks_for(body):
     batch = make_batch()
     model = call = swapped("Gemma2" if body == "eager" else "GPT2", num_hidden_layers=1)
