@@ -1,8 +1,8 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
-The patch replaces the op for log-probabilities, entropies and statistics; the trainers' refusal of LoRA adapters on the
-lm_head (`trl_adapters`); DistillationTrainer's loss (`trl_divergence`); and in GRPO and RLOO the order of the sequences
-(`trl_batches`).
+The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_step`); in
+GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
+(`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
 """
 
 from collections.abc import Collection, Iterator
@@ -106,6 +106,11 @@ def patch_trl(
             once, and sequences without a gradient without a graph. False leaves the model's forward as it is.
         grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
             divergence is exact.
+
+    Raises:
+        ImportError: TRL is not installed, or its version is not supported.
+        RuntimeError: a function of TRL to be replaced is not there, or takes other parameters.
+        TypeError, ValueError: a bad option. Nothing is patched then.
     """
     options: dict[str, Any] = {
         "grad_tolerance": grad_tolerance,

@@ -1,8 +1,9 @@
 """The tokens of a padded batch that a model has to run, and its micro-batches.
 
 1. Live rows: `planned` reads where each sequence begins and ends, in one copy to the host.
-2. Layout: sequences that begin with the same tokens become a tree in one row (`prefix_tree`) if that saves a tenth of
-   the tokens. Otherwise they are put into one row if attention takes the sequences' ends, or padded.
+2. Layout: `_laid_out` copies the token ids to the host. Sequences that begin with the same tokens become a tree in one
+   row (`prefix_tree`) if that saves a tenth of the tokens. Otherwise they are put into one row if attention takes the
+   sequences' ends, or padded.
 3. Micro-batches: sequences are grouped by prefix or by length; `inputs_of` makes a group's inputs, `placed` finds its
    outputs.
 

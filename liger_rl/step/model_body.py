@@ -79,11 +79,12 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
     # Llama 4 scales queries by their columns, whatever position_ids are.
     by_column = getattr(config, "attn_temperature_tuning", False)
     router = inputs.get("output_router_logits")
+    router = bool(getattr(config, "output_router_logits", False) if router is None else router)
     return Body(
         obstacle=_obstacle(model, config, inputs, ids) or obstacle,
         rolls=takes_positions and known_positions and not by_column and inputs.get("attention_mask") is not None,
         causal=causal,
-        router=bool(getattr(config, "output_router_logits", False) if router is None else router),
+        router=router,
         rotary=rotary,
         counts=counts,
         packs=_is_linear(config._attn_implementation),
@@ -95,6 +96,7 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
             config,
             counts or (takes_positions and known_positions and not by_column),
             causal,
+            router,
             inputs,
             ids,
         ),
@@ -162,6 +164,7 @@ def _no_tree(
     config: Any,
     takes_positions: bool,
     causal: bool,
+    router: bool,
     inputs: Mapping[str, Any],
     ids: Tensor,
 ) -> str | None:
@@ -173,8 +176,7 @@ def _no_tree(
         return INVOCATIONS
     if inputs.get("use_cache"):
         return "use_cache is set"
-    router = inputs.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) if router is None else router:
+    if router:
         return "the router loss is of all tokens"
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
         return "a compiled model would be compiled again"

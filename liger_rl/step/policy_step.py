@@ -157,7 +157,7 @@ class PolicySteps(Iterator[PolicyStep]):
     """The micro-batches of one batch. Each runs when it is taken. `len` is their number. See `policy_steps`.
 
     A step's metrics are those of its sequences. Its per_token_logps and entropy are (B, T) in the batch's layout, and 0
-    in the sequences of other steps.
+    in the sequences of other steps. `layout` says how the tokens are laid out, and if no prefix is shared, why.
     """
 
     def __init__(

@@ -174,9 +174,7 @@ def _flex(
     for x in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(x, 2)
     heads = query.shape[1], key.shape[1]
-    attend = _compiled(
-        dtype, *heads, query.shape[3], value.shape[3], scale, softcap, len(mask.mask_mod.__closure__ or ())
-    )
+    attend = _compiled(dtype, *heads, query.shape[3], value.shape[3], scale, softcap, mask.mask_mod.__name__)
     return attend(query, key, value, mask, scale, softcap)
 
 
