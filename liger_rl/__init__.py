@@ -29,7 +29,8 @@ from liger_rl.losses.objectives import (
     TokenLoss,
 )
 from liger_rl.losses.penalties import EntropyBonus, KLPenalty
-from liger_rl.losses.presets import PRESETS
+from liger_rl.losses.preference import BCO, CPO, DPO, KTO, ORPO, APOZeroUnpaired
+from liger_rl.losses.presets import PREFERENCES, PRESETS, SUPERVISED, UNPAIRED
 from liger_rl.losses.reductions import (
     FixedLengthMean,
     GlobalTokenMean,
@@ -39,26 +40,45 @@ from liger_rl.losses.reductions import (
     TokenSum,
 )
 from liger_rl.losses.segments import Segments
+from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
+from liger_rl.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
 from liger_rl.reference_loss import ReferenceHead
+from liger_rl.supervised_loss import FusedLinearCrossEntropyLoss
 from liger_rl.topk import TopKDivergence, topk_divergence
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BCO",
     "CISPO",
+    "CPO",
+    "DFT",
+    "DPO",
     "DPPO",
     "DPPOKL",
     "DRO",
+    "EAFT",
     "GMPO",
+    "KTO",
+    "ORPO",
+    "PREFERENCES",
     "PRESETS",
     "SAPO",
+    "SUPERVISED",
+    "UNPAIRED",
     "VESPO",
+    "APOZeroUnpaired",
     "AlignedBatch",
     "ClipCov",
+    "CrossEntropy",
     "Divergence",
     "EntropyBonus",
     "FixedLengthMean",
+    "Focal",
+    "FusedLinearCrossEntropyLoss",
     "FusedLinearGRPOLoss",
+    "FusedLinearPreferenceLoss",
+    "FusedLinearUnpairedLoss",
     "GlobalTokenMean",
     "HeadOptions",
     "KLCov",

@@ -1,43 +1,35 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, without logits in memory."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from inspect import signature
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_rl.call.checks import Passes, check_passes
+from liger_rl.call.checks import Passes
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import HeadOptions, Tolerance
-from liger_rl.call.rules import check_left_alone
+from liger_rl.call.options import Tolerance
 from liger_rl.call.support import Support
-from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.engines.graphs import break_graph, outside_of_graphs
-from liger_rl.engines.run import log_probs
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, keywords_of
 from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
-from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PolicyLoss
-from liger_rl.losses.metrics import Metric, MetricsLevel
+from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.presets import PresetKeywords, build_loss, shows
 from liger_rl.losses.reductions import Reduction
 from liger_rl.losses.segments import Segments
-from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
-from liger_rl.reference_loss import ReferenceHead, loss_with_reference
+from liger_rl.reference_loss import ReferenceHead
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class FusedLinearGRPOLoss(nn.Module):
+class FusedLinearGRPOLoss(FusedLinearLoss):
     """loss = ppo_loss_fn(linear_logprobs(hidden, weight, selected_token_ids), ...) in one call.
 
     Args:
@@ -90,21 +82,22 @@ class FusedLinearGRPOLoss(nn.Module):
         batch_invariant: bool = False,
         **options: "Unpack[PresetKeywords]",
     ) -> None:
-        super().__init__()
-        check_passes(passes)
-        self.passes = passes
         penalties = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
-        self.terms = build_loss(
+        terms = build_loss(
             loss_type, {**options, **penalties, "entropy_coef": entropy_coef}, reduction=reduction, keywords=KEYWORDS,
             sampler_correction=sampler_correction, corrections=corrections, metrics=metrics,
         )  # fmt: skip
-        self.options = HeadOptions(
-            transform=LogitTransform(temperature=temperature, softcap=softcap, scale=scale),
-            entropy=self.terms.needs_entropy, grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens,
-            chunk_vocab=chunk_vocab, fixed_shape=fixed_shape, batch_invariant=batch_invariant,
-        )  # fmt: skip
-        if self.terms.kl.exact:
-            check_left_alone(self.options, 'with kl_estimator="exact"')
+        head: HeadKeywords = {
+            "temperature": temperature, "softcap": softcap, "scale": scale, "grad_tolerance": grad_tolerance,
+            "chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab, "fixed_shape": fixed_shape,
+            "batch_invariant": batch_invariant,
+        }  # fmt: skip
+        super().__init__(terms, passes, head)
+
+    COLUMNS = tuple(field.name for field in fields(PolicyBatch) if field.name != "mask")
+
+    def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
+        return PolicyBatch(mask=mask, **columns)
 
     @named_keywords
     def forward(
@@ -169,80 +162,11 @@ class FusedLinearGRPOLoss(nn.Module):
             support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
             targets_name="selected_token_ids",
         )  # fmt: skip
-        if self.terms.kl.exact:
-            break_graph('A loss with kl_estimator="exact"')
-            return outside_of_graphs(loss_with_reference)(call, reference, batch, self.terms, self.passes)
-        with shared_errors(vocab_parallel, weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)):
-            if self.options.fixed_shape and vocab_parallel is not None:
-                raise ValueError(
-                    "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
-                    "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
-                )
-            if reference is not None:
-                raise ValueError(
-                    'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
-                    "ref_per_token_logps, such as `reference_logps` returns"
-                )
-            compute_dtype = call.check_tensors()
-            call.check_weight_grad(weight)
-            ids = selected_token_ids.long().contiguous()
-            aligned = self.terms.check(batch, ids.shape, ids.device)
-            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
-            shape = one_pass_shape(call, self.terms, aligned.segments, self.passes, compute_dtype)
-
-        if shape is not None:
-            return loss_in_one_pass(call, shape, self.terms, aligned)
-        projected = call
-        if vocab_parallel is not None and call.needed_mask is not None:
-            projected = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
-        head_values = log_probs(projected, dtype=compute_dtype)
-        # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
-        result = evaluate(prepared_loss(self.terms, aligned, call), head_values.logps, head_values.entropy)
-        if head_values.missing_target is not None and self.terms.metrics != "none":
-            # For tokens that are not projected it is unknown.
-            count = counted_tokens(ids, mask, call.needed_mask).sum()
-            result.metrics["missing_target"] = Metric(head_values.missing_target.sum().float(), count=count)
-        return result
+        return self._loss(call, batch, reference)
 
     if TYPE_CHECKING:  # the signature of a call of the module
         __call__ = forward
 
-    @named_keywords
-    @torch.no_grad()
-    def reference_logps(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        selected_token_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        low_rank: Sequence[LowRank] = (),
-        support: Support | None = None,
-        vocab_parallel: VocabParallel | None = None,
-    ) -> Tensor:
-        """Log-probabilities (B, T) or (N,), float32, under a reference or old policy's head, without gradient.
-
-        The arguments are as in `forward`, with the tensors of that policy. The logit transform is this module's.
-        """
-        call = HeadCall(
-            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
-            support=support, vocab_parallel=vocab_parallel, options=replace(self.options, entropy=False),
-            targets_name="selected_token_ids",
-        )  # fmt: skip
-        return log_probs(call).logps
-
-    @property
-    def transform(self) -> LogitTransform:
-        return self.options.transform
-
-    def extra_repr(self) -> str:
-        return f"{self.terms}, {self.transform}"
-
 
 # The options that every loss has.
-KEYWORDS = tuple(
-    name
-    for name, parameter in signature(FusedLinearGRPOLoss).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in PresetKeywords.__annotations__
-)
+KEYWORDS = keywords_of(FusedLinearGRPOLoss, PresetKeywords)

@@ -27,16 +27,17 @@ SELECTED_SHARE = 0.05
 
 
 def one_pass_shape(
-    call: HeadCall, terms: PolicyTerms, segments: Segments | None, passes: Passes, compute_dtype: torch.dtype
+    call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch, passes: Passes, compute_dtype: torch.dtype
 ) -> HeadShape | None:
     """The shape of the call if one pass makes its gradients in the forward; None if another engine runs."""
-    lacking = None if passes == "two" else loss_obstacle(call, terms, segments)
+    lacking = None if passes == "two" else loss_obstacle(call, terms, aligned.segments)
     if passes == "two" or (passes == "auto" and (lacking is not None or not any(call.needs))):
         return None
     options = resolved(call.options, compute_dtype, grad_tolerance=0.0 if call.exact else None)
     tokens = call.targets.shape
     # The most tokens that the gradient of one of them depends on.
-    together = {"token": 1, "sequence": tokens[-1], "batch": tokens.numel()}[terms.locality]
+    row = 2 * tokens[-1] if aligned.pairs else tokens[-1]
+    together = {"token": 1, "sequence": row, "batch": tokens.numel()}[terms.locality]
     shape = HeadShape.of(call, options, passes=passes, together=together, loss_lacks=lacking)
     return shape if path_for(shape)[0] == "one pass" else None
 
@@ -106,6 +107,12 @@ def loss_in_one_pass(
         targets_name=call.targets_name,
     )()  # fmt: skip
     n, rows = live.count, counted[: token_shape[0]] if by_row else []
+    if aligned.pairs and by_row:
+        # The two rows of a pair come one after the other.
+        pairs = token_shape[0] // 2
+        index = torch.arange(n, device=call.targets.device) if live.index is None else live.index
+        order = torch.argsort(index // max(token_shape[1], 1) % max(pairs, 1), stable=True)
+        live, rows = replace(live, index=index[order]), [a + b for a, b in zip(rows, rows[pairs:], strict=False)]
     selected = may_have_gradient is not None and counted[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if by_row else min(n, shape.together)
     plan = chunks_of(replace(shape, tokens=n, together=together))
@@ -118,14 +125,15 @@ def loss_in_one_pass(
         return [None if column is None else live.spread(column, token_shape) for column in columns]
 
     def gradients_of_all(_chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        result, grad_logps, grad_entropy = with_gradients(prepare(), *spread(logps, entropy))
+        result, grads = with_gradients(prepare(), *spread(logps, entropy))
         results.append(result)
-        grad_entropy = None if grad_entropy is None else live.gather(grad_entropy.flatten())
-        return live.gather(grad_logps.flatten()), grad_entropy
+        flat = {name: live.gather(grad.flatten()) for name, grad in grads.items()}
+        return flat["logps"], flat.get("entropy")
 
     def gradients_of_chunk(chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         positions = chunk if live.index is None else live.index[chunk]
-        return with_gradients(prepare().take(positions), logps, entropy)[1:]
+        _, grads = with_gradients(prepare().take(positions), logps, entropy)
+        return grads["logps"], grads.get("entropy")
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live)

@@ -138,7 +138,5 @@ def _chunk_gradients(
     tokens = prepared.take(chunk if live.index is None else live.index[chunk])
     tokens = _with_reference(tokens, statistics.teacher_logps)
     assert tokens.weights is not None
-    _, grad_logps, grad_entropy = fused.with_gradients(
-        tokens, statistics.logps, statistics.entropy, statistics.divergence
-    )
-    return tokens.terms.kl.beta * tokens.weights, grad_logps, grad_entropy
+    _, grads = fused.with_gradients(tokens, statistics.logps, statistics.entropy, statistics.divergence)
+    return tokens.terms.kl.beta * tokens.weights, grads["logps"], grads.get("entropy")

@@ -18,14 +18,15 @@ SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 # of engines: dense, sparse, pair.
 ALLOWED = {
     "__init__": [
-        "grpo", "reference_loss", "from_logits", "logprobs", "divergence", "topk", "call", "engines", "losses",
-        "distributed", "kernels.transform",
+        "grpo", "preference_loss", "supervised_loss", "reference_loss", "from_logits", "logprobs", "divergence", "topk",
+        "call", "engines", "losses", "distributed", "kernels.transform",
     ],
     "integrations": [""],
-    "step": ["step", "integrations", "call", "losses", "grpo", "distributed", "kernels"],
-    "grpo": [
-        "one_pass_loss", "reference_loss", "logprobs", "call", "engines", "losses", "distributed", "kernels.transform",
-    ],
+    "step": ["step", "integrations", "call", "losses", "grpo", "fused_loss", "distributed", "kernels"],
+    "grpo": ["fused_loss", "reference_loss", "call", "losses", "distributed"],
+    "preference_loss": ["fused_loss", "reference_loss", "call", "losses", "distributed"],
+    "supervised_loss": ["fused_loss", "call", "losses", "distributed"],
+    "fused_loss": ["one_pass_loss", "reference_loss", "call", "engines", "losses", "distributed", "kernels"],
     "reference_loss": ["one_pass_loss", "call", "engines", "losses", "kernels"],
     "one_pass_loss": ["logprobs", "call", "engines", "losses", "distributed", "kernels"],
     "from_logits": ["logprobs", "call", "engines", "losses", "kernels"],

@@ -15,6 +15,8 @@ MAX_LOG_RATIO = 40.0
 # One entry per token, in a PolicyBatch and in an AlignedBatch.
 COLUMNS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
 
+MORE_COLUMNS = ("shift", "nll_mask", "entropy")  # of an AlignedBatch alone
+
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio), at most e^40."""
@@ -38,12 +40,23 @@ class AlignedBatch:
     segments: Segments | None
     num_sequences: int | Tensor | None
     num_items_in_batch: int | float | Tensor | None
-    entropy: Tensor | None = None  # in nats, without gradient, if the caller has it
+    # Rows r and B / 2 + r of (B, T), a chosen and a rejected sequence, are one sequence.
+    pairs: bool = False
+    shift: Tensor | None = None  # subtracted from a sequence's log-ratio or reward
+    nll_mask: Tensor | None = None  # tokens of an objective's NLL term; None: those with an advantage above 0
+    # What the head gives for each token besides its log-probability, if an objective reads it. `lse` and `mean_logits`
+    # have a gradient.
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    is_top1: Tensor | None = None
+    topk_logps: Tensor | None = None  # (..., K)
 
     def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
         """Detached copies of the columns in `dtype`, 0 where the mask is 0; the mask as bool."""
         masked = self.mask == 0
-        columns: dict[str, Any] = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
+        columns: dict[str, Any] = {name: getattr(self, name) for name in (*COLUMNS, *MORE_COLUMNS)}
         for name, column in columns.items():
             columns[name] = None if column is None else column.detach().to(dtype).masked_fill(masked, 0.0)
         return replace(self, **columns, mask=~masked)
@@ -51,22 +64,23 @@ class AlignedBatch:
     def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
         """The tokens at flat positions of (B, T) or (N,). The divisors stay those of the whole batch.
 
-        (b, w) positions of (B, T) give rows. (n,) positions give packed tokens; with `sequences` each keeps its row of
-        a padded batch as its segment.
+        (b, w) positions of (B, T) give rows, in the order of pairs if there are pairs. (n,) positions give packed
+        tokens; with `sequences` each keeps its row (or pair) of a padded batch as its segment.
         """
         shape = self.mask.shape
         columns: dict[str, Any] = {}
-        for name in ("mask", *COLUMNS, "entropy"):
+        for name in ("mask", *COLUMNS, *MORE_COLUMNS):
             column = getattr(self, name)
             columns[name] = None if column is None else column.expand(shape).reshape(-1)[positions]
-        segments = self.segments
-        if len(shape) == 2 and sequences and columns["mask"].dim() == 1:
+        segments, rows = self.segments, columns["mask"].dim() == 2
+        if len(shape) == 2 and sequences and not rows:
             if isinstance(positions, slice):
                 positions = torch.arange(positions.start, positions.stop, device=self.mask.device)
-            segments = Segments(index=positions // max(shape[1], 1), count=shape[0])
+            count = shape[0] // 2 if self.pairs else shape[0]
+            segments = Segments(index=positions // max(shape[1], 1) % max(count, 1), count=count)
         elif segments is not None:
             segments = replace(segments, index=segments.index[positions])
-        return replace(self, **columns, segments=segments)
+        return replace(self, **columns, segments=segments, pairs=self.pairs and rows)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """logp - old, differentiable. Without old log-probabilities, old is logp without gradient."""
@@ -85,9 +99,10 @@ class AlignedBatch:
             )
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """The sum over each token's sequence: (B, T) -> (B, 1), packed (N,) -> (N,). Masked values must be 0."""
+        """The sum over each token's sequence or pair: (B, T) -> (B, 1), (N,) -> (N,). Masked values must be 0."""
         if values.dim() == 2:
-            return values.sum(-1, keepdim=True)
+            sums = values.sum(-1, keepdim=True)
+            return sums.unflatten(0, (2, -1)).sum(0).repeat(2, 1) if self.pairs else sums
         self.check_sequences()
         assert self.segments is not None
         return segment_sum(values, self.segments)
@@ -164,6 +179,23 @@ class PolicyBatch:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreferenceBatch(PolicyBatch):
+    """A batch of judged sequences: advantages of 1, -1 or 0, as `liger_rl.losses.preference` reads them."""
+
+    pairs: bool = False
+    shift: Tensor | None = None  # (B,), (B, T) or (N,)
+    nll_mask: Tensor | None = None  # (B, T) or (N,)
+
+    def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
+        aligned = super().checked(shape, device)
+        more = {name: getattr(self, name) for name in ("shift", "nll_mask")}
+        columns: dict[str, Any] = {
+            name: None if x is None else _column(name, x, shape, device) for name, x in more.items()
+        }
+        return replace(aligned, pairs=self.pairs, **columns)
+
+
 def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> None:
     if len(shape) != 1:
         raise ValueError(f"segments belong to packed (N,) tokens; the log-probabilities are {tuple(shape)}")
@@ -184,7 +216,7 @@ def _column(name: str, value: Any, shape: torch.Size, device: torch.device) -> T
     if column.shape == shape:
         return column
     expected = f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)}"
-    if name in ("advantages", "importance_ratio") and len(shape) == 2:
+    if name in ("advantages", "importance_ratio", "shift") and len(shape) == 2:
         if column.shape in ((shape[0],), (shape[0], 1)):
             return column.reshape(shape[0], 1).expand(shape)
         expected += f" or (B,) = ({shape[0]},)"

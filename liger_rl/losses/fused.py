@@ -4,6 +4,7 @@ On a GPU the formulas of `liger_rl.losses` are dozens of small launches each way
 published losses in which each token's gradient depends on that token alone. This module decides which of the two runs.
 """
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -11,36 +12,49 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import compiles
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.loss import NOTHING, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.metrics import Metric, loss_metrics
 from liger_rl.once import differentiable_once
 
+DIFFERENTIABLE = ("logps", "entropy", "lse", "mean_logits")  # values of the head
 DEVICES = ("cuda",)  # on other devices launches cost little
 
 
 def evaluate(
-    prepared: PreparedLoss, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+    prepared: PreparedLoss,
+    per_token_logps: Tensor,
+    entropy: Tensor | None = None,
+    exact_kl: Tensor | None = None,
+    others: Mapping[str, Tensor] = NOTHING,
 ) -> PolicyLoss:
     """`prepared.evaluate`, differentiable once, for (B, T) or (N,) log-probabilities of the whole batch."""
     kernel = kernel_for(prepared, per_token_logps)
     if kernel is None:
-        return prepared.evaluate(per_token_logps, entropy, exact_kl)
+        return prepared.evaluate(per_token_logps, entropy, exact_kl, others)
     loss, *_, sums = _Launch.apply(per_token_logps, prepared, kernel, ("sums",), "active")
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
 
 @torch.enable_grad()
 def with_gradients(
-    prepared: PreparedLoss, logps: Tensor, entropy: Tensor | None, exact_kl: Tensor | None = None
-) -> tuple[PolicyLoss, Tensor, Tensor | None]:
-    """The loss, d loss / d logps and d loss / d entropy; None for the entropy if the loss does not depend on it."""
-    leaves = [values.detach().requires_grad_() for values in (logps, entropy) if values is not None]
-    result = evaluate(prepared, leaves[0], leaves[1] if len(leaves) > 1 else None, exact_kl)
-    if not result.loss.requires_grad:
-        return result, torch.zeros_like(logps), None
-    grad_logps, *grad_entropies = torch.autograd.grad(result.loss, leaves, allow_unused=True)
-    grad_logps = torch.zeros_like(logps) if grad_logps is None else grad_logps
-    return result, grad_logps, grad_entropies[0] if grad_entropies else None
+    prepared: PreparedLoss,
+    logps: Tensor,
+    entropy: Tensor | None,
+    exact_kl: Tensor | None = None,
+    others: Mapping[str, Tensor] = NOTHING,
+) -> tuple[PolicyLoss, dict[str, Tensor]]:
+    """The loss and its gradients by the names of the values; "logps" is always there, others if the loss reads them."""
+    values = {"logps": logps, "entropy": entropy, **others}
+    leaves = {
+        name: x.detach().requires_grad_() for name, x in values.items() if x is not None and name in DIFFERENTIABLE
+    }
+    read = {name: leaves.get(name, x) for name, x in others.items()}
+    result = evaluate(prepared, leaves["logps"], leaves.get("entropy"), exact_kl, read)
+    gradients = {"logps": torch.zeros_like(logps)}
+    if result.loss.requires_grad:
+        found = torch.autograd.grad(result.loss, tuple(leaves.values()), allow_unused=True)
+        gradients |= {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+    return result, gradients
 
 
 def per_token(

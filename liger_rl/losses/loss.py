@@ -1,6 +1,6 @@
 """The policy loss on per-token log-probabilities: objective, corrections, penalties, reduction."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from liger_rl.losses.penalties import NO_BONUS, NO_PENALTY, EntropyBonus, KLPena
 from liger_rl.losses.reductions import Reduction
 
 Locality = Literal["token", "sequence", "batch"]
+NOTHING: Mapping[str, Tensor] = {}
 
 
 class PolicyLoss(NamedTuple):
@@ -39,6 +40,7 @@ class PolicyTerms(Options):
 
     # Made once, because each call reads them.
     needs_entropy: bool = field(init=False, repr=False)  # the head has to return entropies
+    reads: frozenset[str] = field(init=False, repr=False)  # names of other values that the head has to return
     needs_sequences: bool = field(init=False, repr=False)  # the batch has to say which tokens are of one sequence
     # The tokens that the gradient of one token depends on. The reduction, the sampler's correction and the divisors of
     # means do not count, because they need no log-probability.
@@ -61,14 +63,18 @@ class PolicyTerms(Options):
         factors = (self.objective, *corrections)
         locality, penalised = _locality(factors), bonus or self.kl.beta != 0.0
         restricted = any(_says(correction, "restricts_entropy") for correction in corrections)
-        needs_entropy = restricted or bonus or self.metrics == "with_entropy"
-        by_sequence = self.metrics in ("basic", "with_entropy")
-        metrics_read_all = needs_entropy or by_sequence
+        reads: Any = self.objective.reads(self.metrics) if hasattr(self.objective, "reads") else ()
+        needs_entropy = restricted or bonus or self.metrics == "with_entropy" or "entropy" in reads
+        # An objective's own metrics read the tokens of its loss alone.
+        own_metrics = _says(self.objective, "own_metrics")
+        by_sequence = self.metrics in ("basic", "with_entropy") and not own_metrics
+        metrics_read_all = (needs_entropy or by_sequence) and not own_metrics
         idle_tokens = _says_of_its_formula(self.objective, "zero_without_advantage")
         idle_sequences = idle_tokens or _says_of_its_formula(self.objective, "sequence_zero_without_advantages")
         derived = {
             "corrections": corrections,
             "needs_entropy": needs_entropy,
+            "reads": frozenset(reads) - {"entropy"},
             "needs_sequences": by_sequence
             or any(_says(term, "needs_sequences") for term in (*factors, self.reduction)),
             "locality": locality,
@@ -76,6 +82,7 @@ class PolicyTerms(Options):
             "metrics_read_all": metrics_read_all,
             "projects_all": not idle_tokens or locality != "token" or penalised or metrics_read_all,
             "reads_reference": self.kl.beta != 0.0
+            or _says(self.objective, "reads_reference")
             or any(not type(term).__module__.startswith("liger_rl.") for term in factors),
             "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
         }
@@ -109,7 +116,20 @@ class PolicyTerms(Options):
             weights = clean.advantages.new_full((), weights)
         if self.reduction is not None:
             _check_fits("the result of reduction", weights, clean.mask.shape)
-        return PreparedLoss(self, clean, weights, self.metrics)
+        nll_weights = None
+        if self.nll_weight:
+            tokens = clean.advantages > 0 if clean.nll_mask is None else clean.nll_mask != 0
+            nll_weights = self.nll_weight * tokens.to(dtype) / tokens.sum().clamp(min=1)
+        return PreparedLoss(self, clean, weights, self.metrics, nll_weights=nll_weights)
+
+    @property
+    def nll_weight(self) -> float:
+        return getattr(self.objective, "nll_weight", 0.0)
+
+    @property
+    def topk(self) -> int | None:
+        """The number of likeliest ids whose log-probabilities the objective reads."""
+        return getattr(self.objective, "topk", None)
 
     def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
@@ -182,21 +202,29 @@ class PreparedLoss(NamedTuple):
     weights: Tensor | None  # one per token; None leaves tokens unreduced
     metrics: MetricsLevel = "none"
     entropy_count: Tensor | None = None  # () tokens in the mean of an entropy bonus; None counts the batch's
+    nll_weights: Tensor | None = None  # of -logp, shaped like the tokens
 
     def take(self, positions: Tensor | slice, *, metrics: MetricsLevel = "none") -> "PreparedLoss":
         """The loss of the tokens at flat positions: (n,), or (b, w) for rows of (B, T).
 
         Such losses add up to the whole loss if the positions respect the terms' locality.
         """
-        weights = None if self.weights is None else self.weights.expand(self.batch.mask.shape).reshape(-1)[positions]
+        weights, nll_weights = (
+            None if column is None else column.expand(self.batch.mask.shape).reshape(-1)[positions]
+            for column in (self.weights, self.nll_weights)
+        )  # fmt: skip
         batch = self.batch.take(positions, sequences=self.terms.locality != "token")
         entropy_count = self.batch.mask.sum() if self.terms.entropy_bonus.entropy_coef != 0.0 else None
-        return PreparedLoss(self.terms, batch, weights, metrics, entropy_count)
+        return PreparedLoss(self.terms, batch, weights, metrics, entropy_count, nll_weights)
 
     def per_token(
-        self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+        self,
+        per_token_logps: Tensor,
+        entropy: Tensor | None = None,
+        exact_kl: Tensor | None = None,
+        others: Mapping[str, Tensor] = NOTHING,
     ) -> TokenTerms:
-        """importance_ratio_t factor_t objective_t + beta kl_t of each token."""
+        """importance_ratio_t factor_t objective_t + beta kl_t of each token. `others`: the head's values by name."""
         terms, batch = self.terms, self.batch
         masked = ~batch.mask
         # A fill, not a product: a masked NaN must not reach the value or the gradient.
@@ -204,6 +232,11 @@ class PreparedLoss(NamedTuple):
         if entropy is not None:
             entropy = entropy.to(logps.dtype).masked_fill(masked, 0.0)
             batch = replace(batch, entropy=entropy.detach())
+        if others:
+            # Booleans and lists of K have no masked gradient to drop.
+            fills = {name: masked if x.dim() == masked.dim() else masked[..., None] for name, x in others.items()}
+            filled: dict[str, Any] = {name: x.masked_fill(fills[name], 0) for name, x in others.items()}
+            batch = replace(batch, **filled)
         token_loss = terms.objective(logps, batch)
         instance_of("the result of objective", token_loss, TokenLoss)
         loss = token_loss.loss
@@ -226,17 +259,28 @@ class PreparedLoss(NamedTuple):
         return TokenTerms(loss.masked_fill(masked, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
 
     def evaluate(
-        self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+        self,
+        per_token_logps: Tensor,
+        entropy: Tensor | None = None,
+        exact_kl: Tensor | None = None,
+        others: Mapping[str, Tensor] = NOTHING,
     ) -> PolicyLoss:
         """sum_t weight_t loss_t - entropy_coef mean entropy, by the formulas."""
-        tokens = self.per_token(per_token_logps, entropy, exact_kl)
+        tokens = self.per_token(per_token_logps, entropy, exact_kl, others)
         loss = tokens.loss if self.weights is None else (tokens.loss * self.weights).sum()
+        if self.nll_weights is not None:
+            loss = loss - (tokens.logps * self.nll_weights).sum()
         bonus = self.terms.entropy_bonus
         if bonus.entropy_coef != 0.0:
             if tokens.entropy is None:
                 raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
             loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, self.entropy_count)
-        metrics = policy_metrics(self.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
+        own_metrics = tokens.token_loss.metrics
+        if own_metrics is None:
+            metrics = policy_metrics(self.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
+        else:
+            with torch.no_grad():
+                metrics = {} if self.metrics == "none" else own_metrics(self.metrics)
         return PolicyLoss(loss, metrics)
 
 

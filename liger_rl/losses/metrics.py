@@ -124,6 +124,15 @@ def policy_metrics(
     return metrics
 
 
+@torch.no_grad()
+def sequence_means(values: Mapping[str, Tensor], batch: AlignedBatch, where: Tensor | None = None) -> dict[str, Metric]:
+    """Means over sequences with a token, by name, of values that broadcast to the tokens; `where` (bool) picks some."""
+    share = batch.mask.to(batch.advantages.dtype) / batch.sequence_length()
+    if where is not None:
+        share = torch.where(where, share, 0.0)
+    return {name: Metric((share * value).sum(), count=share.sum()) for name, value in values.items()}
+
+
 def loss_metrics(count: Tensor, kl: Tensor | None, clipped: Tensor | None) -> dict[str, Metric]:
     """The level "loss", from () sums over `count` tokens: the KL, and the three clip indicators (3,)."""
     totals = {} if kl is None else {"kl_ref": kl}

@@ -12,13 +12,19 @@ objective may have these attributes. Those that are not there are False.
         zero_without_advantage.
     needs_sequences: it must know which tokens are of one sequence.
     takes_importance_ratio: it uses `batch.importance_ratio` itself, so that the loss must not.
+    reads(level): a method, the names of the head's values that it reads from the batch at a level of metrics, such as
+        {"lse"}; topk: K, if "topk_logps" is one of them.
+    nll_weight: weight of the mean of -logp over the tokens of `batch.nll_mask`, which the loss adds.
+    own_metrics: its result has `metrics`, which read no token without advantage.
+    of_pairs: its sequences are pairs, see `AlignedBatch.pairs`.
+    reads_reference: it reads `batch.ref_per_token_logps`. A user's own objective may do so in any case.
     check(batch): a method that raises ValueError for a batch that the objective cannot take.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +44,7 @@ class TokenLoss(NamedTuple):
     clip_low: Tensor | None = None  # bool: the ratio is under the lower bound, and A < 0
     clip_high: Tensor | None = None  # bool: the ratio is over the upper bound, and A > 0
     outside: Tensor | None = None  # bool: the ratio is outside the bounds, whatever the advantage's sign
+    metrics: Callable[[Any], dict[str, Any]] | None = None  # level -> `Metric` by name, in place of `policy_metrics`
 
 
 Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
@@ -319,7 +326,7 @@ class ClipCov(Options):
         lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device, dtype=torch.float32)
         cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
         _, *rest = plain  # not by _replace, which torch.compile of 2.8 does not trace
-        return TokenLoss(torch.where(cut, 0.0, plain.loss), *rest)
+        return TokenLoss(torch.where(cut, 0.0, plain.loss), *rest)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,9 @@ from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip
 from liger_rl.losses.options import callable_instance, one_of
 from liger_rl.losses.penalties import EntropyBonus, KLPenalty
+from liger_rl.losses.preference import BCO, CPO, DPO, KTO, ORPO, PAIR_LOSSES, APOZeroUnpaired
 from liger_rl.losses.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, SequenceSum, TokenMean
+from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,32 @@ PRESETS: Mapping[str, Preset] = {
     "kl_cov": Preset(objectives.KLCov, TokenMean),
 }
 """The names that a loss_type may have."""
+PREFERENCES: Mapping[str, Preset] = {
+    "dpo": Preset(DPO, SequenceMean),
+    **{name: Preset(DPO, SequenceMean, {"loss_types": (name,)}) for name in PAIR_LOSSES},
+    "cpo": Preset(CPO, SequenceMean),
+    "simpo": Preset(CPO, SequenceMean, {"kind": "simpo", "nll_coef": 0.0}),
+    "orpo": Preset(ORPO, SequenceMean),
+}
+UNPAIRED: Mapping[str, Preset] = {
+    "kto": Preset(KTO, SequenceMean),
+    "apo_zero_unpaired": Preset(APOZeroUnpaired, SequenceMean),
+    "bco": Preset(BCO, SequenceMean),
+}
+SUPERVISED: Mapping[str, Preset] = {
+    "nll": Preset(CrossEntropy, GlobalTokenMean),
+    "focal": Preset(Focal, GlobalTokenMean),
+    "dft": Preset(DFT, GlobalTokenMean),
+    "eaft": Preset(EAFT, GlobalTokenMean),
+}
 
 # Made here, because torch.compile does not trace `fields`.
-FIELDS = {cls: fields(cls) for p in PRESETS.values() for cls in (p.objective, p.reduction, KLPenalty, EntropyBonus)}
+FIELDS = {
+    cls: fields(cls)
+    for presets in (PRESETS, PREFERENCES, UNPAIRED, SUPERVISED)
+    for p in presets.values()
+    for cls in (p.objective, p.reduction, KLPenalty, EntropyBonus)
+}
 
 
 class ObjectiveKeywords(TypedDict, total=False):
@@ -78,6 +103,48 @@ class ObjectiveKeywords(TypedDict, total=False):
     ppo_kl_coef: float
 
 
+class PreferenceKeywords(TypedDict, total=False):
+    """The options of the objectives of pairs. Each preset has those of its own objective."""
+
+    beta: float
+    nll_coef: float
+    loss_types: Sequence[str]
+    loss_weights: Sequence[float] | None
+    label_smoothing: float
+    reference_free: bool
+    f_divergence_type: str
+    f_alpha_divergence_coef: float
+    ld_alpha: float | None
+    use_weighting: bool
+    average_log_prob: bool
+    discopop_tau: float
+    kind: str
+    simpo_gamma: float
+    alpha: float
+
+
+class UnpairedKeywords(TypedDict, total=False):
+    """The options of the objectives of single judged sequences."""
+
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
+    reference_free: bool
+    average_log_prob: bool
+
+
+class SupervisedKeywords(TypedDict, total=False):
+    """The options of the supervised objectives and of their reduction."""
+
+    label_smoothing: float
+    z_loss: float
+    gamma: float
+    eaft_alpha: float
+    eaft_k: int | None
+    eaft_scale: float
+    world_size: int
+
+
 class PresetKeywords(ObjectiveKeywords, total=False):
     """The options of the presets' objectives and reductions."""
 
@@ -88,13 +155,13 @@ class PresetKeywords(ObjectiveKeywords, total=False):
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def shows(keywords: type) -> Callable[[FunctionT], FunctionT]:
+def shows(keywords: type, *classes: type) -> Callable[[FunctionT], FunctionT]:
     """Decorator: `inspect.signature` and `help` show the keys of a TypedDict in place of **options.
 
-    Each has the default that it has in the first preset with this option.
+    Each has the default that it has in the first of `classes`, dataclasses, and then of the presets with this option.
     """
     defaults: dict[str, Any] = {}
-    for option in chain.from_iterable(FIELDS.values()):
+    for option in chain(*map(fields, classes), *FIELDS.values()):
         defaults.setdefault(option.name, Parameter.empty if option.default is MISSING else option.default)
 
     def shown(function: FunctionT) -> FunctionT:
@@ -111,6 +178,7 @@ def build_loss(
     loss_type: str | Objective,  # the name of a preset, or an objective of the caller's, which needs a reduction
     options: dict[str, Any],
     *,
+    presets: Mapping[str, Preset] = PRESETS,
     reduction: Reduction | None = None,  # replaces the preset's reduction, whose options are then unknown
     per_token: bool = False,  # no reduction, and so no entropy bonus, which is a mean
     keywords: Sequence[str] = (),  # names of the caller's other options, for the message about an unknown one
@@ -120,12 +188,14 @@ def build_loss(
 
     Raises TypeError or ValueError for an unknown preset or option, naming the known ones, and for a missing option.
     """
-    classes: dict[str, type] = {"kl": KLPenalty} if per_token else {"kl": KLPenalty, "entropy_bonus": EntropyBonus}
+    classes: dict[str, type] = {}
+    if presets is PRESETS:
+        classes = {"kl": KLPenalty} if per_token else {"kl": KLPenalty, "entropy_bonus": EntropyBonus}
     given = {"objective": loss_type, "reduction": reduction}
     name = "an objective of your own, whose options are its attributes,"
     if isinstance(loss_type, str) or per_token:
-        one_of("loss_type", loss_type, sorted(PRESETS))
-        preset, name = PRESETS[str(loss_type)], f"loss_type {loss_type!r}"
+        one_of("loss_type", loss_type, sorted(presets))
+        preset, name = presets[str(loss_type)], f"loss_type {loss_type!r}"
         options = preset.defaults | options
         classes = {"objective": preset.objective, **classes}
         if reduction is None and not per_token:

@@ -81,7 +81,8 @@ def by_kernel(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor):
     """-> PolicyLoss and the gradient."""
     prepared = prepare(terms, columns, logps.shape)
     assert fused.kernel_for(prepared, logps) is fused_triton
-    return fused.with_gradients(prepared, logps, None)[:2]
+    result, gradients = fused.with_gradients(prepared, logps, None)
+    return result, gradients["logps"]
 
 
 def some_tokens(shape: tuple[int, ...]):

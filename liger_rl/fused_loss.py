@@ -1,0 +1,159 @@
+"""The lm_head and a loss in one module: what all fused losses share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from inspect import signature
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.call.checks import Passes, check_passes
+from liger_rl.call.dtensors import low_rank_tensors
+from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.keywords import named_keywords
+from liger_rl.call.low_rank import LowRank
+from liger_rl.call.options import HOW, HeadOptions, Tolerance
+from liger_rl.call.rules import check_left_alone
+from liger_rl.call.support import Support
+from liger_rl.call.tokens import counted_tokens
+from liger_rl.distributed import VocabParallel
+from liger_rl.engines.graphs import break_graph, outside_of_graphs
+from liger_rl.engines.run import log_probs
+from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses.batch import PolicyBatch
+from liger_rl.losses.fused import evaluate
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms
+from liger_rl.losses.metrics import Metric
+from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
+from liger_rl.reference_loss import ReferenceHead, loss_with_reference
+
+TRANSFORM = ("temperature", "softcap", "scale")
+
+
+class HeadKeywords(TypedDict, total=False):
+    """The options of the head that every loss has."""
+
+    temperature: float | Tensor
+    softcap: float | None
+    scale: float
+    grad_tolerance: Tolerance
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    fixed_shape: bool
+    batch_invariant: bool
+
+
+class FusedLinearLoss(nn.Module):
+    """Base of the fused losses: a loss of log-probabilities, and how a head makes them."""
+
+    # Names of a batch's columns that this loss takes, besides the token ids and their mask.
+    COLUMNS: tuple[str, ...] = ()
+
+    def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
+        super().__init__()
+        check_passes(passes)
+        self.passes, self.terms = passes, terms
+        how: dict[str, Any] = {name: value for name, value in head.items() if name in HOW}
+        transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
+        self.options = HeadOptions(
+            transform=LogitTransform(**transform), entropy=terms.needs_entropy, lse="lse" in terms.reads,
+            topk=terms.topk, extras=tuple(name for name in EXTRAS if name in terms.reads), **how,
+        )  # fmt: skip
+        if terms.kl.exact:
+            check_left_alone(self.options, 'with kl_estimator="exact"')
+
+    def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
+        """The batch of `columns`, named as in COLUMNS. A negative id and a mask of 0 mask a token."""
+        raise NotImplementedError
+
+    def _loss(self, call: HeadCall, batch: PolicyBatch, reference: ReferenceHead | None = None) -> PolicyLoss:
+        """The loss of a call, which is not checked yet. `batch.mask` is the call's."""
+        weight, ids, mask, vocab_parallel = call.weight, call.targets, call.mask, call.vocab_parallel
+        tensors = call.hidden, ids, mask, *low_rank_tensors(call.low_rank)
+        if self.terms.kl.exact:
+            break_graph('A loss with kl_estimator="exact"')
+            return outside_of_graphs(loss_with_reference)(call, reference, batch, self.terms, self.passes)
+        with shared_errors(vocab_parallel, weight, *tensors):
+            if self.options.fixed_shape and vocab_parallel is not None:
+                raise ValueError(
+                    "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
+                    "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
+                )
+            if reference is not None:
+                raise ValueError(
+                    'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
+                    "ref_per_token_logps, such as `reference_logps` returns"
+                )
+            compute_dtype = call.check_tensors()
+            call.check_weight_grad(weight)
+            ids = ids.long().contiguous()
+            aligned = self.terms.check(batch, ids.shape, ids.device)
+            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
+            shape = one_pass_shape(call, self.terms, aligned, self.passes, compute_dtype)
+
+        if shape is not None:
+            return loss_in_one_pass(call, shape, self.terms, aligned)
+        projected = call
+        if vocab_parallel is not None and call.needed_mask is not None:
+            projected = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
+        values = log_probs(projected, dtype=compute_dtype)
+        # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
+        prepared = prepared_loss(self.terms, aligned, call)
+        others = {name: getattr(values, name) for name in self.terms.reads}
+        result = evaluate(prepared, values.logps, values.entropy, others=others)
+        if values.missing_target is not None and self.terms.metrics != "none":
+            # For tokens that are not projected it is unknown.
+            count = counted_tokens(ids, mask, call.needed_mask).sum()
+            result.metrics["missing_target"] = Metric(values.missing_target.sum().float(), count=count)
+        return result
+
+    @torch.no_grad()
+    def _logps(self, call: HeadCall, transform: LogitTransform | None = None) -> Tensor:
+        """Log-probabilities alone, of the call's head."""
+        transform = transform or self.transform
+        options = replace(self.options, entropy=False, lse=False, topk=None, extras=(), transform=transform)
+        return log_probs(replace(call, options=options)).logps
+
+    @named_keywords
+    def reference_logps(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        low_rank: Sequence[LowRank] = (),
+        support: Support | None = None,
+        vocab_parallel: VocabParallel | None = None,
+    ) -> Tensor:
+        """Log-probabilities (B, T) or (N,), float32, under a reference or old policy's head, without gradient.
+
+        The arguments are as in `forward`, with the tensors of that policy. The logit transform is this module's.
+        """
+        call = HeadCall(
+            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
+            support=support, vocab_parallel=vocab_parallel, options=self.options, targets_name="selected_token_ids",
+        )  # fmt: skip
+        return self._logps(call)
+
+    @property
+    def transform(self) -> LogitTransform:
+        return self.options.transform
+
+    def extra_repr(self) -> str:
+        return f"{self.terms}, {self.transform}"
+
+
+def split_options(options: dict[str, Any]) -> tuple[HeadKeywords, dict[str, Any]]:
+    """The options of the head, and those of the loss."""
+    head: Any = {name: value for name, value in options.items() if name in HeadKeywords.__annotations__}
+    return head, {name: value for name, value in options.items() if name not in head}
+
+
+def keywords_of(loss: type, shown: type) -> tuple[str, ...]:
+    """The names of the options of a fused loss, without those of its objective and reduction in `shown`."""
+    parameters = signature(loss).parameters.items()
+    return tuple(name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in shown.__annotations__)

@@ -1,0 +1,125 @@
+"""Supervised objectives: log-probabilities of given tokens -> a loss for each token. The advantage is a token's weight.
+
+A token of weight 0 enters no product. docs/supervised.md has the formulas and the other systems' names.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.batch import AlignedBatch
+from liger_rl.losses.metrics import Metric, MetricsLevel
+from liger_rl.losses.objectives import TokenLoss
+from liger_rl.losses.options import Options, whole_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(Options):
+    """(1 - label_smoothing) (-logp) + label_smoothing (mean over the ids of -logp) + z_loss lse^2.
+
+    Smoothing is arXiv:1512.00567, z-loss arXiv:2204.02311 section 5 (1e-4 there), with lse = log sum exp of the logits.
+    The z-loss of a subclass is the same: only the cross entropy gets its factor.
+    """
+
+    label_smoothing: Annotated[float, "[0, 1]"] = 0.0
+    z_loss: Annotated[float, "[0, inf)"] = 0.0
+    token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
+    own_metrics: ClassVar[bool] = True
+
+    def reads(self, level: MetricsLevel) -> set[str]:
+        read = {"is_top1"} if level in ("basic", "with_entropy") else set()
+        if self.label_smoothing or self.z_loss:
+            read.add("lse")
+        return read | ({"mean_logits"} if self.label_smoothing else set())
+
+    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        loss = -logps
+        if self.label_smoothing:
+            assert batch.lse is not None
+            assert batch.mean_logits is not None
+            loss = torch.lerp(loss, batch.lse - batch.mean_logits, self.label_smoothing)
+        return loss
+
+    def z_term(self, batch: AlignedBatch) -> Tensor:
+        assert batch.lse is not None
+        return self.z_loss * batch.lse.square()
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        def metrics(level: MetricsLevel) -> dict[str, Metric]:
+            counted = batch.mask & (batch.advantages != 0)
+            count = counted.sum()
+
+            def mean(values: Tensor) -> Metric:
+                return Metric(torch.where(counted, values.detach().to(logps.dtype), 0.0).sum(), count=count)
+
+            means = {"nll": mean(-logps)} | ({"z_loss": mean(self.z_term(batch))} if self.z_loss else {})
+            if level != "loss":
+                assert batch.is_top1 is not None
+                means["accuracy"] = mean(batch.is_top1)
+            if level == "with_entropy":
+                assert batch.entropy is not None
+                means["entropy"] = mean(batch.entropy)
+            return means
+
+        loss = self.loss_of(logps, batch)
+        if self.z_loss:
+            loss = loss + self.z_term(batch)
+        return TokenLoss(batch.advantages * loss, metrics=metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Focal(CrossEntropy):
+    """(1 - p)^gamma times the cross entropy, p with gradient. arXiv:1708.02002."""
+
+    gamma: Annotated[float, "[0, inf)"] = 2.0
+
+    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        # A power of 0 has an infinite gradient for gamma < 1.
+        rest = -torch.expm1(logps.clamp(max=-torch.finfo(logps.dtype).tiny))
+        return rest.pow(self.gamma) * super().loss_of(logps, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFT(CrossEntropy):
+    """p times the cross entropy, p without gradient. arXiv:2508.05629; TRL's `loss_type="dft"`."""
+
+    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        return logps.detach().exp() * super().loss_of(logps, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EAFT(CrossEntropy):
+    """(entropy / eaft_scale)^eaft_alpha times the cross entropy, the entropy without gradient. arXiv:2601.02151.
+
+    The entropy is that of the eaft_k likeliest ids, whose probabilities are made to add up to 1. None: of all ids,
+    which the same pass gives. LLaMA-Factory divides by 3, about log 20, and Axolotl by 1.
+    """
+
+    eaft_alpha: Annotated[float, "[0, inf)"] = 1.0
+    eaft_k: int | None = 20
+    eaft_scale: Annotated[float, "(0, inf)"] = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eaft_k is not None:
+            whole_number("eaft_k", self.eaft_k, least=1)
+
+    @property
+    def topk(self) -> int | None:
+        return self.eaft_k
+
+    def reads(self, level: MetricsLevel) -> set[str]:
+        return super().reads(level) | ({"entropy"} if self.eaft_k is None else {"topk_logps"})
+
+    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        if self.eaft_k is None:
+            entropy = batch.entropy
+        else:
+            assert batch.topk_logps is not None
+            log_p = batch.topk_logps.log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        assert entropy is not None
+        return (entropy / self.eaft_scale).pow(self.eaft_alpha) * super().loss_of(logps, batch)
