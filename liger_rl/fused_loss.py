@@ -101,13 +101,16 @@ class FusedLinearLoss(nn.Module):
         values = log_probs(projected, dtype=compute_dtype)
         # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
         prepared = prepared_loss(self.terms, aligned, call)
-        others = {name: getattr(values, name) for name in self.terms.reads}
-        result = evaluate(prepared, values.logps, values.entropy, others=others)
+        result = evaluate(prepared, values.logps, values.entropy, others=self.others(values))
         if values.missing_target is not None and self.terms.metrics != "none":
             # For tokens that are not projected it is unknown.
             count = counted_tokens(ids, mask, call.needed_mask).sum()
             result.metrics["missing_target"] = Metric(values.missing_target.sum().float(), count=count)
         return result
+
+    def others(self, values: Any) -> dict[str, Tensor]:
+        """The fields of a head's `values` that the loss reads besides log-probabilities and entropies."""
+        return {name: getattr(values, name) for name in self.terms.reads}
 
     @torch.no_grad()
     def _logps(self, call: HeadCall, transform: LogitTransform | None = None) -> Tensor:

@@ -32,12 +32,13 @@ from liger_rl.integrations.head import (
     stop_listening,
 )
 from liger_rl.integrations.peft import base_model
-from liger_rl.logprobs import linear_logprobs
+from liger_rl.logprobs import LogProbs, linear_logprobs
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
 IGNORE_INDEX = -100
-HEAD_OPTIONS = (*HOW, "weight_grad")
+LISTS = ("topk_logps", "topk_ids")  # results of K columns
+HEAD_OPTIONS = (*HOW, "weight_grad", "lse", "extras", "topk")
 FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
 # Arguments of a plain forward that the fused one reads itself.
 CHECKED = ("ignore_index", "return_dict", "logits_to_keep")
@@ -62,6 +63,13 @@ class FusedCausalLMOutput(CausalLMOutputWithPast):
     per_token_logps: Tensor | None = None  # 0 where the label is -100, and with labels at t = 0
     entropy: Tensor | None = None  # (B, T) float32 in nats, of the distribution that predicted each label
     missing_target: Tensor | None = None  # (B, T) bool, as in `LogProbs`; None without a support
+    # (B, T) or (B, T, K), as in `LogProbs`, at the places of the log-probabilities; None unless asked for
+    lse: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    is_top1: Tensor | None = None
+    topk_logps: Tensor | None = None
+    topk_ids: Tensor | None = None
     aux_loss: Tensor | None = None
     router_logits: Any = None
 
@@ -80,7 +88,7 @@ def swap_lm_head(model: Model) -> Model:
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
             per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, weight_grad:
+        lse, extras, topk, grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
 
     Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md).
@@ -279,9 +287,10 @@ def _fused_forward(
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
+    kinds: dict[str, tuple[int, torch.dtype]] = {}  # name of a result -> its columns and dtype
 
     def per_token(hidden: Tensor) -> Tensor:
-        """(..., H) -> (..., 1 to 3). It runs within the head's call, around which FSDP gathers the weight."""
+        """(..., H) -> (..., columns). It runs within the head's call, around which FSDP gathers the weight."""
         hidden = hidden.to(head.linear.weight.device)
         result = linear_logprobs(
             hidden,
@@ -294,13 +303,24 @@ def _fused_forward(
             support=None if support is None else support.to(hidden.device),
             **options,
         )
-        missing = None if result.missing_target is None else result.missing_target.to(result.logps.dtype)
-        return torch.stack([column for column in (result.logps, result.entropy, missing) if column is not None], -1)
+        columns = []
+        for name in LogProbs._fields:
+            value = getattr(result, name)
+            if value is not None:
+                # One tensor of float64 holds the ids, too.
+                wide = options.get("topk") is not None
+                value = value.to(torch.float64 if wide else torch.float32)
+                columns.append(value if name in LISTS else value[..., None])
+                kinds[name] = columns[-1].shape[-1], getattr(result, name).dtype
+        return torch.cat(columns, -1)
 
     with asking(head.module, per_token) as request:
         output = plain_forward(model, *args, return_dict=True, **kwargs)
     assert request.output is not None  # seen at swap time: the forward calls its head
-    logps, *columns = request.output.unbind(-1)
+    split = request.output.split([width for width, _ in kinds.values()], -1)
+    values = {name: columns if name in LISTS else columns[..., 0] for name, columns in zip(kinds, split, strict=True)}
+    values = {name: value.to(kinds[name][1]) for name, value in values.items()}
+    logps = values.pop("logps")
     if num_items_in_batch is None:
         num_items_in_batch = (targets >= 0).sum().clamp(min=1)
     if isinstance(num_items_in_batch, Tensor):
@@ -310,12 +330,13 @@ def _fused_forward(
     if fields["aux_loss"] is not None:
         loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
     if shift_labels is None:
-        logps, *columns = (nn.functional.pad(column[:, :-1], (1, 0)) for column in (logps, *columns))
+        logps = nn.functional.pad(logps[:, :-1], (1, 0))
+        for name, value in values.items():
+            values[name] = torch.cat([torch.zeros_like(value[:, :1]), value[:, :-1]], 1)
     return FusedCausalLMOutput(
         loss=loss if model._fused_shift or shift_labels is not None else None,
         per_token_logps=logps,
-        entropy=columns[0] if entropy else None,
-        missing_target=None if support is None else columns[-1].detach() != 0,
+        **values,
         **fields,
     )
 

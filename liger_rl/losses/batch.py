@@ -52,6 +52,7 @@ class AlignedBatch:
     log_sum_sq_probs: Tensor | None = None
     is_top1: Tensor | None = None
     topk_logps: Tensor | None = None  # (..., K)
+    topk_ids: Tensor | None = None  # (..., K)
 
     def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
         """Detached copies of the columns in `dtype`, 0 where the mask is 0; the mask as bool."""

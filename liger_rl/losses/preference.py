@@ -165,9 +165,12 @@ class _OfPairs(Options):
             named = {"chosen_rewards": chosen, "rejected_rewards": rejected, "reward_margins": chosen - rejected}
             named["reward_accuracy"] = (chosen > rejected).to(chosen.dtype)
             named["chosen_logps"], named["rejected_logps"] = self._of_both(logps, batch)
-            return sequence_means(named | means, batch) | nll_metric(logps, batch)
+            return self.metrics_of(named | means, batch) | nll_metric(logps, batch)
 
         return TokenLoss(loss.expand_as(logps), metrics=metrics)
+
+    def metrics_of(self, values: dict[str, Tensor], batch: AlignedBatch) -> dict[str, Metric]:
+        return sequence_means(values, batch)
 
 
 def _sums(values: Tensor, where: Tensor, batch: AlignedBatch) -> Tensor:
@@ -403,11 +406,9 @@ class KTO(Options):
 
         def metrics(_level: MetricsLevel) -> dict[str, Metric]:
             values = {"rewards": self.beta * ratio.detach(), "logps": batch.sequence_sum(logps.detach())}
-            return {
-                f"{side}_{name}": metric
-                for side, where in (("chosen", chosen), ("rejected", batch.advantages < 0))
-                for name, metric in sequence_means(values, batch, where).items()
-            }
+            sides = ("chosen", chosen), ("rejected", batch.advantages < 0)
+            of_sides = [(side, sequence_means(values, batch, where)) for side, where in sides]
+            return {f"{side}_{name}": metric for side, means in of_sides for name, metric in means.items()}
 
         return TokenLoss(loss.expand_as(logps), metrics=metrics)
 

@@ -92,6 +92,7 @@ def planned(
     advantages: Tensor | None,  # (B, T), or (B, 1); rows without one have no gradient. None: all may have one
     runs_idle: bool,  # rows without a gradient run too, without a graph
     together: str | None,  # why all sequences must be in one micro-batch; None if they need not
+    pairs: bool = False,  # rows r and B / 2 + r run together, and both if one lives
 ) -> Plan:
     """The plan of a batch. Raises ValueError for options that the model or the batch does not allow."""
     obstacle = body.obstacle or (None if options.trim else KEPT)
@@ -108,12 +109,16 @@ def planned(
         whole = MicroBatch(None, (), rows=tuple(range(batch)))
         return Plan([whole], [], (), whole, f"the batch as it is: {body.obstacle or 'it has no token'}")
     rows = _read_rows(ids, mask, inputs, advantages, body, options.trim)
+    half = batch // 2 if pairs else batch
+    if pairs:
+        rows = [row._replace(lives=row.lives or rows[(r + half) % batch].lives) for r, row in enumerate(rows)]
     every_row = body.router or options.idle == "backward"
     live = [r for r, row in enumerate(rows) if row.lives or every_row]
     waiting = [r for r, row in enumerate(rows) if row.counts and not (row.lives or every_row)]
     if not live:  # for a loss to call backward on
         shortest = min(waiting or range(batch), key=lambda r: rows[r].length)
-        live, waiting = [shortest], [r for r in waiting if r != shortest]
+        live = sorted({shortest, (shortest + half) % batch})
+        waiting = [r for r in waiting if r not in live]
     idle, left_out = (waiting, []) if runs_idle else ([], waiting)
     longest = max([*live, *idle], key=lambda r: rows[r].length)
     if budget is not None and budget < rows[longest].length:
@@ -121,7 +126,7 @@ def planned(
             f"max_tokens must be at least {rows[longest].length}, the longest sequence (row {longest} of input_ids, "
             f"without its padding), got {budget}"
         )
-    layout = _laid_out(live, idle, rows, ids, body, options)
+    layout = _laid_out(live, idle, rows, ids, body, options, half)
     if len(layout.live) > 1 and together is not None:
         raise ValueError(f"max_tokens must be None or at least {layout.least(live)} here, got {budget}: {together}")
     steps = [layout.micro_batch(group)._replace(rows=tuple(group)) for group in layout.live]
@@ -157,19 +162,19 @@ class _Layout(NamedTuple):
 
 
 def _laid_out(
-    live: list[int], idle: list[int], rows: list["Row"], ids: Tensor, body: Body, options: RowOptions
+    live: list[int], idle: list[int], rows: list["Row"], ids: Tensor, body: Body, options: RowOptions, half: int
 ) -> _Layout:
     """Trees if they may be and pay, else rows."""
     budget, device, chosen = options.max_tokens, ids.device.type, sorted([*live, *idle])
     packed = _packs(rows, chosen, body, options)
-    of_live, of_idle = (_groups(some, rows, budget, packed) for some in (live, idle))
+    of_live, of_idle = (_groups(some, rows, budget, packed, half) for some in (live, idle))
     lengths = [[rows[r].length for r in group] for group in (*of_live, *of_idle)]
     count = sum(_tokens(some, packed) for some in lengths)
     reason = None if options.trim else KEPT
     reason = reason or body.no_tree or ("share_prefixes=False" if options.share_prefixes is False else None)
     reason = reason or _no_run(rows, chosen, options)
     if reason is None:
-        trees = _Trees.of(chosen, rows, ids, body)
+        trees = _Trees.of(chosen, rows, ids, body, half)
         in_trees = [trees.groups(some, budget) for some in (live, idle)]
         sizes = [tokens for some in in_trees for tokens, _ in some]
         # With a dense mask, padding is no worse than the other sequences of a row.
@@ -279,14 +284,25 @@ class _Trees(NamedTuple):
     rows: list[Row]
     width: int  # T
     body: Body
+    half: int  # rows of one remainder by it stay together
 
     @classmethod
-    def of(cls, chosen: list[int], rows: list[Row], ids: Tensor, body: Body) -> "_Trees":
+    def of(cls, chosen: list[int], rows: list[Row], ids: Tensor, body: Body, half: int) -> "_Trees":
         host = ids.to("cpu", torch.int64)
-        return cls({r: host[r, rows[r].start : rows[r].stop] for r in chosen}, rows, ids.shape[1], body)
+        return cls({r: host[r, rows[r].start : rows[r].stop] for r in chosen}, rows, ids.shape[1], body, half)
 
     def groups(self, chosen: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
         """Each micro-batch's number of tokens, and its rows. Rows with a common prefix stay together if they fit."""
+        if budget is not None and self.half < max(chosen, default=0):
+            # Pairs share their prompt, and fill the micro-batches in their order.
+            of_pairs: list[tuple[int, list[int]]] = []
+            for pair in _units(chosen, self.half):
+                size = sum(tokens for tokens, _ in self.groups(pair, None))
+                if of_pairs and of_pairs[-1][0] + size <= budget:
+                    of_pairs[-1] = (of_pairs[-1][0] + size, sorted([*of_pairs[-1][1], *pair]))
+                else:
+                    of_pairs.append((size, pair))
+            return of_pairs
         known = self._order(chosen)
         sizes = known.sizes([self.rows[r].length for r in chosen])
         clusters: list[tuple[int, list[int]]] = []
@@ -333,17 +349,25 @@ def _tokens(lengths: list[int], packed: bool) -> int:
     return sum(lengths) if packed else max(lengths) * len(lengths)
 
 
-def _groups(sequences: list[int], rows: list[Row], budget: int | None, packed: bool) -> list[list[int]]:
+def _units(sequences: list[int], half: int) -> list[list[int]]:
+    """Rows that must run together: those of one remainder by `half`, each list in order."""
+    units: dict[int, list[int]] = {}
+    for row in sorted(sequences):
+        units.setdefault(row % max(half, 1), []).append(row)
+    return list(units.values())
+
+
+def _groups(sequences: list[int], rows: list[Row], budget: int | None, packed: bool, half: int) -> list[list[int]]:
     """Rows of each micro-batch. The longest come first; a micro-batch has them in the batch's order."""
     groups: list[list[int]] = []
-    for row in sorted(sequences, key=lambda r: -rows[r].length):
+    for unit in sorted(_units(sequences, half), key=lambda unit: -max(rows[r].length for r in unit)):
         # Without packing, a short row would be padded to the length of a long one.
         for group in groups if packed else groups[-1:]:
-            if budget is None or _tokens([rows[r].length for r in (*group, row)], packed) <= budget:
-                group.append(row)
+            if budget is None or _tokens([rows[r].length for r in (*group, *unit)], packed) <= budget:
+                group += unit
                 break
         else:
-            groups.append([row])
+            groups.append(unit)
     return [sorted(group) for group in groups]
 
 

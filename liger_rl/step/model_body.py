@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.call.options import HOW
+from liger_rl.fused_loss import FusedLinearLoss
 from liger_rl.integrations.head import is_gathered
 from liger_rl.integrations.transformers import (
     CHECKED,
     FUSED_OPTIONS,
-    HEAD_OPTIONS,
     IGNORE_INDEX,
     check_arguments,
     swap_lm_head,
@@ -232,18 +232,18 @@ def model_inputs(
 
 def fused_forward(
     model: nn.Module,
-    loss: FusedLinearGRPOLoss,
+    loss: FusedLinearLoss,
     inputs: dict[str, Any],
     *,
-    entropy: bool,
+    others: bool,  # also what the loss reads besides log-probabilities
     temperature: float | None = None,  # None: the loss's
 ) -> Any:
     """The model's output with log-probabilities of the tokens in `counted`, an input beside `input_ids`."""
     inputs = dict(inputs)
     labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
-    options = {name: getattr(loss.options, name) for name in HEAD_OPTIONS if name != "weight_grad"}
+    options = {name: getattr(loss.options, name) for name in (*HOW, *(("entropy", "lse", "extras", "topk") * others))}
     at = loss.transform.temperature if temperature is None else temperature
-    return model(labels=labels, fused=True, entropy=entropy, temperature=at, **options, **inputs)
+    return model(labels=labels, fused=True, temperature=at, **options, **inputs)
 
 
 @contextmanager

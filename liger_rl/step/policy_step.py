@@ -9,7 +9,7 @@ step.loss.backward()
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from liger_rl.call.checks import check_shape
 from liger_rl.call.support import check_usable
-from liger_rl.grpo import FusedLinearGRPOLoss
-from liger_rl.losses.batch import COLUMNS, AlignedBatch, PolicyBatch
+from liger_rl.fused_loss import FusedLinearLoss
+from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.metrics import Metric, reduce_metrics
@@ -47,9 +47,9 @@ from liger_rl.step.model_body import (
 from liger_rl.step.ranks import agreement, data_parallel, first_device, rank_groups
 from liger_rl.step.trials import after_trial, needs_trial
 
-__all__ = ["PolicyStep", "PolicySteps", "completion_logps", "policy_step", "policy_steps"]
-
-POLICY_COLUMNS = tuple(field.name for field in fields(PolicyBatch))
+__all__ = [
+    "PolicyStep", "PolicySteps", "completion_logps", "loss_step", "loss_steps", "policy_step", "policy_steps",
+]  # fmt: skip
 
 
 class PolicyStep(NamedTuple):
@@ -62,7 +62,7 @@ class PolicyStep(NamedTuple):
     layout: str  # how the batch's tokens were laid out, and if no prefix was shared, why
 
 
-def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, **options: Any) -> PolicyStep:
+def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss, **options: Any) -> PolicyStep:
     """The policy loss of one batch, from token ids, for one backward: `policy_steps` with one micro-batch.
 
     Only positions that predict a completion token are projected on the vocabulary. With a support, the metric
@@ -86,13 +86,13 @@ def policy_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearGRP
             scale of the loss that is not the model's, or packing that the model or the batch does not allow. If one of
             the ranks that run the model together raises, all do.
     """
-    return next(policy_steps(model, batch, loss, max_tokens=None, **options))
+    return next(loss_steps(model, batch, loss, max_tokens=None, **options))
 
 
-def policy_steps(
+def loss_steps(
     model: nn.Module,
     batch: Mapping[str, Any],
-    loss: FusedLinearGRPOLoss,
+    loss: FusedLinearLoss,
     *,
     max_tokens: int | None = None,
     trim: bool = True,
@@ -144,12 +144,14 @@ def policy_steps(
     return PolicySteps(model, batch, loss, extra_inputs, options, group)
 
 
+policy_step, policy_steps = loss_step, loss_steps
+
+
 class _Output(NamedTuple):
     """A micro-batch's tokens, flat, in the order of its cells."""
 
     logps: Tensor
-    entropy: Tensor | None
-    missing_target: Tensor | None
+    values: dict[str, Tensor]  # other values of the head by name
     aux_loss: Tensor | None
 
 
@@ -164,7 +166,7 @@ class PolicySteps(Iterator[PolicyStep]):
         self,
         model: nn.Module,
         batch: Mapping[str, Any],
-        loss: FusedLinearGRPOLoss,
+        loss: FusedLinearLoss,
         extra_inputs: dict[str, Any],
         options: dict[str, Any],  # of `RowOptions`
         group: Any,
@@ -179,12 +181,15 @@ class PolicySteps(Iterator[PolicyStep]):
             row_options = RowOptions(**options)
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
-            self._inputs = inputs = model_inputs(model, swapped, batch, POLICY_COLUMNS, extra_inputs)
             _check_loss(loss, swapped)
-            self._ids, self._mask = ids, mask = _tokens(batch)
+            self._inputs = inputs = model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
+            ids, mask = _tokens(batch)
             if inputs.get("support") is not None:
                 check_usable(inputs["support"], fixed_shape=loss.options.fixed_shape)
             aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
+            if aligned is not None and loss.terms.nll_weight:  # the NLL term may have tokens of its own
+                mask = aligned.mask.view(ids.shape) != 0
+            self._ids, self._mask = ids, mask
             obstacle, temperature = None, loss.transform.temperature
             if isinstance(temperature, Tensor):
                 check_shape("temperature", temperature, ids.shape, f"a number or {tuple(ids.shape)} from input_ids")
@@ -274,8 +279,8 @@ class PolicySteps(Iterator[PolicyStep]):
 
     def _run(self, micro: MicroBatch) -> _Output:
         inputs = inputs_of(micro, self._ids, self._mask, self._inputs, self._body)
-        entropy = self._aligned is not None and self._loss.terms.needs_entropy
-        output, width = fused_forward(self._model, self._loss, inputs, entropy=entropy), inputs["input_ids"].shape[1]
+        output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
+        width = inputs["input_ids"].shape[1]
         if (
             output.aux_loss is not None
             and not self._body.router
@@ -287,11 +292,13 @@ class PolicySteps(Iterator[PolicyStep]):
                 'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
             )
 
-        def flat(values: Tensor | None) -> Any:
+        def flat(values: Tensor) -> Tensor:
             # Without the virtual tokens that prompt tuning puts before each row.
-            return None if values is None else values[:, -width:].to(self._ids.device).reshape(-1)
+            return values[:, -width:].to(self._ids.device).flatten(0, 1)
 
-        return _Output(flat(output.per_token_logps), flat(output.entropy), flat(output.missing_target), output.aux_loss)
+        names = ("entropy", "missing_target", *self._loss.terms.reads)
+        values = {name: flat(value) for name in names if (value := getattr(output, name)) is not None}
+        return _Output(flat(output.per_token_logps), values, output.aux_loss)
 
     def _step_of(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
         """The loss of the rows of the first micro-batch."""
@@ -305,19 +312,22 @@ class PolicySteps(Iterator[PolicyStep]):
             prepared = prepared.take(positions, metrics=prepared.metrics)
 
         def column(name: str) -> Any:
-            values = [getattr(output, name) for output in outputs]
-            return None if values[0] is None else _gathered(values, source, mask)
+            values = [output.values[name] for output in outputs if name in output.values]
+            return _gathered(values, source, mask) if values else None
 
         def whole(values: Tensor) -> Tensor:
             """(B, T) without gradient"""
             values = values.detach()
             return values if index is None else values.new_zeros(shape).index_copy(0, index, values)
 
-        logps, entropy, missing = column("logps"), column("entropy"), column("missing_target")
+        logps = _gathered([output.logps for output in outputs], source, mask)
+        entropy, missing = column("entropy"), column("missing_target")
         loss_shape = prepared.batch.mask.shape  # (N,) with segments
+        others = {name: column(name) for name in self._loss.terms.reads}
         total, metrics = evaluate(
-            prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape)
-        )
+            prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape),
+            others={name: x.reshape(*loss_shape, *x.shape[2:]) for name, x in others.items()},
+        )  # fmt: skip
         if missing is not None and self._loss.terms.metrics != "none":
             metrics["missing_target"] = Metric(missing.sum().float(), count=mask.sum())
         if outputs[0].aux_loss is not None:
@@ -331,14 +341,14 @@ class PolicySteps(Iterator[PolicyStep]):
         """A loss of 0 whose graph goes through the whole model."""
         nothing = self._ids.new_zeros(self._ids.shape, dtype=torch.float32)
         loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
-        return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing, self.layout)
+        return PolicyStep(loss, {}, nothing, nothing if "entropy" in output.values else None, self.layout)
 
     def _after_trial(self, body: Body, what: str, *, again: bool) -> Body:
         options = {name: value for name, value in self._inputs.items() if name not in CARRIED and is_plain(value)}
 
         def run(inputs: dict[str, Any]) -> Tensor:
             inputs = options | inputs
-            return fused_forward(self._model, self._loss, inputs, entropy=False, temperature=1.0).per_token_logps
+            return fused_forward(self._model, self._loss, inputs, others=False, temperature=1.0).per_token_logps
 
         return after_trial(run, self._swapped, body, self._ids.device, what, again=again)
 
@@ -355,6 +365,7 @@ class PolicySteps(Iterator[PolicyStep]):
             advantages=aligned.advantages if aligned is not None and terms.idle_without_advantages else None,
             runs_idle=aligned is None or metrics_read or options.idle == "forward",
             together=together,
+            pairs=aligned is not None and aligned.pairs,
         )  # fmt: skip
 
 
@@ -368,7 +379,7 @@ def _merged(a: PolicyStep, b: PolicyStep) -> PolicyStep:
 def completion_logps(
     model: nn.Module,
     batch: Mapping[str, Any],
-    loss: FusedLinearGRPOLoss,
+    loss: FusedLinearLoss,
     *,
     max_tokens: int | None = None,
     trim: bool = True,
@@ -397,12 +408,13 @@ def _rows_mask(rows: tuple[int, ...], ids: Tensor) -> Tensor:
 def _gathered(values: list[Tensor], source: Tensor | None, mask: Tensor) -> Tensor:
     """Flat outputs -> (B, T), by the places that `placed` found; 0 for a token that does not count."""
     if source is None:
-        return values[0].view(mask.shape)
+        return values[0].unflatten(0, mask.shape)
     # A place of a tree may count in one sequence and not in another.
-    return torch.cat([*values, values[0].new_zeros(1)])[source].masked_fill(~mask, 0)
+    gathered = torch.cat([*values, torch.zeros_like(values[0][:1])])[source]
+    return gathered.masked_fill(~mask.view(*mask.shape, *[1] * (gathered.dim() - 2)), 0)
 
 
-def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
+def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
     if loss.terms.kl.exact:
         raise ValueError(
             'kl_estimator must not be "exact" here, where the model\'s head returns log-probabilities; call the loss '
@@ -410,13 +422,16 @@ def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, ids: Ten
         )
     if loss.passes == "one":
         raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
-    columns: dict[str, Any] = {name: batch.get(name) for name in POLICY_COLUMNS} | {"mask": mask}
+    columns: dict[str, Any] = {name: batch.get(name) for name in loss.COLUMNS}
+    if columns.get("nll_mask") is not None:
+        columns["nll_mask"] = columns["nll_mask"] & nn.functional.pad(torch.ones_like(mask[:, 1:]), (1, 0))
     if columns["segments"] is not None:
         if ids.shape[0] != 1:
             raise ValueError(f"input_ids must be one packed row, (1, T), with segments, got {tuple(ids.shape)}")
-        per_token = [name for name in ("mask", *COLUMNS) if isinstance(columns[name], Tensor)]
+        per_token = [name for name, x in columns.items() if isinstance(x, Tensor) and x.shape == ids.shape]
         columns |= {name: columns[name].reshape(-1) for name in per_token}
-    return loss.terms.check(PolicyBatch(**columns), columns["mask"].shape, ids.device)
+        ids, mask = ids.reshape(-1), mask.reshape(-1)
+    return loss.terms.check(loss.batch(ids, mask, **columns), mask.shape, ids.device)
 
 
 def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -436,8 +451,8 @@ def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _check_loss(loss: Any, swapped: Any) -> None:
-    if not isinstance(loss, FusedLinearGRPOLoss):
-        raise TypeError(f"loss must be a FusedLinearGRPOLoss, got {type(loss).__name__}")
+    if not isinstance(loss, FusedLinearLoss):
+        raise TypeError(f"loss must be a fused loss, such as FusedLinearGRPOLoss, got {type(loss).__name__}")
     for name, unset in (("softcap", None), ("scale", 1.0)):
         value, model_value = getattr(loss.transform, name), getattr(swapped._fused_transform, name)
         if value not in (unset, model_value):

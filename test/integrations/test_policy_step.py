@@ -127,7 +127,7 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     [
         ({"input_ids": None}, TypeError, "input_ids must be a tensor in the batch, got NoneType"),
         ({"mask": None}, TypeError, "mask must be a tensor in the batch, got NoneType"),
-        ({"completion_mask": torch.ones(1)}, ValueError, "no column 'completion_mask'; it has .*advantages, mask"),
+        ({"completion_mask": torch.ones(1)}, ValueError, "no column 'completion_mask'; it has .*mask, advantages"),
         ({"mask": torch.ones(BATCH, LENGTH - 1)}, ValueError, r"mask must be .* = \(6, 13\)"),
         ({"input_ids": torch.ones(LENGTH, dtype=torch.long)}, ValueError, r"input_ids must be \(B, T\) integers"),
         ({"advantages": None}, TypeError, "advantages must be a real tensor, got NoneType"),
@@ -141,7 +141,7 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
         ({"loss": FusedLinearGRPOLoss("dapo", passes="one")}, ValueError, 'passes must be "auto" or "two" here'),
         ({"loss": FusedLinearGRPOLoss("grpo", softcap=30.0)}, ValueError, "softcap must be left out of the loss"),
         ({"loss": FusedLinearGRPOLoss("grpo", scale=0.5)}, ValueError, "scale must be left out of the loss"),
-        ({"loss": "grpo"}, TypeError, "loss must be a FusedLinearGRPOLoss, got str"),
+        ({"loss": "grpo"}, TypeError, "loss must be a fused loss, such as FusedLinearGRPOLoss, got str"),
         ({"batch": [1]}, TypeError, "batch must be a mapping"),
         ({"model": "model"}, TypeError, "model must be a causal LM"),
         ({"options": {"max_lenght_q": 3}}, TypeError, "Gemma2ForCausalLM takes no max_lenght_q with fused=True"),
