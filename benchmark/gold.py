@@ -1,5 +1,6 @@
 """What every variant is compared with: a case in float64, on the same rounded inputs, a few rows at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class Gold:
     grad_weight: Tensor | None  # (V, H)
 
 
-def gold_of(case: Case, inputs: Inputs) -> Gold:
+def gold_of(case: Case, inputs: Inputs, loss_fn: Callable[[Tensor, Inputs], Tensor] = grpo_loss) -> Gold:
     hidden, weight = inputs.hidden.detach().flatten(0, 1), inputs.weight.detach().double()
     ids = inputs.ids.flatten()
     step = max(1, LOGITS_BYTES // (8 * case.vocab))
@@ -36,7 +37,7 @@ def gold_of(case: Case, inputs: Inputs) -> Gold:
     logps, entropy = (torch.cat(part).view(inputs.ids.shape) for part in zip(*parts, strict=True))
     del parts
     leaf = logps.clone().requires_grad_()
-    loss = grpo_loss(leaf, inputs)
+    loss = loss_fn(leaf, inputs)
     grad_hidden = grad_weight = None
     if case.task == STEP:
         (grad_logps,) = torch.autograd.grad(loss, leaf)
