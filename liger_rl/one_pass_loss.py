@@ -6,14 +6,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from liger_rl.call.checks import Passes
 from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import resolved
 from liger_rl.call.tokens import counted_tokens, live_tokens
-from liger_rl.engines.dense.one_pass import WithGradients, chunks_of, one_pass
+from liger_rl.engines.dense.one_pass import Values, WithGradients, chunks_of, one_pass
 from liger_rl.engines.interface import Head
 from liger_rl.engines.plan import path_for
 from liger_rl.engines.shape import HeadShape
@@ -121,27 +121,31 @@ def loss_in_one_pass(
     prepare = cache(partial(prepared_loss, terms, aligned, call))  # called only after the first product is launched
     results: list[PolicyLoss] = []
 
-    def spread(*columns: Tensor | None) -> list[Any]:
-        return [None if column is None else live.spread(column, token_shape) for column in columns]
+    def spread(values: Values) -> Values:
+        return {name: live.spread(value, token_shape) for name, value in values.items()}
 
-    def gradients_of_all(_chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        result, grads = with_gradients(prepare(), *spread(logps, entropy))
+    def gradients_of_all(_chunk: slice, values: Values) -> Values:
+        result, grads = with_gradients(prepare(), **_arguments(spread(values)))
         results.append(result)
-        flat = {name: live.gather(grad.flatten()) for name, grad in grads.items()}
-        return flat["logps"], flat.get("entropy")
+        return {name: live.gather(grad.flatten()) for name, grad in grads.items()}
 
-    def gradients_of_chunk(chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def gradients_of_chunk(chunk: slice, values: Values) -> Values:
         positions = chunk if live.index is None else live.index[chunk]
-        _, grads = with_gradients(prepare().take(positions), logps, entropy)
-        return grads["logps"], grads.get("entropy")
+        return with_gradients(prepare().take(positions), **_arguments(values))[1]
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live)
     gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
-    values = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
-    loss, metrics = results[0] if results else evaluate(prepare(), *spread(values.logps, values.entropy))
-    loss, _ = WithGradients.apply(loss.detach(), call.hidden, call.weight, call.bias, values.gradients)
+    result = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
+    loss, metrics = results[0] if results else evaluate(prepare(), **_arguments(spread(result.values)))
+    loss, _ = WithGradients.apply(loss.detach(), call.hidden, call.weight, call.bias, result.gradients)
     return PolicyLoss(loss, metrics)
+
+
+def _arguments(values: Values) -> dict[str, Any]:
+    """The arguments of `evaluate`."""
+    others = {name: value for name, value in values.items() if name not in ("logps", "entropy")}
+    return {"logps": values["logps"], "entropy": values.get("entropy"), "others": others}
 
 
 def _chunks(tokens: int, rows: Sequence[int], chunk_tokens: int) -> list[slice]:

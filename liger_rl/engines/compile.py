@@ -36,11 +36,15 @@ TENSORS = (
 DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 # `bounded`: the forward also returns TileStatistics, from which the sparse engine's backward bounds its error.
 SCHEMA = f"{TENSORS}, {OP_OPTIONS}, bool bounded"
-GRADS = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
+GRADS = (
+    "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor? grad_sum_logits, Tensor[] outputs, "
+    "bool[] needs"
+)
 # The outputs: logps, lse, entropy and the extras of TokenStatistics, TileStatistics, and a (1,) bool on the host that
 # says whether the forward made the TileStatistics. If it is false, the backward is exact. An operator cannot return
 # None, so its list leaves out the outputs that the options do not ask for.
 STATISTICS, TILES = 3 + len(EXTRAS), len(TileStatistics._fields)
+SUM_LOGITS = EXTRAS.index("mean_logits")  # its place among the extras
 Outputs = list[Tensor | None]
 
 
@@ -123,14 +127,15 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 
 def _backward(
-    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, grad_sum_logits: Tensor | None,
     outputs: list[Tensor], needs: list[bool], *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
     """-> the gradients that `needs` asks for, in the order of `Head.differentiable`."""
     head, options, bounded = _split_arguments(arguments)
     all_outputs = _with_missing_outputs(outputs, options, bounded)
     # Tokens that do not count have gradient 0 here. One sync drops all tokens whose gradient is 0.
-    grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy, grad_lse)]
+    all_grads = grad_logps, grad_entropy, grad_lse, grad_sum_logits
+    grads = [None if grad is None else head.live.gather(grad) for grad in all_grads]
     if not options.fixed_shape:
         all_tokens = TokenSelection(head.targets.numel())
         head = head._replace(targets=head.live.gather(head.targets), live=all_tokens)
@@ -142,7 +147,7 @@ def _backward(
 
 
 def _fake_backward(
-    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, grad_sum_logits: Tensor | None,
     outputs: list[Tensor], needs: list[bool], *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
     inputs = zip(arguments[:DIFFERENTIABLE], needs, strict=True)
@@ -154,23 +159,22 @@ def _save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
     ctx.flat = flat_options(replace(ctx.options, extras=()), "")  # the backward reads no extras
     logps, lse, entropy, *other_outputs = _with_missing_outputs(output, ctx.options, ctx.bounded)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(column for column in other_outputs if column is not None))
-    # The extras have no gradient, and the backward does not read them.
+    constants = [*other_outputs[:SUM_LOGITS], *other_outputs[SUM_LOGITS + 1 :]]
+    ctx.mark_non_differentiable(*(column for column in constants if column is not None))
+    # The backward does not read the extras.
     backward_outputs = logps, lse, entropy, *other_outputs[len(EXTRAS) :]
     ctx.save_for_backward(*inputs[:TENSOR_COUNT], *(column for column in backward_outputs if column is not None))
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, *_with_missing_outputs(grads, ctx.options, ctx.bounded)[:3])
+    grad_logps, grad_lse, grad_entropy, *others = _with_missing_outputs(grads, ctx.options, ctx.bounded)
+    return _gradients(ctx, grad_logps, grad_entropy, grad_lse, others[SUM_LOGITS])
 
 
 @differentiable_once
-def _gradients(
-    ctx: Any, saved: Sequence[Any], grad_logps: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """-> one gradient or None for each argument of SCHEMA."""
+def _gradients(ctx: Any, saved: Sequence[Any], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dL/dlogps, dL/dentropy, dL/dlse, dL/dsum_logits -> one gradient or None for each argument of SCHEMA."""
     gradients: Outputs = [None] * (TENSOR_COUNT + len(ctx.flat) + 1)
-    grads = grad_logps, grad_entropy, grad_lse
     if any(grad is not None for grad in grads):
         tensors, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])

@@ -3,7 +3,7 @@
 With z the transformed logits and p = exp(z - lse):
 
     logp = z_y - lse,  entropy = lse - sum_v p_v z_v
-    dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy)
+    dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy) + dL/dlse p_v + dL/dmean_logits / V
     dL/dx_v = dL/dz_v dz_v/dx_v,  z = softcap tanh(scale x / softcap) / temperature
 
 `fold` and `grad` take a tile of the vocabulary. `fold_rows` and `grad_rows` take whole rows of given logits: (N, V)
@@ -96,6 +96,7 @@ def grad(
         target_log_p = log_p.gather(-1, column).squeeze(-1)
         at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
     grad_z = grad_beside_targets(log_p, p, tokens)
+    at_target = at_target if tokens.uniform is None else at_target + tokens.uniform
     put(grad_z, targets[:, None], at_target[:, None], first)
     out.copy_(times_derivative(grad_z, z, transform))
 
@@ -107,10 +108,12 @@ def grad_beside_targets(
 ) -> Tensor:
     """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`put` fixes it)."""
     if tokens.grad_entropy is None or tokens.entropy is None:
-        return p.mul_(-tokens.grad_logps[:, None])
-    # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
-    grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
-    return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+        grad_z = p.mul_(-tokens.grad_logps[:, None])
+    else:
+        # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
+        grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
+        grad_z = grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+    return grad_z if tokens.uniform is None else grad_z.add_(tokens.uniform[:, None])
 
 
 def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
@@ -209,6 +212,8 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
     grad = tokens.at_target
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad = grad - tokens.grad_entropy * entropy_term(statistics.logps, tokens.entropy)
+    if tokens.uniform is not None:
+        grad = grad + tokens.uniform
     if transform.softcap is not None:
         assert statistics.target is not None
         grad = grad * (1.0 - tanh_square(statistics.target, transform))

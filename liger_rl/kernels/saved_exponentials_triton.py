@@ -93,6 +93,8 @@ def _grad_kept_kernel(
     p = exp * tl.exp(peak - lse)[:, None]
     log_p = log_exp + (peak - lse)[:, None]
     grad = gradient(p, log_p, None, None, g, e, entropy, tokens.grad_entropy is not None)
+    if tokens.uniform is not None:
+        grad += tl.load(tokens.uniform + row)
     square = 0.0
     if steps.cap is not None:
         square = tanh_square(log_exp + peak[:, None], steps)

@@ -15,7 +15,7 @@ def each(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
     return record._make(None if values is None else function(values) for values in record)
 
 
-# Optional results of a fold, without a gradient, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on.
+# Optional results of a fold, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -196,6 +196,7 @@ class TokenGradients(NamedTuple):
     grad_entropy: Tensor | None  # (n,) dL/dentropy
     # (n,) bool: the token has a gradient. Set if grad_logps may be 0 for a token that has one; else None.
     wanted: Tensor | None = None
+    uniform: Tensor | None = None  # (n,) dL/dsum_logits, a summand of dL/dz_v at every v, which at_target leaves out
 
     @classmethod
     def of(cls, statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> "TokenGradients":
@@ -211,6 +212,11 @@ class TokenGradients(NamedTuple):
             return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
         wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
         return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
+
+    def with_sum_logits(self, grad_sum_logits: Tensor) -> "TokenGradients":
+        """Add dL/dsum_logits (n,), which is the same for every v."""
+        wanted = (self.grad_logps != 0).view(len(self.lse), -1).any(1) if self.wanted is None else self.wanted
+        return self._replace(uniform=grad_sum_logits, wanted=wanted | (grad_sum_logits != 0))
 
     def contiguous(self) -> "TokenGradients":
         return each(self, torch.Tensor.contiguous)

@@ -255,5 +255,7 @@ def grad_tile(
             entropy = entropy[:, None]
         hit = column[None, :] == target[:, None]
         grad = gradient(p, log_p, hit, at_target[:, None], g[:, None], e, entropy, ENTROPY)
+        if gradients.uniform is not None:
+            grad += tl.load(gradients.uniform + token, mask=live, other=0.0)[:, None]
         grad = times_derivative(grad, square, steps)
         store(out, first_token, vocab_tile * logits.shape[1] + part * x.shape[1], grad)

@@ -197,6 +197,8 @@ def _grad_kernel(
         at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
         ENTROPY: tl.constexpr = tokens.grad_entropy is not None
         grad = gradient(tl.exp(log_p), log_p, column == target, at_target, g, e, entropy, ENTROPY)
+        if tokens.uniform is not None:
+            grad += tl.load(tokens.uniform + token)
         grad = times_derivative(grad, square, steps)
         if steps.temperatures is not None:
             grad /= temperature

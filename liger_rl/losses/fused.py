@@ -22,16 +22,16 @@ DEVICES = ("cuda",)  # on other devices launches cost little
 
 def evaluate(
     prepared: PreparedLoss,
-    per_token_logps: Tensor,
+    logps: Tensor,
     entropy: Tensor | None = None,
     exact_kl: Tensor | None = None,
     others: Mapping[str, Tensor] = NOTHING,
 ) -> PolicyLoss:
     """`prepared.evaluate`, differentiable once, for (B, T) or (N,) log-probabilities of the whole batch."""
-    kernel = kernel_for(prepared, per_token_logps)
+    kernel = kernel_for(prepared, logps)
     if kernel is None:
-        return prepared.evaluate(per_token_logps, entropy, exact_kl, others)
-    loss, *_, sums = _Launch.apply(per_token_logps, prepared, kernel, ("sums",), "active")
+        return prepared.evaluate(logps, entropy, exact_kl, others)
+    loss, *_, sums = _Launch.apply(logps, prepared, kernel, ("sums",), "active")
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_rl.call.options import EngineOptions
 from liger_rl.call.rules import lacks as rule_lacks
 from liger_rl.call.tokens import TokenSelection
+from liger_rl.engines.autograd import tokens_with, values_of
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
@@ -38,8 +39,9 @@ CHUNK_TOKENS_ALIGNMENT = 128
 # gradients partly cancel: 2.7e-3 to 3.4e-3 for the tokens of three models, and 2.1e-3 to 2.8e-3 with a float32 sum.
 MAX_ROUNDINGS = 2
 
-# (slice of m live tokens, their logps (m,), their entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
-GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+Values = dict[str, Tensor]  # (m,) each, by the names of `autograd.VALUES`
+# (slice of m live tokens, their values) -> dL/dvalue of the differentiable ones that have a gradient
+GradientsOf = Callable[[slice, Values], Values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,7 @@ class OnePassPlan:
 class OnePass(NamedTuple):
     """The results of `one_pass` for the n live tokens."""
 
-    logps: Tensor  # (n,)
-    entropy: Tensor | None  # (n,)
+    values: Values  # (n,) each
     gradients: Gradients  # of hidden, weight and bias
 
 
@@ -75,8 +76,7 @@ def one_pass(
     n' is the number of rows with a gradient if `select` is set, else n.
     """
     weight, device = head.weight, head.hidden.device
-    logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
-    entropy = torch.empty_like(logps) if options.entropy else None
+    parts: list[Values] = []
     totals = Totals(head, plan.sum_dtype, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
@@ -87,15 +87,19 @@ def one_pass(
             rows = head._replace(hidden=hidden, targets=head.targets[index], live=TokenSelection(hidden.shape[0]))
             kept = buffer.rows(slice(0, hidden.shape[0]))
             statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), kept=kept)
-            logps[chunk] = statistics.logps
-            if entropy is not None:
-                assert statistics.entropy is not None
-                entropy[chunk] = statistics.entropy
-            tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
+            known = values_of(statistics, head.vocab, options)
+            parts.append({name: values for name, values in known.items() if values is not None})
+            grads = gradients_of(chunk, parts[-1])
+            of_sum = grads["mean_logits"] / head.vocab if "mean_logits" in grads else None
+            tokens = tokens_with(statistics, (grads["logps"], grads.get("entropy"), grads.get("lse"), of_sum))
             selected = picked_rows(has_gradient(tokens)) if select else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
             _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
-    return OnePass(logps, entropy, totals.finish())
+    if not parts:
+        wanted = {"logps", *["entropy"] * options.entropy, *["lse"] * options.lse, *options.extras}
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        parts.append({name: nothing.bool() if name == "is_top1" else nothing for name in wanted})
+    return OnePass({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, totals.finish())
 
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:

@@ -120,8 +120,11 @@ def backward(
         gradients = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1)
         total = gradients.sum(1)
         at_targets = _at_targets(ids, logps, listed, total, tokens)
+        wanted = (gradients != 0).any(1)
+        if tokens.uniform is not None:
+            at_targets, wanted = at_targets + tokens.uniform[:, None], wanted | (tokens.uniform != 0)
         at_targets = times_derivative(at_targets, logps + tokens.lse[:, None], transform)
-        tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=(gradients != 0).any(1))
+        tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=wanted)
     return two_pass.backward(head, options, statistics, None, tokens, needs)
 
 

@@ -34,7 +34,7 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """Gradients from lists of ids, or exact gradients if the lists would be long. Two host syncs."""
-    if known is None:
+    if known is None or tokens.uniform is not None:  # a list of ids cannot hold a gradient at every id
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.engines.sparse import bounds_triton, listing_triton
 

@@ -119,6 +119,9 @@ def _factors(head: Head) -> Factors:
     return Factors._make(parts)
 
 
+DIFFERENTIABLE = 3  # not the mean of logits
+
+
 def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
     """Inputs of `backward`. Slot kernels compute `at_target` from the log-probabilities and do not read the field."""
     return TokenGradients(statistics.lse, grad_logps, grad_logps, None, grad_entropy)
