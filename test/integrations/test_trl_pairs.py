@@ -1,0 +1,184 @@
+"""TRL's experimental CPO and ORPO without logits: whole runs against TRL's own, and what runs as without the patch."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import pad
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+from peft import LoraConfig, PromptTuningConfig
+from test_trl_batches import moe
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+
+import trl_runs
+from liger_rl.integrations.trl import patch_trl
+from liger_rl.integrations.transformers import swap_lm_head
+
+
+def logging_responses(trainer):
+    """TRL logs the mean of all logits, of the prompt and the padding too; here of the responses' alone."""
+    original = trainer.concatenated_forward
+
+    def forward(model, batch):
+        outputs = list(original(model, batch))
+        labels = [batch["chosen_labels"], batch["rejected_labels"]]
+        places = max(part.shape[1] for part in labels)
+        for i, part in enumerate(labels, 2):
+            if outputs[i].dim() == 3:
+                counted = pad(part, (0, places - part.shape[1]), value=-100)[:, 1:] != -100
+                outputs[i] = outputs[i][:, : places - 1][counted]
+        return tuple(outputs)
+
+    trainer.concatenated_forward = forward
+
+
+def train(kind, model, directory, *, patch, prepare=None, **options):
+    """-> the run, and the number of calls of the model's head."""
+    calls = []
+
+    def prepared(trainer):
+        logging_responses(trainer)
+        trainer.model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+        if prepare is not None:
+            prepare(trainer)
+
+    run = trl_runs.train(kind, model(), directory, patch=patch, prepare=prepared, **{"max_steps": 3, **options})
+    return run, len(calls)
+
+
+def assert_same(kind, model, directory, *, shares=True, **options):
+    (plain, made), (patched, left) = (train(kind, model, directory, patch=patch, **options) for patch in (False, True))
+    trl_runs.assert_same_run(patched, plain, shares=shares)
+    assert made >= 3
+    assert left == 0
+    assert plain.log["loss"][0] != plain.log["loss"][-1]
+
+
+def case(kind="CPO", model="qwen3", **options):
+    return kind, model, options
+
+
+LORA = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+CASES = {
+    **{name: case(loss_type=name) for name in ("sigmoid", "hinge", "ipo", "simpo", "alphapo")},
+    "alpha": case(alpha=0.02, beta=0.02),
+    "no NLL": case(cpo_alpha=0.0),
+    "a softcap": case(model="gemma2"),
+    "a scale": case(model="granite"),
+    "ORPO": case("ORPO"),
+    "ORPO, a softcap": case("ORPO", "gemma2"),
+    "ORPO, accumulated": case("ORPO", per_device_train_batch_size=2, gradient_accumulation_steps=2),
+    "eval": case(eval_strategy="steps", eval_steps=1),
+    "ORPO, eval": case("ORPO", eval_strategy="steps", eval_steps=1),
+    "checkpointing": case(gradient_checkpointing=True),
+    "LoRA": case(peft_config=LoraConfig(**LORA, target_modules=["q_proj"])),
+    "LoRA on the head": case("ORPO", peft_config=LoraConfig(**LORA, target_modules=["q_proj", "lm_head"])),
+    "LoRA, checkpointing": case(
+        "ORPO", peft_config=LoraConfig(**LORA, target_modules=["q_proj"]), gradient_checkpointing=True
+    ),
+    "the head alone": case("ORPO", patch_options={"whole_step": False}, shares=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_agree_and_make_no_logits(name, path_of, tmp_path):
+    kind, model, options = CASES[name]
+    assert_same(kind, lambda: path_of[model], tmp_path, **options)
+
+
+@pytest.mark.parametrize("kind", trl_runs.PAIRS)
+def test_a_router_loss(kind, tmp_path):
+    def model():
+        made = moe()
+        made.config.output_router_logits = True
+        return made
+
+    assert_same(kind, model, tmp_path, shares=False)
+
+
+@pytest.mark.parametrize("kind", trl_runs.PAIRS)
+def test_autocast_is_about_as_far_from_float32(kind, path_of, tmp_path):
+    exact, plain, patched = (
+        train(kind, lambda: path_of["qwen3"], tmp_path, patch=patch, bf16=bf16)[0]
+        for patch, bf16 in ((False, False), (False, True), (True, True))
+    )
+    trl_runs.assert_layout(patched, plain, shares=True)
+    assert 0 < trl_runs.weight_distance(patched, exact) < 2 * trl_runs.weight_distance(plain, exact)
+    assert trl_runs.log_distance(patched, exact, "loss") < 2**-6
+
+
+# --- as without the patch ---------------------------------------------------------------------------------------------
+
+
+class OwnLogps(CPOTrainer):
+    @staticmethod
+    def get_batch_logps(logits, labels, **options):
+        return 2 * CPOTrainer.get_batch_logps(logits, labels, **options)
+
+
+class OwnMetrics(ORPOTrainer):
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        loss, metrics = super().get_batch_loss_metrics(model, batch, train_eval)
+        return loss, {**metrics, "positions": float(self.concatenated_forward(model, batch)[2].shape[1])}
+
+
+class OwnForward(CPOTrainer):
+    def concatenated_forward(self, model, batch):
+        return ORPOTrainer.concatenated_forward(self, model, batch)
+
+    padding_value = 0
+
+
+def loaded(path, change):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    change(model)
+    return model
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda *args: 2 * args[2])
+
+
+def projected(model):
+    """Its hidden states change between the body and the head."""
+    forward, head = model.forward, model.lm_head
+    model.forward = lambda *args, **inputs: forward(*args, **inputs)
+    head.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+
+
+def recurrent_gemma():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "lru_width": 16}
+    config = transformers.RecurrentGemmaConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8, block_types=("attention",), attention_window_size=64,
+        pad_token_id=0, eos_token_id=1, logits_soft_cap=3.0, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.RecurrentGemmaForCausalLM(config)
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    )
+
+
+REFUSED = {
+    "built before": ("CPO", None, {"built_before": True}, ""),
+    "own log-probabilities": ("CPO", None, {"trainer": OwnLogps}, ""),
+    "own metrics": ("ORPO", None, {"trainer": OwnMetrics}, ""),
+    "own forward": ("CPO", None, {"trainer": OwnForward}, ""),
+    "hook": ("CPO", hooked, {}, "1 hooks"),
+    "swapped": ("ORPO", swap_lm_head, {}, "its head was swapped"),
+    "softcap": ("CPO", recurrent_gemma, {}, "differs from the model's own"),
+    "encoder": ("ORPO", t5, {}, "encoder"),
+    "DoRA": (
+        "ORPO", None, {"peft_config": LoraConfig(**LORA, target_modules=["lm_head"], use_dora=True)}, "DoraLinear",
+    ),
+}  # fmt: skip
