@@ -205,7 +205,7 @@ def watched(model) -> list[Forward]:
         if kwargs.get("past_key_values") is None and body.training:
             mask = kwargs.get("attention_mask")
             tree = isinstance(mask, dict) or (mask is not None and mask.dim() == 4)
-            forwards.append(Forward(kwargs["input_ids"].numel(), tree))
+            forwards.append(Forward((args[0] if args else kwargs["input_ids"]).numel(), tree))
 
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     model.base_model.register_forward_pre_hook(before, with_kwargs=True)

@@ -21,7 +21,7 @@ from liger_rl.integrations.transformers import swap_lm_head
 
 
 def logging_responses(trainer):
-    """TRL logs the mean of all logits, of the prompt and the padding too; here of the responses' alone."""
+    """In place of the mean of all logits, of the prompt and the padding too, the mean of each response's."""
     original = trainer.concatenated_forward
 
     def forward(model, batch):
@@ -31,7 +31,8 @@ def logging_responses(trainer):
         for i, part in enumerate(labels, 2):
             if outputs[i].dim() == 3:
                 counted = pad(part, (0, places - part.shape[1]), value=-100)[:, 1:] != -100
-                outputs[i] = outputs[i][:, : places - 1][counted]
+                means = outputs[i][:, : places - 1].mean(-1)
+                outputs[i] = torch.where(counted, means, 0).sum(-1) / counted.sum(-1)
         return tuple(outputs)
 
     trainer.concatenated_forward = forward
@@ -144,13 +145,6 @@ def hooked(model):
     model.lm_head.register_forward_hook(lambda *args: 2 * args[2])
 
 
-def projected(model):
-    """Its hidden states change between the body and the head."""
-    forward, head = model.forward, model.lm_head
-    model.forward = lambda *args, **inputs: forward(*args, **inputs)
-    head.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
-
-
 def recurrent_gemma():
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "lru_width": 16}
     config = transformers.RecurrentGemmaConfig(
@@ -174,7 +168,7 @@ REFUSED = {
     "own log-probabilities": ("CPO", None, {"trainer": OwnLogps}, ""),
     "own metrics": ("ORPO", None, {"trainer": OwnMetrics}, ""),
     "own forward": ("CPO", None, {"trainer": OwnForward}, ""),
-    "hook": ("CPO", hooked, {}, "1 hooks"),
+    "hook": ("CPO", hooked, {}, "something other than h @ W.T"),
     "swapped": ("ORPO", swap_lm_head, {}, "its head was swapped"),
     "softcap": ("CPO", recurrent_gemma, {}, "differs from the model's own"),
     "encoder": ("ORPO", t5, {}, "encoder"),
@@ -182,3 +176,24 @@ REFUSED = {
         "ORPO", None, {"peft_config": LoraConfig(**LORA, target_modules=["lm_head"], use_dora=True)}, "DoraLinear",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_runs_as_without_the_patch(name, path_of, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    kind, change, options, reason = REFUSED[name]
+    runs = []
+    for patch in (False, True):
+        model = path_of["qwen3"]
+        if change in (hooked, swap_lm_head):
+            change(model := transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+        elif change is not None:
+            model = change()
+        runs.append(trl_runs.train(kind, model, tmp_path, patch=patch, max_steps=2, **options))
+    plain, patched = runs
+    assert patched.calls == 0
+    assert patched.log["loss"] == plain.log["loss"]
+    assert all(torch.equal(patched.weights[n], weight) for n, weight in plain.weights.items())
+    assert reason in caplog.text
+
+
