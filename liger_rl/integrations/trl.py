@@ -2,7 +2,7 @@
 
 The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_step`); in
 GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
-(`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
+(`trl_adapters`); DistillationTrainer's loss (`trl_divergence`); and the forward of CPO and ORPO (`trl_pairs`).
 """
 
 from collections.abc import Collection, Iterator

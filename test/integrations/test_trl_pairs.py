@@ -10,13 +10,12 @@ from torch.nn.functional import pad
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoraConfig, PrefixTuningConfig
 from test_trl_batches import moe
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 import trl_runs
-from liger_rl.integrations.trl import patch_trl
 from liger_rl.integrations.transformers import swap_lm_head
 
 
@@ -135,12 +134,6 @@ class OwnForward(CPOTrainer):
     padding_value = 0
 
 
-def loaded(path, change):
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    change(model)
-    return model
-
-
 def hooked(model):
     model.lm_head.register_forward_hook(lambda *args: 2 * args[2])
 
@@ -148,19 +141,38 @@ def hooked(model):
 def recurrent_gemma():
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "lru_width": 16}
     config = transformers.RecurrentGemmaConfig(
-        **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8, block_types=("attention",), attention_window_size=64,
-        pad_token_id=0, eos_token_id=1, logits_soft_cap=3.0, initializer_range=0.2,
+        **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8, block_types=("attention",),
+        attention_window_size=64, pad_token_id=0, eos_token_id=1, logits_soft_cap=3.0, initializer_range=0.2,
     )  # fmt: skip
-    torch.manual_seed(0)
     return transformers.RecurrentGemmaForCausalLM(config)
 
 
+class Tanh(transformers.Qwen3ForCausalLM):
+    """It changes the hidden states between its body and its head."""
+
+    def forward(self, input_ids, attention_mask=None, **options):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden.tanh()))
+
+
 def t5():
-    torch.manual_seed(0)
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
     )
+
+
+def with_other_labels(trainer):
+    """One label of each chosen response is not the token."""
+    collator = trainer.data_collator
+
+    def collate(features):
+        batch = collator(features)
+        places = (batch["chosen_labels"] != -100).int().argmax(1)
+        batch["chosen_labels"].scatter_(1, places[:, None], 5)
+        return batch
+
+    trainer.data_collator = collate
 
 
 REFUSED = {
@@ -171,6 +183,12 @@ REFUSED = {
     "hook": ("CPO", hooked, {}, "something other than h @ W.T"),
     "swapped": ("ORPO", swap_lm_head, {}, "its head was swapped"),
     "softcap": ("CPO", recurrent_gemma, {}, "differs from the model's own"),
+    "dense layer": ("CPO", lambda: Tanh(trl_runs.MODELS["qwen3"]), {}, "differs from the model's own"),
+    "labels": ("ORPO", None, {"prepare": with_other_labels}, ""),
+    "prefix": (
+        "CPO", None, {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
+        "tokens of its own",
+    ),
     "encoder": ("ORPO", t5, {}, "encoder"),
     "DoRA": (
         "ORPO", None, {"peft_config": LoraConfig(**LORA, target_modules=["lm_head"], use_dora=True)}, "DoraLinear",
@@ -188,6 +206,7 @@ def test_what_runs_as_without_the_patch(name, path_of, tmp_path, caplog):
         if change in (hooked, swap_lm_head):
             change(model := transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         elif change is not None:
+            torch.manual_seed(0)
             model = change()
         runs.append(trl_runs.train(kind, model, tmp_path, patch=patch, max_steps=2, **options))
     plain, patched = runs
@@ -195,5 +214,3 @@ def test_what_runs_as_without_the_patch(name, path_of, tmp_path, caplog):
     assert patched.log["loss"] == plain.log["loss"]
     assert all(torch.equal(patched.weights[n], weight) for n, weight in plain.weights.items())
     assert reason in caplog.text
-
-
