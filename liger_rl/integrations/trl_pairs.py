@@ -30,10 +30,10 @@ _served: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 def _refusal(trainer: Any, model: Any) -> str | None:
     """Why the trainer needs the model's own logits. If None, the model has TRL's fused forward now, which agrees."""
     # Under FSDP some ranks may hold no weights to try out, and all ranks must run the same forward.
-    if trainer.is_fsdp_enabled or zero_3(model):
-        return "the model is sharded"
-    if trainer.is_encoder_decoder or is_swapped(model):
-        return "it has an encoder, or its head was swapped"
+    if trainer.is_fsdp_enabled or zero_3(model) or trainer.args.n_gpu > 1:
+        return "the model is sharded, or replicated by DataParallel"
+    if trainer.is_encoder_decoder or is_swapped(model) or trainer.args.use_liger_kernel:
+        return "it has an encoder, or another fused forward"
     if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
         return "the adapter puts tokens of its own before each row"
     training, router = model.training, {"output_router_logits": True} if trainer.aux_loss_enabled else {}

@@ -16,7 +16,9 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 import trl_runs
+from liger_rl.integrations import trl_pairs
 from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.integrations.trl import patch_trl
 
 
 def logging_responses(trainer):
@@ -181,7 +183,7 @@ REFUSED = {
     "own metrics": ("ORPO", None, {"trainer": OwnMetrics}, ""),
     "own forward": ("CPO", None, {"trainer": OwnForward}, ""),
     "hook": ("CPO", hooked, {}, "something other than h @ W.T"),
-    "swapped": ("ORPO", swap_lm_head, {}, "its head was swapped"),
+    "swapped": ("ORPO", swap_lm_head, {}, "another fused forward"),
     "softcap": ("CPO", recurrent_gemma, {}, "differs from the model's own"),
     "dense layer": ("CPO", lambda: Tanh(trl_runs.MODELS["qwen3"]), {}, "differs from the model's own"),
     "labels": ("ORPO", None, {"prepare": with_other_labels}, ""),
@@ -189,7 +191,7 @@ REFUSED = {
         "CPO", None, {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
         "tokens of its own",
     ),
-    "encoder": ("ORPO", t5, {}, "encoder"),
+    "encoder": ("ORPO", t5, {}, "it has an encoder"),
     "DoRA": (
         "ORPO", None, {"peft_config": LoraConfig(**LORA, target_modules=["lm_head"], use_dora=True)}, "DoraLinear",
     ),
@@ -214,3 +216,20 @@ def test_what_runs_as_without_the_patch(name, path_of, tmp_path, caplog):
     assert patched.log["loss"] == plain.log["loss"]
     assert all(torch.equal(patched.weights[n], weight) for n, weight in plain.weights.items())
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda trainer: setattr(trainer, "is_fsdp_enabled", True), "sharded"),
+        (lambda trainer: setattr(trainer.model.model.norm.weight, "ds_id", 0), "sharded"),  # as DeepSpeed's ZeRO-3
+        (lambda trainer: setattr(trainer.args, "_n_gpu", 2), "replicated by DataParallel"),
+        (lambda trainer: setattr(trainer.args, "use_liger_kernel", True), "another fused forward"),
+    ],
+)
+def test_what_else_is_refused(change, reason, path_of, tmp_path):
+    trainer = trl_runs.build("CPO", path_of["qwen3"], tmp_path)
+    change(trainer)
+    patch_trl()
+    assert reason in trl_pairs._refusal(trainer, trainer.model)
+    assert "forward" not in vars(trainer.model)
