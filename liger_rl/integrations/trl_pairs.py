@@ -53,15 +53,14 @@ def _refusal(trainer: Any, model: Any) -> str | None:
         expected = z.log_softmax(-1).gather(-1, ids[:, 1:, None].to(z.device))[..., 0]
         same = same and torch.allclose(fused.log_probs, expected, rtol=0.0, atol=z.abs().max().item() / 16)
         same = same and (not router or torch.allclose(fused.aux_loss, own.aux_loss, rtol=0.05))
+        if same:
+            _served[model] = router
+        return None if same else "TRL's fused forward differs from the model's own"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         return str(error)
     finally:
         stop_listening(model)
         model.train(training)
-    if not same:
-        return "TRL's fused forward differs from the model's own"
-    _served[model] = router
-    return None
 
 
 def _rows(trainer: str, *, orpo: bool) -> tuple[Patch, Patch]:
