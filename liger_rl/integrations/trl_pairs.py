@@ -48,7 +48,8 @@ def _refusal(trainer: Any, model: Any) -> str | None:
         # Some models change the hidden states between their body and their head, or have a router loss of their own.
         ids = torch.arange(3, 11, device=model.device)[None] % head.linear.weight.shape[0]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **router}
-        own, fused = model(use_cache=False, **inputs), model(labels=ids, fused_lm_head=True, **inputs)
+        own = model(use_cache=False, **inputs)
+        fused = model.forward.__wrapped__(model, labels=ids, fused_lm_head=True, **inputs)  # in its own rows
         z = own.logits[:, :-1].float()
         expected = z.log_softmax(-1).gather(-1, ids[:, 1:, None].to(z.device))[..., 0]
         same = same and torch.allclose(fused.log_probs, expected, rtol=0.0, atol=z.abs().max().item() / 16)
