@@ -48,13 +48,13 @@ def on_live_tokens(fused_forward: Callable, wanted: Callable[[], bool]) -> Calla
             output = _refusal(self, args, kwargs) or _run(run, self, **kwargs)
             if not isinstance(output, str):
                 return output
-            _tell(self, f"the batch as it is: {output}")
+            tell(self, f"the batch as it is: {output}")
         return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
 
     return forward
 
 
-def _tell(model: Any, text: str) -> None:
+def tell(model: Any, text: str) -> None:
     """Log a text once for each model; texts that differ in their numbers are one."""
     told, key = _told.setdefault(model, set()), re.sub(r"[\d,]+", "", text)
     if key not in told:
@@ -100,7 +100,7 @@ def _run(
         return "its labels are not its input_ids"
     mask = nn.functional.pad(counted, (1, 0))
     plan, body = _plan(fused_forward, model, input_ids, mask, inputs, body, sharded)
-    _tell(model, plan.layout)
+    tell(model, plan.layout)
 
     def run(micro: MicroBatch) -> Any:
         laid_out = inputs_of(micro, input_ids, mask, inputs, body)

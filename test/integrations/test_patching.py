@@ -45,7 +45,7 @@ class System(NamedTuple):
             owner, _, attribute = patch.name.rpartition(".")
             for name in {patch.module, *patch.home} & sys.modules.keys():
                 holder = vars(sys.modules[name]).get(owner) if owner else sys.modules[name]
-                if attribute in vars(holder or object):
+                if holder is not None and attribute in vars(holder):
                     places[name, owner, attribute] = vars(holder)[attribute]
         return places
 

@@ -109,6 +109,8 @@ CASES = {
     "experts": case(moe, router_aux_loss_coef=0.0),
     "experts and a router loss": policy(moe, scored=half_without_advantage(), shares=False),
     "SFT, accumulated": case(kind="SFT", per_device_train_batch_size=4, gradient_accumulation_steps=2),
+    "SFT, dft": case(kind="SFT", loss_type="dft"),
+    "SFT, label smoothing": case(kind="SFT", label_smoothing_factor=0.1),
     "SFT, padding-free": case(kind="SFT", padding_free=True, max_length=None, shares=False),
     "SFT, packed": case(kind="SFT", packing=True, shares=False),
 }  # fmt: skip
