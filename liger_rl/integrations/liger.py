@@ -1,7 +1,6 @@
 """liger-kernel's chunked GRPO and distillation losses on this package's head and losses: docs/liger.md."""
 
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,15 @@ from liger_rl.call.options import HeadOptions
 from liger_rl.engines.graphs import break_graph
 from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
 from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.integrations.liger_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_rl.integrations.liger_head import check_shape, head_factors, kept_whole, label_ids
+from liger_rl.integrations.liger_preference import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
 from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -21,8 +29,14 @@ from liger_rl.losses.presets import PRESETS
 from liger_rl.losses.reductions import GlobalTokenMean
 
 __all__ = [
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
     "is_patched",
     "patch_liger",
     "patched_liger",
@@ -32,9 +46,6 @@ __all__ = [
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # Options that have no effect on the losses without them -> the value that is accepted there.
 SWITCHES = {"delta": None, "importance_sampling_level": "token"}
-
-
-ParameterT = TypeVar("ParameterT", Tensor, Tensor | None)
 
 
 @dataclass(eq=False, repr=False)
@@ -102,10 +113,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if check_dense("_input", _input).dim() != 3:
             raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
         rows, columns = _input.shape[:2]
-        _check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
-        _check_shape("attention_mask", attention_mask, _input, (rows, columns))
+        check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
+        check_shape("attention_mask", attention_mask, _input, (rows, columns))
         if vllm_is_ratio is not None:
-            _check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
+            check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
         check_dense("lin_weight", lin_weight, _input, "_input")
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
         global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
@@ -123,11 +134,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 )
             check_dense("ref_input", ref_input, _input, "_input")
             check_dense("ref_weight", ref_weight, _input, "_input")
-            ref_input, ref_weight, ref_bias = _head(ref_input, ref_weight, ref_bias)
+            ref_input, ref_weight, ref_bias = head_factors(ref_input, ref_weight, ref_bias)
             ref_per_token_logps = fused.reference_logps(
                 ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias
             )
-        hidden, weight, bias = _head(_input, lin_weight, bias)
+        hidden, weight, bias = head_factors(_input, lin_weight, bias)
         loss, metrics = fused(
             hidden,
             weight,
@@ -190,30 +201,12 @@ def _divisor(
     return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
 
 
-def _check_shape(name: str, value: Any, hidden: Tensor, *shapes: tuple[int, ...]) -> None:
-    if check_dense(name, value, hidden, "_input").shape not in shapes:
-        raise ValueError(f"{name} must be {' or '.join(map(str, shapes))} from _input, got {tuple(value.shape)}")
-
-
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The head's factors, for products in the weight's precision and for a backward after the forward's context."""
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    if weight.dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16) and not autocast:
-        hidden = hidden.float()
-    return hidden, _kept_whole(weight), _kept_whole(bias)
-
-
 def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
     """Ratios per token with the same product over each sequence: its one ratio goes to its first counted token."""
     if ratio.shape == counted.shape:
         return ratio
     first = counted & (counted.cumsum(-1) == 1)
     return torch.where(first, ratio.reshape(-1, 1), 1.0)
-
-
-def _kept_whole(parameter: ParameterT) -> ParameterT:
-    """A copy of a parameter that ZeRO-3 empties after the forward. DeepSpeed's id marks it."""
-    return parameter.clone() if parameter is not None and hasattr(parameter, "ds_id") else parameter
 
 
 @dataclass(eq=False, repr=False)
@@ -272,28 +265,26 @@ class LigerFusedLinearJSDLoss(nn.Module):
                 f"{teacher_weight.shape[0]}; liger-kernel would give the student logits of 0 for the rest, and so "
                 "probability to padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
             )
-        ids = true_labels.long()  # a narrow dtype would wrap the size of the vocabulary
-        counted = ids != self.ignore_index
-        # A negative label would be masked. The first id beyond the vocabulary is refused as every such id is.
-        labels = torch.where(counted & (ids < 0), student_weight.shape[0], ids)
+        labels = label_ids(true_labels, student_weight.shape[0], self.ignore_index)
+        counted = labels >= 0
         count = counted.sum().clamp(min=1)
         has_hard = self.weight_hard_loss != 0 or self.return_soft_hard_loss
         same_logits = has_hard and self.temperature == 1.0
-        weight, bias = _kept_whole(student_weight), _kept_whole(student_bias)
+        weight, bias = kept_whole(student_weight), kept_whole(student_bias)
         transform = LogitTransform(temperature=self.temperature)
         call = DivergenceCall(
             hidden=student_input,
             weight=weight,
             bias=bias,
             teacher_hidden=teacher_input,
-            teacher_weight=_kept_whole(teacher_weight),
-            teacher_bias=_kept_whole(teacher_bias),
+            teacher_weight=kept_whole(teacher_weight),
+            teacher_bias=kept_whole(teacher_bias),
             teacher_transform=transform,
             teacher_may_require_grad=True,
             measure=measure_of("jsd", self.beta),
             mask=counted,
             # An ignored label may be an id, and a label without a hard loss no id at all.
-            targets=torch.where(counted, labels, -1) if same_logits else None,
+            targets=labels if same_logits else None,
             options=HeadOptions(transform=transform),
             targets_name="true_labels",
         )
@@ -319,13 +310,21 @@ class LigerFusedLinearJSDLoss(nn.Module):
         LogitTransform(temperature=self.temperature)
 
 
+USERS = ("liger_kernel", "trl", "swift")
+CHUNKED_LOSSES = (
+    LigerFusedLinearCPOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss,
+)  # fmt: skip
 LIGER = Framework(
     "liger-kernel",
     (0, 8),
     (0, 9),
-    *(
-        Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, None, modules=("liger_kernel", "trl", "swift"))
-        for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+    *(Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, None, modules=USERS) for loss in CHUNKED_LOSSES),
+    Patch(
+        "liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss",
+        LigerFusedLinearCrossEntropyLoss,
+        None,
+        modules=USERS,
     ),
     gain="2% of the time of the chunked GRPO loss, without its defects in padding, masks and ratios",
     distributions=("liger-kernel", "liger-kernel-nightly"),
@@ -333,10 +332,10 @@ LIGER = Framework(
 
 
 def patch_liger() -> None:
-    """Put the two classes of this module in place of liger-kernel's, in liger-kernel, TRL and ms-swift.
+    """Put this package's classes in place of liger-kernel's fused linear losses, in liger-kernel, TRL and ms-swift.
 
-    Objects made before keep their class. liger-kernel's other losses and the functional `liger_fused_linear_grpo` and
-    `liger_fused_linear_jsd` stay as they are.
+    Objects made before keep their class. liger-kernel's functional forms, such as `liger_fused_linear_grpo`, stay as
+    they are.
     """
     LIGER.patch()
 
