@@ -158,8 +158,8 @@ class FusedLinearPreferenceLoss(_Judged):
             ref_logps: (B,) the reference's sums of log-probabilities over the tokens that count, or (B, T) / (N,) per
                 token, in nats. With ld_alpha, sums are weighted with it, as TRL precomputes them.
             reference: the reference model's hidden states and head, in place of ref_logps. H may be another one.
-            nll_targets: (B / 2, T) ids for the NLL term alone where targets have none, such as the chosen prompts';
-                negative elsewhere. Where both have an id, it must be the same. None: the chosen targets.
+            nll_targets: (B / 2, T) the ids of the NLL term, negative elsewhere: those of the chosen targets, and others
+                that count only in it, such as the prompts'. The host reads whether they agree. None: chosen targets.
             bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
             segments: 2 P sequences of packed tokens, first the chosen ones.
             num_sequences: divisor of the mean over pairs; None is their number.
@@ -177,6 +177,9 @@ class FusedLinearPreferenceLoss(_Judged):
             check_shape("nll_targets", nll_targets, shape, f"(B / 2, T) = {shape} from targets")
             named = torch.cat([nll_targets, torch.full_like(nll_targets, -1)])
             counted, nll_mask = counted_tokens(targets, mask), named >= 0
+            # The one host sync that these ids cost.
+            if not torch.compiler.is_compiling() and bool((counted & nll_mask & (targets != named)).any()):
+                raise ValueError("nll_targets must be the ids of targets where both count, got others")
             targets = torch.where(counted, targets, named)
             mask = counted
         call = HeadCall(

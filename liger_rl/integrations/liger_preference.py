@@ -1,6 +1,6 @@
 """liger-kernel's chunked preference losses on this package's head and losses: docs/liger.md."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from liger_rl.losses.preference import CPO, DPO, KTO, ORPO
 from liger_rl.losses.reductions import SequenceMean
 from liger_rl.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
 from liger_rl.reference_loss import ReferenceHead
+from liger_rl.supervised_loss import FusedLinearCrossEntropyLoss
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -84,7 +85,11 @@ class _OfPairs(nn.Module):
         ids = _labels(target, _input, vocab, self.ignore_index)
         if nll_target is not None:
             nll_target = _labels(nll_target, _input, vocab, self.ignore_index)[: ids.shape[0] // 2]
-        objective, ref = self._objective(), None
+        objective, ref, chosen = self._objective(), None, ids[: ids.shape[0] // 2]
+        # One pass serves both terms if they have the same ids.
+        apart = nll_target is not None and bool(((chosen >= 0) & (nll_target >= 0) & (chosen != nll_target)).any())
+        if apart:
+            objective = replace(objective, nll_coef=0.0)
         if objective.reads_reference:
             if reference[0] is None or reference[1] is None:
                 raise ValueError("ref_input and ref_weight must be given with use_ref_model=True")
@@ -92,10 +97,14 @@ class _OfPairs(nn.Module):
             ref = ReferenceHead(hidden=ref_input, weight=ref_weight, bias=ref_bias)
         hidden, weight, bias = head_factors(_input, lin_weight, bias)
         loss_fn = FusedLinearPreferenceLoss(objective, reduction=SequenceMean())
-        loss, metrics = loss_fn(hidden, weight, ids, reference=ref, nll_targets=nll_target, bias=bias)
-        pairs = ids.shape[0] // 2
+        pairs, nll_targets = ids.shape[0] // 2, None if apart else nll_target
+        loss, metrics = loss_fn(hidden, weight, ids, reference=ref, nll_targets=nll_targets, bias=bias)
+        if apart:
+            assert nll_target is not None
+            nll, of_nll = FusedLinearCrossEntropyLoss()(hidden[:pairs], weight, nll_target, bias=bias)
+            loss, metrics = loss + self._objective().nll_coef * nll, metrics | of_nll
         means = (_sum_of_logits(rows, weight, bias) / (ids.numel() // 2 * vocab) for rows in hidden.split(pairs))
-        nll = metrics["nll"].value if objective.nll_coef else loss.new_zeros(())
+        nll = metrics["nll"].value if self._objective().nll_coef else loss.new_zeros(())
         return loss, (metrics["chosen_logps"].total, metrics["rejected_logps"].total, *means, nll), metrics
 
 
@@ -137,7 +146,7 @@ class LigerFusedLinearSimPOLoss(_OfPairs):
 
     alpha: float = 1.0
     label_smoothing: float = 0.0
-    compute_nll_loss: bool = False
+    compute_nll_loss: bool = True
     compiled: bool = True  # no effect
     gamma: float = 0.5
     chunk_size: int = 1  # no effect

@@ -158,16 +158,22 @@ class _OfPairs(Options):
         return chosen.clamp(min=1), rejected.clamp(min=1)
 
     def _result(
-        self, loss: Tensor, logps: Tensor, batch: AlignedBatch, rewards: tuple[Tensor, Tensor], **means: Tensor
+        self,
+        loss: Tensor,
+        logps: Sequence[Tensor],  # of the chosen and the rejected sequence, as the loss reads them
+        rewards: Sequence[Tensor],
+        batch: AlignedBatch,
+        per_token_logps: Tensor,
+        **means: Tensor,
     ) -> TokenLoss:
-        def metrics(level: MetricsLevel) -> dict[str, Metric]:
+        def metrics(_level: MetricsLevel) -> dict[str, Metric]:
             chosen, rejected = rewards
             named = {"chosen_rewards": chosen, "rejected_rewards": rejected, "reward_margins": chosen - rejected}
-            named["reward_accuracy"] = (chosen > rejected).to(chosen.dtype)
-            named["chosen_logps"], named["rejected_logps"] = self._of_both(logps, batch)
-            return self.metrics_of(named | means, batch) | nll_metric(logps, batch)
+            named |= {"reward_accuracy": (chosen > rejected).to(chosen.dtype)}
+            named |= {"chosen_logps": logps[0], "rejected_logps": logps[1]} | means
+            return self.metrics_of(named, batch) | nll_metric(per_token_logps, batch)
 
-        return TokenLoss(loss.expand_as(logps), metrics=metrics)
+        return TokenLoss(loss.expand_as(per_token_logps), metrics=metrics)
 
     def metrics_of(self, values: dict[str, Tensor], batch: AlignedBatch) -> dict[str, Metric]:
         return sequence_means(values, batch)
@@ -267,8 +273,11 @@ class DPO(_OfPairs):
                 loss = loss + weight * PAIR_LOSSES[name].formula(pair, self)
         if self.use_weighting:
             loss = loss * self._weight(logps, batch, tokens)
+        own_logps = self._of_both(logps.detach(), batch)
+        if self.average_log_prob:
+            own_logps = own_logps[0] / tokens[0], own_logps[1] / tokens[1]
         rewards = self.beta * chosen.detach(), self.beta * rejected.detach()
-        return self._result(loss, logps.detach(), batch, rewards)
+        return self._result(loss, own_logps, rewards, batch, logps)
 
     def _sorted(self, name: str, logps: Tensor, batch: AlignedBatch) -> Tensor:
         """The mean loss of sorted margins: arXiv:2406.05882. Each pair gets the mean of all."""
@@ -318,6 +327,7 @@ class CPO(_OfPairs):
         both = list(self._of_both(logps, batch))
         if self.average_log_prob or self.kind in ("ipo", "simpo"):
             both = [x / tokens for x, tokens in zip(both, self._tokens(batch), strict=True)]
+        own_logps = [x.detach() for x in both]
         if self.alpha != 0.0:
             both = [(1 - (-self.alpha * x).clamp(max=MAX_EXPONENT).exp()) / self.alpha for x in both]
         chosen, rejected = both
@@ -329,8 +339,7 @@ class CPO(_OfPairs):
         else:
             gamma = self.simpo_gamma if self.kind == "simpo" else 0.0
             loss = _logistic(self.beta * margin - gamma, self.label_smoothing)
-        rewards = self.beta * chosen.detach(), self.beta * rejected.detach()
-        return self._result(loss, logps.detach(), batch, rewards)
+        return self._result(loss, own_logps, [self.beta * chosen.detach(), self.beta * rejected.detach()], batch, logps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,9 +355,10 @@ class ORPO(_OfPairs):
         chosen, rejected = (x / n for x, n in zip(self._of_both(logps, batch), self._tokens(batch), strict=True))
         log_odds = (chosen - rejected) - (_log_1_minus_exp(chosen) - _log_1_minus_exp(rejected))
         log_ratio = logsigmoid(log_odds)
-        rewards = self.beta * chosen.detach(), self.beta * rejected.detach()
+        both = chosen.detach(), rejected.detach()
         means = {"log_odds_ratio": log_ratio.detach(), "log_odds_chosen": log_odds.detach()}
-        return self._result(-self.beta * log_ratio, logps.detach(), batch, rewards, **means)
+        rewards = self.beta * both[0], self.beta * both[1]
+        return self._result(-self.beta * log_ratio, both, rewards, batch, logps, **means)
 
 
 def _log_1_minus_exp(x: Tensor) -> Tensor:
