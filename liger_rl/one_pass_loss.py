@@ -13,6 +13,7 @@ from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import resolved
 from liger_rl.call.tokens import counted_tokens, live_tokens
+from liger_rl.engines.autograd import HeadGradients, HeadValues
 from liger_rl.engines.dense.one_pass import WithGradients, chunks_of, one_pass
 from liger_rl.engines.interface import Head
 from liger_rl.engines.plan import path_for
@@ -117,22 +118,22 @@ def loss_in_one_pass(
     def spread(*columns: Tensor | None) -> list[Any]:
         return [None if column is None else live.spread(column, token_shape) for column in columns]
 
-    def gradients_of_all(_chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        result, grad_logps, grad_entropy = with_gradients(prepare(), *spread(logps, entropy))
+    def gradients_of_all(_chunk: slice, values: HeadValues) -> HeadGradients:
+        result, grad_logps, grad_entropy = with_gradients(prepare(), *spread(values.logps, values.entropy))
         results.append(result)
         grad_entropy = None if grad_entropy is None else live.gather(grad_entropy.flatten())
-        return live.gather(grad_logps.flatten()), grad_entropy
+        return HeadGradients(live.gather(grad_logps.flatten()), grad_entropy)
 
-    def gradients_of_chunk(chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def gradients_of_chunk(chunk: slice, values: HeadValues) -> HeadGradients:
         positions = chunk if live.index is None else live.index[chunk]
-        return with_gradients(prepare().take(positions), logps, entropy)[1:]
+        return HeadGradients(*with_gradients(prepare().take(positions), values.logps, values.entropy)[1:])
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live)
     gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
-    values = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
+    values, gradients = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
     loss, metrics = results[0] if results else evaluate(prepare(), *spread(values.logps, values.entropy))
-    loss, _ = WithGradients.apply(loss.detach(), call.hidden, call.weight, call.bias, values.gradients)
+    loss, _ = WithGradients.apply(loss.detach(), call.hidden, call.weight, call.bias, gradients)
     return PolicyLoss(loss, metrics)
 
 

@@ -3,7 +3,7 @@
 With z the transformed logits and p = exp(z - lse):
 
     logp = z_y - lse,  entropy = lse - sum_v p_v z_v
-    dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy)
+    dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy) + dL/dlse p_v + dL/dmean_logits / V
     dL/dx_v = dL/dz_v dz_v/dx_v,  z = softcap tanh(scale x / softcap) / temperature
 
 `fold` and `grad` take a tile of the vocabulary. `fold_rows` and `grad_rows` take whole rows of given logits: (N, V)
@@ -97,7 +97,7 @@ def grad(
         at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
     grad_z = grad_beside_targets(log_p, p, tokens)
     put(grad_z, targets[:, None], at_target[:, None], first)
-    out.copy_(times_derivative(grad_z, z, transform))
+    out.copy_(times_derivative(with_uniform(grad_z, tokens), z, transform))
 
 
 def grad_beside_targets(
@@ -111,6 +111,11 @@ def grad_beside_targets(
     # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
     grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
     return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+
+
+def with_uniform(grad_z: Tensor, tokens: TokenGradients) -> Tensor:
+    """dL/dz (n, v) plus dL/dmean_logits / V, in the memory of grad_z."""
+    return grad_z if tokens.uniform is None else grad_z.add_(tokens.uniform[:, None])
 
 
 def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
@@ -206,7 +211,7 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
 
     Kept exponentials are not used: a target's exponential may have underflowed, and its gradient is large then.
     """
-    grad = tokens.at_target
+    grad = tokens.at_target if tokens.uniform is None else tokens.at_target + tokens.uniform
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad = grad - tokens.grad_entropy * entropy_term(statistics.logps, tokens.entropy)
     if transform.softcap is not None:
@@ -236,7 +241,7 @@ def grad_kept(
     lse = tokens.lse[:, None]
     p = (peaks - lse).exp_().mul_(exp)
     log_p = (log_exp + (peaks - lse)).clamp_(min=LOWEST_LOG_PROBABILITY)
-    grad_z = grad_beside_targets(log_p, p, tokens)
+    grad_z = with_uniform(grad_beside_targets(log_p, p, tokens), tokens)
     grad = times_derivative(grad_z, log_exp + peaks, transform)
     put(grad, targets[:, None], at_target[:, None], first)
     out.copy_(grad)

@@ -15,7 +15,8 @@ def each(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
     return record._make(None if values is None else function(values) for values in record)
 
 
-# Optional results of a fold, without a gradient, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on.
+# Optional results of a fold, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on. Only mean_logits has
+# a gradient.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -187,6 +188,7 @@ class TokenGradients(NamedTuple):
     """Per-token inputs of the gradient of a tile of logits, float32.
 
     Without a gradient of the entropy, dL/dz_v is at_target at the target, and -grad_logps p_v at all other entries.
+    `uniform` is added to both.
     """
 
     lse: Tensor  # (n,)
@@ -196,6 +198,7 @@ class TokenGradients(NamedTuple):
     grad_entropy: Tensor | None  # (n,) dL/dentropy
     # (n,) bool: the token has a gradient. Set if grad_logps may be 0 for a token that has one; else None.
     wanted: Tensor | None = None
+    uniform: Tensor | None = None  # (n,) dL/dmean_logits / V; None without a gradient of mean_logits
 
     @classmethod
     def of(cls, statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> "TokenGradients":
@@ -211,6 +214,10 @@ class TokenGradients(NamedTuple):
             return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
         wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
         return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
+
+    def with_mean_logits(self, grad_mean_logits: Tensor, vocab: int) -> "TokenGradients":
+        """Add dL/dmean_logits (n,), which adds its `vocab`-th part to each dL/dz_v of the whole vocabulary."""
+        return self._replace(uniform=grad_mean_logits / vocab)
 
     def contiguous(self) -> "TokenGradients":
         return each(self, torch.Tensor.contiguous)

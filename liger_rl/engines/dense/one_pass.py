@@ -1,7 +1,7 @@
 """Gradients computed in the forward: three products in place of four, if the caller knows dL/dlogp chunk by chunk.
 
 A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.reference.Kept`). Once the chunk's
-statistics are complete, the caller returns dL/dlogp and dL/dentropy. The gradients are computed at once: the
+statistics are complete, the caller returns the gradients of its values. The gradients are computed at once: the
 exponentials become dL/dlogits in their own memory. The backward multiplies the gradients by the factor from above.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_rl.call.options import EngineOptions
 from liger_rl.call.rules import lacks as rule_lacks
 from liger_rl.call.tokens import TokenSelection
+from liger_rl.engines.autograd import HeadGradients, HeadValues, token_inputs
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
@@ -38,8 +39,8 @@ CHUNK_TOKENS_ALIGNMENT = 128
 # gradients partly cancel: 2.7e-3 to 3.4e-3 for the tokens of three models, and 2.1e-3 to 2.8e-3 with a float32 sum.
 MAX_ROUNDINGS = 2
 
-# (slice of m live tokens, their logps (m,), their entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
-GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+# (slice of m live tokens, their values (m,)) -> the gradients of the values (m,)
+GradientsOf = Callable[[slice, HeadValues], HeadGradients]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,7 @@ class OnePassPlan:
 class OnePass(NamedTuple):
     """The results of `one_pass` for the n live tokens."""
 
-    logps: Tensor  # (n,)
-    entropy: Tensor | None  # (n,)
+    values: HeadValues  # (n,)
     gradients: Gradients  # of hidden, weight and bias
 
 
@@ -75,8 +75,7 @@ def one_pass(
     n' is the number of rows with a gradient if `select` is set, else n.
     """
     weight, device = head.weight, head.hidden.device
-    logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
-    entropy = torch.empty_like(logps) if options.entropy else None
+    values = HeadValues.unwritten(head.live.count, options, device)
     totals = Totals(head, plan.sum_dtype, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
@@ -87,15 +86,16 @@ def one_pass(
             rows = head._replace(hidden=hidden, targets=head.targets[index], live=TokenSelection(hidden.shape[0]))
             kept = buffer.rows(slice(0, hidden.shape[0]))
             statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), kept=kept)
-            logps[chunk] = statistics.logps
-            if entropy is not None:
-                assert statistics.entropy is not None
-                entropy[chunk] = statistics.entropy
-            tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
+            chunk_values = HeadValues.of(statistics, options, head.vocab)
+            for value, of_chunk in zip(values, chunk_values, strict=True):
+                if value is not None and of_chunk is not None:
+                    value[chunk] = of_chunk
+            tokens = token_inputs(statistics, gradients_of(chunk, chunk_values), head.vocab)
             selected = picked_rows(has_gradient(tokens)) if select else None
+            tokens = tokens._replace(wanted=None)
             at_target = grad_at_targets(tokens, statistics, options.transform)
             _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
-    return OnePass(logps, entropy, totals.finish())
+    return OnePass(values, totals.finish())
 
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:

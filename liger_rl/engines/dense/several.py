@@ -4,6 +4,7 @@ Let g_k be the gradients of a token's K log-probabilities, and G = sum_k g_k. Th
 
     dL/dz_v = sum_{k: id_k = v} g_k - p_v G
 
+plus the terms of entropy, lse and mean_logits that `kernels.reference` lists.
 The backward of a token without a target computes -p_v G. dL/dz at the K ids is written into its tiles before their
 products, so it is summed in float32 and rounded once. Two products would round the two terms apart. That matters if a
 student has nearly its teacher's probabilities: dL/dz_v is then their small difference.
@@ -24,7 +25,7 @@ from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import spans
 from liger_rl.kernels import for_device
-from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed
+from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed, with_uniform
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -132,7 +133,7 @@ def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, token
     grad = torch.where(logps > -0.5, (id_sums - total) - total * torch.expm1(logps), id_sums - total * logps.exp())
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad -= tokens.grad_entropy[:, None] * entropy_term(logps, tokens.entropy[:, None])
-    return torch.where(ids >= 0, grad, 0.0)
+    return torch.where(ids >= 0, with_uniform(grad, tokens), 0.0)
 
 
 def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:

@@ -137,6 +137,8 @@ def backward(
     Without an empty row, only the listed rows of `weight_grad` are written. With a shard, gradients of hidden and
     low_inputs are summed over the ranks while the sums for the weight run.
     """
+    if tokens.uniform is not None:
+        raise NotImplementedError("mean_logits with a support has no gradient: detach it, or leave the support out")
     listed = head.listed
     assert listed is not None
     grads = tokens.grad_logps, tokens.grad_entropy
