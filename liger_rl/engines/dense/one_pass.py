@@ -90,7 +90,9 @@ def one_pass(
             for value, of_chunk in zip(values, chunk_values, strict=True):
                 if value is not None and of_chunk is not None:
                     value[chunk] = of_chunk
-            tokens = token_inputs(statistics, gradients_of(chunk, chunk_values), head.vocab)
+            grads = gradients_of(chunk, chunk_values)
+            assert grads.mean_logits is None or "mean_logits" in options.extras
+            tokens = token_inputs(statistics, grads, head.vocab)
             selected = picked_rows(has_gradient(tokens)) if select else None
             tokens = tokens._replace(wanted=None)
             at_target = grad_at_targets(tokens, statistics, options.transform)
@@ -237,6 +239,8 @@ def _options_lack(shape: HeadShape) -> str | None:
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
             "that are too much alike do not give back their logits"
         )
+    if transform.softcap is not None and "mean_logits" in options.extras:
+        return "no softcap beside mean_logits: an exponential that underflowed does not give back its logit's slope"
     made_dtypes = options.compute_dtype, *(shape.dtype,) * shape.needs[0], *(shape.weight_dtype,) * shape.needs[1]
     if torch.float16 in made_dtypes:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
