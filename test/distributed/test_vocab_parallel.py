@@ -192,10 +192,11 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     else:
         found = linear_logprobs(
             parts["hidden"], parts["weight"], parts["targets"], **options, support=support, weight_grad=total,
-            extras=() if case.several or case.banned else EXTRAS, lse=case.several > 0, topk=case.topk,
+            extras=("mean_logits",) if case.several else () if case.banned else EXTRAS, lse=case.several > 0,
+            topk=case.topk,
         )  # fmt: skip
         loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
-        for part in (found.entropy, found.lse if case.several else None):
+        for part in (found.entropy, found.lse, found.mean_logits):
             loss = loss if part is None else loss + (part * of_others).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
     results = {name: part for name, part in found._asdict().items() if part is not None}

@@ -67,6 +67,23 @@ def test_the_environment_names_another_default():
             auto_tolerance(wrong)
 
 
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_gradient_of_the_mean_logit_is_exact(has_gradient, plans):
+    """It has a part at each id. A mean logit that is only read leaves the lists of ids as they are."""
+    heads = one_head()
+
+    def gradients(tolerance):
+        leaves = heads.trained()
+        given = {"bias": leaves[2], "extras": ("mean_logits",), "grad_tolerance": tolerance}
+        found = linear_logprobs(*leaves[:2], heads.targets, **given)
+        loss = (found.logps * heads.grad).sum()
+        return torch.autograd.grad(loss + found.mean_logits.sum() if has_gradient else loss, leaves)
+
+    found, exact = gradients(0.1), gradients(0.0)
+    assert len(plans) == (not has_gradient)
+    assert all(map(torch.equal, found, exact)) == has_gradient
+
+
 def test_inputs_are_left_alone(plans):
     """Or tanh's backward, which reads its own result, would raise."""
     heads = one_head()

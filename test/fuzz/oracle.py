@@ -176,8 +176,8 @@ class Logits:
 def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None, r=None, m=None) -> HeadResult:
     """linear_logprobs for a `HeadCase`, flat over tokens.
 
-    g, e, r, m (N,) are the gradients of logps, entropy, lse and mean_logits. With ids (N, K) logps and g are (N, K), and there are
-    topk_logps, the largest first.
+    g, e, r, m (N,) are the gradients of logps, entropy, lse and mean_logits. With ids (N, K) logps and g are (N, K),
+    and there are topk_logps, the largest first.
     """
     runs = Head(case)
     logits, live = runs.logits, runs.live
