@@ -518,11 +518,12 @@ def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
 
 @pytest.mark.parametrize("topk", [None, 6])
 def test_what_a_call_with_several_targets_sends(ranks, topk):
-    """One collective more of (n, K) for the targets, and one for the largest; none of them in a loop over tiles."""
+    """Beside a maximum and three sums, the third for the mean logit, one collective more of (n, K) for the targets, and
+    one for the largest; none of them in a loop over tiles."""
     case = Case(several=7, topk=topk, bias=True, entropy=False, tokens=13)
     for _, _, shapes, _ in ranks.run(calls_seen, case):
         n = shapes[0][1]
-        assert shapes[:-1] == [(1, n), (2, n), (n, 7), *([(n, 6)] if topk else [])]
+        assert shapes[:-1] == [(1, n), (3, n), (n, 7), *([(n, 6)] if topk else [])]
         assert shapes[-1][1] == HIDDEN
 
 
