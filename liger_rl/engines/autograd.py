@@ -46,12 +46,8 @@ class HeadValues(NamedTuple):
     def unwritten(cls, n: int, options: EngineOptions, device: torch.device) -> "HeadValues":
         """Memory for the values of one pass, which has no topk."""
         asked = {"logps", *options.extras, *(name for name in ("entropy", "lse") if getattr(options, name))}
-
-        def of(name: str) -> Tensor | None:
-            dtype = torch.bool if name == "is_top1" else torch.float32
-            return torch.empty(n, dtype=dtype, device=device) if name in asked else None
-
-        return cls._make(map(of, cls._fields))
+        dtypes = [(torch.bool if key == "is_top1" else torch.float32) if key in asked else None for key in cls._fields]
+        return cls._make(None if dtype is None else torch.empty(n, dtype=dtype, device=device) for dtype in dtypes)
 
 
 def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> HeadValues:

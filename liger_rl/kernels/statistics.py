@@ -15,8 +15,7 @@ def each(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
     return record._make(None if values is None else function(values) for values in record)
 
 
-# Optional results of a fold, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on. Only mean_logits has
-# a gradient.
+# Optional results of a fold, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 

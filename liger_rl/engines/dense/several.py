@@ -4,7 +4,6 @@ Let g_k be the gradients of a token's K log-probabilities, and G = sum_k g_k. Th
 
     dL/dz_v = sum_{k: id_k = v} g_k - p_v G
 
-plus the terms of entropy, lse and mean_logits that `kernels.reference` lists.
 The backward of a token without a target computes -p_v G. dL/dz at the K ids is written into its tiles before their
 products, so it is summed in float32 and rounded once. Two products would round the two terms apart. That matters if a
 student has nearly its teacher's probabilities: dL/dz_v is then their small difference.

@@ -33,10 +33,7 @@ def backward(
     tokens: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
 ) -> Gradients:
-    """Gradients from lists of ids, or exact gradients if the lists would be long. Two host syncs.
-
-    A gradient of mean_logits has a part at each id of the vocabulary, so it is exact.
-    """
+    """Gradients from lists of ids. If lists would be long, or with a gradient of mean_logits, exact. Two host syncs."""
     if known is None or tokens.uniform is not None:
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.engines.sparse import bounds_triton, listing_triton
