@@ -90,9 +90,8 @@ def one_pass(
             for value, of_chunk in zip(values, chunk_values, strict=True):
                 if value is not None and of_chunk is not None:
                     value[chunk] = of_chunk
-            grads = gradients_of(chunk, chunk_values)
-            assert grads.mean_logits is None or "mean_logits" in options.extras
-            tokens = token_inputs(statistics, grads, head.vocab)
+            tokens = token_inputs(statistics, gradients_of(chunk, chunk_values), head.vocab)
+            assert tokens.uniform is None or "mean_logits" in options.extras
             selected = picked_rows(has_gradient(tokens)) if select else None
             tokens = tokens._replace(wanted=None)
             at_target = grad_at_targets(tokens, statistics, options.transform)
