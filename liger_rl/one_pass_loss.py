@@ -13,10 +13,12 @@ from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import resolved
 from liger_rl.call.tokens import counted_tokens, live_tokens
-from liger_rl.engines.dense.one_pass import Values, WithGradients, chunks_of, one_pass
+from liger_rl.engines.autograd import HeadGradients, HeadValues
+from liger_rl.engines.dense.one_pass import WithGradients, chunks_of, one_pass
 from liger_rl.engines.interface import Head
 from liger_rl.engines.plan import path_for
 from liger_rl.engines.shape import HeadShape
+from liger_rl.kernels.statistics import each
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.fused import evaluate, with_gradients
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
@@ -121,31 +123,31 @@ def loss_in_one_pass(
     prepare = cache(partial(prepared_loss, terms, aligned, call))  # called only after the first product is launched
     results: list[PolicyLoss] = []
 
-    def spread(values: Values) -> Values:
-        return {name: live.spread(value, token_shape) for name, value in values.items()}
+    def spread(values: HeadValues) -> HeadValues:
+        return each(values, lambda value: live.spread(value, token_shape))
 
-    def gradients_of_all(_chunk: slice, values: Values) -> Values:
+    def gradients_of_all(_chunk: slice, values: HeadValues) -> HeadGradients:
         result, grads = with_gradients(prepare(), **_arguments(spread(values)))
         results.append(result)
-        return {name: live.gather(grad.flatten()) for name, grad in grads.items()}
+        return HeadGradients(**{name: live.gather(grad.flatten()) for name, grad in grads.items()})
 
-    def gradients_of_chunk(chunk: slice, values: Values) -> Values:
+    def gradients_of_chunk(chunk: slice, values: HeadValues) -> HeadGradients:
         positions = chunk if live.index is None else live.index[chunk]
-        return with_gradients(prepare().take(positions), **_arguments(values))[1]
+        return HeadGradients(**with_gradients(prepare().take(positions), **_arguments(values))[1])
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live)
     gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
-    result = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
-    loss, metrics = results[0] if results else evaluate(prepare(), **_arguments(spread(result.values)))
-    loss, _ = WithGradients.apply(loss.detach(), call.hidden, call.weight, call.bias, result.gradients)
+    values, gradients = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
+    loss, metrics = results[0] if results else evaluate(prepare(), **_arguments(spread(values)))
+    loss, _ = WithGradients.apply(loss.detach(), call.hidden, call.weight, call.bias, gradients)
     return PolicyLoss(loss, metrics)
 
 
-def _arguments(values: Values) -> dict[str, Any]:
+def _arguments(values: HeadValues) -> dict[str, Any]:
     """The arguments of `evaluate`."""
-    others = {name: value for name, value in values.items() if name not in ("logps", "entropy")}
-    return {"logps": values["logps"], "entropy": values.get("entropy"), "others": others}
+    present = {name: value for name, value in values._asdict().items() if value is not None}
+    return {"logps": present.pop("logps"), "entropy": present.pop("entropy", None), "others": present}
 
 
 def _chunks(tokens: int, rows: Sequence[int], chunk_tokens: int) -> list[slice]:

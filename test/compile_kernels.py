@@ -125,7 +125,8 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def token_gradients(entropy: bool) -> TokenGradients:
-    return TokenGradients(*(ones(N) for _ in range(3)), *((ones(N), ones(N)) if entropy else (None, None)))
+    more = (ones(N), ones(N), None, ones(N)) if entropy else (None, None)
+    return TokenGradients(*(ones(N) for _ in range(3)), *more)
 
 
 def statistics(entropy: bool) -> TokenStatistics:
@@ -209,7 +210,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     logits = segments_triton.dots(factors, slots, transform)
     slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
     slots_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
-    grads = ones(N), ones(N) if entropy else None
+    grads = ones(N), *((ones(N), ones(N)) if entropy else (None, None))
     coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), grads, transform)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):

@@ -266,6 +266,7 @@ _EVERY = frozenset(("chunks", "fixed_shape", "autocast", "gather", "weight_grad"
 _TWO_HEADS = frozenset(("chunks", "fixed_shape", "autocast", "gather"))
 CALLS = {
     "dense": PublicCall(_logprobs, takes=_EVERY),
+    "label smoothing": PublicCall(partial(_logprobs, lse=True, extras=("mean_logits",)), takes=_EVERY),
     "low rank": PublicCall(
         partial(_logprobs, low_rank=True), ("hidden", "weight", "bias", "a", "b"),
         _EVERY - {"batch_invariant", "autocast"},

@@ -32,7 +32,7 @@ class LogProbs(NamedTuple):
     log_sum_sq_probs: Tensor | None = None
     """log sum_v p_v^2, <= 0, no gradient; None unless named in `extras`, as are mean_logits and is_top1."""
     mean_logits: Tensor | None = None
-    """Mean over the vocabulary of the transformed logits, differentiable; with a support of listed ids, no gradient."""
+    """Mean over the vocabulary of the transformed logits, differentiable. With a support, over the token's ids."""
     is_top1: Tensor | None = None
     """bool: the target is the smallest of the ids with the largest logit. False at masked tokens."""
     missing_target: Tensor | None = None

@@ -39,13 +39,13 @@ class HeadOptions:
         lse: also return log sum_v exp z_v of each token, differentiable.
         topk: K, at most 1024: also return each token's K largest log-probabilities and their ids, in descending order,
             without a gradient. Tiles of logits are then in memory.
-        extras: names of further results, fields of `LogProbs`: "mean_logits", whose gradient is exact even with a
-            grad_tolerance; "log_sum_sq_probs" and "is_top1", without a gradient.
+        extras: names of further results, fields of `LogProbs`: "mean_logits", which is differentiable, and
+            "log_sum_sq_probs" and "is_top1", which are not.
         grad_tolerance: in [0, 1), largest error of each token's dL/dlogits divided by the Euclidean norm of the token's
             own dL/dlogits. The backward sums over a list of ids for each token. It runs exactly where lists would be
-            long. 0 is exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.
-            LIGER_RL_GRAD_TOLERANCE, read at import, replaces the 3e-4. docs/choosing.md says where a tolerance has an
-            effect.
+            long, and with a gradient of mean_logits. 0 is exact. "auto" is 3e-4 for 16-bit products, and 0 with every
+            option that excludes a tolerance. LIGER_RL_GRAD_TOLERANCE, read at import, replaces the 3e-4.
+            docs/choosing.md says where a tolerance has an effect.
         compute_dtype: dtype of the products' factors, even under autocast. None: autocast's dtype, or the inputs' own.
         gather: for DeepSpeed ZeRO-3. `gather(weight)` or `gather(weight, bias)` returns a context in which both are
             whole. It is entered once in the forward and once in the backward.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,38 +11,62 @@ from torch import Tensor
 from liger_rl.call.options import EngineOptions
 from liger_rl.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import EXTRAS, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.once import differentiable_once
 
-# The values of a call, in the order of `linear_values`.
-VALUES = ("logps", "entropy", "lse", "mean_logits", "log_sum_sq_probs", "is_top1", "topk_logps", "topk_ids")
-DIFFERENTIABLE = 4
-Values = Sequence[Tensor | None]
+
+class HeadGradients(NamedTuple):
+    """The gradients of the differentiable values of n tokens; None for a value that the loss does not depend on."""
+
+    logps: Tensor | None  # (n,), or (n, K) of K targets
+    entropy: Tensor | None = None  # (n,), as the next two
+    lse: Tensor | None = None
+    mean_logits: Tensor | None = None
 
 
-def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Values:
-    """VALUES of the live tokens, None for values that the options leave out.
+class HeadValues(NamedTuple):
+    """The values of n tokens, the fields of `LogProbs`; None for a value that the options leave out."""
 
-    The first four are differentiable if `head.wants_gradient`. If `head.live` is a mask, values cover all N
-    tokens. Entries of tokens that do not count are undefined.
+    logps: Tensor
+    entropy: Tensor | None
+    lse: Tensor | None
+    mean_logits: Tensor | None  # the last differentiable one
+    log_sum_sq_probs: Tensor | None
+    is_top1: Tensor | None
+    topk_logps: Tensor | None
+    topk_ids: Tensor | None
+
+    @classmethod
+    def of(cls, statistics: TokenStatistics, options: EngineOptions, vocab: int) -> "HeadValues":
+        lse, mean = statistics.lse if options.lse else None, statistics.extra("mean_logits", vocab)
+        of_head = statistics.logps, statistics.entropy, lse, mean, statistics.log_sum_sq_probs, statistics.is_top1
+        return cls(*of_head, statistics.topk_logps, statistics.topk_ids)
+
+    @classmethod
+    def unwritten(cls, n: int, options: EngineOptions, device: torch.device) -> "HeadValues":
+        """Memory for the values of one pass, which has no topk."""
+        asked = {"logps", *options.extras, *(name for name in ("entropy", "lse") if getattr(options, name))}
+        dtypes = [(torch.bool if key == "is_top1" else torch.float32) if key in asked else None for key in cls._fields]
+        return cls._make(None if dtype is None else torch.empty(n, dtype=dtype, device=device) for dtype in dtypes)
+
+
+def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> HeadValues:
+    """The values of the live tokens.
+
+    The fields of `HeadGradients` are differentiable if `head.wants_gradient`. If `head.live` is a mask, values cover
+    all N tokens. Entries of tokens that do not count are undefined.
     """
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
         statistics, saved = engine.forward(head, options)
-    values = list(values_of(statistics, head.vocab, options).values())
+    values = HeadValues.of(statistics, options, head.vocab)
     if not head.wants_gradient:
         return values
     # The backward does not read the extras.
     token_values = head.temperatures, statistics.logps, statistics.lse, statistics.entropy
     rest_of_head = head._replace(temperatures=None)[6:]
     tensors, backward = (head.targets, *token_values, *(saved or ())), partial(_backward, rest_of_head, options, engine)
-    count = getattr(engine, "DIFFERENTIABLE", DIFFERENTIABLE)
-    return EngineFunction.apply(*head.differentiable, values, count, tensors, backward)
-
-
-def values_of(statistics: TokenStatistics, vocab: int, options: EngineOptions) -> dict[str, Tensor | None]:
-    """VALUES by name."""
-    fields = statistics._asdict() | {name: statistics.extra(name, vocab) for name in EXTRAS}
-    return {name: None if name == "lse" and not options.lse else fields[name] for name in VALUES}
+    count = len(HeadGradients._fields)
+    return HeadValues._make(EngineFunction.apply(*head.differentiable, values, count, tensors, backward))
 
 
 class EngineFunction(torch.autograd.Function):
@@ -78,21 +102,7 @@ def _backward(
 ) -> Gradients:
     head = Head(*saved[:6], *rest_of_head)._replace(temperatures=saved[6])
     statistics = TokenStatistics(*saved[7:10])
-    of_sum = None if len(grads) < 4 or grads[3] is None else grads[3] / head.vocab
-    return token_gradients(engine, head, options, statistics, saved[10:] or None, (*grads[:3], of_sum), needs)
-
-
-def tokens_with(
-    statistics: TokenStatistics,
-    grads: Sequence[Tensor | None],  # dL/dlogps, dL/dentropy, dL/dlse, dL/dsum_logits
-    tokens_of: Callable[..., TokenGradients] = TokenGradients.of,
-) -> TokenGradients:
-    grad_logps, grad_entropy, grad_lse, grad_sum_logits = grads
-    grad_logps = torch.zeros_like(statistics.logps) if grad_logps is None else grad_logps.float()
-    tokens = tokens_of(statistics, grad_logps, grad_entropy)
-    if grad_lse is not None:
-        tokens = tokens.with_lse(grad_lse, statistics.logps)
-    return tokens if grad_sum_logits is None else tokens.with_sum_logits(grad_sum_logits.float())
+    return token_gradients(engine, head, options, statistics, saved[10:] or None, HeadGradients(*grads), needs)
 
 
 def token_gradients(
@@ -101,13 +111,27 @@ def token_gradients(
     options: EngineOptions,
     statistics: TokenStatistics,  # (n,) each, from the engine's forward
     saved: Sequence[Tensor | None] | None,  # the fields of `engine.Saved`
-    grads: Sequence[Tensor | None],  # dL/dlogps, dL/dentropy, dL/dlse, dL/dsum_logits
+    grads: HeadGradients,
     needs: Needs,
 ) -> Gradients:
     """The gradients of `head.differentiable`, with the shapes and dtypes of the inputs."""
     if all(grad is None for grad in grads):
         return Gradients()
     with gemm.without_autocast(head.hidden.device), whole_head(options.gather, head.weight, head.bias):
-        tokens = tokens_with(statistics, grads, getattr(engine, "tokens_of", TokenGradients.of))
+        tokens = token_inputs(statistics, grads, head.vocab, getattr(engine, "tokens_of", TokenGradients.of))
         saved_fields = None if saved is None else engine.Saved(*saved)
         return engine.backward(head, options, statistics, saved_fields, tokens, needs)
+
+
+def token_inputs(
+    statistics: TokenStatistics,
+    grads: HeadGradients,
+    vocab: int,  # entries of the whole vocabulary
+    of: Callable[[TokenStatistics, Tensor, Tensor | None], TokenGradients] = TokenGradients.of,
+) -> TokenGradients:
+    """The inputs of an engine's backward; `of` makes those of logps and entropy."""
+    grad_logps = torch.zeros_like(statistics.logps) if grads.logps is None else grads.logps.float()
+    tokens = of(statistics, grad_logps, grads.entropy)
+    if grads.lse is not None:
+        tokens = tokens.with_lse(grads.lse, statistics.logps)
+    return tokens if grads.mean_logits is None else tokens.with_mean_logits(grads.mean_logits, vocab)

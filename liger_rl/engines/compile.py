@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_rl.call.options import OP_OPTIONS, EngineOptions, flat_options, from_flat
 from liger_rl.call.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
-from liger_rl.engines.autograd import token_gradients
+from liger_rl.engines.autograd import HeadGradients, token_gradients
 from liger_rl.engines.dense import several, two_pass
 from liger_rl.engines.interface import Head
 from liger_rl.engines.sparse import certified as sparse
@@ -36,15 +36,12 @@ TENSORS = (
 DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 # `bounded`: the forward also returns TileStatistics, from which the sparse engine's backward bounds its error.
 SCHEMA = f"{TENSORS}, {OP_OPTIONS}, bool bounded"
-GRADS = (
-    "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor? grad_sum_logits, Tensor[] outputs, "
-    "bool[] needs"
-)
-# The outputs: logps, lse, entropy and the extras of TokenStatistics, TileStatistics, and a (1,) bool on the host that
+GRADS = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor? grad_mean, Tensor[] outputs, bool[] needs"
+# The outputs: logps, lse, entropy and the extras, TileStatistics, and a (1,) bool on the host that
 # says whether the forward made the TileStatistics. If it is false, the backward is exact. An operator cannot return
 # None, so its list leaves out the outputs that the options do not ask for.
 STATISTICS, TILES = 3 + len(EXTRAS), len(TileStatistics._fields)
-SUM_LOGITS = EXTRAS.index("mean_logits")  # its place among the extras
+MEAN_LOGITS = 3 + EXTRAS.index("mean_logits")
 Outputs = list[Tensor | None]
 
 
@@ -98,7 +95,8 @@ def _forward(*arguments: Any) -> list[Tensor]:
     with gemm.without_autocast(head.hidden.device):
         statistics, tiles = _engine(head, bounded).forward(head, options)
     outputs, index = _empty(arguments), head.live.index
-    for place, value in enumerate(statistics[:STATISTICS]):
+    extras = [statistics.extra(name, head.vocab) for name in EXTRAS]
+    for place, value in enumerate([statistics.logps, statistics.lse, statistics.entropy, *extras]):
         _write(outputs[place], value, index, dim=0)
     for place, value in enumerate(tiles or [None] * TILES, STATISTICS):
         _write(outputs[place], value, index, dim=-1)
@@ -127,15 +125,15 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 
 def _backward(
-    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, grad_sum_logits: Tensor | None,
-    outputs: list[Tensor], needs: list[bool], *arguments: Any,
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    grad_mean: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
     """-> the gradients that `needs` asks for, in the order of `Head.differentiable`."""
     head, options, bounded = _split_arguments(arguments)
     all_outputs = _with_missing_outputs(outputs, options, bounded)
     # Tokens that do not count have gradient 0 here. One sync drops all tokens whose gradient is 0.
-    all_grads = grad_logps, grad_entropy, grad_lse, grad_sum_logits
-    grads = [None if grad is None else head.live.gather(grad) for grad in all_grads]
+    of_values = grad_logps, grad_entropy, grad_lse, grad_mean
+    grads = HeadGradients(*(None if grad is None else head.live.gather(grad) for grad in of_values))
     if not options.fixed_shape:
         all_tokens = TokenSelection(head.targets.numel())
         head = head._replace(targets=head.live.gather(head.targets), live=all_tokens)
@@ -147,8 +145,8 @@ def _backward(
 
 
 def _fake_backward(
-    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, grad_sum_logits: Tensor | None,
-    outputs: list[Tensor], needs: list[bool], *arguments: Any,
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    grad_mean: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
     inputs = zip(arguments[:DIFFERENTIABLE], needs, strict=True)
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, needed in inputs if needed]
@@ -159,22 +157,26 @@ def _save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
     ctx.flat = flat_options(replace(ctx.options, extras=()), "")  # the backward reads no extras
     logps, lse, entropy, *other_outputs = _with_missing_outputs(output, ctx.options, ctx.bounded)
     ctx.set_materialize_grads(False)
-    constants = [*other_outputs[:SUM_LOGITS], *other_outputs[SUM_LOGITS + 1 :]]
-    ctx.mark_non_differentiable(*(column for column in constants if column is not None))
+    constant = [value for place, value in enumerate(other_outputs, 3) if place != MEAN_LOGITS]
+    ctx.mark_non_differentiable(*(column for column in constant if column is not None))
     # The backward does not read the extras.
     backward_outputs = logps, lse, entropy, *other_outputs[len(EXTRAS) :]
     ctx.save_for_backward(*inputs[:TENSOR_COUNT], *(column for column in backward_outputs if column is not None))
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    grad_logps, grad_lse, grad_entropy, *others = _with_missing_outputs(grads, ctx.options, ctx.bounded)
-    return _gradients(ctx, grad_logps, grad_entropy, grad_lse, others[SUM_LOGITS])
+    all_grads = _with_missing_outputs(grads, ctx.options, ctx.bounded)
+    return _gradients(ctx, *all_grads[:3], all_grads[MEAN_LOGITS])
 
 
 @differentiable_once
-def _gradients(ctx: Any, saved: Sequence[Any], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dL/dlogps, dL/dentropy, dL/dlse, dL/dsum_logits -> one gradient or None for each argument of SCHEMA."""
+def _gradients(
+    ctx: Any, saved: Sequence[Any], grad_logps: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None,
+    grad_mean: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """-> one gradient or None for each argument of SCHEMA."""
     gradients: Outputs = [None] * (TENSOR_COUNT + len(ctx.flat) + 1)
+    grads = grad_logps, grad_entropy, grad_lse, grad_mean
     if any(grad is not None for grad in grads):
         tensors, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
@@ -225,7 +227,5 @@ def logprobs_in_graph(
     named: dict[str, Tensor | None] = {"logps": logps, "lse": lse if options.lse else None}
     named["entropy"] = next(values).clone() if options.entropy else None
     for name in EXTRAS:
-        value = next(values) if name in options.extras else None
-        # The operator returns sum_v z_v.
-        named[name] = value / head.weight.shape[0] if name == "mean_logits" and value is not None else value
+        named[name] = next(values) if name in options.extras else None
     return named

@@ -145,7 +145,9 @@ def with_gradient(
 def has_gradient(tokens: TokenGradients) -> Tensor:
     """(n,) bool: the gradient is not exactly zero. A NaN is true, because it must reach the gradients."""
     nonzero = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
-    return nonzero if tokens.grad_entropy is None else nonzero | (tokens.grad_entropy != 0)
+    for grad in (tokens.grad_entropy, tokens.uniform):
+        nonzero = nonzero if grad is None else nonzero | (grad != 0)
+    return nonzero
 
 
 def picked_rows(selected: Tensor, count: int | None = None) -> Tensor | None:

@@ -13,7 +13,7 @@ from liger_rl.call.options import EngineOptions, resolved
 from liger_rl.call.support import ListedIds, Support
 from liger_rl.call.tokens import TokenSelection, counted_tokens, improper_temperatures, live_tokens
 from liger_rl.distributed import VocabShard
-from liger_rl.engines.autograd import VALUES, linear_values
+from liger_rl.engines.autograd import linear_values
 from liger_rl.engines.compile import logprobs_in_graph
 from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.interface import Head, whole_head
@@ -93,8 +93,8 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> tuple[
         # We wait as late as possible: after this sync the device is idle until the host launches the product.
         live = mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection()[0]
         head = head_of(call, flat_targets, live, shard)
-        values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
-    return _log_probs(values, live, ids.shape), live.mask
+        values = linear_values(head, engine_options, engine)
+    return _log_probs(values._asdict(), live, ids.shape), live.mask
 
 
 def _log_probs(values: dict[str, Tensor | None], live: TokenSelection, shape: torch.Size) -> LogProbs:
@@ -121,11 +121,10 @@ def _over_support(
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = head_of(call, flat, TokenSelection(n, mask=mask), shard)
     head = head._replace(listed=listed)
-    results = linear_values(head, options, support_engine)
-    named = dict(zip(VALUES, results, strict=True), missing_target=slots.missing)
+    named = linear_values(head, options, support_engine)._asdict() | {"missing_target": slots.missing}
     if flat.shape != shape:
         named = {name: None if tensor is None else tensor.view(shape) for name, tensor in named.items()}
-    return LogProbs(**named)  # type: ignore[arg-type]
+    return LogProbs(**named)
 
 
 def _start_check(

@@ -70,7 +70,8 @@ class FusedLogProbs:
             gather=trl_adapters.gathered_head,
             **self.options,
         )
-        return result[: len(OUTPUTS)]
+        constant = (None if value is None else value.detach() for value in result[2 : len(OUTPUTS)])
+        return *result[:2], *constant
 
 
 _op = FusedLogProbs({})

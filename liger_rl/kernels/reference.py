@@ -96,9 +96,8 @@ def grad(
         target_log_p = log_p.gather(-1, column).squeeze(-1)
         at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
     grad_z = grad_beside_targets(log_p, p, tokens)
-    at_target = at_target if tokens.uniform is None else at_target + tokens.uniform
     put(grad_z, targets[:, None], at_target[:, None], first)
-    out.copy_(times_derivative(grad_z, z, transform))
+    out.copy_(times_derivative(with_uniform(grad_z, tokens), z, transform))
 
 
 def grad_beside_targets(
@@ -108,11 +107,14 @@ def grad_beside_targets(
 ) -> Tensor:
     """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`put` fixes it)."""
     if tokens.grad_entropy is None or tokens.entropy is None:
-        grad_z = p.mul_(-tokens.grad_logps[:, None])
-    else:
-        # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
-        grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
-        grad_z = grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+        return p.mul_(-tokens.grad_logps[:, None])
+    # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
+    grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
+    return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+
+
+def with_uniform(grad_z: Tensor, tokens: TokenGradients) -> Tensor:
+    """dL/dz (n, v) plus dL/dmean_logits / V, in the memory of grad_z."""
     return grad_z if tokens.uniform is None else grad_z.add_(tokens.uniform[:, None])
 
 
@@ -209,11 +211,9 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
 
     Kept exponentials are not used: a target's exponential may have underflowed, and its gradient is large then.
     """
-    grad = tokens.at_target
+    grad = tokens.at_target if tokens.uniform is None else tokens.at_target + tokens.uniform
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad = grad - tokens.grad_entropy * entropy_term(statistics.logps, tokens.entropy)
-    if tokens.uniform is not None:
-        grad = grad + tokens.uniform
     if transform.softcap is not None:
         assert statistics.target is not None
         grad = grad * (1.0 - tanh_square(statistics.target, transform))
@@ -241,7 +241,7 @@ def grad_kept(
     lse = tokens.lse[:, None]
     p = (peaks - lse).exp_().mul_(exp)
     log_p = (log_exp + (peaks - lse)).clamp_(min=LOWEST_LOG_PROBABILITY)
-    grad_z = grad_beside_targets(log_p, p, tokens)
+    grad_z = with_uniform(grad_beside_targets(log_p, p, tokens), tokens)
     grad = times_derivative(grad_z, log_exp + peaks, transform)
     put(grad, targets[:, None], at_target[:, None], first)
     out.copy_(grad)

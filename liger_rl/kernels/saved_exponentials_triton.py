@@ -18,6 +18,7 @@ from liger_rl.kernels.softmax import (
     times_derivative,
     token_terms,
     transformed,
+    with_uniform,
 )
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.tile_epilogues import KEPT_ONE
@@ -93,12 +94,10 @@ def _grad_kept_kernel(
     p = exp * tl.exp(peak - lse)[:, None]
     log_p = log_exp + (peak - lse)[:, None]
     grad = gradient(p, log_p, None, None, g, e, entropy, tokens.grad_entropy is not None)
-    if tokens.uniform is not None:
-        grad += tl.load(tokens.uniform + row)
     square = 0.0
     if steps.cap is not None:
         square = tanh_square(log_exp + peak[:, None], steps)
-    grad = times_derivative(grad, square, steps)
+    grad = times_derivative(with_uniform(grad, tokens, row, True), square, steps)
     hit = column == tl.load(targets + row) - first
     grad = tl.where(hit, tl.load(at_target + row), grad)
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)

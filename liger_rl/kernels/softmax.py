@@ -223,6 +223,14 @@ def gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY: tl.constexpr):
 
 
 @triton.jit
+def with_uniform(grad, tokens, token, live):
+    """-> dL/dz of `token`, of any shape that broadcasts with it, plus dL/dmean_logits / V."""
+    if tokens.uniform is not None:
+        grad += tl.load(tokens.uniform + token, mask=live, other=0.0)
+    return grad
+
+
+@triton.jit
 def gradient_at_target(tokens, token, live, logps):
     """-> dL/dz of tokens at their targets."""
     at_target = tl.load(tokens.at_target + token, mask=live, other=0.0)

@@ -187,6 +187,7 @@ class TokenGradients(NamedTuple):
     """Per-token inputs of the gradient of a tile of logits, float32.
 
     Without a gradient of the entropy, dL/dz_v is at_target at the target, and -grad_logps p_v at all other entries.
+    `uniform` is added to both.
     """
 
     lse: Tensor  # (n,)
@@ -196,7 +197,7 @@ class TokenGradients(NamedTuple):
     grad_entropy: Tensor | None  # (n,) dL/dentropy
     # (n,) bool: the token has a gradient. Set if grad_logps may be 0 for a token that has one; else None.
     wanted: Tensor | None = None
-    uniform: Tensor | None = None  # (n,) dL/dsum_logits, a summand of dL/dz_v at every v, which at_target leaves out
+    uniform: Tensor | None = None  # (n,) dL/dmean_logits / V; None without a gradient of mean_logits
 
     @classmethod
     def of(cls, statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> "TokenGradients":
@@ -213,10 +214,9 @@ class TokenGradients(NamedTuple):
         wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
         return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
 
-    def with_sum_logits(self, grad_sum_logits: Tensor) -> "TokenGradients":
-        """Add dL/dsum_logits (n,), which is the same for every v."""
-        wanted = (self.grad_logps != 0).view(len(self.lse), -1).any(1) if self.wanted is None else self.wanted
-        return self._replace(uniform=grad_sum_logits, wanted=wanted | (grad_sum_logits != 0))
+    def with_mean_logits(self, grad_mean_logits: Tensor, vocab: int) -> "TokenGradients":
+        """Add dL/dmean_logits (n,), which adds its `vocab`-th part to each dL/dz_v of the whole vocabulary."""
+        return self._replace(uniform=grad_mean_logits / vocab)
 
     def contiguous(self) -> "TokenGradients":
         return each(self, torch.Tensor.contiguous)

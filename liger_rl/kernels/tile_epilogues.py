@@ -20,6 +20,7 @@ from liger_rl.kernels.softmax import (
     times_derivative,
     token_terms,
     transformed,
+    with_uniform,
 )
 
 KEPT_ONE = tl.constexpr(statistics.KEPT_ONE)
@@ -255,7 +256,5 @@ def grad_tile(
             entropy = entropy[:, None]
         hit = column[None, :] == target[:, None]
         grad = gradient(p, log_p, hit, at_target[:, None], g[:, None], e, entropy, ENTROPY)
-        if gradients.uniform is not None:
-            grad += tl.load(gradients.uniform + token, mask=live, other=0.0)[:, None]
-        grad = times_derivative(grad, square, steps)
+        grad = times_derivative(with_uniform(grad, gradients, token[:, None], live[:, None]), square, steps)
         store(out, first_token, vocab_tile * logits.shape[1] + part * x.shape[1], grad)

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
-from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, times_derivative, token_terms, transformed
+from liger_rl.kernels.softmax import (
+    LOWEST,
+    folded,
+    gradient,
+    one_minus_exp,
+    times_derivative,
+    token_terms,
+    transformed,
+    with_uniform,
+)
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -197,9 +206,7 @@ def _grad_kernel(
         at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
         ENTROPY: tl.constexpr = tokens.grad_entropy is not None
         grad = gradient(tl.exp(log_p), log_p, column == target, at_target, g, e, entropy, ENTROPY)
-        if tokens.uniform is not None:
-            grad += tl.load(tokens.uniform + token)
-        grad = times_derivative(grad, square, steps)
+        grad = times_derivative(with_uniform(grad, tokens, token, here), square, steps)
         if steps.temperatures is not None:
             grad /= temperature
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)

@@ -192,10 +192,11 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     else:
         found = linear_logprobs(
             parts["hidden"], parts["weight"], parts["targets"], **options, support=support, weight_grad=total,
-            extras=() if case.several or case.banned else EXTRAS, lse=case.several > 0, topk=case.topk,
+            extras=("mean_logits",) if case.several else () if case.banned else EXTRAS, lse=case.several > 0,
+            topk=case.topk,
         )  # fmt: skip
         loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
-        for part in (found.entropy, found.lse if case.several else None):
+        for part in (found.entropy, found.lse, found.mean_logits):
             loss = loss if part is None else loss + (part * of_others).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
     results = {name: part for name, part in found._asdict().items() if part is not None}
@@ -517,11 +518,12 @@ def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
 
 @pytest.mark.parametrize("topk", [None, 6])
 def test_what_a_call_with_several_targets_sends(ranks, topk):
-    """One collective more of (n, K) for the targets, and one for the largest; none of them in a loop over tiles."""
+    """Beside a maximum and three sums, the third for the mean logit, one collective more of (n, K) for the targets, and
+    one for the largest; none of them in a loop over tiles."""
     case = Case(several=7, topk=topk, bias=True, entropy=False, tokens=13)
     for _, _, shapes, _ in ranks.run(calls_seen, case):
         n = shapes[0][1]
-        assert shapes[:-1] == [(1, n), (2, n), (n, 7), *([(n, 6)] if topk else [])]
+        assert shapes[:-1] == [(1, n), (3, n), (n, 7), *([(n, 6)] if topk else [])]
         assert shapes[-1][1] == HIDDEN
 
 

@@ -79,7 +79,8 @@ IN_A_GRAPH: list[tuple[str, dict[str, Any]]] = [
     ("dense", {"batch_invariant": True}),
     ("dense", {"grad_tolerance": 0.2}),
     ("dense", {"compute_dtype": torch.bfloat16}),
-    *((name, options) for name in ("dense", "low rank", "several targets", "a teacher's lists")
+    ("several targets", {"extras": ("mean_logits",)}),
+    *((name, options) for name in ("dense", "label smoothing", "low rank", "several targets", "a teacher's lists")
       for options in ({}, {"chunk_tokens": 4, "chunk_vocab": 32}, {"fixed_shape": True})),
 ]  # fmt: skip
 

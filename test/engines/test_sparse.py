@@ -67,6 +67,29 @@ def test_the_environment_names_another_default():
             auto_tolerance(wrong)
 
 
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("in_a_graph", [False, True])
+def test_a_gradient_of_the_mean_logit_is_exact(in_a_graph, has_gradient, plans):
+    """It has a part at each id. A mean logit that is only read leaves the lists of ids as they are."""
+    heads = one_head()
+
+    def values(hidden, weight, bias, tolerance):
+        given = {"bias": bias, "extras": ("mean_logits",), "grad_tolerance": tolerance}
+        found = linear_logprobs(hidden, weight, heads.targets, **given)
+        return found.logps, found.mean_logits
+
+    def gradients(tolerance):
+        leaves = heads.trained()
+        call = torch.compile(values, fullgraph=True, backend="aot_eager") if in_a_graph else values
+        logps, mean_logits = call(*leaves, tolerance)
+        loss = (logps * heads.grad).sum()
+        return torch.autograd.grad(loss + mean_logits.sum() if has_gradient else loss, leaves)
+
+    found, exact = gradients(0.1), gradients(0.0)
+    assert len(plans) == (not has_gradient)
+    assert all(map(torch.equal, found, exact)) == has_gradient
+
+
 def test_inputs_are_left_alone(plans):
     """Or tanh's backward, which reads its own result, would raise."""
     heads = one_head()

@@ -281,8 +281,8 @@ def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
 @strategy
 def head_cases(draw, device: str) -> HeadCase:
     options = {"entropy": draw.choice((False, True))}
-    if rarely(draw):
-        options["extras"] = one(draw, EXTRAS[:1], EXTRAS)
+    if one(draw, False, False, True):
+        options["extras"] = one(draw, EXTRAS[:1], EXTRAS, ("mean_logits",))
     tiles(draw, options)
     case = head_inputs(draw, device, low_rank="batch_invariant" not in options)
     case.options = options
@@ -290,7 +290,7 @@ def head_cases(draw, device: str) -> HeadCase:
     if case.bias is None or case.bias.isfinite().all():
         case.support = supports(draw, numbers, case)
     options["lse"] = case.support is None and draw.choice((False, True))
-    case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(3))
+    case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(4))
     if case.wants["weight"] and rarely(draw):
         case.weight_grad = numbers.normal(*case.weight.shape)
     heat(draw, numbers, case)
@@ -302,7 +302,7 @@ def several_cases(draw, device: str) -> HeadCase:
     """K targets for each token, some of them repeated, some negative; the largest; lse."""
     case = head_cases.build(draw, device)
     case.support, options = None, case.options
-    options.pop("extras", None)
+    options["extras"] = one(draw, (), ("mean_logits",))
     vocab, count = case.weight.shape[0], one(draw, 1, 2, 7, 70)
     options |= {"lse": draw.choice((False, True)), "topk": min(vocab, one(draw, 1, 2, 30, MOST_IDS))}
     numbers = Numbers(draw.getrandbits(62), device)
@@ -313,7 +313,7 @@ def several_cases(draw, device: str) -> HeadCase:
     # A token that does not count may hold anything, and stays one.
     case.ids = torch.where(numbers.share(shape, one(draw, 0.0, 0.3)) | (ids[..., :1] < 0), -100, ids)
     case.targets = case.ids.amax(-1)
-    case.upstream = tuple(upstreams(draw, numbers, s) for s in (shape, shape[:-1], shape[:-1]))
+    case.upstream = tuple(upstreams(draw, numbers, s) for s in (shape, *[shape[:-1]] * 3))
     return case
 
 

@@ -131,12 +131,12 @@ class Logits:
         return {name: b.masked_fill(~self.live, 0.0) for name, b in budgets.items()}
 
     def gradient(
-        self, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor], compute: torch.dtype, *, ids=None, r=None
+        self, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor], compute: torch.dtype, *, ids=None, r=None, m=None
     ):  # fmt: skip
         """-> dL/draw by autograd from upstream gradients of logps and entropy (N,), and its budget, both (N, V).
 
         upstream: what rounding may have done to g and e already. compute: what the gradient is rounded to. With ids
-        (N, K) g is (N, K); r (N,) is the gradient of lse.
+        (N, K) g is (N, K); r (N,) is the gradient of lse, m (N,) of the mean logit.
         """
         ids = self.targets[:, None] if ids is None else ids
         listed, ids = (ids >= 0) & self.live[:, None], ids.clamp(min=0)
@@ -146,6 +146,11 @@ class Logits:
         if r is not None:
             r = r.masked_fill(~self.live, 0.0)
             total = total + (self.z.logsumexp(-1) * r).sum()
+        share = 0.0
+        if m is not None:
+            share = torch.where(self.listed, (m.masked_fill(~self.live, 0.0) / self.listed.sum(-1))[:, None], 0.0)
+            total = total + torch.where(share != 0, self.z * share, 0.0).sum()
+            share = share.abs()
         (grad,) = torch.autograd.grad(total, self.raw, retain_graph=True)
         grad = grad.nan_to_num(0.0)  # a softcap's slope is 0 at a banned entry
         with torch.no_grad():
@@ -156,23 +161,23 @@ class Logits:
             own, both, e = g.sum(1, keepdim=True), g.abs().sum(1, keepdim=True), e.abs()[:, None]
             if r is not None:
                 own, both = own - r[:, None], both + r.abs()[:, None]
-            size = inverse * (sizes + both * self.p + e * around)
+            size = inverse * (sizes + both * self.p + e * around + share)
             # No entry is exacter than the largest of its row: what is rounded may be their sum, or their difference.
             budget = ROUNDINGS * EPS * (self.amp[:, None] * size + size.amax(-1, keepdim=True))
             budget = budget + _least(torch.float32)
             onehot = torch.zeros_like(grad).scatter_(-1, self.targets[:, None], 1.0)
             budget = budget + inverse * self.slope * (dg * (onehot - self.p).abs() + de * around)
             if compute != torch.float32:
-                moved = inverse * self.slope * ((at_ids - own * self.p).abs() + e * around)
+                moved = inverse * self.slope * ((at_ids - own * self.p).abs() + e * around + share)
                 budget = budget + 2 * unit(compute) * (grad.abs() + moved) + _least(compute) * (grad != 0)
         return grad, budget.masked_fill(~self.listed, 0.0)
 
 
-def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None, r=None) -> HeadResult:
+def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None, r=None, m=None) -> HeadResult:
     """linear_logprobs for a `HeadCase`, flat over tokens.
 
-    g, e, r (N,) are the gradients of logps, entropy and lse. With ids (N, K) logps and g are (N, K), and there are
-    topk_logps, the largest first.
+    g, e, r, m (N,) are the gradients of logps, entropy, lse and mean_logits. With ids (N, K) logps and g are (N, K),
+    and there are topk_logps, the largest first.
     """
     runs = Head(case)
     logits, live = runs.logits, runs.live
@@ -188,7 +193,8 @@ def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = No
         values["topk_logps"] = log_p.topk(case.options["topk"]).values.masked_fill(~live[:, None], 0.0)
         budgets |= {name: unit_row[:, None] + EPS * values[name].abs() for name in ("logps", "topk_logps")}
     given = g.double(), e.double(), upstream or (nothing, nothing), case.compute
-    dlogits, budget = logits.gradient(*given, ids=ids, r=None if r is None else r.double())
+    r, m = (None if x is None else x.double() for x in (r, m))
+    dlogits, budget = logits.gradient(*given, ids=ids, r=r, m=m)
     grads, grad_budgets = runs.gradients(dlogits, budget)
     return HeadResult(values, budgets, grads, grad_budgets, dlogits.detach())
 

@@ -11,24 +11,26 @@ from checks import Call, GivenLogits, check_gradients, same, within
 from liger_rl import LogitTransform, LogProbs, logits_logprobs
 from liger_rl.kernels.statistics import EXTRAS
 
-DIFFERENTIABLE = ("logps", "entropy", "lse")
+DIFFERENTIABLE = ("logps", "entropy", "lse", "mean_logits")
+CONSTANT = tuple(name for name in EXTRAS if name != "mean_logits")
 
 
 def check_head(case: HeadCase) -> tuple[Call, LogProbs, oracle.HeadResult, dict]:
     """Values and gradients -> the call, its results, what they must be, gradients by name."""
     call = Call(case)
     out = call()
-    names = [name for name in DIFFERENTIABLE if name == "logps" or case.options.get(name)]
+    asked = {"logps", *case.options.get("extras", ()), *(name for name in ("entropy", "lse") if case.options.get(name))}
+    names = [name for name in DIFFERENTIABLE if name in asked]
     upstream = {n: u if n in names else torch.zeros_like(u) for n, u in zip(DIFFERENTIABLE, case.upstream, strict=True)}
     flat = [u.reshape(-1, *u.shape[case.targets.dim() :]) for u in upstream.values()]
-    expected = oracle.head(case, flat[0], flat[1], r=flat[2])
-    for name in (*DIFFERENTIABLE, *EXTRAS, "topk_logps"):
+    expected = oracle.head(case, flat[0], flat[1], r=flat[2], m=flat[3])
+    for name in (*DIFFERENTIABLE, *CONSTANT, "topk_logps"):
         value = getattr(out, name)
-        extra = name in case.options.get("extras", ()) or (name == "topk_logps" and "topk" in case.options)
-        assert (value is not None) == (name in names or extra), name
+        constant = (name in CONSTANT and name in asked) or (name == "topk_logps" and "topk" in case.options)
+        assert (value is not None) == (name in names or constant), name
         if value is not None:
             assert value.dtype == (torch.bool if name == "is_top1" else F32)
-            assert not (value.requires_grad and extra), name
+            assert not (value.requires_grad and constant), name
             within(name, value, expected.values[name], expected.budgets[name], case)
     found = call.gradients([getattr(out, name) for name in names], [upstream[name] for name in names])
     check_gradients(found, expected, call)
@@ -39,7 +41,7 @@ def check_head(case: HeadCase) -> tuple[Call, LogProbs, oracle.HeadResult, dict]
 @given(case=head_cases())
 def test_linear_logprobs(case: HeadCase) -> None:
     call, out, _, found = check_head(case)
-    names = [name for name in (*DIFFERENTIABLE, *EXTRAS) if getattr(out, name) is not None]
+    names = [name for name in (*DIFFERENTIABLE, *CONSTANT) if getattr(out, name) is not None]
     assert all(getattr(out, name).shape == case.targets.shape for name in names)
     assert (out.missing_target is None) == (case.support is None)
     if case.support is not None:

@@ -10,10 +10,18 @@ import torch
 
 import oracles
 from devices import TRUNCATES, skip_where_misread, skip_without_interpreter
-from head_calls import run_triton
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, Reinforce, TokenSum
+from head_calls import problem, run_triton
+from liger_rl import FusedLinearGRPOLoss, HeadOptions, LogitTransform, Reinforce, TokenSum
+from liger_rl.call.head_call import HeadCall
+from liger_rl.call.options import resolved
+from liger_rl.call.tokens import TokenSelection
+from liger_rl.engines.autograd import HeadGradients, HeadValues
+from liger_rl.engines.dense import one_pass
+from liger_rl.engines.interface import Head
+from liger_rl.engines.shape import HeadShape
 from liger_rl.kernels import gemm, reference
 from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.statistics import EXTRAS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOFTCAPS = [
@@ -113,6 +121,53 @@ def test_banned_ids_and_large_logits(softcap, entropy):
     grad = Gradient(logits, torch.tensor([3, 70, 540]), entropy, bias=bias, softcap=softcap)
     assert grad.found.isfinite().all()
     torch.testing.assert_close(grad.found, grad.two_passes, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("select", [False, True])
+def test_gradients_of_all_values(select):
+    """In two chunks, of which the caller knows all values. Some tokens have a gradient of the mean logit alone."""
+    options = HeadOptions(entropy=True, lse=True, extras=EXTRAS, transform=LogitTransform(temperature=0.7, scale=1.5))
+    index = torch.tensor([token for token in range(60) if token % 3])
+    leaves = [(2 * torch.randn(60, 16)).requires_grad_(), torch.randn(700, 16).requires_grad_()]
+    targets, upstream = torch.randint(700, (60,)), torch.randn(4, 40)
+    upstream[:3, ::4], upstream[:, 1] = 0.0, 0.0
+    z = oracles.linear_logits(*(leaf.double() for leaf in leaves), **vars(options.transform))[index]
+    log_p = z.log_softmax(1)
+    expected = HeadValues(
+        log_p.gather(1, targets[index, None])[:, 0], -(log_p.exp() * log_p).sum(1), z.logsumexp(1), z.mean(1),
+        *oracles.logits_extras(z, targets[index])[::2], None, None,
+    )  # fmt: skip
+    truth = torch.autograd.grad(sum((v * u).sum() for v, u in zip(expected, upstream, strict=False)), leaves)
+
+    def close(found: HeadValues, rows: slice) -> None:
+        for mine, other in zip(found, expected, strict=True):
+            assert (mine is None) == (other is None)
+            if other is not None:
+                torch.testing.assert_close(mine.cpu().to(other.dtype), other[rows].detach(), rtol=1e-5, atol=1e-4)
+
+    def gradients_of(chunk: slice, values: HeadValues) -> HeadGradients:
+        close(values, chunk)
+        return HeadGradients(*upstream[:, chunk].to(DEVICE))
+
+    tensors = [leaf.detach().to(DEVICE) for leaf in leaves]
+    live = TokenSelection(60, index=index.to(DEVICE))
+    head = Head(*tensors, None, None, None, targets.to(DEVICE), live)
+    plan, chunks = one_pass.OnePassPlan(chunk_tokens=25, sum_dtype=torch.float32), [slice(0, 25), slice(25, 40)]
+    given = head, resolved(options, torch.float32), plan, chunks, gradients_of, (True, True, False)
+    values, gradients = one_pass.one_pass(*given, select=select)
+    close(values, slice(None))
+    for mine, other in zip(gradients, truth, strict=False):
+        assert relative(mine.cpu(), other.double()) < 1e-5
+
+
+def test_a_mean_logit_under_a_softcap_is_refused():
+    """Its gradient needs the slope of each logit, which an exponential that underflowed does not give back."""
+    x = problem((300,)).leaves()
+    for softcap, extras, need in ((None, EXTRAS, None), (9.0, ("is_top1",), None), (9.0, EXTRAS, "no softcap")):
+        options = HeadOptions(extras=extras, transform=LogitTransform(softcap=softcap))
+        call = HeadCall(hidden=x.hidden, weight=x.weight, targets=x.targets, options=options)
+        found = one_pass.lacks(HeadShape.of(call, resolved(options, torch.float32), passes="one"))
+        assert found == need or found.startswith(need)
 
 
 @pytest.mark.parametrize("statistics_bytes", [None, 1])

@@ -1,7 +1,7 @@
 """Gradients computed in the forward: three products in place of four, if the caller knows dL/dlogp chunk by chunk.
 
 A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.reference.Kept`). Once the chunk's
-statistics are complete, the caller returns dL/dlogp and dL/dentropy. The gradients are computed at once: the
+statistics are complete, the caller returns the gradients of its values. The gradients are computed at once: the
 exponentials become dL/dlogits in their own memory. The backward multiplies the gradients by the factor from above.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_rl.call.options import EngineOptions
 from liger_rl.call.rules import lacks as rule_lacks
 from liger_rl.call.tokens import TokenSelection
-from liger_rl.engines.autograd import tokens_with, values_of
+from liger_rl.engines.autograd import HeadGradients, HeadValues, token_inputs
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
@@ -39,9 +39,8 @@ CHUNK_TOKENS_ALIGNMENT = 128
 # gradients partly cancel: 2.7e-3 to 3.4e-3 for the tokens of three models, and 2.1e-3 to 2.8e-3 with a float32 sum.
 MAX_ROUNDINGS = 2
 
-Values = dict[str, Tensor]  # (m,) each, by the names of `autograd.VALUES`
-# (slice of m live tokens, their values) -> dL/dvalue of the differentiable ones that have a gradient
-GradientsOf = Callable[[slice, Values], Values]
+# (slice of m live tokens, their values (m,)) -> the gradients of the values (m,)
+GradientsOf = Callable[[slice, HeadValues], HeadGradients]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class OnePassPlan:
 class OnePass(NamedTuple):
     """The results of `one_pass` for the n live tokens."""
 
-    values: Values  # (n,) each
+    values: HeadValues  # (n,)
     gradients: Gradients  # of hidden, weight and bias
 
 
@@ -76,7 +75,7 @@ def one_pass(
     n' is the number of rows with a gradient if `select` is set, else n.
     """
     weight, device = head.weight, head.hidden.device
-    parts: list[Values] = []
+    values = HeadValues.unwritten(head.live.count, options, device)
     totals = Totals(head, plan.sum_dtype, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
@@ -87,19 +86,17 @@ def one_pass(
             rows = head._replace(hidden=hidden, targets=head.targets[index], live=TokenSelection(hidden.shape[0]))
             kept = buffer.rows(slice(0, hidden.shape[0]))
             statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), kept=kept)
-            known = values_of(statistics, head.vocab, options)
-            parts.append({name: values for name, values in known.items() if values is not None})
-            grads = gradients_of(chunk, parts[-1])
-            of_sum = grads["mean_logits"] / head.vocab if "mean_logits" in grads else None
-            tokens = tokens_with(statistics, (grads["logps"], grads.get("entropy"), grads.get("lse"), of_sum))
+            chunk_values = HeadValues.of(statistics, options, head.vocab)
+            for value, of_chunk in zip(values, chunk_values, strict=True):
+                if value is not None and of_chunk is not None:
+                    value[chunk] = of_chunk
+            tokens = token_inputs(statistics, gradients_of(chunk, chunk_values), head.vocab)
+            assert tokens.uniform is None or "mean_logits" in options.extras
             selected = picked_rows(has_gradient(tokens)) if select else None
+            tokens = tokens._replace(wanted=None)
             at_target = grad_at_targets(tokens, statistics, options.transform)
             _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
-    if not parts:
-        wanted = {"logps", *["entropy"] * options.entropy, *["lse"] * options.lse, *options.extras}
-        nothing = torch.empty(0, dtype=torch.float32, device=device)
-        parts.append({name: nothing.bool() if name == "is_top1" else nothing for name in wanted})
-    return OnePass({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, totals.finish())
+    return OnePass(values, totals.finish())
 
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
@@ -241,6 +238,8 @@ def _options_lack(shape: HeadShape) -> str | None:
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
             "that are too much alike do not give back their logits"
         )
+    if transform.softcap is not None and "mean_logits" in options.extras:
+        return "no softcap beside mean_logits: an exponential that underflowed does not give back its logit's slope"
     made_dtypes = options.compute_dtype, *(shape.dtype,) * shape.needs[0], *(shape.weight_dtype,) * shape.needs[1]
     if torch.float16 in made_dtypes:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"

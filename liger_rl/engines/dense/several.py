@@ -24,7 +24,7 @@ from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import spans
 from liger_rl.kernels import for_device
-from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed
+from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed, with_uniform
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -120,11 +120,8 @@ def backward(
         gradients = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1)
         total = gradients.sum(1)
         at_targets = _at_targets(ids, logps, listed, total, tokens)
-        wanted = (gradients != 0).any(1)
-        if tokens.uniform is not None:
-            at_targets, wanted = at_targets + tokens.uniform[:, None], wanted | (tokens.uniform != 0)
         at_targets = times_derivative(at_targets, logps + tokens.lse[:, None], transform)
-        tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=wanted)
+        tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=(gradients != 0).any(1))
     return two_pass.backward(head, options, statistics, None, tokens, needs)
 
 
@@ -135,7 +132,7 @@ def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, token
     grad = torch.where(logps > -0.5, (id_sums - total) - total * torch.expm1(logps), id_sums - total * logps.exp())
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad -= tokens.grad_entropy[:, None] * entropy_term(logps, tokens.entropy[:, None])
-    return torch.where(ids >= 0, grad, 0.0)
+    return torch.where(ids >= 0, with_uniform(grad, tokens), 0.0)
 
 
 def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:

@@ -33,15 +33,16 @@ def backward(
     tokens: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
 ) -> Gradients:
-    """Gradients from lists of ids, or exact gradients if the lists would be long. Two host syncs."""
-    if known is None or tokens.uniform is not None:  # a list of ids cannot hold a gradient at every id
+    """Gradients from lists of ids. If lists would be long, or with a gradient of mean_logits, exact. Two host syncs."""
+    # A graph of torch.compile passes zeros if the loss does not depend on mean_logits. Reading them is one more sync.
+    if known is None or (tokens.uniform is not None and bool(tokens.uniform.any())):
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.engines.sparse import bounds_triton, listing_triton
 
     transform, dtype, live = options.transform, options.compute_dtype, head.live
     weight_dtype, head = head.weight.dtype, head.with_weight_in(dtype)
     weight, bias = head.weight, head.bias
-    targets, tokens = live.gather(head.targets), tokens.contiguous()
+    targets, tokens = live.gather(head.targets), tokens._replace(uniform=None).contiguous()
     bounds = bounds_triton.part_bounds(known, statistics, tokens, targets, transform)
     drawn = bounds_triton.draw_tokens(bounds, live.index)
     sample = head.hidden[drawn.positions].to(dtype)

@@ -180,21 +180,26 @@ def slot_gradients(
     z: Tensor,
     slots: Slots,
     statistics: TokenStatistics,
-    grads: tuple[Tensor, Tensor | None],  # (N,) float32, of log-probabilities and entropies
+    # (N,) float32, of log-probabilities and entropies, and dL/dmean_logits over the number of ids of the token's row
+    grads: tuple[Tensor, Tensor | None, Tensor | None],
     transform: LogitTransform,
 ) -> Tensor:
     """-> dL/dx (S,) float32 of the logits before the transform.
 
-    It is exactly 0 in slots without a row of the weight, in slots of SINGLE rows, and for tokens without a gradient.
+    It is exactly 0 in slots without a row of the weight, and for tokens without a gradient. The logit of a SINGLE row
+    has a gradient of mean_logits alone.
     """
-    tokens, token = TokenGradients.of(statistics, *grads), slots.tokens.long()
+    (grad_logps, grad_entropy, uniform), token = grads, slots.tokens.long()
+    tokens = TokenGradients.of(statistics, grad_logps, grad_entropy)._replace(uniform=uniform)
+    with_gradient = (slots.kinds == SEVERAL) if uniform is None else (slots.kinds >= SINGLE)
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
-    needed = (slots.ids < slots.rows) & ((slots.kinds == SEVERAL) & has_gradient(tokens))[token]
+    needed = (slots.ids < slots.rows) & (with_gradient & has_gradient(tokens))[token]
     z = torch.where(needed, z, 0.0)
     log_p = torch.where(needed, z - tokens.lse[token], 0.0)
     is_target = torch.arange(z.numel(), device=z.device) == slots.starts[token]
     grad_z = torch.where(is_target, tokens.at_target[token], -tokens.grad_logps[token] * log_p.exp())
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad_z = grad_z - tokens.grad_entropy[token] * entropy_term(log_p, tokens.entropy[token])
+    grad_z = grad_z if uniform is None else grad_z + uniform[token]
     grad = times_derivative(grad_z[:, None], z[:, None], slots.transform(transform)).squeeze(1)
     return torch.where(needed, grad, 0.0)

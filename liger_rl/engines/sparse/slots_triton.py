@@ -348,17 +348,18 @@ def _slot_gradients_kernel(
     grad_logps,
     entropies,
     grad_entropies,
+    uniforms,
     out,  # (positions,)
     positions,
     steps,  # LogitSteps
     BLOCK: tl.constexpr,
-    SEVERAL: tl.constexpr = SEVERAL,
+    LEAST: tl.constexpr,  # the least kind of rows whose slots have a gradient
 ):
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < positions
     needed = tl.load(slots.ids + slot, mask=inside, other=slots.rows) < slots.rows
     token = tl.load(slots.tokens + slot, mask=needed, other=0).to(tl.int64)
-    needed = needed & (tl.load(slots.kinds + token, mask=needed, other=0) == SEVERAL)
+    needed = needed & (tl.load(slots.kinds + token, mask=needed, other=0) >= LEAST)
     g = tl.load(grad_logps + token, mask=needed, other=0.0)
     e = 0.0
     entropy = 0.0
@@ -368,6 +369,10 @@ def _slot_gradients_kernel(
         e = tl.load(grad_entropies + token, mask=needed, other=0.0)
         entropy = tl.load(entropies + token, mask=needed, other=0.0)
         has_gradient = has_gradient | (e != 0.0)
+    uniform = 0.0
+    if uniforms is not None:
+        uniform = tl.load(uniforms + token, mask=needed, other=0.0)
+        has_gradient = has_gradient | (uniform != 0.0)
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = needed & has_gradient
     z = tl.load(logits + slot, mask=needed, other=0.0)
@@ -375,7 +380,7 @@ def _slot_gradients_kernel(
     is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
-    grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY)
+    grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY) + uniform
     if steps.temperatures is not None:
         temperature = tl.load(steps.temperatures + token, mask=needed, other=1.0)
         grad = grad / temperature
@@ -390,11 +395,11 @@ def slot_gradients(
     z: Tensor,
     slots: Slots,
     statistics: TokenStatistics,
-    grads: tuple[Tensor, Tensor | None],
+    grads: tuple[Tensor, Tensor | None, Tensor | None],
     transform: LogitTransform,
 ) -> Tensor:
     """As `slots.slot_gradients`, in one launch."""
-    positions, (grad_logps, grad_entropy) = z.numel(), grads
+    positions, (grad_logps, grad_entropy, uniform) = z.numel(), grads
     out = torch.empty_like(z)
     if positions == 0:
         return out
@@ -408,10 +413,12 @@ def slot_gradients(
             grad_logps.contiguous(),
             None if entropy is None else entropy.contiguous(),
             None if grad_entropy is None else grad_entropy.contiguous(),
+            None if uniform is None else uniform.contiguous(),
             out,
             positions,
             LogitSteps.of(transform),
             BLOCK=GRAD_BLOCK,
+            LEAST=SEVERAL if uniform is None else SINGLE,
             num_warps=GRAD_WARPS,
         )
     return out

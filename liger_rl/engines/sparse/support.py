@@ -31,6 +31,7 @@ class Saved(NamedTuple):
     """Tensors that the backward reads from the forward, in addition to the statistics and the slots."""
 
     logits: Tensor  # (S,) float32, transformed
+    sizes: Tensor | None  # (N,) float32, number of ids of each row; None without mean_logits
 
 
 def kernels_for(device: torch.device) -> ModuleType:
@@ -110,16 +111,13 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
         # The sum over the whole vocabulary that gives the mean over the row: callers divide by V.
         whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
         statistics = statistics._replace(sum_logits=whole)
-    return statistics, Saved(logits)
+    return statistics, Saved(logits, sizes)
 
 
 def _factors(head: Head) -> Factors:
     """The head's tensors with contiguous rows, as kernels read them."""
     parts = (p if p is None or p.stride(-1) == 1 else p.contiguous() for p in head.differentiable)
     return Factors._make(parts)
-
-
-DIFFERENTIABLE = 3  # not the mean of logits
 
 
 def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
@@ -142,11 +140,14 @@ def backward(
     """
     listed = head.listed
     assert listed is not None
-    grads = tokens.grad_logps, tokens.grad_entropy
-    listed_gradients, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
+    grads, uniform = (tokens.grad_logps, tokens.grad_entropy), tokens.uniform
+    if uniform is not None and saved.sizes is not None:
+        uniform = uniform * (head.vocab / saved.sizes.clamp(min=1.0))  # each row's mean is over its own ids
+    listed_gradients = _by_ids(head, listed, options, statistics, saved, (*grads, uniform), needs)
+    full = listed.full
     if full is None:
         return listed_gradients
-    tokens = TokenGradients.of(statistics, *grads).take(full)
+    tokens = TokenGradients.of(statistics, *grads)._replace(uniform=tokens.uniform).take(full)
     full_gradients = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
     return Gradients._make(
         None if of_lists is None or of_passes is None else of_lists.add_(of_passes)
@@ -160,7 +161,7 @@ def _by_ids(
     options: EngineOptions,
     statistics: TokenStatistics,
     saved: Saved,
-    grads: tuple[Tensor, Tensor | None],
+    grads: tuple[Tensor, Tensor | None, Tensor | None],
     needs: Needs,
 ) -> Gradients:
     """Gradients of the tokens that list ids."""
