@@ -255,7 +255,7 @@ class FusedLinearUnpairedLoss(_Judged):
             raise ValueError(f"{unread[0]} must be None, because {self.terms.objective!r} does not read it")
         if shift is not None:
             shift = torch.as_tensor(shift, dtype=torch.float32, device=ids.device).detach()
-            shift = shift.expand(ids.shape[:1]) if shift.dim() == 0 else shift
+            shift = shift.reshape(()).expand(ids.shape[:1]) if shift.numel() == 1 else shift
         return PreferenceBatch(
             advantages=torch.where(labels, 1.0, -1.0), mask=counted, shift=shift,
             ref_per_token_logps=_per_token(ref_logps, counted), segments=segments, num_sequences=num_sequences,

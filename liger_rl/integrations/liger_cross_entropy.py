@@ -128,5 +128,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             return values.sum() / counted.sum().clamp(min=1) if self.reduction == "mean" else values.sum()
 
         accuracy = reduced("is_top1") if self.return_token_accuracy else None
-        predicted = metrics["topk_ids"].total[..., 0] if self.return_predicted_tokens else None
+        predicted = None
+        if self.return_predicted_tokens:
+            predicted = torch.where(counted, metrics["topk_ids"].total[..., 0], -1)
         return CrossEntropyOutput(loss, reduced("z_loss") if self.return_z_loss else None, accuracy, predicted)

@@ -407,15 +407,14 @@ class KTO(Options):
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratios = logps if batch.ref_per_token_logps is None else logps - batch.ref_per_token_logps
-        ratio, chosen = batch.sequence_sum(ratios), batch.advantages > 0
-        if self.average_log_prob:
-            ratio = ratio / batch.sequence_length()
+        divisor = batch.sequence_length() if self.average_log_prob else 1.0
+        ratio, chosen = batch.sequence_sum(ratios) / divisor, batch.advantages > 0
         sign = torch.where(chosen, 1.0, -1.0).to(logps.dtype)
         weight = torch.where(chosen, self.desirable_weight, self.undesirable_weight).to(logps.dtype)
         loss = weight * self.loss_of(ratio, sign, batch.shift)
 
         def metrics(_level: MetricsLevel) -> dict[str, Metric]:
-            values = {"rewards": self.beta * ratio.detach(), "logps": batch.sequence_sum(logps.detach())}
+            values = {"rewards": self.beta * ratio.detach(), "logps": batch.sequence_sum(logps.detach()) / divisor}
             sides = ("chosen", chosen), ("rejected", batch.advantages < 0)
             of_sides = [(side, sequence_means(values, batch, where)) for side, where in sides]
             return {f"{side}_{name}": metric for side, means in of_sides for name, metric in means.items()}

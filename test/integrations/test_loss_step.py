@@ -1,0 +1,168 @@
+"""Preference and supervised losses from token ids: against full logits, in every layout and in micro-batches."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid, pad
+
+from hf_models import VOCAB, assert_same_gradients, build, gradients
+from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, SequenceMean
+from liger_rl.step.policy_step import completion_logps, loss_step, loss_steps, policy_step
+from step_calls import small_llama
+
+PAIRS, LENGTH = 3, 24
+PROMPTS, ENDS = [10, 7, 9], [20, 14, 24, 18, 24, 15]
+LAYOUTS = (
+    {},
+    {"max_tokens": 48},
+    {"share_prefixes": True},
+    {"share_prefixes": True, "max_tokens": 40},
+    {"packing": True, "max_tokens": 60},
+    {"trim": False},
+)
+
+
+def batch_of_pairs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    column, prompts, ends = torch.arange(LENGTH), torch.tensor(PROMPTS * 2)[:, None], torch.tensor(ENDS)[:, None]
+    ids = torch.randint(3, VOCAB, (2 * PAIRS, LENGTH), generator=generator)
+    ids[PAIRS:] = torch.where(column < prompts[:PAIRS], ids[:PAIRS], ids[PAIRS:])
+    attended = column < ends
+    return {
+        "input_ids": torch.where(attended, ids, 0),
+        "attention_mask": attended.long(),
+        "mask": attended & (column >= prompts),
+        "ref_logps": torch.linspace(-60, -40, 2 * PAIRS),
+    }
+
+
+def full_logps(model, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+    logps = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    return torch.where(mask, pad(logps, (1, 0)), 0.0)
+
+
+def by_steps(model, batch, loss, **layout):
+    """The summed loss and gradients of all micro-batches."""
+    model.zero_grad()
+    steps = loss_steps(model, batch, loss, **layout)
+    for step in steps:
+        step.loss.backward()
+    return steps.total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_pairs(layout):
+    model, batch = small_llama(), batch_of_pairs()
+    margins = full_logps(model, batch, batch["mask"]).sum(1) - batch["ref_logps"]
+    chosen, rejected = margins.chunk(2)
+    expected = -logsigmoid(0.1 * (chosen - rejected)).mean()
+    total, found = by_steps(model, batch, FusedLinearPreferenceLoss("dpo"), **layout)
+    torch.testing.assert_close(total.loss, expected.detach())
+    torch.testing.assert_close(total.metrics["reward_margins"].value, 0.1 * (chosen - rejected).detach().mean())
+    assert_same_gradients(found, gradients(model, expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_nll_term_counts_tokens_of_its_own(layout):
+    model, batch = small_llama(), batch_of_pairs()
+    nll_mask = batch["attention_mask"].bool().clone()
+    nll_mask[PAIRS:] = False
+    counted = nll_mask.clone()
+    counted[:, 0] = False
+    of_all = full_logps(model, batch, counted | batch["mask"])
+    means = torch.where(batch["mask"], of_all, 0.0).sum(1) / batch["mask"].sum(1)
+    odds = means - torch.log1p(-means.exp())
+    nll = -of_all[counted].mean()
+    expected = nll - 0.1 * logsigmoid(odds[:PAIRS] - odds[PAIRS:]).mean()
+    del batch["ref_logps"]
+    total, found = by_steps(model, batch | {"nll_mask": nll_mask}, FusedLinearPreferenceLoss("orpo"), **layout)
+    torch.testing.assert_close(total.loss, expected.detach())
+    torch.testing.assert_close(total.metrics["nll"].value, nll.detach())
+    assert_same_gradients(found, gradients(model, expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:4], ids=str)
+def test_single_sequences(layout):
+    model, batch = small_llama(), batch_of_pairs()
+    labels = torch.tensor([True, False, False, True, True, False])
+    margins = full_logps(model, batch, batch["mask"]).sum(1) - batch["ref_logps"]
+    sign = torch.where(labels, 1.0, -1.0)
+    expected = torch.sigmoid(-sign * 0.1 * (margins - 0.3)).mean()
+    total, found = by_steps(model, batch | {"labels": labels, "kl": 0.3}, FusedLinearUnpairedLoss("kto"), **layout)
+    torch.testing.assert_close(total.loss, expected.detach())
+    assert_same_gradients(found, gradients(model, expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
+@pytest.mark.parametrize("reduction", [None, SequenceMean()], ids=["tokens", "sequences"])
+def test_cross_entropy(layout, reduction):
+    model, batch = small_llama(), batch_of_pairs()
+    del batch["ref_logps"]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()[:, :-1]
+    mask, labels = batch["mask"][:, 1:], batch["input_ids"][:, 1:]
+    losses = cross_entropy(logits.mT, labels, label_smoothing=0.1, reduction="none")
+    losses = torch.where(mask, losses + 1e-3 * logits.logsumexp(-1).square(), 0.0)
+    expected = losses.sum() / mask.sum() if reduction is None else (losses.sum(1) / mask.sum(1)).mean()
+    loss = FusedLinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3, metrics="with_entropy", reduction=reduction)
+    total, found = by_steps(model, batch, loss, **layout)
+    torch.testing.assert_close(total.loss, expected.detach())
+    accuracy = (logits.argmax(-1) == labels)[mask].float().mean()
+    torch.testing.assert_close(total.metrics["accuracy"].value, accuracy)
+    assert_same_gradients(found, gradients(model, expected))
+
+
+def test_a_list_of_the_likeliest_ids_reaches_the_loss():
+    model, batch = small_llama(), batch_of_pairs()
+    del batch["ref_logps"]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()[:, :-1]
+    mask, labels = batch["mask"][:, 1:], batch["input_ids"][:, 1:]
+    log_p = logits.detach().topk(5).values.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    expected = (entropy / 3 * cross_entropy(logits.mT, labels, reduction="none"))[mask].mean()
+    total, found = by_steps(model, batch, FusedLinearCrossEntropyLoss("eaft", eaft_k=5), max_tokens=48)
+    torch.testing.assert_close(total.loss, expected.detach())
+    assert_same_gradients(found, gradients(model, expected))
+
+
+def test_a_row_of_weight_0_does_not_run():
+    model, batch = small_llama(), batch_of_pairs()
+    del batch["ref_logps"]
+    weights = torch.ones(2 * PAIRS)
+    weights[1] = 0.0
+    step = loss_step(model, batch | {"token_weights": weights}, FusedLinearCrossEntropyLoss())
+    assert step.per_token_logps[1].isnan().any()
+    assert step.loss.isfinite()
+
+
+def test_a_pair_with_an_empty_side_stays_whole():
+    model, batch = small_llama(), batch_of_pairs()
+    batch["mask"][PAIRS + 1] = False
+    margins = full_logps(model, batch, batch["mask"]).sum(1)
+    margins = margins - torch.where(batch["mask"].any(1), batch["ref_logps"], 0.0)
+    expected = -logsigmoid(0.1 * (margins[:PAIRS] - margins[PAIRS:])).mean()
+    total, found = by_steps(model, batch, FusedLinearPreferenceLoss("dpo"), max_tokens=48)
+    torch.testing.assert_close(total.loss, expected.detach())
+    assert_same_gradients(found, gradients(model, expected))
+
+
+def test_reference_log_probabilities_of_another_model():
+    model, batch, loss = small_llama(), batch_of_pairs(), FusedLinearPreferenceLoss("dpo")
+    other = build("Llama", num_hidden_layers=2)
+    del batch["ref_logps"]
+    batch["ref_logps"] = completion_logps(other, batch, loss)
+    torch.testing.assert_close(batch["ref_logps"], full_logps(other, batch, batch["mask"]).detach())
+    sums = batch | {"ref_logps": batch["ref_logps"].sum(1)}
+    torch.testing.assert_close(loss_step(model, batch, loss).loss, loss_step(model, sums, loss).loss)
+
+
+def test_the_old_name_is_the_same_function():
+    assert policy_step is loss_step
+
+
+def test_columns_are_the_losss_own():
+    batch = batch_of_pairs()
+    with pytest.raises(ValueError, match=r"no column 'ref_logps'; it has .*token_weights"):
+        loss_step(small_llama(), batch, FusedLinearCrossEntropyLoss())
+    with pytest.raises(ValueError, match="even number of rows, first the chosen ones, got 5"):
+        loss_step(small_llama(), {name: x[:5] for name, x in batch.items()}, FusedLinearPreferenceLoss("dpo"))
