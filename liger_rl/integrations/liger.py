@@ -1,10 +1,11 @@
 """liger-kernel's fused linear losses on this package's heads and losses: docs/liger.md."""
 
-from liger_rl.integrations.liger_distillation import LigerFusedLinearJSDLoss
+from liger_rl.integrations.liger_distillation import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
 from liger_rl.integrations.liger_grpo import LigerFusedLinearGRPOLoss
 from liger_rl.integrations.patching import Framework, Patch
 
 __all__ = [
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearJSDLoss",
     "is_patched",
@@ -19,7 +20,7 @@ LIGER = Framework(
     (0, 9),
     *(
         Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, None, modules=("liger_kernel", "trl", "swift"))
-        for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+        for loss in (LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
     ),
     gain="2% of the time of the chunked GRPO loss, without its defects in padding, masks and ratios",
     distributions=("liger-kernel", "liger-kernel-nightly"),
@@ -27,7 +28,7 @@ LIGER = Framework(
 
 
 def patch_liger() -> None:
-    """Put the two classes of this module in place of liger-kernel's, in liger-kernel, TRL and ms-swift.
+    """Put the classes of this module in place of liger-kernel's, in liger-kernel, TRL and ms-swift.
 
     Objects made before keep their class. liger-kernel's other losses and the functional `liger_fused_linear_grpo` and
     `liger_fused_linear_jsd` stay as they are.
