@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_rl.call.checks import check_dense, check_head
+from liger_rl.call.checks import check_dense, check_head, check_shape
 from liger_rl.call.dtensors import has_dtensor
 from liger_rl.call.options import HeadOptions
 from liger_rl.engines.graphs import break_graph
@@ -21,6 +21,8 @@ __all__ = ["LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearJSDLoss"]
 
 
 Head = tuple[Tensor, Tensor, Tensor | None]  # hidden, weight, bias
+# (), the labels' log-probabilities if they cost nothing, and a 0 that carries the gradients of both
+SoftLoss = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -90,10 +92,7 @@ class _Distillation(nn.Module):
             in_interval(name, getattr(self, name), "(-inf, inf)")
         LogitTransform(temperature=self.temperature)
 
-    def _soft_loss(
-        self, student: Head, teacher: Head, labels: Tensor, count: Tensor, has_hard: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """-> the soft loss, () float32; log-probabilities of the labels if they cost nothing, and their loss."""
+    def _soft_loss(self, student: Head, teacher: Head, labels: Tensor, count: Tensor, has_hard: bool) -> SoftLoss:
         raise NotImplementedError
 
 
@@ -116,9 +115,7 @@ class LigerFusedLinearJSDLoss(_Distillation):
         super()._check()
         measure_of("jsd", self.beta)
 
-    def _soft_loss(
-        self, student: Head, teacher: Head, labels: Tensor, count: Tensor, has_hard: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _soft_loss(self, student: Head, teacher: Head, labels: Tensor, count: Tensor, has_hard: bool) -> SoftLoss:
         transform = LogitTransform(temperature=self.temperature)
         call = DivergenceCall(
             hidden=student[0],
@@ -154,29 +151,24 @@ class LigerFusedLinearCosineSimilarityLoss(_Distillation):
     Options are attributes of the same names, checked here and at every call.
     """
 
-    def _soft_loss(
-        self, student: Head, teacher: Head, labels: Tensor, count: Tensor, has_hard: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _soft_loss(self, student: Head, teacher: Head, labels: Tensor, count: Tensor, has_hard: bool) -> SoftLoss:
         if has_dtensor(*student, *teacher):
             raise ValueError("student and teacher tensors must be whole on this rank, got a DTensor")
         check_head(*student, None, "student_")
         check_head(*teacher, None, "teacher_")
-        if teacher[0].shape[:-1] != labels.shape:
-            raise ValueError(
-                f"teacher_input must have the tokens {tuple(labels.shape)} of student_input, got "
-                f"{tuple(teacher[0].shape)}"
-            )
-        heads = (_with_bias(head[0][labels >= 0], *head[1:]) for head in (student, teacher))
-        (hidden, weight), (teacher_hidden, teacher_weight) = heads
-        products = inner_products(hidden, weight, teacher_hidden.detach(), teacher_weight.detach())
+        tokens = tuple(labels.shape)
+        check_shape("teacher_input", teacher[0], (*tokens, None), f"({tokens} tokens of student_input, H')")
+        teacher_factors = (factor.detach() for factor in _with_bias(*teacher, labels >= 0))
+        products = inner_products(*_with_bias(*student, labels >= 0), *teacher_factors)
         # 1 / |s|, and 0 without a gradient if s is 0
         inverse = torch.where(products[1:] > 0, products[1:], torch.inf).rsqrt()
         cosine = products[0] * inverse[0] * inverse[1]
         return self.beta * (1 - cosine).sum() / count, None, None
 
 
-def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The bias as a column of the weight. 16-bit products need a width that is a multiple of 8."""
+def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens that count, and the bias as a column of the weight. Eight columns keep 16-bit products aligned."""
+    hidden = hidden[mask]
     if bias is None:
         return hidden, weight
     columns = F.pad(hidden.new_ones(len(hidden), 1), (0, 7)), F.pad(bias[:, None], (0, 7))

@@ -16,16 +16,16 @@ from liger_rl.kernels import gemm
 from liger_rl.once import differentiable_once
 
 # h'Gh has an error of about 1e-7 sum_i h_i^2 G_ii. Tokens with less than this share of the sum get logits.
-LEAST_SHARE = 1 / 64
+LEAST_SHARE = 1 / 16
 
 
 def inner_products(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
-    """(3, n) float32: s.t, s.s, t.t of hidden (n, H) and weight (V, H), which are differentiable, and the teacher's."""
-    # Logits are float32 products, Gram matrices of 16-bit weights are not.
+    """(3, n) float32: s.t, s.s, t.t, differentiable for hidden (n, H) and weight (V, H)."""
+    # On CUDA the logits' products are float32, but Gram matrices of 16-bit weights take 16-bit products.
     if len(hidden) * (8 if _splits(hidden) else 1) <= max(hidden.shape[1], teacher_hidden.shape[1]):
         return _from_logits(hidden, weight, teacher_hidden, teacher_weight)
-    products, scales = _FromGramMatrices.apply(hidden, weight, teacher_hidden, teacher_weight)
-    cancelled = (products[1:] < LEAST_SHARE * scales).any(0).nonzero()[:, 0]
+    products, cancels = _FromGramMatrices.apply(hidden, weight, teacher_hidden, teacher_weight)
+    cancelled = cancels.nonzero()[:, 0]
     if not len(cancelled):
         return products
     few = _from_logits(hidden[cancelled], weight, teacher_hidden[cancelled], teacher_weight)
@@ -33,91 +33,92 @@ def inner_products(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teach
 
 
 def _from_logits(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
+    hidden, teacher_hidden = hidden.float(), teacher_hidden.float()
+
     def of_rows(w: Tensor, u: Tensor) -> Tensor:
         with _exact(hidden.device):
-            s, t = hidden.float() @ w.float().mT, teacher_hidden.float() @ u.float().mT
+            s, t = hidden @ w.float().mT, teacher_hidden @ u.float().mT
             return torch.stack([(s * t).sum(1), s.square().sum(1), t.square().sum(1)])
 
-    step = _rows(hidden, teacher_hidden, bytes_per_row=24 * len(hidden))
-    parts = zip(weight.split(step), teacher_weight.split(step), strict=True)
-    products = [checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    return torch.stack(products).sum(0)
+    parts = _parts(_rows_at_a_time(hidden, teacher_hidden, 24 * len(hidden)), weight, teacher_weight)
+    return torch.stack(
+        [checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    ).sum(0)
 
 
 class _FromGramMatrices(torch.autograd.Function):
-    """-> the products, and sum_i h_i^2 G_ii of both heads, (2, n)."""
+    """-> the products, and whether too much of a token's products cancels, (n,) bool."""
 
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight):
-        products, scales = (torch.empty(count, len(hidden), device=hidden.device) for count in (3, 2))
-        step, tokens = _rows(hidden, teacher_hidden), MAX_CHUNK_TOKENS[kind_of(hidden.device)]
+        products = hidden.new_empty(3, len(hidden), dtype=torch.float32)
+        cancels = torch.zeros_like(products[0], dtype=torch.bool)
+        step = _rows_at_a_time(hidden, teacher_hidden)
         with _exact(hidden.device):
-            student, cross, teacher = (
-                _gram(a, b, step) for a, b in ((weight, weight), (weight, teacher_weight), (teacher_weight,) * 2)
-            )
-            for h, g, out, scale in zip(
-                *(hidden.split(tokens), teacher_hidden.split(tokens)),
-                *(x.split(tokens, 1) for x in (products, scales)),
-                strict=True,
-            ):
-                out[0] = times(h, cross).mul_(g).sum(1)
-                for row, (x, gram) in enumerate([(h, student), (g, teacher)]):
-                    out[1 + row] = times(x, gram).mul_(x).sum(1)
-                    scale[row] = x.float().square() @ gram.diagonal()
-        ctx.mark_non_differentiable(scales)
+            student, teacher = _gram(weight, weight, step), _gram(teacher_weight, teacher_weight, step)
+            cross = _gram(weight, teacher_weight, step)
+            tokens = MAX_CHUNK_TOKENS[kind_of(hidden.device)]
+            for h, g, out, cancel in _parts(tokens, hidden, teacher_hidden, products.mT, cancels):
+                out[:, 0] = times(h, cross).mul_(g).sum(1)
+                for column, (x, gram) in enumerate([(h, student), (g, teacher)], 1):
+                    out[:, column] = times(x, gram).mul_(x).sum(1)
+                    cancel |= out[:, column] < LEAST_SHARE * (x.float().square() @ gram.diagonal())
+        ctx.mark_non_differentiable(cancels)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, student, cross)
-        return products, scales
+        return products, cancels
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad, _):
         """dL/dW = W sum_n dL/d(s.s) 2 h h' + U sum_n dL/d(s.t) g h'."""
         hidden, weight, teacher_hidden, teacher_weight, student, cross = saved
-        step, tokens = _rows(hidden, teacher_hidden), MAX_CHUNK_TOKENS[kind_of(hidden.device)]
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
         by_student, by_teacher = torch.zeros_like(student), torch.zeros_like(cross.mT)
         with _exact(hidden.device):
-            parts = (
-                x.split(tokens) for x in (hidden, teacher_hidden, grad_hidden, grad[0, :, None], 2 * grad[1, :, None])
-            )
-            for h, g, out, grad_st, grad_ss in zip(*parts, strict=True):
-                out.copy_(times(h, student).mul_(grad_ss) + times(g, cross.mT).mul_(grad_st))
-                by_student += times(h.mT, h * grad_ss)
-                by_teacher += times(g.mT, h * grad_st)
-            for w, u, out in zip(*(x.split(step) for x in (weight, teacher_weight, grad_weight)), strict=True):
+            tokens = MAX_CHUNK_TOKENS[kind_of(hidden.device)]
+            for h, g, out, factors in _parts(tokens, hidden, teacher_hidden, grad_hidden, grad.mT):
+                on_st, on_ss = factors[:, :1], 2 * factors[:, 1:2]
+                out.copy_(times(h, student).mul_(on_ss) + times(g, cross.mT).mul_(on_st))
+                by_student += times(h.mT, h * on_ss)
+                by_teacher += times(g.mT, h * on_st)
+            for w, u, out in _parts(_rows_at_a_time(hidden, teacher_hidden), weight, teacher_weight, grad_weight):
                 out.copy_(times(w, by_student) + times(u, by_teacher))
         return grad_hidden, grad_weight, None, None
 
 
-def _rows(hidden: Tensor, teacher_hidden: Tensor, bytes_per_row: int = 0) -> int:
-    """Rows of the weights at a time, for float32 copies of the rows and `bytes_per_row` of tiles."""
-    bytes_per_row += 8 * (hidden.shape[1] + teacher_hidden.shape[1])
-    return max(WORKSPACE_BYTES[kind_of(hidden.device)] // bytes_per_row, CHUNK_ALIGNMENT)
-
-
 def _gram(a: Tensor, b: Tensor, step: int) -> Tensor:
     """a (V, m), b (V, n) -> a' b (m, n) float32."""
-    total, dtype = torch.zeros(a.shape[1], b.shape[1], device=a.device), torch.promote_types(a.dtype, b.dtype)
-    for a_rows, b_rows in zip(a.split(step), b.split(step), strict=True):
+    total, dtype = a.new_zeros(a.shape[1], b.shape[1], dtype=torch.float32), torch.promote_types(a.dtype, b.dtype)
+    for a_rows, b_rows in _parts(step, a, b):
         gemm.accumulate(total, a_rows.to(dtype).mT, b_rows.to(dtype))
     return total
-
-
-def _splits(factor: Tensor) -> bool:
-    return factor.is_cuda and factor.dtype != torch.float32
 
 
 def times(factor: Tensor, matrix: Tensor) -> Tensor:
     """factor (m, k) @ matrix (k, n) float32 -> float32. A 16-bit factor on CUDA meets three 16-bit summands of it."""
     if not _splits(factor):
         return factor.float() @ matrix
-    scale = matrix.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    product, rest = torch.zeros(factor.shape[0], matrix.shape[1], device=factor.device), matrix / scale
+    rest = matrix / (scale := matrix.abs().amax().clamp(min=torch.finfo(torch.float32).tiny))
+    product = rest.new_zeros(factor.shape[0], rest.shape[1])
     for _ in range(3):
         summand = rest.to(factor.dtype)
         gemm.accumulate(product, factor, summand)
         rest = rest - summand
     return product.mul_(scale)
+
+
+def _splits(factor: Tensor) -> bool:
+    return factor.is_cuda and factor.dtype != torch.float32
+
+
+def _rows_at_a_time(hidden: Tensor, teacher_hidden: Tensor, tile_bytes: int = 0) -> int:
+    """Rows of the weights whose float32 copies, and tiles of so many bytes for each row, fit the workspace."""
+    row_bytes = tile_bytes + 8 * (hidden.shape[1] + teacher_hidden.shape[1])
+    return max(WORKSPACE_BYTES[kind_of(hidden.device)] // row_bytes, CHUNK_ALIGNMENT)
+
+
+def _parts(step: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
 @contextmanager
