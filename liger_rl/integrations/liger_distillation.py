@@ -65,8 +65,8 @@ class _Distillation(nn.Module):
         if teacher_weight.shape[0] != student_weight.shape[0]:
             raise ValueError(
                 f"teacher_weight must have the {student_weight.shape[0]} vocabulary entries of student_weight, got "
-                f"{teacher_weight.shape[0]}; liger-kernel would give the student logits of 0 for the rest, and so "
-                "compare padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
+                f"{teacher_weight.shape[0]}; liger-kernel would give the student logits of 0 for the rest, and so a "
+                "weight to padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
             )
         labels = label_ids(true_labels, student_weight.shape[0], self.ignore_index)
         student = student_input, kept_whole(student_weight), kept_whole(student_bias)
