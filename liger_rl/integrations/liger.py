@@ -1,18 +1,8 @@
-"""liger-kernel's chunked GRPO and distillation losses on this package's head and losses: docs/liger.md."""
+"""liger-kernel's fused linear losses on this package's heads and losses: docs/liger.md."""
 
-from dataclasses import dataclass, fields
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from liger_rl.call.checks import check_chunk, check_dense
-from liger_rl.call.options import HeadOptions
-from liger_rl.engines.graphs import break_graph
-from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
-from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.integrations.liger_cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_rl.integrations.liger_head import check_shape, head_factors, kept_whole, label_ids
+from liger_rl.integrations.liger_distillation import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
+from liger_rl.integrations.liger_grpo import LigerFusedLinearGRPOLoss
 from liger_rl.integrations.liger_preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
@@ -21,15 +11,10 @@ from liger_rl.integrations.liger_preference import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_rl.integrations.patching import Framework, Patch
-from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import linear_logprobs
-from liger_rl.losses.objectives import SAPO, VESPO
-from liger_rl.losses.options import in_interval, warn_caller
-from liger_rl.losses.presets import PRESETS
-from liger_rl.losses.reductions import GlobalTokenMean
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
@@ -43,296 +28,24 @@ __all__ = [
     "unpatch_liger",
 ]
 
-LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
-# Options that have no effect on the losses without them -> the value that is accepted there.
-SWITCHES = {"delta": None, "importance_sampling_level": "token"}
-
-
-@dataclass(eq=False, repr=False)
-class LigerFusedLinearGRPOLoss(nn.Module):
-    """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` 0.8.5: `(loss, metrics)` from hidden states.
-
-    The same numbers, except where Liger's are wrong, such as in the padding of luspo, with (B, T) advantages and with
-    -inf at masked tokens. docs/liger.md lists every difference, and the options without effect.
-
-    Options are Liger's, and attributes of the same names, checked here and at every call.
-    """
-
-    beta: float = 0.04
-    compiled: bool = True  # no effect
-    use_ref_model: bool = True  # must be True where beta > 0
-    chunk_size: int = 1  # no effect
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2  # for "cispo" the bound itself, elsewhere its distance from 1
-    loss_type: str = "dapo"
-    max_completion_length: int | None = None  # "dr_grpo" needs it
-    importance_sampling_level: str = "token"  # or "sequence" for the losses that clip with PPO's formula
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    temperature: float = 1.0
-    delta: float | None = None  # for the losses that clip with PPO's formula
-    use_bias_correction_kl: bool = False
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._fused()  # so that a mistake shows here
-
-    def forward(
-        self,
-        _input: Tensor,  # (B, T, H)
-        lin_weight: Tensor,  # (V, H), in _input's dtype or float32; any under autocast
-        selected_token_ids: Tensor,  # (B, T), the sampled tokens; _input[:, t] predicts column t
-        attention_mask: Tensor,  # (B, T) bool or 0/1, the completion tokens that count
-        advantages: Tensor,  # (B,) or (B, T)
-        bias: Tensor | None = None,  # (V,), in lin_weight's dtype
-        ref_per_token_logps: Tensor | None = None,  # (B, T)
-        old_per_token_logps: Tensor | None = None,  # (B, T); None: the ratio is 1
-        ref_input: Tensor | None = None,  # (B, T, H)
-        ref_weight: Tensor | None = None,  # (V, H)
-        ref_bias: Tensor | None = None,  # (V,)
-        vllm_is_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,), trainer over sampler probability
-        num_items_in_batch: int | float | Tensor | None = None,  # tokens of the whole optimiser step, over all ranks
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Loss and metrics of one batch.
-
-        ref_input, ref_weight and ref_bias are the reference model's head, in place of ref_per_token_logps, which has
-        precedence. No reference has an effect where beta = 0.
-
-        "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, with the ranks of torch.distributed's default
-        group. Without it the batch's count is summed over the ranks: one all-reduce a call.
-
-        Returns:
-            loss: () in float32.
-            metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
-        """
-        fused = self._fused()
-        if check_dense("_input", _input).dim() != 3:
-            raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
-        rows, columns = _input.shape[:2]
-        check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
-        check_shape("attention_mask", attention_mask, _input, (rows, columns))
-        if vllm_is_ratio is not None:
-            check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
-        check_dense("lin_weight", lin_weight, _input, "_input")
-        counted = (attention_mask != 0) & (selected_token_ids >= 0)
-        global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
-        num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
-        if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
-            vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
-        if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
-            warn_caller("Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.")
-        if self.beta == 0.0:
-            ref_per_token_logps = None
-        elif ref_per_token_logps is None:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}"
-                )
-            check_dense("ref_input", ref_input, _input, "_input")
-            check_dense("ref_weight", ref_weight, _input, "_input")
-            ref_input, ref_weight, ref_bias = head_factors(ref_input, ref_weight, ref_bias)
-            ref_per_token_logps = fused.reference_logps(
-                ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias
-            )
-        hidden, weight, bias = head_factors(_input, lin_weight, bias)
-        loss, metrics = fused(
-            hidden,
-            weight,
-            selected_token_ids,
-            advantages,
-            attention_mask,
-            bias=bias,
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            importance_ratio=vllm_is_ratio,
-            num_items_in_batch=num_items_in_batch,
-        )
-        values = [metrics["kl_ref"].value] if "kl_ref" in metrics else []
-        clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
-        return loss, (*values, clipped)
-
-    def _fused(self) -> FusedLinearGRPOLoss:
-        """The module of the options as they are now."""
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(
-                f"loss_type must be one of {list(LOSS_TYPES)}, as in liger-kernel, got {self.loss_type!r}; "
-                "liger_rl.FusedLinearGRPOLoss has more"
-            )
-        if self.beta != 0.0 and not self.use_ref_model:
-            raise ValueError(f"use_ref_model must be True with beta = {self.beta}, or beta 0.0: a KL needs a reference")
-        check_chunk("chunk_size", self.chunk_size)
-        SAPO(sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg)
-        preset = PRESETS[self.loss_type]
-        known = {field.name for term in (preset.objective, preset.reduction) for field in fields(term)}
-        for name, off in SWITCHES.items():
-            if name not in known and getattr(self, name) != off:
-                raise ValueError(f"{name} must be {off!r} with loss_type {self.loss_type!r}, got {getattr(self, name)}")
-        options = {name: value for name, value in vars(self).items() if name in known}
-        if "world_size" in known:
-            options["world_size"] = _ranks()
-        return FusedLinearGRPOLoss(
-            self.loss_type,
-            beta=self.beta,
-            importance_weighted=self.use_bias_correction_kl,
-            temperature=self.temperature,
-            **options,
-        )
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _divisor(
-    num_items_in_batch: int | float | Tensor | None, counted: Tensor, *, global_mean: bool
-) -> int | float | Tensor | None:
-    """Tokens of all ranks, at least 1 of each rank, as Liger has it; None where the loss does not divide by them."""
-    count, ranks = num_items_in_batch, _ranks()
-    if count is None and global_mean:
-        count = counted.sum()
-        if ranks > 1:
-            dist.all_reduce(count)
-    if isinstance(count, Tensor):
-        return count.clamp(min=ranks)
-    return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
-
-
-def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
-    """Ratios per token with the same product over each sequence: its one ratio goes to its first counted token."""
-    if ratio.shape == counted.shape:
-        return ratio
-    first = counted & (counted.cumsum(-1) == 1)
-    return torch.where(first, ratio.reshape(-1, 1), 1.0)
-
-
-@dataclass(eq=False, repr=False)
-class LigerFusedLinearJSDLoss(nn.Module):
-    """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearJSDLoss` 0.8.5.
-
-        loss = weight_hard_loss * hard + weight_soft_loss * soft
-        soft = mean of JSD_beta(student, teacher) at `temperature`
-        hard = mean of -log p_student(label) at temperature 1
-
-    Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
-    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's, for example a
-    teacher with more vocabulary entries than the student raises here.
-
-    Options are attributes of the same names, checked here and at every call.
-    """
-
-    weight_hard_loss: float = 0.5  # a hard loss at another temperature than 1 takes products of its own
-    weight_soft_loss: float = 0.5
-    beta: float = 0.5  # in [0, 1], the teacher's share in the mixture
-    ignore_index: int = -100  # the label of tokens that do not count, of either sign
-    temperature: float = 1.0  # of both heads' logits in the soft loss
-    compiled: bool = True  # no effect
-    chunk_size: int = 1024  # no effect
-    return_soft_hard_loss: bool = False  # return (loss, soft, hard)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._check()  # so that a mistake shows here
-
-    def forward(
-        self,
-        student_input: Tensor,  # (N, H) or (B, T, H)
-        student_weight: Tensor,  # (V, H), in student_input's dtype; any under autocast
-        teacher_input: Tensor,  # (N, H') or (B, T, H')
-        teacher_weight: Tensor,  # (V, H')
-        true_labels: Tensor,  # (N,) or (B, T); student_input[t] predicts true_labels[t]
-        student_bias: Tensor | None = None,  # (V,)
-        teacher_bias: Tensor | None = None,  # (V,)
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. No gradient for the teacher."""
-        break_graph("LigerFusedLinearJSDLoss")
-        self._check()
-        check_dense("student_input", student_input)
-        check_dense("student_weight", student_weight, student_input, "student_input")
-        check_dense("teacher_weight", teacher_weight, student_input, "student_input")
-        check_dense("true_labels", true_labels, student_input, "student_input")
-        if true_labels.is_floating_point() or true_labels.shape != student_input.shape[:-1]:
-            raise ValueError(
-                f"true_labels must be integers of shape {tuple(student_input.shape[:-1])} from student_input, got "
-                f"{tuple(true_labels.shape)} {true_labels.dtype}"
-            )
-        if teacher_weight.shape[0] != student_weight.shape[0]:
-            raise ValueError(
-                f"teacher_weight must have the {student_weight.shape[0]} vocabulary entries of student_weight, got "
-                f"{teacher_weight.shape[0]}; liger-kernel would give the student logits of 0 for the rest, and so "
-                "probability to padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
-            )
-        labels = label_ids(true_labels, student_weight.shape[0], self.ignore_index)
-        counted = labels >= 0
-        count = counted.sum().clamp(min=1)
-        has_hard = self.weight_hard_loss != 0 or self.return_soft_hard_loss
-        same_logits = has_hard and self.temperature == 1.0
-        weight, bias = kept_whole(student_weight), kept_whole(student_bias)
-        transform = LogitTransform(temperature=self.temperature)
-        call = DivergenceCall(
-            hidden=student_input,
-            weight=weight,
-            bias=bias,
-            teacher_hidden=teacher_input,
-            teacher_weight=kept_whole(teacher_weight),
-            teacher_bias=kept_whole(teacher_bias),
-            teacher_transform=transform,
-            teacher_may_require_grad=True,
-            measure=measure_of("jsd", self.beta),
-            mask=counted,
-            # An ignored label may be an id, and a label without a hard loss no id at all.
-            targets=labels if same_logits else None,
-            options=HeadOptions(transform=transform),
-            targets_name="true_labels",
-        )
-        result, one_pass_loss = in_one_pass_if_free(call, self.weight_soft_loss / count, -self.weight_hard_loss / count)
-        soft, hard, logps = result.divergence.sum() / count, None, result.logps
-        if has_hard and logps is None:
-            logps = linear_logprobs(student_input, weight, labels, mask=counted, bias=bias).logps
-        loss = self.weight_soft_loss * soft
-        if logps is not None:
-            hard = -logps.sum() / count
-            loss = loss + self.weight_hard_loss * hard
-        if one_pass_loss is not None:
-            loss = loss + one_pass_loss
-        if not self.return_soft_hard_loss:
-            return loss
-        assert hard is not None
-        return loss, soft.detach(), hard.detach()
-
-    def _check(self) -> None:
-        in_interval("weight_hard_loss", self.weight_hard_loss, "(-inf, inf)")
-        in_interval("weight_soft_loss", self.weight_soft_loss, "(-inf, inf)")
-        measure_of("jsd", self.beta)
-        LogitTransform(temperature=self.temperature)
-
-
-USERS = ("liger_kernel", "trl", "swift")
 CHUNKED_LOSSES = (
-    LigerFusedLinearCPOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss,
+    LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearCPOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss,
 )  # fmt: skip
+TARGETS: list[tuple[str, type]] = [(f"liger_kernel.chunked_loss:{loss.__name__}", loss) for loss in CHUNKED_LOSSES]
+TARGETS.append(("liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss", LigerFusedLinearCrossEntropyLoss))
 LIGER = Framework(
     "liger-kernel",
     (0, 8),
     (0, 9),
-    *(Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, None, modules=USERS) for loss in CHUNKED_LOSSES),
-    Patch(
-        "liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss",
-        LigerFusedLinearCrossEntropyLoss,
-        None,
-        modules=USERS,
-    ),
+    *(Patch(target, loss, None, modules=("liger_kernel", "trl", "swift")) for target, loss in TARGETS),
     gain="2% of the time of the chunked GRPO loss, without its defects in padding, masks and ratios",
     distributions=("liger-kernel", "liger-kernel-nightly"),
 )
 
 
 def patch_liger() -> None:
-    """Put this package's classes in place of liger-kernel's fused linear losses, in liger-kernel, TRL and ms-swift.
+    """Put the classes of this module in place of liger-kernel's, in liger-kernel, TRL and ms-swift.
 
     Objects made before keep their class. liger-kernel's functional forms, such as `liger_fused_linear_grpo`, stay as
     they are.

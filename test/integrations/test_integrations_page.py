@@ -74,4 +74,4 @@ def test_axolotls_plugin():
         exec(textwrap.dedent(block), names)
         names["LigerRL"]().pre_model_load({})
     assert loss.LigerFusedLinearGRPOLoss is not original
-    assert loss.LigerFusedLinearGRPOLoss.__module__ == "liger_rl.integrations.liger"
+    assert loss.LigerFusedLinearGRPOLoss.__module__ == "liger_rl.integrations.liger_grpo"
