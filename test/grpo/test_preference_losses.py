@@ -1,0 +1,187 @@
+"""Losses of pairs and of judged sequences from hidden states, against full logits in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from liger_rl import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, LowRank, ReferenceHead, Segments
+
+PAIRS, LENGTH, HIDDEN, VOCAB, BETA = 4, 9, 12, 53, 0.2
+ONE = {"passes": "one", "chunk_tokens": 2 * LENGTH}  # a chunk has room for one pair
+PASSES = [{"passes": "two"}, ONE, {"passes": "one"}]
+
+
+def problem() -> dict[str, Tensor]:
+    targets = torch.randint(VOCAB, (2 * PAIRS, LENGTH))
+    lengths = torch.tensor([9, 4, 1, 7, 3, 9, 6, 5])[:, None]
+    targets = torch.where(torch.arange(LENGTH) < lengths, targets, -100)
+    targets[0, 2] = -100
+    return {
+        "hidden": torch.randn(2 * PAIRS, LENGTH, HIDDEN), "weight": torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5,
+        "bias": torch.randn(VOCAB), "targets": targets,
+        "ref_logps": torch.where(targets >= 0, -4.0 * torch.rand(targets.shape), torch.nan),
+    }  # fmt: skip
+
+
+def logps_of(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, softcap=None) -> Tensor:
+    logits = hidden @ weight.T + bias
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    found = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    return torch.where(targets >= 0, found, 0.0)
+
+
+def sums(ref_logps: Tensor, targets: Tensor) -> Tensor:
+    return torch.where(targets >= 0, ref_logps, 0.0).double().sum(1)
+
+
+def dpo(logps: Tensor, ref_sums: Tensor) -> Tensor:
+    chosen, rejected = (logps.sum(1) - ref_sums).chunk(2)
+    return -logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def assert_as_full_logits(call, formula, softcap=None):
+    """`call(hidden, weight, bias)` and `formula(log-probabilities)`, with NaN where nothing counts."""
+    x = problem()
+    doubles = [x[name].double().requires_grad_() for name in ("hidden", "weight", "bias")]
+    expected = formula(logps_of(*doubles, x["targets"], softcap), x)
+    floats = [x[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
+    floats[0].data[x["targets"] < 0] = torch.nan
+    loss = call(floats, x)
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-5)
+    wanted = tuple(grad.float() for grad in torch.autograd.grad(expected, doubles))
+    torch.testing.assert_close(torch.autograd.grad(loss, floats), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", PASSES, ids=str)
+@pytest.mark.parametrize("summed", [False, True], ids=["per token", "sums"])
+def test_pairs(options, summed):
+    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA, softcap=6.0, **options)
+
+    def call(leaves, x):
+        ref = sums(x["ref_logps"], x["targets"]).float() if summed else x["ref_logps"]
+        return loss_fn(leaves[0], leaves[1], x["targets"], ref_logps=ref, bias=leaves[2]).loss
+
+    assert_as_full_logits(call, lambda logps, x: dpo(logps, sums(x["ref_logps"], x["targets"])), softcap=6.0)
+
+
+@pytest.mark.parametrize("options", PASSES, ids=str)
+def test_a_reference_with_a_head_of_its_own(options):
+    hidden, weight = torch.randn(2 * PAIRS, LENGTH, 5), torch.randn(VOCAB, 5)
+    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA, **options)
+
+    def call(leaves, x):
+        reference = ReferenceHead(hidden=hidden, weight=weight, bias=x["bias"])
+        return loss_fn(leaves[0], leaves[1], x["targets"], reference=reference, bias=leaves[2]).loss
+
+    def formula(logps, x):
+        ref = logps_of(hidden.double(), weight.double(), x["bias"].double(), x["targets"])
+        return dpo(logps, ref.sum(1))
+
+    assert_as_full_logits(call, formula)
+
+
+@pytest.mark.parametrize("options", PASSES, ids=str)
+def test_the_prompt_in_the_nll_term(options):
+    loss_fn = FusedLinearPreferenceLoss("cpo", beta=BETA, nll_coef=0.3, **options)
+    prompt = torch.randint(VOCAB, (PAIRS, LENGTH))
+
+    def call(leaves, x):
+        chosen = x["targets"][:PAIRS]
+        nll_targets = torch.where(chosen >= 0, chosen, prompt)
+        leaves[0].data.nan_to_num_(0.5)
+        return loss_fn(leaves[0], leaves[1], x["targets"], nll_targets=nll_targets, bias=leaves[2]).loss
+
+    x = problem()
+    doubles = [x[name].double().requires_grad_() for name in ("hidden", "weight", "bias")]
+    floats = [leaf.detach().float().requires_grad_() for leaf in doubles]
+    logps = logps_of(*doubles, x["targets"])
+    chosen = x["targets"][:PAIRS]
+    of_nll = logps_of(doubles[0][:PAIRS], *doubles[1:], torch.where(chosen >= 0, chosen, prompt))
+    expected = dpo(logps, torch.zeros(2 * PAIRS)) - 0.3 * of_nll.mean()
+    loss = call(floats, x)
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-5)
+    wanted = tuple(grad.float() for grad in torch.autograd.grad(expected, doubles))
+    torch.testing.assert_close(torch.autograd.grad(loss, floats), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"passes": "two"}, {"passes": "one", "chunk_tokens": LENGTH}], ids=str)
+def test_judged_sequences(options):
+    labels = torch.tensor([True, False, True, True, False, False, True, False])
+    loss_fn = FusedLinearUnpairedLoss("kto", beta=BETA, undesirable_weight=0.5, **options)
+
+    def call(leaves, x):
+        columns = {"ref_logps": x["ref_logps"], "kl": 0.3, "bias": leaves[2]}
+        return loss_fn(leaves[0], leaves[1], x["targets"], labels, **columns).loss
+
+    def formula(logps, x):
+        margins = logps.sum(1) - sums(x["ref_logps"], x["targets"])
+        sign, weight = torch.where(labels, 1.0, -1.0), torch.where(labels, 1.0, 0.5)
+        return (weight * torch.sigmoid(-sign * BETA * (margins - 0.3))).mean()
+
+    assert_as_full_logits(call, formula)
+
+
+def test_sorted_pairs_take_one_pass_in_one_chunk_alone():
+    x = problem()
+    call = x["hidden"].requires_grad_(), x["weight"], x["targets"]
+    one = FusedLinearPreferenceLoss("aot", passes="one")(*call, ref_logps=x["ref_logps"]).loss
+    torch.testing.assert_close(one, FusedLinearPreferenceLoss("aot")(*call, ref_logps=x["ref_logps"]).loss)
+    with pytest.raises(ValueError, match="room in one chunk"):
+        FusedLinearPreferenceLoss("aot", **ONE)(*call, ref_logps=x["ref_logps"])
+
+
+def test_packed_pairs():
+    x = problem()
+    loss_fn, counted = FusedLinearPreferenceLoss("dpo", beta=BETA), x["targets"] >= 0
+    row = torch.arange(2 * PAIRS)[:, None].expand_as(counted)[counted]
+    packed = loss_fn(
+        x["hidden"][counted], x["weight"], x["targets"][counted], ref_logps=x["ref_logps"][counted],
+        segments=Segments(index=row, count=2 * PAIRS),
+    )  # fmt: skip
+    rows = loss_fn(x["hidden"], x["weight"], x["targets"], ref_logps=x["ref_logps"])
+    torch.testing.assert_close(packed.loss, rows.loss)
+    for name, metric in rows.metrics.items():
+        if name not in ("reward_accuracy",):
+            torch.testing.assert_close(packed.metrics[name].value, metric.value, msg=name)
+
+
+def test_adapters_on_the_head():
+    x = problem()
+    a, b = torch.randn(3, HIDDEN, requires_grad=True), torch.randn(VOCAB, 3, requires_grad=True)
+    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA)
+    columns = {"ref_logps": x["ref_logps"], "bias": x["bias"]}
+    adapted = loss_fn(x["hidden"], x["weight"], x["targets"], low_rank=[LowRank(a=a, b=b)], **columns).loss
+    whole = loss_fn(x["hidden"], x["weight"] + b @ a, x["targets"], **columns).loss
+    torch.testing.assert_close(adapted, whole)
+    torch.testing.assert_close(
+        torch.autograd.grad(adapted, (a, b)), torch.autograd.grad(whole, (a, b)), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_compiled():
+    x = problem()
+    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA)
+    hidden = x["hidden"].requires_grad_()
+    compiled = torch.compile(
+        lambda h: loss_fn(h, x["weight"], x["targets"], ref_logps=x["ref_logps"]).loss, backend="eager"
+    )
+    plain = loss_fn(hidden, x["weight"], x["targets"], ref_logps=x["ref_logps"]).loss
+    torch.testing.assert_close(compiled(hidden), plain)
+    torch.testing.assert_close(torch.autograd.grad(compiled(hidden), hidden), torch.autograd.grad(plain, hidden))
+
+
+def test_an_objective_of_ones_own():
+    """It sees 1 and -1 as advantages, and pairs as sequences."""
+    from liger_rl import TokenLoss
+
+    class Margin:
+        needs_sequences = sequence_local = of_pairs = True
+
+        def __call__(self, logps, batch):
+            return TokenLoss((-batch.sequence_sum(batch.advantages * logps)).expand_as(logps))
+
+    x = problem()
+    chosen, rejected = logps_of(x["hidden"], x["weight"], torch.zeros(VOCAB), x["targets"]).sum(1).chunk(2)
+    found = FusedLinearPreferenceLoss(Margin())(x["hidden"], x["weight"], x["targets"]).loss
+    torch.testing.assert_close(found, (rejected - chosen).mean())

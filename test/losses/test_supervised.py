@@ -1,0 +1,236 @@
+"""Supervised losses from hidden states against PyTorch and the frameworks' formulas on full logits in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, log_softmax
+
+from liger_rl import (
+    DFT,
+    CrossEntropy,
+    FusedLinearCrossEntropyLoss,
+    FusedLinearPreferenceLoss,
+    FusedLinearUnpairedLoss,
+    Reinforce,
+    Segments,
+    SequenceMean,
+    TokenMean,
+    TokenSum,
+)
+
+BATCH, LENGTH, HIDDEN, VOCAB = 4, 10, 12, 37
+
+
+def problem() -> tuple[list[Tensor], Tensor]:
+    """-> hidden and weight, and targets with ignored ones."""
+    leaves = [torch.randn(BATCH, LENGTH, HIDDEN), 2 * torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5]
+    targets = torch.randint(VOCAB, (BATCH, LENGTH))
+    targets[torch.rand(BATCH, LENGTH) < 0.3] = -100
+    targets[:, 0], targets[2, 3:] = 5, -100
+    return leaves, targets
+
+
+def in_float64(leaves: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    doubles = [leaf.double().requires_grad_() for leaf in leaves]
+    return doubles, doubles[0] @ doubles[1].T
+
+
+def per_token(logits: Tensor, targets: Tensor, **options) -> Tensor:
+    return cross_entropy(logits.mT, targets, reduction="none", **options)
+
+
+def trl_dft(logits, targets):
+    logps = -per_token(logits, targets)
+    return -logps.exp().detach() * logps
+
+
+def focal(logits, targets, gamma):
+    losses = per_token(logits, targets)
+    return (1 - (-losses).exp()) ** gamma * losses
+
+
+def llama_factory_eaft(logits, targets, alpha, divisor=3.0):
+    log_p = log_softmax(logits.detach().topk(20).values, -1)
+    return (-(log_p.exp() * log_p).sum(-1) / divisor) ** alpha * per_token(logits, targets)
+
+
+def entropy_eaft(logits, targets):
+    log_p = log_softmax(logits.detach(), -1)
+    return -(log_p.exp() * log_p).sum(-1) / 3.0 * per_token(logits, targets)
+
+
+LOSSES = {
+    "nll": (("nll", {}), per_token),
+    "label smoothing": (("nll", {"label_smoothing": 0.2}), lambda z, y: per_token(z, y, label_smoothing=0.2)),
+    "z-loss": (("nll", {"z_loss": 0.01}), lambda z, y: per_token(z, y) + 0.01 * z.logsumexp(-1).square()),
+    "focal": (("focal", {}), lambda z, y: focal(z, y, 2.0)),
+    "focal, gamma under 1": (("focal", {"gamma": 0.5}), lambda z, y: focal(z, y, 0.5)),
+    "TRL's DFT": (("dft", {}), trl_dft),
+    "DFT with z-loss": (("dft", {"z_loss": 0.01}), lambda z, y: trl_dft(z, y) + 0.01 * z.logsumexp(-1).square()),
+    "LLaMA-Factory's EAFT": (("eaft", {"eaft_alpha": 1.5}), lambda z, y: llama_factory_eaft(z, y, 1.5)),
+    "Axolotl's EAFT": (("eaft", {"eaft_scale": 1.0}), lambda z, y: llama_factory_eaft(z, y, 1.0, 1.0)),
+    "EAFT of all ids": (("eaft", {"eaft_k": None}), entropy_eaft),
+}
+ONE_PASS = [name for name in LOSSES if "'s EAFT" not in name]
+
+
+def assert_as_full_logits(loss_fn, formula, mean, **columns):
+    leaves, targets = problem()
+    doubles, logits = in_float64(leaves)
+    counted = targets >= 0
+    losses = torch.where(counted, formula(logits, targets.clamp(min=0)), 0.0)
+    expected = mean(losses, counted)
+    floats = [leaf.clone().requires_grad_() for leaf in leaves]
+    floats[0].data[~counted] = torch.nan
+    result = loss_fn(*floats, targets, **columns)
+    torch.testing.assert_close(result.loss, expected.float(), rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(result.loss, floats)
+    wanted = torch.autograd.grad(expected, doubles)
+    torch.testing.assert_close(found, tuple(grad.float() for grad in wanted), rtol=1e-4, atol=1e-6)
+    return result.metrics
+
+
+def token_mean(losses, counted):
+    return losses.sum() / counted.sum()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_two_passes(name):
+    (loss_type, options), formula = LOSSES[name]
+    assert_as_full_logits(FusedLinearCrossEntropyLoss(loss_type, passes="two", **options), formula, token_mean)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_one_pass(name, chunk_tokens):
+    (loss_type, options), formula = LOSSES[name]
+    loss = FusedLinearCrossEntropyLoss(loss_type, passes="one", chunk_tokens=chunk_tokens, **options)
+    assert_as_full_logits(loss, formula, token_mean)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "mean", "columns"),
+    [
+        (SequenceMean(), lambda x, m: (x.sum(1) / m.sum(1)).mean(), {}),
+        (TokenSum(), lambda x, m: x.sum(), {}),
+        (TokenMean(), token_mean, {}),
+        (None, lambda x, m: x.sum() / 91, {"num_items_in_batch": 91}),
+    ],
+    ids=["sequences", "sum", "tokens", "items"],
+)
+def test_reductions(reduction, mean, columns):
+    loss = FusedLinearCrossEntropyLoss(reduction=reduction, label_smoothing=0.1)
+    assert_as_full_logits(loss, lambda z, y: per_token(z, y, label_smoothing=0.1), mean, **columns)
+
+
+def test_class_weights_are_torchs():
+    weights = torch.rand(VOCAB)
+    weights[7] = 0.0
+    formula = lambda z, y: per_token(z, y, weight=weights.double())  # noqa: E731
+    leaves, targets = problem()
+    expected = cross_entropy((leaves[0] @ leaves[1].T).flatten(0, 1), targets.flatten(), weight=weights)
+    found = FusedLinearCrossEntropyLoss(class_weights=weights)(*leaves, targets).loss
+    torch.testing.assert_close(found, expected)
+    loss = FusedLinearCrossEntropyLoss(class_weights=weights)
+    assert_as_full_logits(loss, formula, lambda x, m: x.sum() / 55, num_items_in_batch=55)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_token_weights(per_row):
+    weights = torch.tensor([0.5, 0.0, 2.0, 1.0]) if per_row else torch.rand(BATCH, LENGTH).round(decimals=1)
+    factors = weights[:, None] if per_row else weights
+    formula = lambda z, y: factors * per_token(z, y)  # noqa: E731
+    assert_as_full_logits(FusedLinearCrossEntropyLoss(), formula, token_mean, token_weights=weights)
+
+
+def test_a_token_of_weight_0_enters_no_product():
+    leaves, targets = problem()
+    leaves[0][1] = torch.nan
+    result = FusedLinearCrossEntropyLoss("dft")(*leaves, targets, token_weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    assert result.loss.isfinite()
+
+
+def test_metrics():
+    leaves, targets = problem()
+    loss = FusedLinearCrossEntropyLoss("dft", metrics="with_entropy", z_loss=0.01)
+    metrics = assert_as_full_logits(loss, LOSSES["DFT with z-loss"][1], token_mean)
+    assert set(metrics) == {"nll", "z_loss", "accuracy", "entropy"}
+    logits, counted = (leaves[0] @ leaves[1].T).double(), targets >= 0
+    found = FusedLinearCrossEntropyLoss(metrics="with_entropy", z_loss=0.01)(*leaves, targets).metrics
+    log_p = logits.log_softmax(-1)
+    expected = {
+        "nll": per_token(logits, targets.clamp(min=0))[counted].mean(),
+        "z_loss": 0.01 * logits.logsumexp(-1).square()[counted].mean(),
+        "accuracy": (logits.argmax(-1) == targets)[counted].double().mean(),
+        "entropy": -(log_p.exp() * log_p).sum(-1)[counted].mean(),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].value, value.float(), rtol=1e-4, atol=1e-5)
+    assert FusedLinearCrossEntropyLoss(metrics="none")(*leaves, targets).metrics == {}
+
+
+def test_packed_tokens():
+    leaves, targets = problem()
+    loss = FusedLinearCrossEntropyLoss(reduction=SequenceMean())
+    segments = Segments(index=torch.arange(BATCH).repeat_interleave(LENGTH), count=BATCH)
+    packed = loss(leaves[0].flatten(0, 1), leaves[1], targets.flatten(), segments=segments)
+    torch.testing.assert_close(packed.loss, loss(*leaves, targets).loss)
+
+
+def test_modules_are_copied():
+    leaves, targets = problem()
+    loss = FusedLinearCrossEntropyLoss(class_weights=torch.rand(VOCAB))
+    assert torch.equal(copy.deepcopy(loss)(*leaves, targets).loss, loss(*leaves, targets).loss)
+    assert "CrossEntropy" in repr(loss)
+
+
+def test_an_objective_of_ones_own():
+    leaves, targets = problem()
+    loss = FusedLinearCrossEntropyLoss(Reinforce())(*leaves, targets).loss
+    torch.testing.assert_close(loss, FusedLinearCrossEntropyLoss()(*leaves, targets).loss)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FusedLinearCrossEntropyLoss("mse"), "loss_type must be one of"),
+        (lambda: FusedLinearCrossEntropyLoss(gamma=1.0), "has no option gamma"),
+        (lambda: FusedLinearCrossEntropyLoss(label_smooth=0.1), "did you mean label_smoothing"),
+        (lambda: FusedLinearCrossEntropyLoss(label_smoothing=1.5), r"label_smoothing must be in \[0, 1\]"),
+        (lambda: FusedLinearCrossEntropyLoss("eaft", eaft_k=0), "eaft_k must be an int of at least 1"),
+        (lambda: FusedLinearCrossEntropyLoss(class_weights=torch.ones(3), label_smoothing=0.1), "must be 0 with class"),
+        (lambda: FusedLinearCrossEntropyLoss(passes="three"), "passes must be"),
+        (lambda: FusedLinearPreferenceLoss("grpo"), "loss_type must be one of"),
+        (lambda: FusedLinearPreferenceLoss("orpo", ld_alpha=0.1), "has no option ld_alpha"),
+        (lambda: FusedLinearUnpairedLoss("kto", delta=0.1), "has no option delta"),
+        (lambda: DFT(z_loss=-1.0), r"z_loss must be in \[0, inf\)"),
+        (lambda: CrossEntropy(label_smoothing=True), "label_smoothing must be a number"),
+    ],
+)
+def test_refused_options(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_refused_calls():
+    leaves, targets = problem()
+    with pytest.raises(ValueError, match="targets must be token ids"):
+        FusedLinearCrossEntropyLoss()(*leaves, targets.masked_fill(targets == 5, VOCAB))
+    with pytest.raises(ValueError, match="token_weights must be"):
+        FusedLinearCrossEntropyLoss()(*leaves, targets, token_weights=torch.ones(3))
+    pairs = FusedLinearPreferenceLoss("dpo")
+    with pytest.raises(ValueError, match="even number of rows"):
+        pairs(leaves[0][:3], leaves[1], targets[:3], ref_logps=torch.zeros(3))
+    with pytest.raises(ValueError, match="ref_logps must be"):
+        pairs(*leaves, targets, ref_logps=torch.zeros(3))
+    with pytest.raises(ValueError, match="nll_targets must be the ids of targets where both count"):
+        FusedLinearPreferenceLoss("orpo")(*leaves, targets, nll_targets=torch.full((2, LENGTH), 3))
+    single = FusedLinearUnpairedLoss("kto")
+    with pytest.raises(TypeError, match="labels must be a bool tensor"):
+        single(*leaves, targets, torch.ones(BATCH), ref_logps=torch.zeros(BATCH), kl=0.0)
+    with pytest.raises(ValueError, match="delta must be None"):
+        single(*leaves, targets, torch.ones(BATCH).bool(), ref_logps=torch.zeros(BATCH), kl=0.0, delta=0.1)
+    with pytest.raises(TypeError, match="segments must be Segments for packed"):
+        pairs(leaves[0].flatten(0, 1), leaves[1], targets.flatten(), ref_logps=torch.zeros(BATCH * LENGTH))
