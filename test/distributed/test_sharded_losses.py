@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from liger_rl import FusedLinearGRPOLoss, ReferenceHead, Support, VocabParallel
+from liger_rl import (
+    FusedLinearCrossEntropyLoss,
+    FusedLinearGRPOLoss,
+    FusedLinearPreferenceLoss,
+    ReferenceHead,
+    Support,
+    VocabParallel,
+)
 from ranks import assert_whole, message_of, relative_error
 
 HIDDEN, TEACHER_HIDDEN = 12, 14
@@ -72,6 +79,38 @@ def test_the_policy_loss(ranks, loss):
     if "support" not in loss[1]:
         for message in ranks.run(refused_in_one_pass, *loss):
             assert message.startswith('ValueError: passes="one" needs ')
+
+
+def solve_other_loss(rank, kind, sharded):
+    torch.manual_seed(3)
+    hidden, weight, other = torch.randn(4, 8, HIDDEN), torch.randn(40, HIDDEN), torch.randn(40, TEACHER_HIDDEN)
+    targets, other_hidden, place = torch.randint(40, (4, 8)), torch.randn(4, 8, TEACHER_HIDDEN), None
+    targets[:, :2] = -100
+    if rank is not None and sharded == "rows":
+        rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
+        place = VocabParallel(rank.group, rows.start)
+        weight, other = weight[rows].clone(), other[rows].clone()
+    elif rank is not None:
+        weight, other = (distribute_tensor(part, rank.mesh("tp"), [Shard(0)]) for part in (weight, other))
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    if kind == "cross entropy":
+        loss = FusedLinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3, metrics="with_entropy")
+        result = loss(*leaves, targets, vocab_parallel=place)
+    else:
+        reference = ReferenceHead(hidden=other_hidden, weight=other)
+        loss = FusedLinearPreferenceLoss("dpo", nll_coef=0.2)
+        result = loss(*leaves, targets, reference=reference, vocab_parallel=place)
+    grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))
+    metrics = {name: metric.value for name, metric in result.metrics.items()}
+    return {"loss": result.loss.detach()} | dict(zip(("grad_hidden", "grad_weight"), grads, strict=True)) | metrics
+
+
+@pytest.mark.parametrize("sharded", ["rows", "DTensors"])
+@pytest.mark.parametrize("kind", ["cross entropy", "DPO"])
+def test_other_losses(ranks, kind, sharded):
+    results, expected = ranks.run(solve_other_loss, kind, sharded), solve_other_loss(None, kind, sharded)
+    assert_whole(results, expected, 1e-5, 3e-6)
+    assert relative_error(results[0]["loss"], expected["loss"]) <= 1e-6
 
 
 def loss_of_trl(rank, patched, chunk_vocab):
