@@ -44,6 +44,7 @@ TABLES = {
         "row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "pretrained-cpu", "cpu",
         "entropies-nvidia-h200", "trees-nvidia-h200",
         "tolerance-runs-nvidia-h200", "train-real-runs-nvidia-h200", "step-nvidia-h200",
+        "head_losses-nvidia-h100-80gb-hbm3",
     },
     "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
     "distillation.md": {

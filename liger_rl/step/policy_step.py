@@ -63,7 +63,7 @@ class PolicyStep(NamedTuple):
 
 
 def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss, **options: Any) -> PolicyStep:
-    """The policy loss of one batch, from token ids, for one backward: `policy_steps` with one micro-batch.
+    """The loss of one batch, from token ids, for one backward: `loss_steps` with one micro-batch.
 
     Only positions that predict a completion token are projected on the vocabulary. With a support, the metric
     `missing_target` is the share of completion tokens whose id was not listed.
@@ -74,12 +74,14 @@ def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss,
         batch: columns by name. Entry t belongs to token t, not to the position that predicts it.
             input_ids: (B, T) integers, prompt and completion.
             mask: (B, T) bool or 0/1, the sampled tokens that count, except the first of a row.
-            advantages and optional columns: as in `PolicyBatch`, (B, T) per token; segments for a packed row, B = 1.
+            The columns in `loss.COLUMNS`: of a policy loss those of `PolicyBatch`, of others the arguments of their
+                modules, (B, T) per token; segments for a packed row, B = 1.
             support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
                 which it was drawn.
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
-        loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
-        options: trim, packing, share_prefixes, idle, group and further arguments for the model, as in `policy_steps`.
+        loss: a fused loss, such as `FusedLinearGRPOLoss`. Its temperature divides the logits; softcap and scale are the
+            model's.
+        options: trim, packing, share_prefixes, idle, group and further arguments for the model, as in `loss_steps`.
 
     Raises:
         TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, a softcap or
@@ -102,9 +104,9 @@ def loss_steps(
     group: Any = None,
     **extra_inputs: Any,
 ) -> "PolicySteps":
-    """`policy_step` in micro-batches whose losses add up to the loss of the batch.
+    """`loss_step` in micro-batches whose losses add up to the loss of the batch.
 
-        steps = policy_steps(model, batch, loss, max_tokens=16384)
+        steps = loss_steps(model, batch, loss, max_tokens=16384)
         for step in steps:
             step.loss.backward()
         optimizer.step()
@@ -116,7 +118,7 @@ def loss_steps(
     how ranks run together.
 
     Args:
-        model, batch, loss: as in `policy_step`.
+        model, batch, loss: as in `loss_step`.
         max_tokens: the most tokens that the model runs at once, padding included; None is one micro-batch.
         trim: whether padding leaves.
         packing: whether sequences are put into one row, told apart by position_ids. None does so with flash attention;
@@ -135,7 +137,7 @@ def loss_steps(
         An iterator over the micro-batches' `PolicyStep`, of known length, with `total` after the last.
 
     Raises:
-        TypeError, ValueError: as `policy_step`; also for max_tokens below the longest sequence, or below a batch that
+        TypeError, ValueError: as `loss_step`; also for max_tokens below the longest sequence, or below a batch that
             cannot be split.
     """
     options = {

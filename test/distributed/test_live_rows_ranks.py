@@ -144,7 +144,7 @@ MISTAKES = {
     ),
     "no support": ({"support": [[1]]}, "TypeError: support must be a Support or None, got list"),
     "no batch": ({"batch": [1]}, "TypeError: batch must be a mapping"),
-    "no loss": ({"loss": "grpo"}, "TypeError: loss must be a FusedLinearGRPOLoss, got str"),
+    "no loss": ({"loss": "grpo"}, "TypeError: loss must be a fused loss, such as FusedLinearGRPOLoss, got str"),
     "another loss": (
         {"loss": FusedLinearGRPOLoss("grpo", softcap=3.0)}, "ValueError: softcap must be left out of the loss"
     ),

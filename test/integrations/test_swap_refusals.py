@@ -61,7 +61,7 @@ def test_bad_calls_are_refused_and_the_model_stays_usable(changed, error, messag
     assert torch.equal(fused_logps(model, batch), expected_fused)
 
 
-MISSPELT = ["temprature", "mask", "extras", "entropies", "lables", "num_items", "chunk_token", "weight_gradient"]
+MISSPELT = ["temprature", "mask", "extra", "entropies", "lables", "num_items", "chunk_token", "weight_gradient"]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
