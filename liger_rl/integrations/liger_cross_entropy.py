@@ -1,5 +1,6 @@
 """liger-kernel's fused linear cross entropy on this package's head and losses: docs/liger.md."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ REDUCTIONS: dict[str, Any] = {"mean": TokenMean(), "sum": TokenSum(), "none": No
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The results that were asked for; None for others."""
+    """The results that were asked for; None for others. If liger-kernel is loaded, its own class is returned."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -131,4 +132,10 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         predicted = None
         if self.return_predicted_tokens:
             predicted = torch.where(counted, metrics["topk_ids"].total[..., 0], -1)
-        return CrossEntropyOutput(loss, reduced("z_loss") if self.return_z_loss else None, accuracy, predicted)
+        output = getattr(
+            sys.modules.get("liger_kernel.transformers.functional"), "CrossEntropyOutput", CrossEntropyOutput
+        )
+        return output(
+            loss=loss, z_loss=reduced("z_loss") if self.return_z_loss else None, token_accuracy=accuracy,
+            predicted_tokens=predicted,
+        )  # fmt: skip

@@ -146,7 +146,10 @@ def loss_steps(
     return PolicySteps(model, batch, loss, extra_inputs, options, group)
 
 
-policy_step, policy_steps = loss_step, loss_steps
+policy_step = loss_step
+"""Another name of `loss_step`."""
+policy_steps = loss_steps
+"""Another name of `loss_steps`."""
 
 
 class _Output(NamedTuple):
