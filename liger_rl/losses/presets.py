@@ -53,17 +53,20 @@ PREFERENCES: Mapping[str, Preset] = {
     "simpo": Preset(CPO, SequenceMean, {"kind": "simpo", "nll_coef": 0.0}),
     "orpo": Preset(ORPO, SequenceMean),
 }
+"""The names that the loss_type of a `FusedLinearPreferenceLoss` may have."""
 UNPAIRED: Mapping[str, Preset] = {
     "kto": Preset(KTO, SequenceMean),
     "apo_zero_unpaired": Preset(APOZeroUnpaired, SequenceMean),
     "bco": Preset(BCO, SequenceMean),
 }
+"""The names that the loss_type of a `FusedLinearUnpairedLoss` may have."""
 SUPERVISED: Mapping[str, Preset] = {
     "nll": Preset(CrossEntropy, GlobalTokenMean),
     "focal": Preset(Focal, GlobalTokenMean),
     "dft": Preset(DFT, GlobalTokenMean),
     "eaft": Preset(EAFT, GlobalTokenMean),
 }
+"""The names that the loss_type of a `FusedLinearCrossEntropyLoss` may have."""
 
 # Made here, because torch.compile does not trace `fields`.
 FIELDS = {
