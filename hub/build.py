@@ -19,7 +19,7 @@ HUB = Path(__file__).resolve().parent
 PACKAGE = HUB.parent / "liger_rl"
 VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-rocm": "rocm", "torch-universal": "cpu"}
 # A kernel may import PyTorch and itself alone. Of the integrations there is what layers.py needs.
-INTEGRATIONS = {"__init__.py", "liger.py", "patching.py"}
+INTEGRATIONS = re.compile(r"__init__|liger(_\w+)?|patching")
 NAMES = re.compile(r"liger_rl((\.\w+)*|::\w*)")  # of modules and operators, as string constants have them
 
 
@@ -43,7 +43,9 @@ def build(out: Path) -> None:
 
 
 def _is_kept(path: Path) -> bool:
-    return path.parts[0] != "step" and (path.parts[0] != "integrations" or path.name in INTEGRATIONS)
+    return path.parts[0] != "step" and (
+        path.parts[0] != "integrations" or INTEGRATIONS.fullmatch(path.stem) is not None
+    )
 
 
 def relative(source: str, depth: int, identifier: str) -> str:
