@@ -1,6 +1,6 @@
 """The lm_head and a loss in one module: what all fused losses share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any, TypedDict
@@ -25,7 +25,9 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
-from liger_rl.losses.metrics import Metric
+from liger_rl.losses.metrics import Metric, MetricsLevel
+from liger_rl.losses.presets import Preset, build_loss
+from liger_rl.losses.reductions import Reduction
 from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
 from liger_rl.reference_loss import ReferenceHead, loss_with_reference
 
@@ -150,10 +152,23 @@ class FusedLinearLoss(nn.Module):
         return f"{self.terms}, {self.transform}"
 
 
-def split_options(options: dict[str, Any]) -> tuple[HeadKeywords, dict[str, Any]]:
-    """The options of the head, and those of the loss."""
+def built(
+    loss_type: Any,
+    options: dict[str, Any],
+    presets: Mapping[str, Preset],
+    mean: Reduction,
+    *,
+    reduction: Reduction | None,
+    metrics: MetricsLevel,
+    keywords: Sequence[str],
+) -> tuple[PolicyTerms, HeadKeywords]:
+    """The loss of a preset or of the caller's objective, whose default reduction is `mean`; and the head's options."""
     head: Any = {name: value for name, value in options.items() if name in HeadKeywords.__annotations__}
-    return head, {name: value for name, value in options.items() if name not in head}
+    of_loss = {name: value for name, value in options.items() if name not in head}
+    if reduction is None and not isinstance(loss_type, str):
+        reduction = mean
+    terms = build_loss(loss_type, of_loss, presets=presets, reduction=reduction, metrics=metrics, keywords=keywords)
+    return terms, head
 
 
 def keywords_of(loss: type, shown: type) -> tuple[str, ...]:

@@ -58,6 +58,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         TypeError: loss_type is neither a name nor callable.
     """
 
+    COLUMNS = tuple(field.name for field in fields(PolicyBatch) if field.name != "mask")
+
     @shows(PresetKeywords)
     def __init__(
         self,
@@ -93,8 +95,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             "batch_invariant": batch_invariant,
         }  # fmt: skip
         super().__init__(terms, passes, head)
-
-    COLUMNS = tuple(field.name for field in fields(PolicyBatch) if field.name != "mask")
 
     def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
         return PolicyBatch(mask=mask, **columns)

@@ -1,6 +1,6 @@
 """The lm_head and a preference loss in one module: pairs of chosen and rejected sequences, or single judged ones."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,13 @@ from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, keywords_of, split_options
+from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, built, keywords_of
 from liger_rl.losses.batch import PreferenceBatch
-from liger_rl.losses.loss import PolicyLoss
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, build_loss, shows
+from liger_rl.losses.options import one_of
+from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, shows
 from liger_rl.losses.reductions import Reduction, SequenceMean
 from liger_rl.losses.segments import Segments
 from liger_rl.reference_loss import ReferenceHead
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 class _Judged(FusedLinearLoss):
     """What the losses of pairs and of single sequences share: the reference, and the call of the head."""
+
+    def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
+        if getattr(terms.objective, "own_metrics", False):
+            one_of("metrics", terms.metrics, ("none", "loss"))
+        super().__init__(terms, passes, head)
 
     def _judged_loss(self, call: HeadCall, reference: ReferenceHead | None, **columns: Any) -> PolicyLoss:
         tensors = call.hidden, call.targets, call.mask, *low_rank_tensors(call.low_rank)
@@ -85,13 +91,12 @@ class FusedLinearPreferenceLoss(_Judged):
         passes: Passes = "auto",
         **options: "Unpack[_Preference]",
     ) -> None:
-        head, of_loss = split_options(dict(options))
-        if isinstance(loss_type, Iterable) and not isinstance(loss_type, str):
-            of_loss["loss_types"], loss_type = tuple(loss_type), "dpo"
-        terms = build_loss(
-            loss_type, of_loss, presets=PREFERENCES, reduction=reduction or _mean_of(loss_type), metrics=metrics,
-            keywords=KEYWORDS,
-        )  # fmt: skip
+        given: dict[str, Any] = dict(options)
+        if isinstance(loss_type, (list, tuple)):
+            given["loss_types"], loss_type = tuple(loss_type), "dpo"
+        terms, head = built(
+            loss_type, given, PREFERENCES, SequenceMean(), reduction=reduction, metrics=metrics, keywords=KEYWORDS
+        )
         super().__init__(terms, passes, head)
 
     def batch(
@@ -220,9 +225,8 @@ class FusedLinearUnpairedLoss(_Judged):
         passes: Passes = "auto",
         **options: "Unpack[_Unpaired]",
     ) -> None:
-        head, of_loss = split_options(dict(options))
-        terms = build_loss(
-            loss_type, of_loss, presets=UNPAIRED, reduction=reduction or _mean_of(loss_type), metrics=metrics,
+        terms, head = built(
+            loss_type, dict(options), UNPAIRED, SequenceMean(), reduction=reduction, metrics=metrics,
             keywords=UNPAIRED_KEYWORDS,
         )  # fmt: skip
         super().__init__(terms, passes, head)
@@ -243,19 +247,16 @@ class FusedLinearUnpairedLoss(_Judged):
         counted = counted_tokens(ids, mask)
         if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
             raise TypeError("labels must be a bool tensor, True for desirable sequences")
-        if ids.dim() == 2:
-            check_shape("labels", labels, ids.shape[:1], f"(B,) = ({ids.shape[0]},) from targets")
-        else:
-            check_shape("labels", labels, (_segments(segments).count,), "one for each of segments")
-            labels = labels[_segments(segments).index.clamp(0, max(labels.numel() - 1, 0)).long()]
-        shifts = {"kl": kl, "delta": delta}
-        shift = shifts.pop(getattr(self.terms.objective, "shift", None) or "", None)
+        labels = _of_sequences("labels", labels, ids, segments)
+        shifts, named = {"kl": kl, "delta": delta}, getattr(self.terms.objective, "shift", None) or ""
+        shift = shifts.pop(named, None)
         unread = [name for name, value in shifts.items() if value is not None]
         if unread:
             raise ValueError(f"{unread[0]} must be None, because {self.terms.objective!r} does not read it")
         if shift is not None:
             shift = torch.as_tensor(shift, dtype=torch.float32, device=ids.device).detach()
-            shift = shift.reshape(()).expand(ids.shape[:1]) if shift.numel() == 1 else shift
+            one = shift.numel() == 1
+            shift = shift.reshape(()).expand(ids.shape[:1]) if one else _of_sequences(named, shift, ids, segments)
         return PreferenceBatch(
             advantages=torch.where(labels, 1.0, -1.0), mask=counted, shift=shift,
             ref_per_token_logps=_per_token(ref_logps, counted), segments=segments, num_sequences=num_sequences,
@@ -286,9 +287,9 @@ class FusedLinearUnpairedLoss(_Judged):
         Args:
             hidden, weight, targets, mask, ref_logps, reference: as in `FusedLinearPreferenceLoss`, for any B.
             labels: (B,) bool, or one for each of segments: True for a desirable sequence.
-            kl: for "kto", the KL term in nats, a number, () or (B,), at least 0; 0.0 leaves it out. TRL's is the mean
-                of the policy's log-probabilities minus the reference's, of completions of other prompts, at least 0.
-            delta: for "bco", the running mean of the rewards beta (logp - ref), a number, () or (B,).
+            kl: for "kto", the KL term in nats, a number, () or as labels, at least 0; 0.0 leaves it out. TRL's is the
+                mean of the policy's log-probabilities minus the reference's, of completions of other prompts.
+            delta: for "bco", the running mean of the rewards beta (logp - ref), a number, () or as labels.
             bias, low_rank, weight_grad, vocab_parallel, segments: as in `FusedLinearPreferenceLoss`.
             num_sequences: divisor of the mean over sequences; None is their number.
 
@@ -307,15 +308,20 @@ class FusedLinearUnpairedLoss(_Judged):
         __call__ = forward
 
 
-def _mean_of(loss_type: str | Objective) -> Reduction | None:
-    """The reduction of a user's own objective."""
-    return None if isinstance(loss_type, str) else SequenceMean()
-
-
 def _segments(segments: Any) -> Segments:
     if not isinstance(segments, Segments):
         raise TypeError(f"segments must be Segments for packed (N,) targets, got {type(segments).__name__}")
     return segments
+
+
+def _of_sequences(name: str, values: Tensor, ids: Tensor, segments: Any) -> Tensor:
+    """One value for each sequence: (B,), or of packed tokens (S,) -> (N,)."""
+    if ids.dim() == 2:
+        check_shape(name, values, ids.shape[:1], f"(B,) = ({ids.shape[0]},) from targets")
+        return values
+    segments = _segments(segments)
+    check_shape(name, values, (segments.count,), f"({segments.count},), one for each of segments")
+    return values[segments.index.clamp(0, max(values.numel() - 1, 0)).long()]
 
 
 def _per_token(ref_logps: Tensor | None, counted: Tensor) -> Tensor | None:

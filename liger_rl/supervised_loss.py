@@ -13,12 +13,12 @@ from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, keywords_of, split_options
+from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, built, keywords_of
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.presets import SUPERVISED, SupervisedKeywords, build_loss, shows
+from liger_rl.losses.presets import SUPERVISED, SupervisedKeywords, shows
 from liger_rl.losses.reductions import GlobalTokenMean, Reduction
 from liger_rl.losses.segments import Segments
 
@@ -37,8 +37,8 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             (logps, batch) -> TokenLoss.
         reduction: a callable (batch) -> weights, such as `SequenceMean()` or `TokenSum()`. None is `GlobalTokenMean`:
             the mean over the tokens that count, or their sum over num_items_in_batch.
-        class_weights: (V,) a weight of each id: the loss is then the weighted mean of the tokens, as torch's
-            `cross_entropy` has it. Not with label_smoothing, which in torch weighs each id's share.
+        class_weights: (V,) a weight of each id of the whole vocabulary: the loss is then the weighted mean of the
+            tokens, as torch's `cross_entropy` has it. Not with label_smoothing, which in torch weighs each id's share.
         metrics: "none"; "loss": `nll` and `z_loss`; "basic": also `accuracy`; "with_entropy": also `entropy`. Each is
             a mean over the tokens with a weight.
         passes: as in `FusedLinearGRPOLoss`.
@@ -64,12 +64,10 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         passes: Passes = "auto",
         **options: "Unpack[_Supervised]",
     ) -> None:
-        head, of_loss = split_options(dict(options))
-        if reduction is None and not isinstance(loss_type, str):
-            reduction = GlobalTokenMean()
-        terms = build_loss(
-            loss_type, of_loss, presets=SUPERVISED, reduction=reduction, metrics=metrics, keywords=KEYWORDS
-        )
+        terms, head = built(
+            loss_type, dict(options), SUPERVISED, GlobalTokenMean(), reduction=reduction, metrics=metrics,
+            keywords=KEYWORDS,
+        )  # fmt: skip
         super().__init__(terms, passes, head)
         if class_weights is not None:
             check_shape("class_weights", check_dense("class_weights", class_weights), (None,), "(V,)")
@@ -98,7 +96,9 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         if self.class_weights is not None:
             classes = self.class_weights.to(ids.device, torch.float32)
             counted = counted_tokens(ids, mask)
-            of_ids = torch.where(counted, classes[ids.clamp(0, classes.numel() - 1)], 0.0)
+            # An id without a weight makes the loss NaN.
+            known = torch.where(ids < classes.numel(), classes[ids.clamp(0, classes.numel() - 1)], torch.nan)
+            of_ids = torch.where(counted, known, 0.0)
             weights = of_ids * (weights if weights.shape == ids.shape else weights.view(-1, *[1] * (ids.dim() - 1)))
             if num_items_in_batch is None and isinstance(self.terms.reduction, GlobalTokenMean):
                 # The sum of the weights is the divisor of a weighted mean; the reduction divides by their number.
@@ -146,6 +146,9 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         )  # fmt: skip
         with shared_errors(vocab_parallel, weight, hidden, targets, mask, *low_rank_tensors(low_rank)):
             call.check_tensors()
+            if self.class_weights is not None and vocab_parallel is None:
+                expected = f"(V,) = ({weight.shape[0]},) from weight"
+                check_shape("class_weights", self.class_weights, weight.shape[:1], expected)
             batch = self.batch(
                 targets, mask, token_weights=token_weights, segments=segments, num_sequences=num_sequences,
                 num_items_in_batch=num_items_in_batch,

@@ -91,6 +91,11 @@ class AlignedBatch:
         """exp(logp - old), at most e^40, differentiable."""
         return bounded_exp(self.log_ratio(logps))
 
+    @property
+    def nll_tokens(self) -> Tensor:
+        """bool: the tokens of an objective's NLL term."""
+        return self.advantages > 0 if self.nll_mask is None else self.nll_mask != 0
+
     def check_sequences(self) -> None:
         """Raises ValueError for packed tokens without segments."""
         if self.mask.dim() == 1 and self.segments is None:

@@ -118,7 +118,7 @@ class PolicyTerms(Options):
             _check_fits("the result of reduction", weights, clean.mask.shape)
         nll_weights = None
         if self.nll_weight:
-            tokens = clean.advantages > 0 if clean.nll_mask is None else clean.nll_mask != 0
+            tokens = clean.nll_tokens
             nll_weights = self.nll_weight * tokens.to(dtype) / tokens.sum().clamp(min=1)
         return PreparedLoss(self, clean, weights, self.metrics, nll_weights=nll_weights)
 

@@ -171,7 +171,8 @@ class _OfPairs(Options):
             named = {"chosen_rewards": chosen, "rejected_rewards": rejected, "reward_margins": chosen - rejected}
             named |= {"reward_accuracy": (chosen > rejected).to(chosen.dtype)}
             named |= {"chosen_logps": logps[0], "rejected_logps": logps[1]} | means
-            return self.metrics_of(named, batch) | nll_metric(per_token_logps, batch)
+            nll = Metric(-torch.where(batch.nll_tokens, per_token_logps, 0.0).sum(), count=batch.nll_tokens.sum())
+            return self.metrics_of(named, batch) | {"nll": nll}
 
         return TokenLoss(loss.expand_as(per_token_logps), metrics=metrics)
 
@@ -179,18 +180,16 @@ class _OfPairs(Options):
         return sequence_means(values, batch)
 
 
+def _check_read(objective: Options, unread: dict[str, bool], named: str) -> None:
+    """Raise for an option that is not read and has not its default."""
+    for name, is_unread in unread.items():
+        default = getattr(type(objective), name)
+        if is_unread and getattr(objective, name) != default:
+            raise ValueError(f"{name} must be {default} with {named}, which do not read it")
+
+
 def _sums(values: Tensor, where: Tensor, batch: AlignedBatch) -> Tensor:
     return batch.sequence_sum(torch.where(where, values, 0.0))
-
-
-def nll_tokens(batch: AlignedBatch) -> Tensor:
-    """bool: the tokens of the NLL term."""
-    return batch.advantages > 0 if batch.nll_mask is None else batch.nll_mask != 0
-
-
-def nll_metric(logps: Tensor, batch: AlignedBatch) -> dict[str, Metric]:
-    tokens = nll_tokens(batch)
-    return {"nll": Metric(-torch.where(tokens, logps, 0.0).sum(), count=tokens.sum())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +218,12 @@ class DPO(_OfPairs):
             one_of("loss_types", name, [*PAIR_LOSSES, SFT])
             in_interval("loss_weights", weight, "(-inf, inf)")
         losses = {name: PAIR_LOSSES[name] for name in names if name != SFT}
-        if self.label_smoothing and not any(loss.smooths for loss in losses.values()):
-            raise ValueError(f"label_smoothing must be 0 with loss_types {names}, which do not read it")
+        unread = {
+            "label_smoothing": not any(loss.smooths for loss in losses.values()),
+            "discopop_tau": "discopop" not in losses,
+            "f_alpha_divergence_coef": self.f_divergence_type != "alpha_divergence",
+        }
+        _check_read(self, unread, f"loss_types {names} and f_divergence_type {self.f_divergence_type!r}")
         if "exo_pair" in names and not self.label_smoothing:
             raise ValueError("label_smoothing must be above 0 with exo_pair, whose paper recommends 1e-3; got 0")
         unscored = [name for name, loss in losses.items() if not loss.scores]
@@ -313,15 +316,14 @@ class CPO(_OfPairs):
     kind: Annotated[str, ("sigmoid", "hinge", "ipo", "simpo")] = "sigmoid"
     label_smoothing: Annotated[float, "[0, 0.5)"] = 0.0
     simpo_gamma: Annotated[float, "(-inf, inf)"] = 0.5  # the margin that "simpo" asks for
-    alpha: Annotated[float, "(-inf, inf)"] = (
-        0.0  # of AlphaPO's reward (1 - p^-alpha) / alpha, arXiv:2501.03884; 0: log p
-    )
+    # Of AlphaPO's reward (1 - p^-alpha) / alpha, arXiv:2501.03884; 0 is log p.
+    alpha: Annotated[float, "(-inf, inf)"] = 0.0
     average_log_prob: Annotated[bool, bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.label_smoothing and self.kind in ("hinge", "ipo"):
-            raise ValueError(f"label_smoothing must be 0 with kind {self.kind!r}, which does not read it")
+        unread = {"label_smoothing": self.kind in ("hinge", "ipo"), "simpo_gamma": self.kind != "simpo"}
+        _check_read(self, unread, f"kind {self.kind!r}")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         both = list(self._of_both(logps, batch))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_rl.call.checks import check_shape
+from liger_rl.call.checks import check_dense, check_shape
 from liger_rl.call.support import check_usable
 from liger_rl.fused_loss import FusedLinearLoss
 from liger_rl.losses.batch import COLUMNS, AlignedBatch
@@ -429,7 +429,9 @@ def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor,
         raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
     columns: dict[str, Any] = {name: batch.get(name) for name in loss.COLUMNS}
     if columns.get("nll_mask") is not None:
-        columns["nll_mask"] = columns["nll_mask"] & nn.functional.pad(torch.ones_like(mask[:, 1:]), (1, 0))
+        nll_mask = check_dense("nll_mask", columns["nll_mask"], ids, "input_ids")
+        check_shape("nll_mask", nll_mask, ids.shape, f"(B, T) = {tuple(ids.shape)} from input_ids")
+        columns["nll_mask"] = nn.functional.pad(nll_mask[:, 1:] != 0, (1, 0))
     if columns["segments"] is not None:
         if ids.shape[0] != 1:
             raise ValueError(f"input_ids must be one packed row, (1, T), with segments, got {tuple(ids.shape)}")

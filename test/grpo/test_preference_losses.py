@@ -146,6 +146,19 @@ def test_packed_pairs():
             torch.testing.assert_close(packed.metrics[name].value, metric.value, msg=name)
 
 
+@pytest.mark.parametrize("kl", [0.3, torch.linspace(0, 1, 2 * PAIRS)], ids=["a number", "one a sequence"])
+def test_packed_sequences(kl):
+    x, labels = problem(), torch.arange(2 * PAIRS) % 3 == 0
+    loss_fn, counted = FusedLinearUnpairedLoss("kto", beta=BETA), x["targets"] >= 0
+    segments = Segments(index=torch.arange(2 * PAIRS)[:, None].expand_as(counted)[counted], count=2 * PAIRS)
+    hidden, targets, ref = (x[name][counted] for name in ("hidden", "targets", "ref_logps"))
+    packed = loss_fn(hidden, x["weight"], targets, labels, ref_logps=ref, kl=kl, segments=segments)
+    rows = loss_fn(x["hidden"], x["weight"], x["targets"], labels, ref_logps=x["ref_logps"], kl=kl)
+    torch.testing.assert_close(packed.loss, rows.loss)
+    with pytest.raises(ValueError, match="kl must be"):
+        loss_fn(hidden, x["weight"], targets, labels, ref_logps=ref, kl=torch.ones(3), segments=segments)
+
+
 def test_adapters_on_the_head():
     x = problem()
     a, b = torch.randn(3, HIDDEN, requires_grad=True), torch.randn(VOCAB, 3, requires_grad=True)

@@ -102,7 +102,7 @@ def test_refusals():
         ours.LigerFusedLinearDPOLoss()(**{k: v for k, v in problem("DPO", {}).items() if "ref" not in k})
     with pytest.raises(ValueError, match="ref_input and ref_weight must be given"):
         ours.LigerFusedLinearKTOLoss(use_ref_model=True)(**problem("KTO", {}))
-    with pytest.raises(ValueError, match="label_smoothing must be 0 with loss_types"):
+    with pytest.raises(ValueError, match=r"label_smoothing must be 0\.0 with loss_types"):
         ours.LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1)
     with pytest.raises(ValueError, match="loss_types must be one of"):
         ours.LigerFusedLinearDPOLoss(loss_type="unknown")

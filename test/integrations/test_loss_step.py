@@ -164,5 +164,7 @@ def test_columns_are_the_losss_own():
     batch = batch_of_pairs()
     with pytest.raises(ValueError, match=r"no column 'ref_logps'; it has .*token_weights"):
         loss_step(small_llama(), batch, FusedLinearCrossEntropyLoss())
+    with pytest.raises(ValueError, match="nll_mask must be"):
+        loss_step(small_llama(), batch | {"nll_mask": torch.ones(3)}, FusedLinearPreferenceLoss("dpo"))
     with pytest.raises(ValueError, match="even number of rows, first the chosen ones, got 5"):
         loss_step(small_llama(), {name: x[:5] for name, x in batch.items()}, FusedLinearPreferenceLoss("dpo"))

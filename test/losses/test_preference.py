@@ -19,6 +19,7 @@ trl = pytest.importorskip("trl", reason="compares with TRL's own code")
 
 PAIRS, LENGTH, BETA = 5, 11, 0.3
 OPTIONS = {name: {"label_smoothing": 0.1} for name in ("exo_pair", "robust", "aot", "aot_unpaired")}
+ALPHA = {"alpha_divergence": {"f_alpha_divergence_coef": 0.7}}
 SCORED = [name for name, loss in PAIR_LOSSES.items() if loss.scores]
 
 
@@ -101,7 +102,7 @@ def _no_checkpointing(monkeypatch):
 
 CASES = [
     *(((name,), OPTIONS.get(name, {})) for name in (*PAIR_LOSSES, "sft")),
-    *(((name,), OPTIONS.get(name, {}) | {"f_divergence_type": kind, "f_alpha_divergence_coef": 0.7})
+    *(((name,), OPTIONS.get(name, {}) | {"f_divergence_type": kind} | ALPHA.get(kind, {}))
       for name in SCORED for kind in SCORES if kind != "reverse_kl"),
     *(((name,), {"ld_alpha": 0.4} | OPTIONS.get(name, {})) for name in ("sigmoid", "ipo", "apo_zero")),
     *(((name,), {"use_weighting": True} | OPTIONS.get(name, {})) for name in ("sigmoid", "exo_pair", "bco_pair")),
@@ -138,12 +139,13 @@ def test_cpo_as_trl(kind, alpha):
     sums = x["logps"].sum(1)
     if kind in ("ipo", "simpo"):
         sums = sums / x["mask"].sum(1)
+    gamma = 0.7 if kind == "simpo" else 0.5
     trainer = SimpleNamespace(
-        alpha=alpha, beta=BETA, loss_type=kind, label_smoothing=smoothing, simpo_gamma=0.7, accelerator=Accelerator()
+        alpha=alpha, beta=BETA, loss_type=kind, label_smoothing=smoothing, simpo_gamma=gamma, accelerator=Accelerator()
     )
     losses, *_ = CPOTrainer.cpo_loss(trainer, *sums.chunk(2))
     nll = -x["logps"][:PAIRS][x["mask"][:PAIRS]].mean()
-    objective = CPO(kind=kind, alpha=alpha, beta=BETA, label_smoothing=smoothing, simpo_gamma=0.7, nll_coef=0.6)
+    objective = CPO(kind=kind, alpha=alpha, beta=BETA, label_smoothing=smoothing, simpo_gamma=gamma, nll_coef=0.6)
     found = ours(objective, x, ref_per_token_logps=None)
     assert_equal(found, losses.mean() + 0.6 * nll, x)
 
@@ -208,19 +210,27 @@ def test_packed_pairs(objective):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_types": "hinge", "label_smoothing": 0.1}, "label_smoothing must be 0 with loss_types"),
+        ({"loss_types": "hinge", "label_smoothing": 0.1}, r"label_smoothing must be 0\.0 with loss_types"),
         ({"loss_types": "exo_pair"}, "label_smoothing must be above 0 with exo_pair"),
         ({"loss_types": ("sigmoid", "sft"), "loss_weights": [1.0]}, "one number for each of loss_types"),
         ({"loss_types": "nca_pair", "f_divergence_type": "forward_kl"}, "f_divergence_type must be 'reverse_kl'"),
         ({"loss_types": "aot", "use_weighting": True}, "use_weighting must be False"),
         ({"loss_types": "ipo", "average_log_prob": True}, "average_log_prob must be False"),
         ({"loss_types": "dpo"}, "loss_types must be one of"),
+        ({"discopop_tau": 0.1}, "discopop_tau must be 0.05 with loss_types"),
+        ({"f_alpha_divergence_coef": 0.7}, "f_alpha_divergence_coef must be 0.5 with loss_types"),
         ({"beta": 0.0}, r"beta must be in \(0, inf\)"),
     ],
 )
 def test_refused_options(options, message):
     with pytest.raises(ValueError, match=message):
         DPO(**options)
+
+
+@pytest.mark.parametrize("options", [{"simpo_gamma": 0.7}, {"kind": "ipo", "label_smoothing": 0.1}], ids=str)
+def test_refused_options_of_cpo(options):
+    with pytest.raises(ValueError, match=r"(simpo_gamma|label_smoothing) must be 0\.\d with kind"):
+        CPO(**options)
 
 
 def test_references_are_neither_missing_nor_unread():

@@ -205,6 +205,8 @@ def test_an_objective_of_ones_own():
         (lambda: FusedLinearPreferenceLoss("grpo"), "loss_type must be one of"),
         (lambda: FusedLinearPreferenceLoss("orpo", ld_alpha=0.1), "has no option ld_alpha"),
         (lambda: FusedLinearUnpairedLoss("kto", delta=0.1), "has no option delta"),
+        (lambda: FusedLinearPreferenceLoss("dpo", metrics="with_entropy"), "metrics must be one of"),
+        (lambda: FusedLinearUnpairedLoss("kto", metrics="basic"), "metrics must be one of"),
         (lambda: DFT(z_loss=-1.0), r"z_loss must be in \[0, inf\)"),
         (lambda: CrossEntropy(label_smoothing=True), "label_smoothing must be a number"),
     ],
@@ -220,6 +222,8 @@ def test_refused_calls():
         FusedLinearCrossEntropyLoss()(*leaves, targets.masked_fill(targets == 5, VOCAB))
     with pytest.raises(ValueError, match="token_weights must be"):
         FusedLinearCrossEntropyLoss()(*leaves, targets, token_weights=torch.ones(3))
+    with pytest.raises(ValueError, match="class_weights must be"):
+        FusedLinearCrossEntropyLoss(class_weights=torch.ones(3))(*leaves, targets)
     pairs = FusedLinearPreferenceLoss("dpo")
     with pytest.raises(ValueError, match="even number of rows"):
         pairs(leaves[0][:3], leaves[1], targets[:3], ref_logps=torch.zeros(3))
