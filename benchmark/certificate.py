@@ -24,7 +24,7 @@ GROUPS = (
 )
 BYTES_AT_ONCE = {"cpu": 32 << 20, "cuda": 1 << 30}  # of float64 probabilities
 # The constants of `sparse_triton` and `listing_triton`, which import Triton.
-TILE_SHARE, HALVINGS, CUTS, TILE_MULTIPLE = 0.5, 10, 6, 8
+TILE_SHARE, HALVINGS, CUTS, TILE_MULTIPLE = 0.8, 10, 6, 8
 SLACK, SLACK_OF_LSE = 2e-3, 2e-6
 SLACK_OF_SUM, SLACK_OF_TERM, SLACK_OF_SHARES = 2.0**-16, 2.0**-23, 1.0 + 2.0**-6
 BUDGET_ROUNDING, ENTRY_ROUNDING = 1.0 - 1e-3, 2.0**-16

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.reductions import TokenMean, TokenSum
 from liger_rl.losses.supervised import CrossEntropy
+from liger_rl.supervised_loss import TargetsAlone, class_smoothing
 
 __all__ = ["LigerFusedLinearCrossEntropyLoss"]
 
@@ -61,12 +62,14 @@ class _CrossEntropy(CrossEntropy):
         return TokenLoss(loss + z, metrics=lambda _: {n: Metric(x) for n, x in values.items() if x is not None})
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ClassSmoothed(TargetsAlone, _CrossEntropy):
+    pass
+
+
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """Drop-in for `liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss` 0.8.5.
-
-    ce_weight and label_smoothing exclude each other, because smoothing then reads every weight for each token.
-    """
+    """Drop-in for `liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss` 0.8.5."""
 
     ce_weight: Tensor | None = None  # (V,)
     ignore_index: int = -100
@@ -84,13 +87,17 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         super().__init__()
         self._fused()  # so that a mistake shows here
 
+    @property
+    def _smooths_classes(self) -> bool:
+        return self.ce_weight is not None and bool(self.label_smoothing)
+
     def _fused(self) -> FusedLinearLoss:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {self.reduction!r}")
-        if self.ce_weight is not None and self.label_smoothing:
-            raise ValueError("label_smoothing must be 0 with ce_weight")
+        if self._smooths_classes and self.use_token_scaling:
+            raise ValueError("use_token_scaling must be False with ce_weight and label_smoothing together")
         own = ("is_top1",) * self.return_token_accuracy + ("topk_ids",) * self.return_predicted_tokens
-        objective = _CrossEntropy(
+        objective = (_ClassSmoothed if self._smooths_classes else _CrossEntropy)(
             label_smoothing=self.label_smoothing, z_loss=self.lse_square_scale, scaled=self.use_token_scaling,
             predicts=self.return_predicted_tokens, own=own,
         )  # fmt: skip
@@ -108,17 +115,20 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         fused, vocab = self._fused(), lin_weight.shape[0]
         ids = label_ids(target, vocab, self.ignore_index)
         counted = ids >= 0
-        weights = torch.ones(ids.shape[:1], device=ids.device)
+        weights = factors = torch.ones(ids.shape[:1], device=ids.device)
         if self.ce_weight is not None:
             check_shape("ce_weight", self.ce_weight, (vocab,), f"(V,) = ({vocab},) from lin_weight")
             weights = torch.where(counted, self.ce_weight.float()[ids.clamp(0, vocab - 1)], 0.0)
             if self.reduction == "mean":
-                weights = weights * (counted.sum() / weights.sum())
+                factors = factors * (counted.sum() / weights.sum())
         hidden, weight, bias = head_factors(_input, lin_weight, bias)
         call = HeadCall(
             hidden=hidden, weight=weight, targets=ids, bias=bias, options=fused.options, targets_name="target"
         )
-        loss, metrics = fused._loss(call, PolicyBatch(advantages=weights))
+        loss, metrics = fused._loss(call, PolicyBatch(advantages=weights * factors))
+        if self._smooths_classes:
+            batch, classes = PolicyBatch(advantages=factors), cast(Tensor, self.ce_weight).float()
+            loss = loss + self.label_smoothing * class_smoothing(call, batch, classes, fused.terms.reduction)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
 

@@ -134,9 +134,10 @@ def heads(softcap=None):
         (False, {}),
         (False, {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 9.0}),
         (True, {"lse_square_scale": 1e-2}),
+        (True, {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 9.0}),
         (False, {"use_token_scaling": True, "lse_square_scale": 1e-2}),
     ],
-    ids=["plain", "smoothing, z-loss, softcap", "class weights, z-loss", "token scaling"],
+    ids=["plain", "smoothing, z-loss, softcap", "class weights, z-loss", "all of them", "token scaling"],
 )
 def test_cross_entropy(reduction, weighted, options):
     leaves, logits = heads(options.get("softcap"))
@@ -193,8 +194,8 @@ def test_cross_entropy_has_ligers_signature():
         assert defaults[0] == defaults[1]
 
 
-def test_cross_entropy_refuses_class_weights_with_smoothing():
-    with pytest.raises(ValueError, match="label_smoothing must be 0 with ce_weight"):
-        LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(VOCAB), label_smoothing=0.1)
+def test_cross_entropy_refuses():
+    with pytest.raises(ValueError, match="use_token_scaling must be False with ce_weight"):
+        LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(VOCAB), label_smoothing=0.1, use_token_scaling=True)
     with pytest.raises(ValueError, match="reduction must be one of"):
         LigerFusedLinearCrossEntropyLoss(reduction="median")

@@ -125,15 +125,16 @@ def test_reductions(reduction, mean, columns):
     assert_as_full_logits(loss, lambda z, y: per_token(z, y, label_smoothing=0.1), mean, **columns)
 
 
-def test_class_weights_are_torchs():
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_class_weights_are_torchs(smoothing):
     weights = torch.rand(VOCAB)
     weights[7] = 0.0
-    formula = lambda z, y: per_token(z, y, weight=weights.double())  # noqa: E731
+    formula = lambda z, y: per_token(z, y, weight=weights.double(), label_smoothing=smoothing)  # noqa: E731
     leaves, targets = problem()
-    expected = cross_entropy((leaves[0] @ leaves[1].T).flatten(0, 1), targets.flatten(), weight=weights)
-    found = FusedLinearCrossEntropyLoss(class_weights=weights)(*leaves, targets).loss
-    torch.testing.assert_close(found, expected)
-    loss = FusedLinearCrossEntropyLoss(class_weights=weights)
+    logits = (leaves[0] @ leaves[1].T).flatten(0, 1)
+    expected = cross_entropy(logits, targets.flatten(), weight=weights, label_smoothing=smoothing)
+    loss = FusedLinearCrossEntropyLoss(class_weights=weights, label_smoothing=smoothing)
+    torch.testing.assert_close(loss(*leaves, targets).loss, expected)
     assert_as_full_logits(loss, formula, lambda x, m: x.sum() / 55, num_items_in_batch=55)
 
 
@@ -200,7 +201,8 @@ def test_an_objective_of_ones_own():
         (lambda: FusedLinearCrossEntropyLoss(label_smooth=0.1), "did you mean label_smoothing"),
         (lambda: FusedLinearCrossEntropyLoss(label_smoothing=1.5), r"label_smoothing must be in \[0, 1\]"),
         (lambda: FusedLinearCrossEntropyLoss("eaft", eaft_k=0), "eaft_k must be an int of at least 1"),
-        (lambda: FusedLinearCrossEntropyLoss(class_weights=torch.ones(3), label_smoothing=0.1), "must be 0 with class"),
+        (lambda: FusedLinearCrossEntropyLoss("dft", class_weights=torch.ones(3), label_smoothing=0.1), "must be"),
+        (lambda: FusedLinearCrossEntropyLoss(class_weights=-torch.ones(3), label_smoothing=0.1), "must be >= 0"),
         (lambda: FusedLinearCrossEntropyLoss(passes="three"), "passes must be"),
         (lambda: FusedLinearPreferenceLoss("grpo"), "loss_type must be one of"),
         (lambda: FusedLinearPreferenceLoss("orpo", ld_alpha=0.1), "has no option ld_alpha"),

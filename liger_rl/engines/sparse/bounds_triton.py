@@ -54,7 +54,8 @@ CUTS = 6  # times that a tile's entries are cut to twice their mean; each cut lo
 WEIGHED_ENTRIES, WEIGHED_COLUMNS = 32, 512
 TILE_MULTIPLE = 8  # a row of rests has a multiple of 8 tiles, so that products read it 16 bytes at a time
 # Dropped parts may take this share of a token's tolerated energy. Dropped entries of kept parts may take what remains.
-TILE_SHARE = 0.5
+# One H100, H = 4096, 1.22 nats: 0.8 took 31.7 ms a step, 0.5 took 32.9, 0.95 the same.
+TILE_SHARE = 0.8
 
 # Bounds include the rounding of float32. SLACK is in nats, SLACK_OF_LSE in nats for each nat of |lse|.
 SLACK, SLACK_OF_LSE = tl.constexpr(2e-3), tl.constexpr(2e-6)

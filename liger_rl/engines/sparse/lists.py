@@ -185,6 +185,7 @@ def list_gradients(
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
         by_token = Segments(starts, entries.tokens)
         segments_triton.segment_sums(by_token, entries.coefficients, entries.ids, weight, grad_hidden, base=hidden_base)
+        del hidden_base  # before dW is allocated
     if needs[1] or (bias is not None and needs[2]):
         by_id = segments_triton.order_by_id(entries, vocab)
         if needs[1]:
