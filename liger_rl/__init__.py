@@ -44,7 +44,7 @@ from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
 from liger_rl.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
 from liger_rl.reference_loss import ReferenceHead
 from liger_rl.supervised_loss import FusedLinearCrossEntropyLoss
-from liger_rl.topk import TopKDivergence, topk_divergence
+from liger_rl.topk import TopKDivergence, list_divergence, topk_divergence
 
 __version__ = "0.1.0"
 
@@ -109,6 +109,7 @@ __all__ = [
     "grpo_loss_from_logits",
     "linear_divergence",
     "linear_logprobs",
+    "list_divergence",
     "logits_logprobs",
     "merge_over",
     "plan_linear_logprobs",

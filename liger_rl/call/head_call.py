@@ -40,7 +40,7 @@ class LogProbs(NamedTuple):
     lse: Tensor | None = None
     """log sum_v exp z_v of the transformed logits, differentiable; None unless asked for."""
     topk_logps: Tensor | None = None
-    """(..., K) the K largest log-probabilities in descending order, no gradient; None unless asked for."""
+    """(..., K) the K largest log-probabilities in descending order, differentiable; None unless asked for."""
     topk_ids: Tensor | None = None
     """(..., K) int64: the ids of topk_logps, the smaller first if two are equally likely, -1 at masked tokens."""
 

@@ -22,6 +22,7 @@ class HeadGradients(NamedTuple):
     entropy: Tensor | None = None  # (n,), as the next two
     lse: Tensor | None = None
     mean_logits: Tensor | None = None
+    topk_logps: Tensor | None = None  # (n, K)
 
 
 class HeadValues(NamedTuple):
@@ -30,17 +31,17 @@ class HeadValues(NamedTuple):
     logps: Tensor
     entropy: Tensor | None
     lse: Tensor | None
-    mean_logits: Tensor | None  # the last differentiable one
+    mean_logits: Tensor | None
+    topk_logps: Tensor | None  # the last differentiable one
     log_sum_sq_probs: Tensor | None
     is_top1: Tensor | None
-    topk_logps: Tensor | None
     topk_ids: Tensor | None
 
     @classmethod
     def of(cls, statistics: TokenStatistics, options: EngineOptions, vocab: int) -> "HeadValues":
         lse, mean = statistics.lse if options.lse else None, statistics.extra("mean_logits", vocab)
-        of_head = statistics.logps, statistics.entropy, lse, mean, statistics.log_sum_sq_probs, statistics.is_top1
-        return cls(*of_head, statistics.topk_logps, statistics.topk_ids)
+        differentiable = statistics.logps, statistics.entropy, lse, mean, statistics.topk_logps
+        return cls(*differentiable, statistics.log_sum_sq_probs, statistics.is_top1, statistics.topk_ids)
 
     @classmethod
     def unwritten(cls, n: int, options: EngineOptions, device: torch.device) -> "HeadValues":
@@ -118,8 +119,10 @@ def token_gradients(
     if all(grad is None for grad in grads):
         return Gradients()
     with gemm.without_autocast(head.hidden.device), whole_head(options.gather, head.weight, head.bias):
-        tokens = token_inputs(statistics, grads, head.vocab, getattr(engine, "tokens_of", TokenGradients.of))
         saved_fields = None if saved is None else engine.Saved(*saved)
+        if grads.topk_logps is not None:
+            head, statistics, grads = engine.with_topk(head, statistics, saved_fields, grads)
+        tokens = token_inputs(statistics, grads, head.vocab, getattr(engine, "tokens_of", TokenGradients.of))
         return engine.backward(head, options, statistics, saved_fields, tokens, needs)
 
 

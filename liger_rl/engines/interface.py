@@ -12,7 +12,7 @@ whole weight. An engine of `plan.ENGINES` also has
     lacks(shape)                                               the engine's first need; None if it takes the call
 
 `dense.one_pass` has a function `one_pass` in place of `forward` and `backward`. An engine may define `tokens_of`, to
-replace `TokenGradients.of`, if its backward needs other per-token inputs.
+replace `TokenGradients.of`, if its backward needs other per-token inputs. An engine with `topk` defines `with_topk`.
 """
 
 from contextlib import AbstractContextManager, nullcontext

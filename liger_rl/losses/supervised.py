@@ -119,7 +119,7 @@ class EAFT(CrossEntropy):
             entropy = batch.entropy
         else:
             assert batch.topk_logps is not None
-            log_p = batch.topk_logps.log_softmax(-1)
+            log_p = batch.topk_logps.detach().log_softmax(-1)
             entropy = -(log_p.exp() * log_p).sum(-1)
         assert entropy is not None
         return (entropy / self.eaft_scale).pow(self.eaft_alpha) * super().loss_of(logps, batch)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import oracles
 from head_calls import functional, problem
-from liger_rl import LogitTransform, topk_divergence
+from liger_rl import LogitTransform, linear_logprobs, list_divergence, topk_divergence
 
 TAILS = ["bucket", "none", "renormalized"]
 CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3}
@@ -100,3 +100,165 @@ def test_probabilities_of_0():
     teacher = torch.tensor([[0.5, 0.0], [0.25, 0.25]]).log()
     found = topk_divergence(hidden, weight, torch.tensor([[0, 1], [0, 1]]), teacher, bias=bias, tail="none").divergence
     torch.testing.assert_close(found, torch.tensor([0.5 * math.log(1.5), math.inf]))
+
+
+KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
+
+
+def of_lists(p: Tensor, q: Tensor, here: Tensor, kind: str, beta: float, tail: str) -> Tensor:
+    """From probabilities (..., K) in float64, each term with its own logarithm."""
+    p, q = torch.where(here, p, 0.0), torch.where(here, q, 0.0)
+    if tail == "bucket":
+        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+    elif tail == "renormalized":
+        p, q = (x / x.sum(-1, keepdim=True) for x in (p, q))
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (torch.where(a > 0, a, 1.0) / torch.where(a > 0, b, 1.0)).log()).sum(-1)
+
+    if kind == "tv":
+        return (p - q).abs().sum(-1) / 2
+    if kind == "jsd" and 0 < beta < 1:
+        m = (1 - beta) * p + beta * q
+        return beta * kl(q, m) + (1 - beta) * kl(p, m)
+    forward = kind == "forward_kl" or (kind == "jsd" and beta == 0)
+    return kl(q, p) if forward else kl(p, q)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("who", ["teacher", "student", "union"])
+def test_every_direction(who, kind, beta, tail, device):
+    """The student's lists come out of the same forward, and the gradient is that of full logits."""
+    x, teacher = problem(device=device, bias=True), problem(device=device).to(torch.float64)
+    leaves, wide = x.leaves(), x.to(torch.float64).leaves()
+    log_p = (wide.hidden @ wide.weight.T + wide.bias).log_softmax(-1)
+    # A teacher near the student, so that their lists share ids.
+    log_q = (log_p.detach() + teacher.hidden @ teacher.weight.T).log_softmax(-1)
+    mask = torch.rand(3, 5, device=device) < 0.8
+    asked = []
+
+    def teachers(ids: Tensor) -> Tensor:
+        asked.append(ids)
+        assert not torch.is_grad_enabled()
+        return log_q.gather(-1, ids.clamp(min=0)).float()
+
+    theirs = log_q.topk(6, -1).indices
+    found = topk_divergence(
+        leaves.hidden, leaves.weight, None if who == "student" else theirs, teachers, lists=who, kind=kind, beta=beta,
+        tail=tail, mask=mask, bias=leaves.bias, topk=None if who == "teacher" else 4,
+    )  # fmt: skip
+    ours = log_p.topk(4, -1).indices
+    expected_ids = {"teacher": theirs, "student": ours, "union": torch.cat([theirs, ours], -1)}[who]
+    twice = torch.zeros_like(expected_ids, dtype=torch.bool)
+    if who == "union":
+        twice[..., 6:] = (ours[..., None] == theirs[..., None, :]).any(-1)
+    assert torch.equal(found.ids[mask], torch.where(twice, -1, expected_ids)[mask])
+    assert torch.equal(asked[0], found.ids)
+    parts = (x.gather(-1, expected_ids).exp() for x in (log_p, log_q))
+    expected = of_lists(*parts, ~twice, kind, beta, tail) * mask
+    torch.testing.assert_close(found.divergence.double(), expected, rtol=2e-5, atol=2e-5)
+    functional(found.divergence).backward()
+    functional(expected).backward()
+    for name, truth in wide.grads().items():
+        error = (leaves.grads()[name].double() - truth).norm() / truth.norm().clamp(min=1e-12)
+        assert error < 1e-4, name
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_formulas_on_lists_of_different_lengths(kind, beta, tail):
+    log_p, log_q = torch.randn(2, 6, 40, dtype=torch.float64).log_softmax(-1).unbind()
+    log_p = log_p[:, :7].clone().requires_grad_()
+    ids = torch.arange(7).expand(6, 7).masked_fill(torch.arange(7) >= torch.tensor([7, 5, 3, 2, 1, 0])[:, None], -1)
+    torch.nn.init.constant_(log_p.data[1, 5:], math.nan)
+    found = list_divergence(log_p, log_q[:, :7], ids=ids, kind=kind, beta=beta, tail=tail)
+    assert found[5] == 0
+    clean = torch.where(ids >= 0, log_p, 0.0)[:5]
+    expected = of_lists(clean.exp(), log_q[:5, :7].exp(), ids[:5] >= 0, kind, beta, tail)
+    torch.testing.assert_close(found[:5], expected)
+    grads = torch.autograd.grad(found[:5].sum(), log_p)[0], torch.autograd.grad(expected.sum(), log_p)[0]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(("kind", "beta", "expected"), [
+    ("forward_kl", 0.5, [math.log(2), math.inf]),
+    ("reverse_kl", 0.5, [math.inf, math.log(2)]),
+])  # fmt: skip
+def test_banned_ids_in_both_directions(kind, beta, expected):
+    """An id that one of the two gives probability 0 is infinitely far in one direction, and nothing in the other."""
+    both = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[1.0, 0.0, 0.0]]).log()
+    found = [list_divergence(p.requires_grad_(), q, kind=kind, beta=beta, tail="none") for p, q in (both, both[::-1])]
+    torch.testing.assert_close(torch.cat(found), torch.tensor(expected))
+    finite = found[expected.index(math.log(2))]
+    assert torch.autograd.grad(finite.sum(), both[0 if kind == "forward_kl" else 1])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tail", ["bucket", "renormalized"])
+def test_trls_self_distillation_has_the_same(tail, alpha, monkeypatch):
+    """SDFT's and SDPO's, over the student's own list."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trl = pytest.importorskip("trl.experimental.sdft.loss_utils", reason="TRL's self-distillation is not installed")
+    x, teacher = problem((30,)), problem((30,), hidden_size=9)
+    found = topk_divergence(
+        x.hidden, x.weight, None, lambda ids: linear_logprobs(teacher.hidden, teacher.weight, ids).logps,
+        lists="student", topk=8, kind="jsd", beta=alpha, tail=tail,
+    )  # fmt: skip
+    expected = trl.compute_topk_self_distillation_loss(
+        x.hidden @ x.weight.T, teacher.hidden @ teacher.weight.T, distillation_topk=8, distillation_alpha=alpha,
+        distillation_add_tail=tail == "bucket",
+    )  # fmt: skip
+    torch.testing.assert_close(found.divergence, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_trls_support_of_two_ids_has_the_same(beta, monkeypatch):
+    """Server distillation's top-1 losses: the teacher's likeliest id and the sampled one."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    name = "trl.experimental.server_distillation.server_distillation_trainer"
+    trl = pytest.importorskip(name, reason="TRL's server distillation is not installed")
+    log_p, log_q = torch.randn(2, 1, 30, 50).log_softmax(-1).unbind()
+    ids = torch.stack([log_q.argmax(-1), torch.randint(50, (1, 30))], -1)
+    ids[..., 1] = torch.where(ids[..., 1] == ids[..., 0], -1, ids[..., 1])
+    lists_of = [torch.where(ids >= 0, x.gather(-1, ids.clamp(min=0)), -math.inf) for x in (log_p, log_q)]
+    (student, valid), (teacher, _) = (trl._add_tail_bucket(x, ids >= 0) for x in lists_of)
+    expected = trl._jsd_divergence(student, teacher, beta, valid).sum(-1)
+    torch.testing.assert_close(
+        list_divergence(*lists_of, ids=ids, kind="jsd", beta=beta), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"lists": "both"}, "lists must be one of"),
+    ({"lists": "union"}, "topk must be the length of the student's lists with lists='union'"),
+    ({"lists": "student", "topk": 3}, "teacher_ids must be None with lists='student'"),
+    ({"teacher_ids": None}, "teacher_ids must be given with lists='teacher'"),
+    ({"lists": "union", "topk": 3}, "teacher_logps must be a function of ids with lists='union'"),
+    ({"teacher_logps": lambda ids: torch.zeros(3)}, r"teacher_logps\(ids\) must be \(3, 5, 4\) from ids"),
+    ({"kind": "hellinger"}, "kind must be one of"),
+    ({"beta": 0.3}, "beta is an option of"),
+])  # fmt: skip
+def test_refusals_of_lists(options, message):
+    x, (ids, teacher) = problem(), lists((3, 5), 4, 129, share=1.0)
+    arguments = {"teacher_ids": ids, "teacher_logps": teacher} | options
+    with pytest.raises((TypeError, ValueError), match=message):
+        topk_divergence(x.hidden, x.weight, **arguments)
+
+
+def test_topk_logps_are_differentiable_beside_everything_else():
+    x = problem(bias=True)
+    leaves, wide = x.leaves(), x.to(torch.float64).leaves()
+    targets = torch.randint(129, (3, 5))
+    found = linear_logprobs(
+        leaves.hidden, leaves.weight, targets, bias=leaves.bias, topk=5, entropy=True, lse=True, extras=["mean_logits"]
+    )
+    z = wide.hidden @ wide.weight.T + wide.bias
+    log_p = z.log_softmax(-1)
+    expected = [log_p.gather(-1, targets[..., None])[..., 0], log_p.topk(5, -1).values, z.logsumexp(-1)]
+    expected += [-(log_p.exp() * log_p).sum(-1), z.mean(-1)]
+    values = [found.logps, found.topk_logps, found.lse, found.entropy, found.mean_logits]
+    sum(functional(x) for x in values).backward()
+    sum(functional(x) for x in expected).backward()
+    for name, truth in wide.grads().items():
+        torch.testing.assert_close(leaves.grads()[name].double(), truth, rtol=1e-4, atol=1e-5)

@@ -9,16 +9,18 @@ products, so it is summed in float32 and rounded once. Two products would round 
 student has nearly its teacher's probabilities: dL/dz_v is then their small difference.
 
 The K logits are gathered from float32 tiles of logits, which a fold in a product's epilogue does not make. `topk` reads
-the same tiles, and has no gradient.
+the same tiles. Its ids are further targets in the backward.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.call.options import EngineOptions
 from liger_rl.distributed import VocabShard
+from liger_rl.engines.autograd import HeadGradients
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.shape import HeadShape
@@ -31,11 +33,39 @@ from liger_rl.kernels.transform import LogitTransform
 PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
 
 
-def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
+class Saved(NamedTuple):
+    topk_logps: Tensor  # (n, K)
+    topk_ids: Tensor
+
+
+def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved | None]:
     """Statistics of every token that counts. A negative target has log-probability 0."""
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
-    return _statistics(*two_pass.invariant(rows, options, in_tiles=True)).first(n), None
+    statistics = _statistics(*two_pass.invariant(rows, options, in_tiles=True)).first(n)
+    saved = None
+    if statistics.topk_logps is not None and statistics.topk_ids is not None:
+        saved = Saved(statistics.topk_logps, statistics.topk_ids)
+    return statistics, saved
+
+
+def with_topk(
+    head: Head, statistics: TokenStatistics, saved: Saved, grads: HeadGradients
+) -> tuple[Head, TokenStatistics, HeadGradients]:
+    """The topk ids as further targets, whose log-probabilities have the gradients `grads.topk_logps`."""
+    targets, logps = head.targets, statistics.logps
+    if targets.dim() == 1:
+        # Ids of the whole vocabulary, as several targets are.
+        targets = (targets if head.shard is None else targets + head.shard.place.vocab_start)[:, None]
+        logps = logps[:, None]
+    grad_logps = torch.zeros_like(logps) if grads.logps is None else grads.logps.view_as(logps)
+    assert grads.topk_logps is not None
+    ids = head.live.spread(saved.topk_ids + 1, targets.shape[:1]) - 1  # -1 at tokens that do not count
+    return (
+        head._replace(targets=torch.cat([targets, ids], 1)),
+        statistics._replace(logps=torch.cat([logps, saved.topk_logps], 1)),
+        grads._replace(logps=torch.cat([grad_logps, grads.topk_logps], 1), topk_logps=None),
+    )
 
 
 def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
@@ -107,7 +137,7 @@ def backward(
     head: Head,
     options: EngineOptions,
     statistics: TokenStatistics,
-    _saved: None,
+    _saved: Saved | None,
     tokens: TokenGradients,  # (n,) each; with K targets grad_logps is (n, K), or (n, K + 1) with dL/dlse
     needs: Needs,
 ) -> Gradients:
