@@ -44,7 +44,7 @@ from liger_rl.engines.pair.reference import (
 )
 from liger_rl.engines.sparse import bounds_triton as sparse_triton
 from liger_rl.engines.sparse import listing_triton, slots_triton
-from liger_rl.kernels import compiled, devices, epilogue, segments_triton, softmax
+from liger_rl.kernels import compiled, devices, epilogue, largest_triton, picked_triton, segments_triton, softmax
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.segments import Base, Entries, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
@@ -169,6 +169,7 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
     kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
+    largest_triton.largest(HeadFactors(hidden, weight, bias, transform), ones(parts_of(V), N), 4)
 
 
 def found_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -181,8 +182,8 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
     chosen, _ = sparse_triton.choose_parts(bounds, tail, 1e-3, transform, torch.bfloat16, signed=entropy)
-    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, PART_VOCAB, CPU)
-    of_tiles = listing_triton.list_tiles(chosen, span)
+    span, parts = picked_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, PART_VOCAB, CPU)
+    of_tiles = picked_triton.list_tiles(chosen, span)
     listing_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
     before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
@@ -268,13 +269,13 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     head, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
     tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
-    span, parts = listing_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, TILE_VOCAB, CPU)
+    span, parts = picked_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, TILE_VOCAB, CPU)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
         bounds = sparse_pair_triton.part_bounds(TileSums.unwritten(N, V, CPU, measure), measure, tokens, targets)
         given = 1e-3, transform, torch.bfloat16
         chosen, _ = sparse_triton.choose_parts(bounds, tail, *given, signed=True)
-        of_tiles = listing_triton.list_tiles(chosen, span)
+        of_tiles = picked_triton.list_tiles(chosen, span)
         sparse_pair_triton.make_parts(head, head, targets, measure, tokens, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
     before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)

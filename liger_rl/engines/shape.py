@@ -11,6 +11,7 @@ from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import EngineOptions
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import MIN_TOKENS, aligned, call_lacks
+from liger_rl.kernels.statistics import most_from_peaks
 
 NO_GRADIENT = "an input that wants a gradient"
 
@@ -70,11 +71,18 @@ class HeadShape:
         return (
             devices.device_lacks(self.device)
             or ("a head without low_rank terms" if self.rank else None)
-            or ("no topk" if self.options.topk is not None else None)
+            or self._topk_lacks
             or ("one temperature for all tokens" if self.options.transform.per_token else None)
             or call_lacks(tokens, self.hidden_size, dtype, dtype)
             or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
+
+    @property
+    def _topk_lacks(self) -> str | None:
+        topk, most = self.options.topk, most_from_peaks(self.vocab)
+        if topk is None or (topk <= most and not self.options.batch_invariant):
+            return None
+        return "no topk with batch_invariant" if topk <= most else f"topk of at most {most}"
 
     @property
     def casts_weight(self) -> bool:

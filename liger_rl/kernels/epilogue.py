@@ -6,6 +6,7 @@ is a function of one tile of logits. `tile_epilogues` has the epilogues of one h
 
 from collections.abc import Callable, Collection
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -167,7 +168,13 @@ def run_product(
         )
 
 
-def gemm_fold(
+def gemm_fold(*head: Any, kept: Kept | None = None, **options: Any) -> tuple[TokenStatistics, TileStatistics | None]:
+    """The statistics of `gemm_state`, with the target's logit if exponentials are kept."""
+    state, tiles = gemm_state(*head, kept=kept, **options)
+    return state.finish(with_target=kept is not None), tiles
+
+
+def gemm_state(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -179,8 +186,8 @@ def gemm_fold(
     with_tiles: bool = False,  # also the statistics of each part
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
-) -> tuple[TokenStatistics, TileStatistics | None]:
-    """Statistics of hidden @ weight.T of tokens, and with `with_tiles` of their parts, where `devices.applies`."""
+) -> tuple[Fold, TileStatistics | None]:
+    """The fold of hidden @ weight.T, and with `with_tiles` the statistics of its parts, where `devices.applies`."""
     assert over_parts is None or not with_tiles
     assert kept is None or kept.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
@@ -206,8 +213,7 @@ def gemm_fold(
         merge(tiles, part)
         if kept is not None:
             kept.peaks[:, rows] = tiles.peak
-    state = state if over_parts is None else over_parts(state)
-    return state.finish(with_target=kept is not None), known
+    return state if over_parts is None else over_parts(state), known
 
 
 def gemm_grad(

@@ -7,7 +7,7 @@ import oracles
 from devices import NEEDS_GPU
 from head_calls import run_triton
 from liger_rl import LogitTransform, Support, linear_divergence, linear_logprobs, logits_logprobs
-from liger_rl.kernels import devices
+from liger_rl.kernels import devices, picked_triton
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, PartBounds, Tail, TokenGradients
@@ -79,9 +79,9 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     tail = Tail.empty(sparse_triton.padded_tiles(vocab, PART_VOCAB), PART_VOCAB, DEVICE)
     given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
     chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
-    span = listing_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
+    span = picked_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
     parts = listing_triton.Parts.empty(span.room, PART_VOCAB, DEVICE)
-    of_tiles = listing_triton.list_tiles(chosen, span)
+    of_tiles = picked_triton.list_tiles(chosen, span)
     listing_triton.make_parts(*inputs[:3], targets, gradients, transform, chosen, of_tiles, span, parts)
     values = (*statistics[:3], *known, kept.values, kept.peaks, tile, stored(parts))
     return inputs, statistics, [part for part in values if part is not None]

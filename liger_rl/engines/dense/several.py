@@ -9,7 +9,8 @@ products, so it is summed in float32 and rounded once. Two products would round 
 student has nearly its teacher's probabilities: dL/dz_v is then their small difference.
 
 The K logits are gathered from float32 tiles of logits, which a fold in a product's epilogue does not make. `topk` reads
-the same tiles. Its ids are further targets in the backward.
+the same tiles. With one target it needs none: the epilogue gives the peaks of parts of the vocabulary, and the parts
+with the largest peaks are computed again (`kernels/largest_triton.py`). Its ids are further targets in the backward.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import spans
 from liger_rl.kernels import for_device
 from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed, with_uniform
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, most_from_peaks
+from liger_rl.kernels.transform import HeadFactors, LogitTransform
 
 PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
 
@@ -42,7 +43,8 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved 
     """Statistics of every token that counts. A negative target has log-probability 0."""
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
-    statistics = _statistics(*two_pass.invariant(rows, options, in_tiles=True)).first(n)
+    in_tiles = options.topk is None or not takes_peaks(rows, options)
+    statistics = _statistics(*two_pass.invariant(rows, options, in_tiles=in_tiles), in_tiles=in_tiles).first(n)
     saved = None
     if statistics.topk_logps is not None and statistics.topk_ids is not None:
         saved = Saved(statistics.topk_logps, statistics.topk_ids)
@@ -68,14 +70,29 @@ def with_topk(
     )
 
 
-def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
+def takes_peaks(rows: Head, options: EngineOptions) -> bool:
+    """Whether the largest logits are found from the peaks of parts, which the product's epilogue gives."""
+    assert options.topk is not None
+    if rows.targets.dim() == 2 or rows.shard is not None or options.batch_invariant:
+        return False
+    # The copy of a weight in another dtype does not exist yet; see `two_pass.with_factor`.
+    weight = rows.weight if rows.weight.dtype == rows.hidden.dtype else rows.hidden
+    applies = two_pass.fold_epilogue(rows._replace(weight=weight), options) is not None
+    return applies and options.topk <= most_from_peaks(rows.weight.shape[0])
+
+
+def _statistics(rows: Head, options: EngineOptions, *, in_tiles: bool) -> TokenStatistics:
     targets = None
     if rows.targets.dim() == 2:
         targets = _Targets(rows, options)
         rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
     largest = None if options.topk is None else _Largest(rows, options.topk)
-    seen = [collector.look for collector in (targets, largest) if collector is not None]
-    state = two_pass.fold_tiles(rows, options, seen=seen)
+    if in_tiles:
+        seen = [collector.look for collector in (targets, largest) if collector is not None]
+        state = two_pass.fold_tiles(rows, options, seen=seen)
+    else:
+        assert largest is not None
+        state = largest.from_peaks(options)
     statistics = state.finish()
 
     def log_probabilities(z: Tensor) -> Tensor:
@@ -119,6 +136,7 @@ class _Largest:
     """The K largest logits of each token, kept while tiles are folded."""
 
     def __init__(self, rows: Head, count: int) -> None:
+        self.rows = rows
         self.start = 0 if rows.shard is None else rows.shard.place.vocab_start
         self.keys = no_keys(rows.hidden.shape[0], count, rows.hidden.device)
 
@@ -126,6 +144,19 @@ class _Largest:
         self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None, transform: LogitTransform
     ) -> None:
         for_device(logits.device).keep_largest(logits, self.start + first, bias, transform, self.keys[token_rows])
+
+    def from_peaks(self, options: EngineOptions) -> Fold:
+        from liger_rl.kernels import epilogue, largest_triton
+
+        rows, transform = self.rows, options.transform
+        state, tiles = epilogue.gemm_state(
+            rows.hidden, rows.weight, rows.bias, rows.targets, transform, entropy=options.entropy,
+            extras=options.extras, with_tiles=True,
+        )  # fmt: skip
+        assert tiles is not None
+        head = HeadFactors(rows.hidden, rows.weight, rows.bias, transform)
+        self.keys = largest_triton.largest(head, tiles.peaks, self.keys.shape[1])
+        return state
 
     def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
         """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""

@@ -39,9 +39,10 @@ from liger_rl.engines.sparse.bounds_triton import (
     padded_tiles,
     store_shares,
 )
-from liger_rl.engines.sparse.listing_triton import Parts, Span, TileLists, picked_product, rows_of_tile, store_parts
+from liger_rl.engines.sparse.listing_triton import Parts, store_parts
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.matrix_triton import matrix
+from liger_rl.kernels.picked_triton import Span, TileLists, picked_product, rows_of_tile
 from liger_rl.kernels.softmax import flushed_exp, transformed
 from liger_rl.kernels.statistics import PartBounds, Tail
 from liger_rl.kernels.transform import HeadFactors, LogitSteps

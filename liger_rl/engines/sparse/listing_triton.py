@@ -21,34 +21,26 @@ from torch import Tensor
 
 from liger_rl.engines.sparse.bounds_triton import ChosenParts
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.matrix_triton import load, load_picked, matrix
+from liger_rl.kernels.matrix_triton import matrix
+from liger_rl.kernels.picked_triton import (
+    PRODUCT_WARPS,
+    ROWS,
+    Span,
+    TileLists,
+    parts_of,
+    picked_product,
+    rows_of_tile,
+)
 from liger_rl.kernels.segments import Entries
 from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms, transformed
 from liger_rl.kernels.statistics import PART_VOCAB, Tail, TokenGradients
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
-# Tokens and warps of a program's product. Two programs share a multiprocessor: one H200, H = 4096, 337 TFLOPS; 8 warps
-# and 4 stages had 306.
-ROWS, PRODUCT_WARPS = 128, 4
 COUNTED, COUNTING_WARPS = 2048, 8  # entries of a step of `_limits_kernel`
 WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
 LEVEL_BITS = tl.constexpr(4)  # last bits of `Parts.high` that are 0 in a level: eight levels for each power of 2
 # Sums of squares take `Parts.high` alone, whose numbers are off by at most 2^-8, relative.
 ROUNDING_OF_SQUARES = tl.constexpr(1.0 - 2.0**-7)
-
-
-class Span(NamedTuple):
-    """Tokens `first` to `last` - 1, and memory for `room` parts. Their first part is number `base` of all parts.
-
-    If the tokens keep more parts than `room`, no kernel writes any part. So the kernels of a span may start before the
-    host knows how many parts there are.
-    """
-
-    first: int
-    last: int
-    base: int
-    room: int
 
 
 class Parts(NamedTuple):
@@ -79,82 +71,6 @@ def _stored(high, low):
     """-> float32 numbers. `low` is int32. The bits that are not stored are in the middle of their range."""
     bits = (high.to(tl.int32) << 16) | (low << 8) | 128
     return bits.to(tl.float32, bitcast=True)
-
-
-class TileLists(NamedTuple):
-    """For each tile, the tokens of a span that keep it; for each part of the span, its tile and its token."""
-
-    tokens: Tensor  # (tiles, tokens of the span) int32
-    counts: Tensor  # (tiles,) int32
-    tile_of: Tensor  # (room,) int32
-    token_of: Tensor  # (room,) int32
-
-
-@triton.jit
-def _parts_of(chosen, last, base, room):
-    """-> number of the span's parts; -1 if it exceeds `room`."""
-    parts = tl.load(chosen.starts + last) - base
-    return tl.where(parts <= room, parts, -1)
-
-
-@triton.jit(do_not_specialize=["first", "last", "base", "room"])
-def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.constexpr):
-    tile = tl.program_id(0).to(tl.int64)
-    width = last - first
-    at = 0
-    # No tokens if the span's parts exceed its room.
-    stop = tl.where(_parts_of(chosen, last, base, room) > 0, last, first)
-    for start in range(first, stop, STEP):
-        token = start + tl.arange(0, STEP)
-        inside = token < last
-        rank = tl.load(chosen.rank + tile * count + token, mask=inside, other=-1).to(tl.int32)
-        kept = rank >= 0
-        number = kept.to(tl.int32)
-        tl.store(lists.tokens + tile * width + at + tl.cumsum(number, 0) - number, token, mask=kept)
-        part = tl.load(chosen.starts + token, mask=kept, other=0) + rank - base
-        tl.store(lists.tile_of + part, (tile + tl.zeros((STEP,), tl.int64)).to(tl.int32), mask=kept)
-        tl.store(lists.token_of + part, token, mask=kept)
-        at += tl.sum(number, 0)
-    tl.store(lists.counts + tile, at)
-
-
-def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
-    tiles, n = chosen.rank.shape
-    sizes = (tiles, span.last - span.first), (tiles,), (span.room,), (span.room,)
-    lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
-    with on(chosen.rank.device):
-        _list_tiles_kernel[(tiles,)](chosen, lists, *span, n, LISTED_TOKENS)
-    return lists
-
-
-@triton.jit
-def rows_of_tile(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """-> the tile of a chunk, ROWS tokens that keep it, their parts in a span, and a mask of the tokens that exist.
-
-    A chunk past the last one gets the tile number `TILES`, which is no tile.
-    """
-    tile = tl.arange(0, TILES)
-    kept = tl.load(lists.counts + tile, mask=tile < tiles, other=0)
-    chunks = tl.cdiv(kept, ROWS)
-    here = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
-    before = tl.sum(tl.where(tile < here, chunks, 0), 0)
-    place = (chunk - before) * ROWS + tl.arange(0, ROWS)
-    inside = place < tl.sum(tl.where(tile == here, kept, 0), 0)
-    here_long = here.to(tl.int64)
-    token = tl.load(lists.tokens + here_long * width + place, mask=inside, other=0)
-    part = tl.load(chosen.starts + token) - base
-    part += tl.load(chosen.rank + here_long * count + token, mask=inside, other=0).to(tl.int64)
-    return here, token, part, inside
-
-
-@triton.jit
-def picked_product(hidden, row, weight, first, size, ENTRIES: tl.constexpr, STEP: tl.constexpr):
-    """-> (rows, ENTRIES) float32, hidden[row] @ weight[first : first + ENTRIES].T, over `size` columns."""
-    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
-    for step in range(tl.cdiv(size, STEP)):
-        left = load_picked(hidden, row, step * STEP, STEP)
-        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
-    return total
 
 
 @triton.jit(do_not_specialize=["base", "width"])
@@ -262,7 +178,7 @@ def _limits_kernel(
     token = first + tl.program_id(0)
     begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
     end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
-    end = tl.where(_parts_of(chosen, last, base, room) > 0, end, begin)
+    end = tl.where(parts_of(chosen, last, base, room) > 0, end, begin)
     tolerated = tl.load(chosen.room + token) * ROUNDING_OF_SQUARES
     tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # NaN becomes 0, too
     # All entries up to the low level fit in any case. One entry of the high level or more does not fit. None exceeds 1.
@@ -332,7 +248,7 @@ def _write_kernel(
     TOKENS: tl.constexpr,
 ):
     blocks = tl.cdiv(room, PARTS)
-    count = _parts_of(chosen, last, base, room)
+    count = parts_of(chosen, last, base, room)
     if tl.program_id(0) >= blocks:
         # The two branches share no names, because their tensors have different shapes.
         row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)

@@ -139,7 +139,7 @@ def list_gradients(
     then the exact backward runs. Two host syncs.
     """
     from liger_rl.engines.sparse import bounds_triton, listing_triton
-    from liger_rl.kernels import segments_triton
+    from liger_rl.kernels import picked_triton, segments_triton
 
     hidden, finite, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
@@ -150,8 +150,8 @@ def list_gradients(
         entries = Entries.empty(min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n, device)
         parts = listing_triton.Parts.empty(max(span[-1] for span in spans), width, device)
         before = torch.zeros(kept + 1, dtype=torch.int64, device=device)
-        for span in (listing_triton.Span(*span) for span in spans):
-            tile_lists = listing_triton.list_tiles(chosen, span)
+        for span in (picked_triton.Span(*span) for span in spans):
+            tile_lists = picked_triton.list_tiles(chosen, span)
             make_parts(chosen, tile_lists, span, parts)
             listing_triton.write_lists(
                 parts, chosen, tile_lists, tail, targets, span, transform, before, entries, starts

@@ -1,0 +1,177 @@
+"""Each token's K largest logits, from the largest logit of each of its parts, as Triton kernels.
+
+A part is one token's logits in PART_VOCAB entries of the vocabulary. The K parts with the largest peaks hold the K
+largest logits: each of these parts has one logit that is at least the smallest of their peaks, and every other part has
+none above it. `_groups_kernel` chooses these parts, `_logits_kernel` computes them again, and `_select_kernel` takes
+their K largest logits. If logits are equal, the smaller id comes first.
+
+Each result is written by one program, in a fixed order: no atomics, the same bits on every run.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.matrix_triton import matrix
+from liger_rl.kernels.picked_triton import (
+    PRODUCT_WARPS,
+    ROWS,
+    Span,
+    TileLists,
+    list_tiles,
+    picked_product,
+    rows_of_tile,
+)
+from liger_rl.kernels.reference import ID_BITS, LARGEST_ID
+from liger_rl.kernels.softmax import transformed
+from liger_rl.kernels.statistics import PART_VOCAB
+from liger_rl.kernels.transform import HeadFactors, LogitSteps
+
+LOGITS_BYTES = 128 << 20  # of parts' logits at a time
+GROUPED, GROUPING_WARPS = 8192, 8  # parts of a program of `_groups_kernel`; one token's parts may be more
+SELECTING = 1024  # logits of a warp of `_select_kernel`
+BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
+LOWEST_KEY = tl.constexpr(-(1 << 31))  # below that of every logit
+
+
+class Groups(NamedTuple):
+    """As `chosen` of `picked_triton`: each token has K parts."""
+
+    rank: Tensor  # (tiles, n) int16 or int32
+    starts: Tensor  # (n + 1,) int64
+
+
+@triton.jit
+def _key(z):
+    """-> int32 in the order of the numbers; as `reference.keys_of`, without the id."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _largest(key, number):
+    """-> whether each key is among the `number` largest of its column, the first ones if keys are equal."""
+    threshold = tl.full((key.shape[1],), LOWEST_KEY, tl.int32)
+    bit = tl.full((), 1 << 31, tl.int64)
+    while bit > 0:
+        candidate = (threshold.to(tl.int64) + bit).to(tl.int32)
+        fits = tl.sum((key >= candidate[None, :]).to(tl.int32), 0) >= number
+        threshold = tl.where(fits, candidate, threshold)
+        bit = bit >> 1
+    above = key > threshold[None, :]
+    equal = (key == threshold[None, :]).to(tl.int32)
+    missing = number - tl.sum(above.to(tl.int32), 0)
+    return above | ((equal != 0) & (tl.cumsum(equal, 0) <= missing[None, :]))
+
+
+@triton.jit(do_not_specialize=["count", "number"])
+def _groups_kernel(peaks, rank, tiles, count, number, TOKENS: tl.constexpr, TILES: tl.constexpr):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    tile = tl.arange(0, TILES)
+    inside = (tile < tiles)[:, None] & (token < count)[None, :]
+    place = tile.to(tl.int64)[:, None] * count + token[None, :]
+    key = tl.where(inside, _key(tl.load(peaks + place, mask=inside, other=0.0)), LOWEST_KEY)
+    kept = _largest(key, number)
+    among = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(rank + place, tl.where(kept, among, -1).to(rank.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["base", "width"])
+def _logits_kernel(
+    out,  # (parts of the span, TILE_VOCAB) float32
+    hidden,  # a `matrix` (n, H), for pointers
+    weight,  # a `matrix` (V, H)
+    bias,
+    groups,  # `Groups`
+    lists,  # `TileLists`
+    base,
+    width,  # tokens of the span
+    tiles,
+    count,
+    vocab,
+    size,  # H
+    steps,
+    TILE_VOCAB: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    tile, row, part, inside = rows_of_tile(
+        tl.program_id(0), groups, lists, tiles, count, base, width, ROWS, TILES
+    )  # fmt: skip
+    if tile < tiles:
+        first = tile * TILE_VOCAB
+        x = picked_product(hidden, row, weight, first, size, TILE_VOCAB, STEP)
+        column = tl.arange(0, TILE_VOCAB)
+        if bias is not None:
+            x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
+        z, _square = transformed(x, steps)
+        tl.store(out + part[:, None] * TILE_VOCAB + column[None, :], z, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["first", "number"])
+def _select_kernel(
+    logits,  # (parts of the span, TILE_VOCAB) float32
+    tile_of,  # (parts of the span,)
+    keys,  # (n, number) int64, written
+    first,  # token of the span
+    number,
+    vocab,
+    TILE_VOCAB: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE)
+    inside = place < number * TILE_VOCAB
+    tile = tl.load(tile_of + token * number + place // TILE_VOCAB, mask=inside, other=0)
+    entry = tile * TILE_VOCAB + place % TILE_VOCAB
+    inside &= entry < vocab
+    z = tl.load(logits + token * number * TILE_VOCAB + place, mask=inside, other=0.0)
+    key = tl.where(inside, _key(z), LOWEST_KEY)[:, None]
+    # Parts are in the order of their tiles, so places are in the order of ids.
+    taken = _largest(key, number).to(tl.int32)
+    at = tl.cumsum(taken, 0) - 1
+    full = (key.to(tl.int64) << BITS) | (LAST_ID - entry.to(tl.int64)[:, None])
+    tl.store(keys + (first + token) * number + at, full, mask=taken != 0)
+
+
+def largest(
+    head: HeadFactors,  # of (n, H) and (V, H), whose product has an epilogue
+    peaks: Tensor,  # (parts, n) float32, `TileStatistics.peaks`
+    count: int,  # K, at most `statistics.most_from_peaks`
+) -> Tensor:
+    """-> (n, K) int64 keys of `reference.keys_of`, unordered: 2 n K PART_VOCAB H operations."""
+    hidden, weight, bias, transform = head
+    (tiles, n), (vocab, size), device = peaks.shape, weight.shape, hidden.device
+    keys = torch.empty(n, count, dtype=torch.int64, device=device)
+    # The last part may have no entries.
+    tiles = min(tiles, triton.cdiv(vocab, PART_VOCAB))
+    rank = torch.empty(tiles, n, dtype=torch.int16 if tiles <= 1 << 15 else torch.int32, device=device)
+    groups = Groups(rank, torch.arange(0, (n + 1) * count, count, dtype=torch.int64, device=device))
+    family, all_tiles = family_of(device), triton.next_power_of_2(tiles)
+    together, step = max(GROUPED // all_tiles, 1), max(LOGITS_BYTES // (4 * PART_VOCAB * count), 1)
+    with on(device):
+        _groups_kernel[(triton.cdiv(n, together),)](
+            peaks, rank, tiles, n, count, TOKENS=together, TILES=all_tiles, num_warps=GROUPING_WARPS
+        )
+        matrices = matrix(hidden, 1, family.step, tma=False), matrix(weight, PART_VOCAB, family.step, tma=family.tma)
+        width = triton.next_power_of_2(count) * PART_VOCAB
+        for start in range(0, n, step):
+            span = Span(start, min(start + step, n), start * count, (min(start + step, n) - start) * count)
+            lists: TileLists = list_tiles(groups, span)
+            logits = torch.empty(span.room, PART_VOCAB, dtype=torch.float32, device=device)
+            _logits_kernel[(span.room // ROWS + tiles,)](
+                logits, *matrices, None if bias is None else bias.contiguous(), groups, lists,
+                span.base, span.last - span.first, tiles, n, vocab, size, LogitSteps.of(transform),
+                TILE_VOCAB=PART_VOCAB, ROWS=ROWS, STEP=family.step, TILES=all_tiles,
+                num_stages=family.storing_stages, num_warps=PRODUCT_WARPS,
+            )  # fmt: skip
+            _select_kernel[(span.last - span.first,)](
+                logits, lists.tile_of, keys, start, count, vocab,
+                TILE_VOCAB=PART_VOCAB, SIZE=width, num_warps=min(max(width // SELECTING, 1), 16),
+            )  # fmt: skip
+    return keys
