@@ -2,8 +2,9 @@
 
 A part is one token's logits in PART_VOCAB entries of the vocabulary. The K parts with the largest peaks hold the K
 largest logits: each of these parts has one logit that is at least the smallest of their peaks, and every other part has
-none above it. `_groups_kernel` chooses these parts, `_logits_kernel` computes them again, and `_select_kernel` takes
-their K largest logits. If logits are equal, the smaller id comes first.
+none above it. `_groups_kernel` chooses these parts, and `_logits_kernel` computes them again. Of their slices of SLICE
+entries `_slices_kernel` chooses K in the same way, and `_select_kernel` takes the K largest logits of these. If logits
+are equal, the smaller id comes first.
 
 Each result is written by one program, in a fixed order: no atomics, the same bits on every run.
 """
@@ -32,8 +33,9 @@ from liger_rl.kernels.statistics import PART_VOCAB
 from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
 LOGITS_BYTES = 128 << 20  # of parts' logits at a time
-GROUPED, GROUPING_WARPS = 8192, 8  # parts of a program of `_groups_kernel`; one token's parts may be more
-SELECTING = 1024  # logits of a warp of `_select_kernel`
+GROUPED, GROUPING_WARPS = 8192, 4  # parts of a program of `_groups_kernel`; one token's parts may be more
+SLICE = 16
+SELECTING = 256  # numbers of a warp of `_slices_kernel` and `_select_kernel`
 BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 LOWEST_KEY = tl.constexpr(-(1 << 31))  # below that of every logit
 
@@ -83,6 +85,7 @@ def _groups_kernel(peaks, rank, tiles, count, number, TOKENS: tl.constexpr, TILE
 @triton.jit(do_not_specialize=["base", "width"])
 def _logits_kernel(
     out,  # (parts of the span, TILE_VOCAB) float32
+    peaks,  # (parts of the span, slices of a part) float32
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (V, H)
     bias,
@@ -96,6 +99,7 @@ def _logits_kernel(
     size,  # H
     steps,
     TILE_VOCAB: tl.constexpr,
+    SLICE: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     TILES: tl.constexpr,
@@ -110,27 +114,53 @@ def _logits_kernel(
         if bias is not None:
             x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
         z, _square = transformed(x, steps)
+        z = tl.where((column < vocab - first)[None, :], z, float("-inf"))
         tl.store(out + part[:, None] * TILE_VOCAB + column[None, :], z, mask=inside[:, None])
+        SLICES: tl.constexpr = TILE_VOCAB // SLICE
+        of_slices = tl.max(tl.reshape(z, (ROWS, SLICES, SLICE)), 2)
+        tl.store(peaks + part[:, None] * SLICES + tl.arange(0, SLICES)[None, :], of_slices, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["number", "slices"])
+def _slices_kernel(
+    peaks,  # (tokens of the span, slices) float32
+    picks,  # (tokens of the span, number) int32, written: numbers of the chosen slices, ascending
+    number,
+    slices,
+    SIZE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE)
+    inside = place < slices
+    key = tl.where(inside, _key(tl.load(peaks + token * slices + place, mask=inside, other=0.0)), LOWEST_KEY)
+    taken = _largest(key[:, None], number).to(tl.int32)
+    at = tl.cumsum(taken, 0) - 1
+    tl.store(picks + token * number + at, place[:, None], mask=taken != 0)
 
 
 @triton.jit(do_not_specialize=["first", "number"])
 def _select_kernel(
     logits,  # (parts of the span, TILE_VOCAB) float32
+    picks,  # (tokens of the span, number)
     tile_of,  # (parts of the span,)
     keys,  # (n, number) int64, written
     first,  # token of the span
     number,
     vocab,
     TILE_VOCAB: tl.constexpr,
+    SLICE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
+    SLICES: tl.constexpr = TILE_VOCAB // SLICE
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
-    inside = place < number * TILE_VOCAB
-    tile = tl.load(tile_of + token * number + place // TILE_VOCAB, mask=inside, other=0)
-    entry = tile * TILE_VOCAB + place % TILE_VOCAB
+    inside = place < number * SLICE
+    pick = tl.load(picks + token * number + place // SLICE, mask=inside, other=0)
+    part = token * number + pick // SLICES
+    column = pick % SLICES * SLICE + place % SLICE
+    entry = tl.load(tile_of + part, mask=inside, other=0) * TILE_VOCAB + column
     inside &= entry < vocab
-    z = tl.load(logits + token * number * TILE_VOCAB + place, mask=inside, other=0.0)
+    z = tl.load(logits + part * TILE_VOCAB + column, mask=inside, other=0.0)
     key = tl.where(inside, _key(z), LOWEST_KEY)[:, None]
     # Parts are in the order of their tiles, so places are in the order of ids.
     taken = _largest(key, number).to(tl.int32)
@@ -159,19 +189,29 @@ def largest(
             peaks, rank, tiles, n, count, TOKENS=together, TILES=all_tiles, num_warps=GROUPING_WARPS
         )
         matrices = matrix(hidden, 1, family.step, tma=False), matrix(weight, PART_VOCAB, family.step, tma=family.tma)
-        width = triton.next_power_of_2(count) * PART_VOCAB
+        slices = count * (PART_VOCAB // SLICE)
+        sizes = triton.next_power_of_2(slices), triton.next_power_of_2(count) * SLICE
         for start in range(0, n, step):
             span = Span(start, min(start + step, n), start * count, (min(start + step, n) - start) * count)
             lists: TileLists = list_tiles(groups, span)
             logits = torch.empty(span.room, PART_VOCAB, dtype=torch.float32, device=device)
+            slice_peaks = torch.empty(span.room, PART_VOCAB // SLICE, dtype=torch.float32, device=device)
+            picks = torch.empty(span.room, dtype=torch.int32, device=device)
             _logits_kernel[(span.room // ROWS + tiles,)](
-                logits, *matrices, None if bias is None else bias.contiguous(), groups, lists,
+                logits, slice_peaks, *matrices, None if bias is None else bias.contiguous(), groups, lists,
                 span.base, span.last - span.first, tiles, n, vocab, size, LogitSteps.of(transform),
-                TILE_VOCAB=PART_VOCAB, ROWS=ROWS, STEP=family.step, TILES=all_tiles,
+                TILE_VOCAB=PART_VOCAB, SLICE=SLICE, ROWS=ROWS, STEP=family.step, TILES=all_tiles,
                 num_stages=family.storing_stages, num_warps=PRODUCT_WARPS,
             )  # fmt: skip
+            _slices_kernel[(span.last - span.first,)](
+                slice_peaks, picks, count, slices, SIZE=sizes[0], num_warps=_warps(sizes[0])
+            )
             _select_kernel[(span.last - span.first,)](
-                logits, lists.tile_of, keys, start, count, vocab,
-                TILE_VOCAB=PART_VOCAB, SIZE=width, num_warps=min(max(width // SELECTING, 1), 16),
+                logits, picks, lists.tile_of, keys, start, count, vocab,
+                TILE_VOCAB=PART_VOCAB, SLICE=SLICE, SIZE=sizes[1], num_warps=_warps(sizes[1]),
             )  # fmt: skip
     return keys
+
+
+def _warps(size: int) -> int:
+    return min(max(size // SELECTING, 1), 8)
