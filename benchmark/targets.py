@@ -4,6 +4,7 @@ K ids of each token, as common as words are, and one gradient for each. Ways:
 
 liger_rl                `linear_logprobs` with one target, then with lists of K
 liger_rl, lse           one target, and the gradient of lse beside it
+liger_rl, student's     reverse KL over the student's own K likeliest ids, whose teacher costs nothing
 liger_rl, forward       without a gradient: one target alone, and with `topk`
 full logits             verl's operations: bfloat16 logits, `log_softmax`, `gather`
 """
@@ -19,7 +20,7 @@ from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
-from liger_rl import linear_logprobs
+from liger_rl import linear_logprobs, list_divergence, topk_divergence
 
 PREFIX = "targets-"
 SAMPLED, ENTRIES = 48, 8192  # tokens and vocabulary entries that are compared with float64
@@ -142,6 +143,41 @@ def measure(way: Way, problem: Problem, device: str) -> dict[str, Any]:
     return {"status": "ok", "reason": None, **numbers, "step_ms": measure_ms(lambda: step(problem.slopes), device)[0]}
 
 
+def measure_student_lists(problem: Problem, count: int, device: str) -> dict[str, Any]:
+    """The mean reverse KL over lists of the student's, with a tail, beside float64."""
+    generator = torch.Generator(device).manual_seed(2)
+    table = torch.randn(problem.weight.shape[0], generator=generator, device=device).mul(SPREAD).log_softmax(0)
+    leaves = problem.hidden.detach().requires_grad_(), problem.weight.detach().requires_grad_()
+    rows = sampled(problem)
+
+    def step(of: Tensor) -> tuple[Tensor, ...]:
+        found = topk_divergence(
+            *leaves, None, lambda ids: table[ids.clamp(min=0)], lists="student", topk=count, kind="reverse_kl"
+        )
+        return found.divergence.detach(), *torch.autograd.grad(found.divergence, leaves, of)
+
+    n = problem.hidden.shape[0]
+    wide = [problem.hidden[rows].double().requires_grad_(), problem.weight.double().requires_grad_()]
+    log_p, ids = (wide[0] @ wide[1].T).log_softmax(-1).topk(count)
+    expected = list_divergence(log_p, table[ids].double(), kind="reverse_kl")
+    gradients = torch.autograd.grad(expected.mean(), wide)
+    expected, grad_weight = expected.detach(), gradients[1][:ENTRIES]
+    del wide, log_p
+    found = step(torch.zeros(n, device=device).index_fill(0, rows, 1.0 / len(rows)))
+    numbers: dict[str, Any] = {
+        "max_error": (found[0][rows].double() - expected).abs().max().item(),
+        "grad_hidden_error": relative(found[1][rows], gradients[0]),
+        "grad_weight_error": relative(found[2][:ENTRIES], grad_weight),
+    }
+    del found, gradients
+    slopes = torch.full((n,), 1.0 / n, device=device)
+    with PeakMemory(device) as memory:
+        held = step(slopes)
+    numbers["peak_extra_mib"] = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
+    del held
+    return {"status": "ok", "reason": None, **numbers, "step_ms": measure_ms(lambda: step(slopes), device)[0]}
+
+
 @torch.no_grad()
 def measure_forward(problem: Problem, topk: int | None, device: str) -> dict[str, Any]:
     rows, count = sampled(problem), topk or 1
@@ -176,6 +212,7 @@ COLUMNS: Columns = {
 def rows_of(shape: tuple[int, int, int], device: str) -> list[dict[str, Any]]:
     problem, sizes = make_problem(*shape, device), dict(zip(("tokens", "vocab", "hidden_size"), shape, strict=True))
     steps = {name: measure(way, problem.of(count), device) for name, (way, count) in WAYS.items()}
+    steps[f"liger_rl, student's {TOPK}, reverse KL"] = measure_student_lists(problem.of(1), TOPK, device)
     forwards = {
         name: measure_forward(problem.of(1), topk, device)
         for name, topk in (("liger_rl, forward", None), (f"liger_rl, forward, topk = {TOPK}", TOPK))

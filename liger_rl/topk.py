@@ -166,8 +166,8 @@ def list_divergence(
         beta: for "jsd" alone, in [0, 1]; 0 is the forward KL, 1 the reverse KL.
 
     Returns:
-        (...) in nats, float32 or float64; 0 for a token that lists nothing. A KL divergence is infinite if the
-        distribution behind the logarithm that is subtracted gives probability 0 to an id that the other one has.
+        (...) in nats, float32 or float64; 0 for a token that lists nothing. A KL divergence is infinite if its second
+            distribution gives probability 0 to an id that the first one has.
     """
     measure = _check_formula(kind, beta, tail)
     _floats("logps", logps, logps, "")
