@@ -59,10 +59,13 @@ def _largest(key, number):
     """-> whether each key is among the `number` largest of its column, the first ones if keys are equal."""
     threshold = tl.full((key.shape[1],), LOWEST_KEY, tl.int32)
     bit = tl.full((), 1 << 31, tl.int64)
-    while bit > 0:
+    # A threshold above which there are exactly `number` keys is as good as the smallest of them: half of the bits.
+    exact = tl.full((key.shape[1],), 0, tl.int32)
+    while (bit > 0) & (tl.min(exact, 0) == 0):
         candidate = (threshold.to(tl.int64) + bit).to(tl.int32)
-        fits = tl.sum((key >= candidate[None, :]).to(tl.int32), 0) >= number
-        threshold = tl.where(fits, candidate, threshold)
+        count = tl.sum((key >= candidate[None, :]).to(tl.int32), 0)
+        threshold = tl.where((count >= number) & (exact == 0), candidate, threshold)
+        exact = tl.maximum(exact, (count == number).to(tl.int32))
         bit = bit >> 1
     above = key > threshold[None, :]
     equal = (key == threshold[None, :]).to(tl.int32)
