@@ -51,7 +51,7 @@ TABLES = {
         "divergence-nvidia-h200", "divergence-policy-nvidia-h200", "divergence-policy-pretrained-nvidia-h200",
         "distillation_loss-nvidia-h200",
     },
-    "targets.md": {"targets-nvidia-h200"},
+    "targets.md": {"targets-nvidia-h100-80gb-hbm3"},
 }  # fmt: skip
 
 
