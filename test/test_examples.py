@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 # Example -> the page that shows what its committed record says.
@@ -54,6 +55,27 @@ def test_a_student_comes_nearer_to_its_teacher(example, tmp_path):
     divergences = [step["divergence"] for step in record["steps"]]
     assert len(divergences) == 12
     assert 0 < sum(divergences[-3:]) < 0.8 * sum(divergences[:3])
+
+
+def test_a_student_comes_nearer_to_a_teacher_in_another_process(example, capsys):
+    example("served_teacher", "--dtype", "float8", *options(steps=60, rows=8, vocab=64, hidden_size=16))
+    divergences, travelled = capsys.readouterr().out.splitlines()
+    before, after = map(float, re.findall(r"\d+\.\d+", divergences))
+    assert 0 < after < 0.6 * before
+    assert travelled == "bytes per token: 36, logits in bfloat16 128"
+
+
+@pytest.mark.parametrize(("dtype", "size", "rounding"), [("bfloat16", 64, 2**-8), ("float8", 36, 2**-4)])
+def test_what_travels_from_a_teacher(dtype, size, rounding, example):
+    import served_teacher
+
+    hidden = torch.randn(7, 32) * torch.logspace(-3, 3, 7)[:, None]
+    hidden[3] = 0.0
+    sent = served_teacher.packed(hidden, dtype)
+    assert len(sent) == 7 * size
+    error = (served_teacher.unpacked(sent, 7, 32, dtype) - hidden).abs()
+    smallest = hidden.abs().amax(-1, keepdim=True) * 2**-10 / 448  # half a step of float8's subnormal numbers
+    assert (error <= 1.001 * rounding * hidden.abs() + smallest).all()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,5 +1,6 @@
 """A pretrained model's policy for the benchmark; a tiny random model stands for the published one."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -12,7 +13,7 @@ pytest.importorskip("transformers", reason="a pretrained model needs it")
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmark import certificate, entropies, list_lengths, pretrained, real_policy
+from benchmark import certificate, entropies, list_lengths, pretrained, real_policy, teacher_hidden
 from benchmark.cases import preset
 from benchmark.inputs import make_inputs
 from devices import skip_without_interpreter
@@ -162,3 +163,21 @@ def test_errors_of_lists_are_those_of_the_gradient():
     for lists_of, tolerance in ((short, 1e-3), (shorter, 1e-1)):
         assert lists_of["largest_token_error"] <= tolerance
         assert max(lists_of["errors"]["all"]) <= 4 * tolerance
+
+
+def test_errors_of_a_teachers_rounded_hidden_states(pieces):
+    model = copy.deepcopy(pieces[0])
+    ids = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(0))
+    found = teacher_hidden.measure(model, ids, "cpu")
+    bfloat16, float8 = found["rows"].values()
+    assert 2**-10 < bfloat16["hidden_error"] < 2**-8 < 2**-6 < float8["hidden_error"] < 2**-4
+    hidden, weight = real_policy.hidden_states(pieces[0], ids, "cpu"), pieces[0].lm_head.weight
+    log_q, rounded = logps(hidden, weight), logps(hidden.bfloat16(), weight)
+    assert bfloat16["kl"] == pytest.approx((log_q.exp() * (log_q - rounded)).sum(-1).mean().item(), rel=1e-4)
+    divergences = [student["divergence"] for student in found["students"]]
+    assert 0 < divergences[0] < divergences[1] < divergences[2]
+    for row in (bfloat16, float8):
+        errors = [row[f"{bits} bits"] for bits in teacher_hidden.BITS]
+        assert errors[0] > errors[1] > errors[2] > 0
+    table = teacher_hidden.markdown({"environment": ENVIRONMENT, "model": "tiny.gguf", **found})
+    assert "float8_e4m3fn, one scale per token" in table

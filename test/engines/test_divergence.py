@@ -252,6 +252,44 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(kind, device):
         assert peak.bytes < 0.5 * n * vocab * 4
 
 
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd 0.3"])
+def test_several_teachers_cost_as_much_as_one(kind):
+    """A call for each teacher with the mask of its rows; here it is the same one, so the sums are those of one call."""
+    x = pair((5, 7))
+    mine = torch.arange(5)[:, None] < 2
+    with Products() as products:
+        whole = parts(solve(x, **KINDS[kind]))
+    with Products() as of_two:
+        first, second = (parts(solve(x._replace(mask=x.mask & rows), **KINDS[kind])) for rows in (mine, ~mine))
+    assert of_two.flops == products.flops > 0
+    for name, expected in whole.items():
+        torch.testing.assert_close(first[name] + second[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_that_student_and_teacher_share_is_not_copied(frozen, device):
+    n, vocab, size = 8, 4000, 512
+    x = problem((n,), size, vocab, torch.float32, device)
+    weight, teacher_hidden = x.weight.clone().requires_grad_(not frozen), x.hidden + 1.0
+
+    def gradients(teacher_weight: Tensor) -> list[Tensor]:
+        hidden = x.hidden.clone().requires_grad_()
+        found = linear_divergence(hidden, weight, teacher_hidden, teacher_weight, kind="reverse_kl").divergence
+        return list(torch.autograd.grad(found.sum(), [hidden] if frozen else [hidden, weight]))
+
+    with Products() as products:
+        shared = gradients(weight.detach())
+    if device.type == "cpu":
+        read = [b for _, b in products.factors if b.shape[0] == size and b.stride(0) == 1]
+        assert sum(b.shape[1] for b in read) == 4 * vocab  # two heads, forward and backward
+        assert {b.untyped_storage().data_ptr() for b in read} == {weight.untyped_storage().data_ptr()}
+    for found, expected in zip(shared, gradients(weight.detach().clone()), strict=True):
+        assert torch.equal(found, expected)
+    with tensor_peak(device) as peak:
+        gradients(weight.detach())
+    assert peak.bytes < (not frozen) * weight.nbytes + 0.4 * weight.nbytes
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
