@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from liger_rl.call.checks import check_dense, check_shape
 from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import shared_errors
 from liger_rl.call.keywords import named_keywords
@@ -27,7 +28,7 @@ def linear_divergence(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     *,
-    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
+    kind: Literal["forward_kl", "reverse_kl", "jsd", "tv"] = "forward_kl",
     beta: float = BETA,
     mask: Tensor | None = None,
     targets: Tensor | None = None,
@@ -38,6 +39,7 @@ def linear_divergence(
     vocab_parallel: VocabParallel | None = None,
     teacher_transform: LogitTransform = IDENTITY,
     vocab: int | None = None,
+    student_ids: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
     lse: bool = False,
@@ -58,8 +60,9 @@ def linear_divergence(
         forward_kl   KL(q || p)
         reverse_kl   KL(p || q)
         jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q
+        tv           sum_v |p_v - q_v| / 2, the total variation
 
-    "jsd" is that of arXiv:2306.13649, TRL 1.16 and liger-kernel 0.8.5.
+    "jsd" is that of arXiv:2306.13649, TRL and liger-kernel. 1 - "tv" is the acceptance rate of speculative decoding.
     Only hidden, weight, bias and low_rank are differentiable.
 
     Args:
@@ -74,6 +77,8 @@ def linear_divergence(
         vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
         vocab: number of rows of both weights that count: padding after them gets no probability.
+        student_ids: (V,) the teacher's ids that a draft head has, one for each row of `weight`. The teacher's
+            probabilities of these ids are made to add up to 1. Its weight's rows are copied, after a host sync.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
             tolerance of "auto" is exact here.
         chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: also fields.
@@ -89,6 +94,10 @@ def linear_divergence(
     tokens = hidden, teacher_hidden, targets, mask, token_weights, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *tokens):
         measure = measure_of(kind, beta)
+        if student_ids is not None:
+            if vocab is not None or vocab_parallel is not None or gather is not None:
+                raise ValueError("vocab, vocab_parallel and gather must be None with student_ids")
+            teacher_weight, teacher_bias = _rows_of(student_ids, weight, teacher_weight, teacher_bias)
         options = HeadOptions(
             transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
             compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
@@ -102,3 +111,15 @@ def linear_divergence(
             vocab_parallel=vocab_parallel, options=options,
         )
     )  # fmt: skip
+
+
+def _rows_of(ids: Tensor, weight: Tensor, teacher_weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows `ids` (V,) of the teacher's head."""
+    for name, tensor in (("weight", weight), ("teacher_weight", teacher_weight), ("student_ids", ids)):
+        check_dense(name, tensor, weight, "weight")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"student_ids must be integers, got {ids.dtype}")
+    check_shape("student_ids", ids, weight.shape[:1], f"(V,) = ({weight.shape[0]},) from weight")
+    if ids.numel() and not bool(((ids >= 0) & (ids < teacher_weight.shape[0])).all()):
+        raise ValueError(f"student_ids must be in [0, {teacher_weight.shape[0]}) from teacher_weight")
+    return teacher_weight[ids.long()], None if bias is None else bias[ids.long()]

@@ -32,6 +32,7 @@ from liger_rl.engines.pair.reference import (
     MIXTURE,
     REVERSE,
     TILE_VOCAB,
+    TV,
     KeptPair,
     Measure,
     MixtureSums,
@@ -222,14 +223,16 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     student = Tile(ones(N, V), ones(V) if entropy else None, transform)
     teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
-    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
+    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5), Measure(TV)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
         sums = TileSums.unwritten(N, V, CPU, measure) if entropy else None
         tile = PairTile(student, teacher, targets, 0, measure)
         tiles_triton.fold_pair(tile, state, sums)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         tiles_triton.grad_pair(tile, tokens, ones(N, V, dtype=torch.bfloat16))
-    tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
+        if measure.second_step:
+            sums = None if measure.kind == TV else sums
+            tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
 
 
 def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:

@@ -102,7 +102,7 @@ def test_probabilities_of_0():
     torch.testing.assert_close(found, torch.tensor([0.5 * math.log(1.5), math.inf]))
 
 
-KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
+KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("tv", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
 
 
 def of_lists(p: Tensor, q: Tensor, here: Tensor, kind: str, beta: float, tail: str) -> Tensor:

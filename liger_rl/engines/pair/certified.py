@@ -15,7 +15,7 @@ from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.interface import Gradients, Needs
 from liger_rl.engines.pair import two_heads as exact
 from liger_rl.engines.pair.products import Pair, PairRows
-from liger_rl.engines.pair.reference import PairGradients, TileSums
+from liger_rl.engines.pair.reference import TV, PairGradients, TileSums
 from liger_rl.engines.sparse import lists
 from liger_rl.engines.sparse.lists import ListedHead
 from liger_rl.kernels import devices
@@ -25,12 +25,13 @@ def applies(pair: Pair) -> bool:
     """Whether parts may be dropped: if our own products run for both heads, with any number of tokens.
 
     Kernels of kept parts read weights in the products' dtype, without a copy. No part is dropped if a chunk is named,
-    under the student's softcap, with a low-rank term and with a sharded vocabulary.
+    under the student's softcap, with a low-rank term and with a sharded vocabulary; nor for a total variation, where an
+    entry with p near q may have either of two gradients.
     """
     student, options = pair.student, pair.options
     if options.grad_tolerance == 0.0 or options.names_chunk or options.transform.softcap is not None:
         return False
-    if student.low_inputs is not None or student.shard is not None:
+    if student.low_inputs is not None or student.shard is not None or pair.measure.kind == TV:
         return False
     return all(
         devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], dtype, head.weight)

@@ -14,7 +14,6 @@ from liger_rl.engines.interface import Head
 from liger_rl.engines.pair import for_device
 from liger_rl.engines.pair.reference import (
     FORWARD,
-    MIXTURE,
     KeptPair,
     Measure,
     MixtureSums,
@@ -157,10 +156,10 @@ class PairRows:
         return PairTile(*tiles, self.targets[part], first, self.measure)
 
     def empty_fold(self, count: int) -> tuple[PairFold, MixtureSums | None]:
-        """The sums of `count` tokens before the first tile; None unless for a mixture."""
+        """The sums of `count` tokens before the first tile; None without a second step."""
         options, targets = self.pair.options, self.pair.targets
         fold = PairFold.start(count, self.device, self.measure, entropy=options.entropy, targets=targets)
-        return fold, MixtureSums.start(fold.peak) if self.measure.kind == MIXTURE else None
+        return fold, MixtureSums.start(fold.peak) if self.measure.second_step else None
 
     def whole_tile(self, part: slice) -> PairTile:
         """The tokens' float32 rows of both heads over the whole vocabulary."""

@@ -7,9 +7,11 @@ With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + b
     reverse   sum_v p_v (log p_v - log q_v)                                      dz = p (log p - log q - reverse)
     mixture   beta sum_v q_v (log q_v - log m_v) + (1 - beta) S                  dz = (1 - beta) p (log p - log m - S)
               with S = sum_v p_v (log p_v - log m_v)
+    tv        sum_v max(p_v - q_v, 0)                                            dz = p (1[p > q] - S)
+              with S = sum_v p_v 1[p_v > q_v]
 
-One fold gives the forward and the reverse divergence. A mixture needs both normalisers at every entry, so it takes a
-second step, `mix_pair`.
+One fold gives the forward and the reverse divergence. A mixture and the total variation need both normalisers at every
+entry, so they take a second step, `mix_pair`.
 
 For a backward with a tolerance the same steps write sums of each token over each tile of TILE_VOCAB entries, see
 `TileSums`.
@@ -27,7 +29,7 @@ from liger_rl.kernels.reference import entropy_term, put, times_derivative, tran
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitTransform
 
-FORWARD, REVERSE, MIXTURE = 0, 1, 2
+FORWARD, REVERSE, MIXTURE, TV = 0, 1, 2, 3
 PART_ENTRIES = BLOCK_VOCAB // 2  # entries of a part of a `KeptPair`, and of a tile of a product of two heads
 TILE_VOCAB = 1024  # entries of a tile of `TileSums`, and of a block of `tiles_triton`
 
@@ -35,8 +37,13 @@ TILE_VOCAB = 1024  # entries of a tile of `TileSums`, and of a block of `tiles_t
 class Measure(NamedTuple):
     """The kind of a divergence, and the weight of a mixture."""
 
-    kind: int  # FORWARD, REVERSE or MIXTURE
+    kind: int  # FORWARD, REVERSE, MIXTURE or TV
     beta: float = 0.0  # the teacher's share of a mixture, in (0, 1)
+
+    @property
+    def second_step(self) -> bool:
+        """Whether entries need both normalisers."""
+        return self.kind in (MIXTURE, TV)
 
 
 class Tile(NamedTuple):
@@ -81,7 +88,7 @@ class PairFold(NamedTuple):
     def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
         """The fold of no tile."""
         lowest = torch.finfo(torch.float32).min  # see `Fold.start`
-        optional = [0.0 if present else None for present in (measure.kind != MIXTURE, entropy, targets, targets)]
+        optional = [0.0 if present else None for present in (not measure.second_step, entropy, targets, targets)]
         fields = [
             None if value is None else torch.full((n,), value, dtype=torch.float32, device=device)
             for value in (lowest, 0.0, lowest, 0.0, *optional)
@@ -123,7 +130,7 @@ class PairStatistics(NamedTuple):
     entropy: Tensor | None  # of the student, in nats
     logps: Tensor | None  # of the student at the target
     teacher_logps: Tensor | None  # of the teacher at the target
-    divergence: Tensor | None = None  # None for a mixture before its second step
+    divergence: Tensor | None = None  # None before a second step
     value: Tensor | None = None  # see `PairGradients`
 
     @classmethod
@@ -143,18 +150,20 @@ class PairStatistics(NamedTuple):
         return cls(lse, teacher_lse, entropy, logps, teacher_logps, divergence, divergence)
 
     def with_sums(self, measure: Measure, sums: "MixtureSums") -> "PairStatistics":
-        """`sums` are those of a mixture, or of the `KeptPair` of a reverse KL divergence."""
+        """`sums` are those of a second step, or of the `KeptPair` of a reverse KL divergence."""
         divergence = self.divergence
-        if divergence is None:
+        if measure.kind == TV:
+            divergence = sums.teacher
+        elif divergence is None:
             divergence = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
         return self._replace(divergence=divergence, value=sums.student)
 
 
 class MixtureSums(NamedTuple):
-    """Running sums over the vocabulary of a mixture's second step, (n,) float32 each, updated in place."""
+    """Running sums over the vocabulary of a second step, (n,) float32 each, updated in place."""
 
-    student: Tensor  # sum_v p_v (log p_v - log m_v)
-    teacher: Tensor  # sum_v q_v (log q_v - log m_v)
+    student: Tensor  # S: sum_v p_v (log p_v - log m_v); TV: sum_v p_v 1[p_v > q_v]
+    teacher: Tensor  # sum_v q_v (log q_v - log m_v); TV: sum_v max(p_v - q_v, 0)
 
     @classmethod
     def start(cls, like: Tensor) -> "MixtureSums":
@@ -291,7 +300,7 @@ def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> 
         fold.moment.add_(_weighted(exp, a))
     if fold.gap is not None:
         fold.gap.add_(_weighted(teacher_exp, b - a) if measure.kind == FORWARD else _weighted(exp, a - b))
-    if sums is not None and measure.kind != MIXTURE:
+    if sums is not None and not measure.second_step:
         y = teacher_exp if measure.kind == FORWARD else torch.where(exp > 0, exp * (a - b), 0.0)
         sums.write(exp, y, (fold.peak, fold.teacher_peak))
     for out, values in zip(state[:6], fold[:6], strict=True):
@@ -318,8 +327,13 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
 def mix_pair(
     tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums, tiles: TileSums | None = None
 ) -> None:
-    """A mixture's second step, with both normalisers known: update `sums`, and write `tiles` as in `fold_pair`."""
+    """The second step, with both normalisers known: update `sums`, and write `tiles` as in `fold_pair`."""
     log_p, log_q = transformed(*tile.student) - lse[:, None], transformed(*tile.teacher) - teacher_lse[:, None]
+    if tile.measure.kind == TV:
+        p, gap = log_p.exp(), log_q - log_p
+        sums.student.add_(_weighted(p, (gap < 0).to(p.dtype)))
+        sums.teacher.add_(_weighted(p, -torch.expm1(gap.clamp(max=0.0))))  # without cancellation where p is near q
+        return
     over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, tile.measure.beta)
     if tiles is not None:
         p = log_p.exp()
@@ -349,8 +363,10 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
         grad_z = p - log_q.exp()
     else:
         assert tokens.value is not None
-        over = log_p - log_q if measure.kind == REVERSE else _over_mixture(log_q - log_p, measure.beta)[0]
-        share = 1.0 if measure.kind == REVERSE else 1.0 - measure.beta
+        if measure.kind == MIXTURE:
+            over, share = _over_mixture(log_q - log_p, measure.beta)[0], 1.0 - measure.beta
+        else:
+            over, share = log_p - log_q if measure.kind == REVERSE else (log_q < log_p).to(p.dtype), 1.0
         # An infinite divergence may have no gradient, and 0 * inf is NaN.
         counts = (p > 0) & (tokens.grad != 0)[:, None]
         grad_z = torch.where(counts, p * (over - tokens.value[:, None]), 0.0).mul_(share)

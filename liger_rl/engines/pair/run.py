@@ -24,13 +24,22 @@ from liger_rl.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.engines.pair import certified
 from liger_rl.engines.pair import two_heads as engine
 from liger_rl.engines.pair.products import Pair
-from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics, TileSums
+from liger_rl.engines.pair.reference import (
+    FORWARD,
+    MIXTURE,
+    REVERSE,
+    TV,
+    Measure,
+    PairGradients,
+    PairStatistics,
+    TileSums,
+)
 from liger_rl.engines.pair.two_heads import PairGradientsOf
 from liger_rl.engines.run import head_of, mask_selection, start_selection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import LogitTransform
 
-KINDS = ("forward_kl", "reverse_kl", "jsd")
+KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 BETA = 0.5
 
 
@@ -66,7 +75,7 @@ def measure_of(kind: str, beta: float) -> Measure:
     if kind != "jsd":
         if beta != BETA:
             raise ValueError(f'beta is an option of kind="jsd" alone, got {beta} with kind={kind!r}')
-        return Measure(FORWARD if kind == "forward_kl" else REVERSE)
+        return Measure({"forward_kl": FORWARD, "reverse_kl": REVERSE, "tv": TV}[kind])
     # Kernels take beta in float32, where a beta very near to 0 or 1 is 0 or 1.
     (share,) = struct.unpack("f", struct.pack("f", beta))
     if share in (0.0, 1.0):

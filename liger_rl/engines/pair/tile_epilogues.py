@@ -20,6 +20,7 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.tile_epilogues import at_column, part_of
 
 FORWARD, REVERSE = tl.constexpr(reference.FORWARD), tl.constexpr(reference.REVERSE)
+TV = tl.constexpr(reference.TV)
 # Of a tile of 128 entries, in `at_column`: before Hopper a product spreads 32 of the columns over the threads.
 HALVINGS = tl.constexpr(2)
 
@@ -66,6 +67,8 @@ def pair_gradient(p, q, log_p, above, below, token, live, hit, tokens, beta, KIN
         # An infinite divergence may have no gradient, and 0 * inf is NaN.
         counts = tl.where(factor != 0.0, p, 0.0) > 0.0
         grad = tl.where(counts, p * ((above - below) - value), 0.0)
+    elif KIND == TV:
+        grad = tl.where(p > 0.0, p * (tl.where(above > below, 1.0, 0.0) - value), 0.0)
     else:
         over, _teacher_over = over_mixture(below - above, beta)
         grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - value), 0.0)

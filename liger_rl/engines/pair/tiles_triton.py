@@ -10,17 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair import reference
 from liger_rl.engines.pair.reference import TILE_VOCAB, MixtureSums, PairFold, PairGradients, PairTile, Tile, TileSums
 from liger_rl.engines.pair.tile_epilogues import (
     FORWARD,
     REVERSE,
+    TV,
     around,
     over_mixture,
     pair_gradient,
 )
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, moment_around, times_derivative, transformed
+from liger_rl.kernels.softmax import (
+    LOWEST_LOG_PROBABILITY,
+    moment_around,
+    one_minus_exp,
+    times_derivative,
+    transformed,
+)
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
 
@@ -171,6 +177,7 @@ def _mix_pair_kernel(
     tiles_stride,
     columns,
     beta,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -184,12 +191,17 @@ def _mix_pair_kernel(
         z, t, _square = _pair(student, teacher, token, column, inside)
         log_p = z - norm
         log_q = t - teacher_norm
-        over, teacher_over = over_mixture(log_q - log_p, beta)
         p = tl.exp(log_p)
-        if tiles.x is not None:
-            _store_sums(tiles, token * tiles_stride + start // BLOCK, p, tl.where(p > 0.0, p * over, 0.0))
-        student_sum += _weighted(p, over)
-        teacher_sum += _weighted(tl.exp(log_q), teacher_over)
+        if KIND == TV:
+            student_sum += tl.sum(tl.where(log_q < log_p, p, 0.0))
+            # Without cancellation where p is near q.
+            teacher_sum += tl.sum(tl.where(log_q < log_p, p * one_minus_exp(log_q - log_p), 0.0))
+        else:
+            over, teacher_over = over_mixture(log_q - log_p, beta)
+            if tiles.x is not None:
+                _store_sums(tiles, token * tiles_stride + start // BLOCK, p, tl.where(p > 0.0, p * over, 0.0))
+            student_sum += _weighted(p, over)
+            teacher_sum += _weighted(tl.exp(log_q), teacher_over)
     tl.store(sums.student + token, student_sum)
     tl.store(sums.teacher + token, teacher_sum)
 
@@ -230,7 +242,7 @@ def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> 
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
                 TileArgument.of(student), TileArgument.of(teacher), targets.contiguous(), state,
-                *_sum_arguments(sums if measure.kind != reference.MIXTURE else None), columns, first,
+                *_sum_arguments(None if measure.second_step else sums), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
@@ -244,7 +256,8 @@ def mix_pair(
         with on(lse.device):
             _mix_pair_kernel[(n,)](
                 TileArgument.of(tile.student), TileArgument.of(tile.teacher), lse, teacher_lse, sums,
-                *_sum_arguments(tiles), columns, tile.measure.beta, BLOCK=_block(columns), num_warps=WARPS,
+                *_sum_arguments(tiles), columns, tile.measure.beta, KIND=tile.measure.kind, BLOCK=_block(columns),
+                num_warps=WARPS,
             )  # fmt: skip
 
 

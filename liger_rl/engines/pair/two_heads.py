@@ -20,8 +20,8 @@ from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Needs, with_gradient
 from liger_rl.engines.pair.products import Pair, PairRows
 from liger_rl.engines.pair.reference import (
-    MIXTURE,
     TILE_VOCAB,
+    TV,
     MixtureSums,
     PairGradients,
     PairStatistics,
@@ -46,7 +46,7 @@ def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileS
     """Statistics of every token that counts; if `bounded`, also the sums over tiles from which bounds are made."""
     rows, measure, shard = PairRows(pair, pair.student.live), pair.measure, pair.student.shard
     tile_sums = TileSums.unwritten(rows.count, rows.vocab, rows.device, measure) if bounded else None
-    epilogue = None if measure.kind == MIXTURE else rows.epilogue
+    epilogue = None if measure.second_step else rows.epilogue
     if epilogue is not None:
         state, sums = rows.fold(epilogue, tile_sums), None
     else:
@@ -127,7 +127,7 @@ def backward(
 
 def _gradients(rows: PairRows, tokens: PairGradients, needs: Needs) -> Gradients:
     # A mixture's logarithms take longer in an epilogue than in a separate kernel.
-    epilogue = None if rows.measure.kind == MIXTURE else rows.epilogue
+    epilogue = None if rows.measure.second_step else rows.epilogue
     options, factors = rows.pair.options, dict[int, tuple[Tensor, Tensor]]()
     if epilogue is not None:
         tiles = rows.gradient_tiles()
@@ -191,8 +191,13 @@ def even_spans(n: int, most: int) -> list[tuple[int, int]]:
 
 
 def _keeps_pairs(pair: Pair) -> bool:
-    """Whether one pass keeps a `KeptPair`. Not under a softcap: if both numbers underflow, its derivative is lost."""
-    return pair.options.transform.softcap is None and pair.epilogue_applies(pair.student.live.count)
+    """Whether one pass keeps a `KeptPair`.
+
+    Not under a softcap: if both numbers underflow, its derivative is lost. Not for a total variation, whose gradient
+    depends on which of p and q is larger: float16 does not say it where they are near.
+    """
+    served = pair.options.transform.softcap is None and pair.measure.kind != TV
+    return served and pair.epilogue_applies(pair.student.live.count)
 
 
 def one_pass_tokens(pair: Pair) -> int:
