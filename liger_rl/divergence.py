@@ -60,25 +60,23 @@ def linear_divergence(
         forward_kl   KL(q || p)
         reverse_kl   KL(p || q)
         jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q
-        tv           sum_v |p_v - q_v| / 2, the total variation
+        tv           sum_v |p_v - q_v| / 2
 
-    "jsd" is that of arXiv:2306.13649, TRL and liger-kernel. 1 - "tv" is the acceptance rate of speculative decoding.
-    Only hidden, weight, bias and low_rank are differentiable.
+    "jsd" is that of arXiv:2306.13649. Only hidden, weight, bias and low_rank are differentiable.
 
     Args:
         hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
         teacher_hidden: (B, T, H') or (N, H'), for the same tokens.
-        teacher_weight, teacher_bias: (V', H') and (V',). V' = V, unless `vocab` is given.
+        teacher_weight, teacher_bias: (V', H') and (V',). V' = V without `vocab` and student_ids.
         kind, beta: as above. `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
         targets: (B, T) or (N,) ids in [0, V), whose log-probabilities are also returned. A negative id masks its token.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
-            makes the gradients in the forward. Tokens at 0 are masked. A "jsd" in a fused epilogue then has a relative
-            error of 1e-4, or up to 5e-2 for tokens with p > 0.999: see docs/distillation.md.
+            makes the gradients in the forward. Tokens at 0 are masked. docs/distillation.md has the error of a "jsd".
         vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
         vocab: number of rows of both weights that count: padding after them gets no probability.
-        student_ids: (V,) the teacher's ids that a draft head has, one for each row of `weight`. The teacher's
-            probabilities of these ids are made to add up to 1. Its weight's rows are copied, after a host sync.
+        student_ids: (V,) the teacher's id of each row of `weight`, a draft head. The teacher is renormalised over them.
+            Its rows are copied, after a host sync.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
             tolerance of "auto" is exact here.
         chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: also fields.
