@@ -71,10 +71,10 @@ def linear_divergence(
         kind, beta: as above. `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
         targets: (B, T) or (N,) ids in [0, V), whose log-probabilities are also returned. A negative id masks its token.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
-            makes the gradients in the forward. Tokens at 0 are masked. docs/distillation.md has the error of a "jsd".
+            makes the gradients in the forward. Tokens at 0 are masked.
         vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
-        vocab: number of rows of both weights that count: padding after them gets no probability.
+        vocab: number of rows of both weights that count; the rest is padding.
         student_ids: (V,) the teacher's id of each row of `weight`, a draft head. The teacher is renormalised over them.
             Its rows are copied, after a host sync.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
