@@ -68,7 +68,7 @@ def linear_divergence(
         hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
         teacher_hidden: (B, T, H') or (N, H'), for the same tokens.
         teacher_weight, teacher_bias: (V', H') and (V',). V' = V without `vocab` and student_ids.
-        kind, beta: as above. `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
+        kind, beta: `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
         targets: (B, T) or (N,) ids in [0, V), whose log-probabilities are also returned. A negative id masks its token.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
             makes the gradients in the forward. Tokens at 0 are masked.
