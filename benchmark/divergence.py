@@ -32,7 +32,8 @@ SHAPES = {
     "cuda": (Shape(8192, 151936, 2048, 4096), Shape(8192, 151936, 4096, 4096)),
     "cpu": (Shape(64, 500, 16, 32),),  # to see that everything runs
 }
-KINDS = ("forward_kl", "jsd")
+KINDS = ("forward_kl", "jsd", "tv")
+TRLS_BETAS = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
 
 
 def make_heads(shape: Shape, device: str) -> Heads:
@@ -67,8 +68,7 @@ def _trl() -> Way:
 
     def way(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight, teacher_hidden, teacher_weight = heads
-        beta = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}[kind]
-        given = (hidden, weight, None, teacher_hidden, teacher_weight, None, beta)
+        given = (hidden, weight, None, teacher_hidden, teacher_weight, None, TRLS_BETAS[kind])
         found = ChunkedDivergenceFunction.apply(*given)[0]
         return found, (found * factors).sum()
 
@@ -145,9 +145,10 @@ COLUMNS: Columns = {
 
 def rows_of(shape: Shape, kind: str, device: str) -> list[dict[str, Any]]:
     heads = make_heads(shape, device)
-    rows = [{"kind": kind, "variant": name, **measure(make, heads, kind, device)} for name, make in WAYS.items()]
+    ways = {name: make for name, make in WAYS.items() if name != "TRL" or kind in TRLS_BETAS}
+    rows = [{"kind": kind, "variant": name, **measure(make, heads, kind, device)} for name, make in ways.items()]
     sizes = shape._asdict() | {"dtype": str(shape.dtype).split(".")[1]}
-    floor = rows[0].get("step_ms")
+    floor = next((row.get("step_ms") for row in rows if row["variant"] == "TRL"), None)
     return [sizes | row | {"x_trl": row["step_ms"] / floor if floor and "step_ms" in row else None} for row in rows]
 
 
