@@ -48,7 +48,7 @@ TABLES = {
     },
     "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
     "distillation.md": {
-        "divergence-nvidia-h200", "divergence-policy-nvidia-h200", "divergence-policy-pretrained-nvidia-h200",
+        "divergence-nvidia-h100-80gb-hbm3", "divergence-policy-nvidia-h200", "divergence-policy-pretrained-nvidia-h200",
         "distillation_loss-nvidia-h200", "teacher-hidden-cpu",
     },
     "targets.md": {"targets-nvidia-h100-80gb-hbm3"},
