@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_rl.call.checks import check_flag, check_floating
 from liger_rl.call.options import Tolerance
-from liger_rl.integrations import trl_adapters, trl_batches, trl_divergence, trl_pairs
+from liger_rl.integrations import trl_adapters, trl_batches, trl_distillers, trl_divergence, trl_pairs
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -87,6 +87,7 @@ TRL = Framework(
     *trl_divergence.ROWS,
     *trl_batches.ROWS,
     *trl_pairs.ROWS,
+    *trl_distillers.ROWS,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
 )
 

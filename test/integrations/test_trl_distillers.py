@@ -1,0 +1,170 @@
+"""TRL's experimental GKD and GOLD without logits: runs of the real trainers against TRL's own."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+from peft import LoraConfig
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+import trl_runs
+from liger_rl.integrations import trl_distillers
+from liger_rl.integrations.peft import base_model
+from liger_rl.integrations.trl import patched_trl
+
+KINDS = {"GKD": (GKDTrainer, GKDConfig), "GOLD": (GOLDTrainer, GOLDConfig)}
+TEMPLATE = "{% for m in messages %}{{ ' ' + m['content'] + ' <eos>' }}{% endfor %}"
+LORA = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        (name, seed): trl_runs.save_model(name, folder, seed=seed) for name in ("qwen3", "gemma2") for seed in (0, 1)
+    }
+
+
+def tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
+    """GOLD asks for pieces of bytes."""
+    made = trl_runs.tokenizer()
+    if kind == "GOLD":
+        pieces = ["<pad>", "<eos>", "<unk>", "Ġw", *map(str, range(len(trl_runs.TOKENS) - 4))]
+        backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        special = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+        made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def messages() -> Dataset:
+    return Dataset.from_dict({"messages": [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
+        for prompt, answer in zip(trl_runs.PROMPTS, trl_runs.CHOSEN, strict=True)
+    ]})  # fmt: skip
+
+
+def train(kind, student, teacher, directory, *, patch, trainer=None, peft_config=None, before=None, **options):
+    """-> the losses of three steps, the student's weights, and the widths of the outputs of both heads in training."""
+    cls, config = KINDS[kind]
+    arguments = {**trl_runs.CPU_ARGS, "output_dir": str(directory), "max_steps": 3, "per_device_train_batch_size": 4}
+    arguments |= {"max_length": 64, "lmbda": 0.0} | ({"max_completion_length": 16} if kind == "GOLD" else {}) | options
+    both = [transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in (student, teacher)]
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        stack = patched_trl() if patch else None
+        if stack is not None:
+            stack.__enter__()
+        try:
+            made = (trainer or cls)(
+                model=both[0], teacher_model=both[1], args=config(**arguments), train_dataset=messages(),
+                processing_class=tokenizer(kind), peft_config=peft_config,
+            )  # fmt: skip
+            if before is not None:
+                before(made)
+            widths = []
+            for model in (base_model(made.model), made.teacher_model):
+                # Not of the trial, whose rows have two tokens.
+                model.register_forward_hook(
+                    lambda _m, _a, out: widths.append(out.logits.shape[-1]) if out.logits.shape[1] > 2 else None
+                )
+            made.train()
+        finally:
+            if stack is not None:
+                stack.__exit__(None, None, None)
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    return losses, {name: p.detach().clone() for name, p in made.model.named_parameters()}, widths
+
+
+def assert_same(kind, paths, directory, *, served=True, **options):
+    plain, patched = (train(kind, *paths, directory, patch=patch, **options) for patch in (False, True))
+    assert len(plain[0]) == 3
+    assert plain[0][0] != plain[0][-1]
+    torch.testing.assert_close(patched[0], plain[0], rtol=2e-5, atol=2e-6)
+    for name, weight in plain[1].items():
+        torch.testing.assert_close(
+            patched[1][name], weight, rtol=1e-4, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    vocab = len(trl_runs.TOKENS)
+    assert set(plain[2]) == {vocab}
+    assert set(patched[2]) == ({0} if served else {vocab})
+
+
+CASES = {
+    "jsd": {},
+    "forward KL": {"beta": 0.0},
+    "reverse KL": {"beta": 1.0},
+    "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "LoRA": {"peft_config": LoraConfig(**LORA, target_modules=["q_proj"])},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_runs_agree_and_make_no_logits(name, kind, path_of, tmp_path):
+    assert_same(kind, (path_of["qwen3", 0], path_of["qwen3", 1]), tmp_path, **CASES[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_cap_their_logits(kind, path_of, tmp_path):
+    assert_same(kind, (path_of["gemma2", 0], path_of["qwen3", 1]), tmp_path)
+
+
+def test_a_temperature(path_of, tmp_path):
+    """GOLD divides the logits by it; GKD's own loss does not read it."""
+    assert_same("GOLD", (path_of["qwen3", 0], path_of["qwen3", 1]), tmp_path, temperature=0.7)
+
+
+def test_on_policy_runs_agree(path_of, tmp_path):
+    """Generation reads logits, and the loss does not."""
+    paths = path_of["qwen3", 0], path_of["qwen3", 1]
+    options = {"lmbda": 1.0, "max_new_tokens": 6}
+    plain, patched = (train("GKD", *paths, tmp_path, patch=patch, **options) for patch in (False, True))
+    torch.testing.assert_close(patched[0], plain[0], rtol=2e-5, atol=2e-6)
+    assert 0 in patched[2]
+    assert 0 not in plain[2]
+
+
+def test_a_subclass_with_a_loss_of_its_own_gets_logits(path_of, tmp_path):
+    class Own(GKDTrainer):
+        @staticmethod
+        def generalized_jsd_loss(student_logits, **_):
+            return student_logits.square().mean()
+
+    assert_same("GKD", (path_of["qwen3", 0], path_of["qwen3", 1]), tmp_path, served=False, trainer=Own)
+
+
+def test_a_head_that_cannot_be_taken_apart_gets_logits(path_of, tmp_path, caplog):
+    def hooked(trainer):
+        head = trainer.model.get_output_embeddings()
+        head.forward = lambda hidden, own=head.forward: own(hidden) * 1.0
+
+    with caplog.at_level(logging.INFO, "liger_rl"):
+        assert_same("GKD", (path_of["qwen3", 0], path_of["qwen3", 1]), tmp_path, served=False, before=hooked)
+
+
+def test_evaluation_returns_logits(path_of, tmp_path):
+    """`prediction_step` asks for the outputs."""
+    with patched_trl():
+        both = [transformers.AutoModelForCausalLM.from_pretrained(path_of["qwen3", seed]) for seed in (0, 1)]
+        arguments = {**trl_runs.CPU_ARGS, "output_dir": str(tmp_path), "max_length": 64}
+        trainer = GKDTrainer(
+            model=both[0], teacher_model=both[1], args=GKDConfig(**arguments), train_dataset=messages(),
+            processing_class=tokenizer("GKD"),
+        )  # fmt: skip
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        assert outputs.logits.shape[-1] == len(trl_runs.TOKENS)
+        torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), loss, rtol=1e-5, atol=1e-6)
+        assert trl_distillers._pending.sides is None
