@@ -1,13 +1,17 @@
-"""TRL's experimental GKDTrainer and GOLDTrainer without logits.
+"""TRL's experimental GKD, GOLD, SDFT and SDPO trainers without logits.
 
-Two methods of each are replaced. `compute_loss` runs TRL's own, while both models' heads give up their hidden states in
-place of logits. `generalized_jsd_loss`, which TRL's own calls, then makes the divergence from both hidden states. Where
-a head cannot be taken apart, and wherever logits are read, TRL's own methods run.
+GKDTrainer and GOLDTrainer: `compute_loss` runs TRL's own, while both models' heads give up their hidden states in place
+of logits. `generalized_jsd_loss`, which TRL's own calls, then makes the divergence from both hidden states.
+
+SDFTTrainer and SDPOTrainer: `_forward_logits` returns `HiddenLogits`, and TRL's functions of logits take them.
+
+Where a head cannot be taken apart, and wherever else logits are read, TRL's own code runs.
 """
 
 import importlib
 import warnings
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from threading import local
 from typing import Any, NamedTuple
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.call.options import HeadOptions
+from liger_rl.divergence import linear_divergence
 from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
 from liger_rl.integrations.head import Head, Request, asking, checked_head, current_head, listen, probed_transform
 from liger_rl.integrations.patching import Patch, parameters_of
@@ -25,7 +30,10 @@ from liger_rl.integrations.transformers import IGNORE_INDEX, is_swapped
 from liger_rl.integrations.trl_batches import zero_3
 from liger_rl.integrations.trl_step import tell
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logprobs import linear_logprobs
+from liger_rl.topk import topk_divergence
 
+SINCE = (1, 16)  # of TRL
 # Of each model that was tried: what it does to its logits; None if it must make them itself.
 _transforms: WeakKeyDictionary[nn.Module, LogitTransform | None] = WeakKeyDictionary()
 
@@ -105,9 +113,9 @@ def _rows(trainer: str) -> tuple[Patch, Patch]:
     names = parameters_of(generalized_jsd_loss).replace(" num_items_in_batch more", "")
     loss = Patch(
         f"{trainer}.generalized_jsd_loss", staticmethod(generalized_jsd_loss),
-        f"{names} logits_are_probs? num_items_in_batch", needed=_importable,
+        f"{names} logits_are_probs? num_items_in_batch", since=SINCE, needed=_importable,
     )  # fmt: skip
-    step = Patch(f"{trainer}.compute_loss", compute_loss, needed=_importable)
+    step = Patch(f"{trainer}.compute_loss", compute_loss, since=SINCE, needed=_importable)
     return step, loss
 
 
@@ -136,13 +144,123 @@ def _importable() -> bool:
     """Imports the trainers, without the warning that they are experimental: users of other trainers need none."""
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")
-        for name in ("gkd", "gold"):
+        for name in ("gkd", "gold", "sdft", "sdpo"):
             importlib.import_module(f"trl.experimental.{name}.{name}_trainer")
         return True
     return False
 
 
+class HiddenLogits(NamedTuple):
+    """Logits of tokens (B, T) that are not made."""
+
+    hidden: Tensor  # (B, T, H)
+    weight: Tensor
+    bias: Tensor | None
+    transform: LogitTransform
+    autocast: Callable[[], AbstractContextManager]
+
+    def sum(self) -> Tensor:
+        """A number that depends on the model, as TRL's loss of no tokens does."""
+        return self.hidden.sum()
+
+    def made(self) -> Tensor:
+        scale, cap = self.transform.scale, self.transform.softcap
+        x = nn.functional.linear(self.hidden, self.weight, self.bias) * scale
+        return (x if cap is None else cap * torch.tanh(x / cap)) / self.transform.temperature
+
+    def logps(self, ids: Tensor) -> Tensor:
+        with self.autocast():
+            return linear_logprobs(self.hidden, self.weight, ids, bias=self.bias, transform=self.transform).logps
+
+
+def selective_log_softmax(logits: Any, index: Tensor, *args: Any, **options: Any) -> Tensor:
+    """TRL's. Its trainers of self-distillation ask for one id of each token, without options."""
+    if isinstance(logits, HiddenLogits):
+        assert not args
+        assert not options
+        return logits.logps(index)
+    return SELECTIVE.original(logits, index, *args, **options)
+
+
+def _without_logits(student: Any, teacher: Any) -> bool:
+    return isinstance(student, HiddenLogits) and isinstance(teacher, HiddenLogits)
+
+
+def _made(logits: Any) -> Tensor:
+    return logits.made() if isinstance(logits, HiddenLogits) else logits
+
+
+def _self_rows(package: str, trainer: str) -> tuple[Patch, Patch, Patch]:
+    """The rows of a trainer of self-distillation, by its package and its class."""
+
+    def _forward_logits(
+        self: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
+    ) -> Tensor | HiddenLogits:
+        inner = base_model(self.accelerator.unwrap_model(model))
+        head, given = None if self.use_teacher_server else _head(self, inner), (input_ids, attention_mask)
+        transform = _transforms.get(inner)
+        if head is None or transform is None or head.adapters:
+            return forward.original(self, model, *given, logits_to_keep)
+        with asking(head.module, _no_logits) as request:
+            forward.original(self, model, *given, logits_to_keep)
+        assert request.hidden is not None
+        weight, bias = head.linear.weight, head.bias()
+        if not torch.is_grad_enabled():
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        hidden, transform = (
+            request.hidden[:, :-1][:, -logits_to_keep:],
+            replace(transform, temperature=self.temperature),
+        )
+        return HiddenLogits(hidden, weight, bias, transform, self.accelerator.autocast)
+
+    def compute_topk_self_distillation_loss(
+        student_logits: Any, teacher_logits: Any, *, distillation_topk: int, distillation_alpha: float,
+        distillation_add_tail: bool,
+    ) -> Tensor:  # fmt: skip
+        if not _without_logits(student_logits, teacher_logits):
+            return topk.original(
+                _made(student_logits), _made(teacher_logits), distillation_topk=distillation_topk,
+                distillation_alpha=distillation_alpha, distillation_add_tail=distillation_add_tail,
+            )  # fmt: skip
+        hidden, weight, bias, transform, autocast = student_logits
+        with autocast():
+            return topk_divergence(
+                hidden, weight, None, teacher_logits.logps, lists="student", topk=distillation_topk, kind="jsd",
+                beta=float(distillation_alpha), tail="bucket" if distillation_add_tail else "renormalized", bias=bias,
+                transform=transform,
+            ).divergence  # fmt: skip
+
+    def compute_full_logit_self_distillation_loss(
+        student_logits: Any, teacher_logits: Any, *, distillation_alpha: float
+    ) -> Tensor:
+        if not _without_logits(student_logits, teacher_logits):
+            logits = _made(student_logits), _made(teacher_logits)
+            return full.original(*logits, distillation_alpha=distillation_alpha)
+        hidden, weight, bias, transform, autocast = student_logits
+        teacher = teacher_logits
+        with autocast():
+            return linear_divergence(
+                hidden, weight, teacher.hidden, teacher.weight, kind="jsd", beta=float(distillation_alpha), bias=bias,
+                teacher_bias=teacher.bias, transform=transform, teacher_transform=teacher.transform,
+            ).divergence  # fmt: skip
+
+    def row(place: str, replacement: Any) -> Patch:
+        return Patch(f"{package}.{place}", replacement, modules=(package,), since=SINCE, needed=_importable)
+
+    forward = row(f"{package.rpartition('.')[2]}_trainer:{trainer}._forward_logits", _forward_logits)
+    topk = row("loss_utils:compute_topk_self_distillation_loss", compute_topk_self_distillation_loss)
+    full = row("loss_utils:compute_full_logit_self_distillation_loss", compute_full_logit_self_distillation_loss)
+    return forward, topk, full
+
+
+SELF = {"trl.experimental.sdft": "SDFTTrainer", "trl.experimental.sdpo": "SDPOTrainer"}
+SELECTIVE = Patch(
+    "trl.trainer.utils:selective_log_softmax", selective_log_softmax, "logits index temperature? row_mask?",
+    modules=tuple(SELF), since=SINCE, needed=_importable,
+)  # fmt: skip
 ROWS = (
     *_rows("trl.experimental.gkd.gkd_trainer:GKDTrainer"),
     *_rows("trl.experimental.gold.gold_trainer:GOLDTrainer"),
+    SELECTIVE,
+    *(row for package, trainer in SELF.items() for row in _self_rows(package, trainer)),
 )

@@ -1,6 +1,8 @@
-"""TRL's experimental GKD and GOLD without logits: runs of the real trainers against TRL's own."""
+"""TRL's experimental GKD, GOLD, SDFT and SDPO without logits: runs of the real trainers against TRL's own."""
 
+import importlib
 import logging
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from peft import LoraConfig
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
+import oracles
 import trl_runs
+from liger_rl import LogitTransform
 from liger_rl.integrations import trl_distillers
 from liger_rl.integrations.peft import base_model
 from liger_rl.integrations.trl import patched_trl
@@ -168,3 +172,84 @@ def test_evaluation_returns_logits(path_of, tmp_path):
         assert outputs.logits.shape[-1] == len(trl_runs.TOKENS)
         torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), loss, rtol=1e-5, atol=1e-6)
         assert trl_distillers._pending.sides is None
+
+
+# --- SDFT and SDPO ----------------------------------------------------------------------------------------------------
+
+
+def train_self(kind, path, directory, *, patch, peft_config=None, **options):
+    """-> the losses of three steps, the weights, and the widths of logits outside of generation."""
+    module = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    arguments = {
+        **trl_runs.CPU_ARGS, "output_dir": str(directory), "max_steps": 3, "per_device_train_batch_size": 4,
+        "num_generations": 2, "max_completion_length": 6, "distillation_topk": 5,
+    } | options  # fmt: skip
+    columns = {"prompt": trl_runs.PROMPTS}
+    extra = {"reward_funcs": trl_runs.evenness}
+    if kind == "SDFT":
+        columns, extra = columns | {"privileged_context": trl_runs.CHOSEN}, {}
+    with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        if patch:
+            stack.enter_context(patched_trl())
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        torch.manual_seed(0)
+        made = getattr(module, f"{kind}Trainer")(
+            model=model, args=getattr(module, f"{kind}Config")(**arguments), processing_class=trl_runs.tokenizer(),
+            train_dataset=Dataset.from_dict(columns), peft_config=peft_config, **extra,
+        )  # fmt: skip
+        widths = []
+
+        def seen(_model, _args, kwargs, output):
+            if kwargs.get("use_cache") is False and kwargs["input_ids"].shape[1] > 3:
+                widths.append(output.logits.shape[-1])
+
+        inner = base_model(made.model)
+        for part in {inner, base_model(made.teacher_model)}:
+            part.register_forward_hook(seen, with_kwargs=True)
+        made.train()
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    return losses, {name: p.detach().clone() for name, p in made.model.named_parameters()}, widths
+
+
+SELF_CASES = {
+    "SDFT, top-K": ("SDFT", {}),
+    "SDFT, top-K with a tail, reverse KL": ("SDFT", {"distillation_add_tail": True, "distillation_alpha": 1.0}),
+    "SDFT, the whole vocabulary": ("SDFT", {"distillation_mode": "full_logits", "temperature": 0.8}),
+    "SDFT, sampled tokens": ("SDFT", {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}),
+    "SDFT, several iterations": ("SDFT", {"num_iterations": 2, "gradient_accumulation_steps": 1}),
+    "SDFT, LoRA": ("SDFT", {"peft_config": LoraConfig(**LORA, target_modules=["q_proj"])}),
+    "SDPO, with its policy loss": ("SDPO", {"distillation_weight": 0.5, "success_reward_threshold": 0.3}),
+    "SDPO, the policy loss alone": ("SDPO", {"distillation_weight": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", SELF_CASES)
+def test_self_distillation_makes_no_logits(name, path_of, tmp_path):
+    kind, options = SELF_CASES[name]
+    plain, patched = (
+        train_self(kind, path_of["qwen3", 0], tmp_path, patch=patch, **options) for patch in (False, True)
+    )
+    assert len(plain[0]) == 3
+    assert any(plain[0])
+    torch.testing.assert_close(patched[0], plain[0], rtol=2e-5, atol=2e-6)
+    for part, weight in plain[1].items():
+        torch.testing.assert_close(patched[1][part], weight, rtol=1e-4, atol=2e-6)
+    assert set(plain[2]) == {len(trl_runs.TOKENS)}
+    assert set(patched[2]) == {0}
+
+
+def test_logits_that_are_read_elsewhere_are_made():
+    """By a function of TRL that gets one model's hidden states and the other's logits."""
+    hidden, weight, bias, ids = torch.randn(2, 3, 8), torch.randn(20, 8), torch.randn(20), torch.randint(20, (2, 3))
+    transform = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)
+    lazy = trl_distillers.HiddenLogits(hidden, weight, bias, transform, nullcontext)
+    logits = oracles.transformed(hidden @ weight.T + bias, temperature=0.7, softcap=3.0, scale=0.5)
+    torch.testing.assert_close(lazy.made(), logits)
+    torch.testing.assert_close(
+        lazy.logps(ids), logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0], rtol=1e-5, atol=1e-5
+    )
+    with patched_trl():
+        utils = importlib.import_module("trl.experimental.sdft.loss_utils")
+        mixed = utils.compute_full_logit_self_distillation_loss(lazy, logits, distillation_alpha=0.5)
+        torch.testing.assert_close(mixed, torch.zeros(2, 3), rtol=0, atol=1e-6)
