@@ -2,7 +2,8 @@
 
 The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_step`); in
 GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
-(`trl_adapters`); DistillationTrainer's loss (`trl_divergence`); and the forward of CPO and ORPO (`trl_pairs`).
+(`trl_adapters`); DistillationTrainer's loss (`trl_divergence`); the forward of CPO and ORPO (`trl_pairs`); and the
+losses of the experimental trainers that distil a teacher (`trl_distillers`).
 """
 
 from collections.abc import Collection, Iterator

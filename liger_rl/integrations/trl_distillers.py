@@ -255,7 +255,8 @@ def _self_rows(package: str, trainer: str) -> tuple[Patch, Patch, Patch]:
 
 SELF = {"trl.experimental.sdft": "SDFTTrainer", "trl.experimental.sdpo": "SDPOTrainer"}
 SELECTIVE = Patch(
-    "trl.trainer.utils:selective_log_softmax", selective_log_softmax, "logits index temperature? row_mask?",
+    "trl.experimental.sdft.loss_utils:selective_log_softmax", selective_log_softmax,
+    "logits index temperature? row_mask?",
     modules=tuple(SELF), since=SINCE, needed=_importable,
 )  # fmt: skip
 ROWS = (

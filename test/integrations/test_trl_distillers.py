@@ -253,3 +253,24 @@ def test_logits_that_are_read_elsewhere_are_made():
         utils = importlib.import_module("trl.experimental.sdft.loss_utils")
         mixed = utils.compute_full_logit_self_distillation_loss(lazy, logits, distillation_alpha=0.5)
         torch.testing.assert_close(mixed, torch.zeros(2, 3), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"distillation_objective": "jsd", "beta": 0.5, "loss_top_k": 4}], ids=str)
+def test_iw_opd_is_as_without_the_patch(options, path_of, tmp_path):
+    """Its loss reads the student's logits beyond a divergence of both models."""
+    module = importlib.import_module("trl.experimental.iw_opd")
+    for path in path_of.values():
+        trl_runs.tokenizer().save_pretrained(path)
+    arguments = {**trl_runs.CPU_ARGS, "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4}
+    runs = []
+    for patch in (False, True):
+        with patched_trl() if patch else nullcontext():
+            made = module.IWOPDTrainer(
+                model=transformers.AutoModelForCausalLM.from_pretrained(path_of["qwen3", 0], dtype=torch.float32),
+                teacher_model=path_of["qwen3", 1], train_dataset=messages(), processing_class=tokenizer("IW-OPD"),
+                args=module.IWOPDConfig(**arguments, max_completion_length=6, **options),
+            )  # fmt: skip
+            made.train()
+        runs.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert len(runs[0]) == 3
+    assert runs[0] == runs[1]
