@@ -277,6 +277,7 @@ CHECKS = (
     Check("batch_invariance", "The same bits alone, in a batch, in another order.", Subject.batch_invariance),
     Check("out_of_range_ids", "An id of V or -1 raises or is masked; on CPU alone.", Subject.out_of_range_ids),
 )
+"""All checks, in the order of the results."""
 
 
 def _result(one: Check, subject: Subject) -> Result:

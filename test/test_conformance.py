@@ -1,4 +1,4 @@
-"""`liger_rl.conformance`: right functions pass, and each check fails for a function with the fault that it looks for."""
+"""`liger_rl.conformance`: right functions pass, and each check fails for a function with its fault."""
 
 import json
 
