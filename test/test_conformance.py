@@ -199,6 +199,13 @@ def test_options_that_are_not_served_are_no_failures():
     assert "'mask'" in found["masked_rows"].detail
 
 
+def test_an_option_that_must_be_given_is_a_failure():
+    def needs_mask(hidden, weight, ids, *, mask):
+        return reference(hidden, weight, ids, mask=mask)
+
+    assert failed(needs_mask, "ordinary", "masked_rows") == {"ordinary"}
+
+
 def test_the_command(tmp_path, capsys):
     """Exits with 1, because plain PyTorch is not batch-invariant."""
     assert main(["liger_rl.conformance:reference", "--device", "cpu", "--json", str(tmp_path / "found.json")]) == 1
