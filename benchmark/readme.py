@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from benchmark import (
+    conformance,
     distillation_loss,
     divergence,
     divergence_policy,
@@ -23,10 +24,11 @@ from benchmark import (
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-NAMES = ("results", "support", "distillation", "targets")
+NAMES = ("results", "support", "distillation", "targets", "conformance")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
+    conformance.PREFIX: conformance.markdown,
     row_losses.PREFIX: row_losses.markdown,
     support.PREFIX: support.summary,
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does

@@ -52,6 +52,7 @@ TABLES = {
         "distillation_loss-nvidia-h200", "teacher-hidden-cpu",
     },
     "targets.md": {"targets-nvidia-h100-80gb-hbm3"},
+    "conformance.md": {"conformance-cpu"},
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ ALLOWED = {
     "call": ["call", "distributed", "kernels", "keywords", "once"],
     "losses": ["losses", "distributed", "kernels.devices", "kernels.softmax", "keywords", "once"],
     "kernels": ["kernels"],
+    "conformance": [],
     "keywords": [],
     "distributed": [],
     "once": [],

@@ -34,14 +34,18 @@ class Head(Base):
 
 
 def _kernels() -> ModuleType:
-    """The module of the kernels. Two packages above it would import ray and more, so they are stood in for."""
+    return verl_module(KERNELS)
+
+
+def verl_module(name: str) -> ModuleType:
+    """A module of verl. Two packages above it would import ray and more, so they are stood in for."""
     if "verl" not in sys.modules:
         spec = importlib.util.find_spec("verl")
         if spec is None or spec.origin is None:
             raise ImportError("No module named 'verl'")
         root = Path(spec.origin).parent
-        for name, folder in (("verl", root), ("verl.utils", root / "utils")):
-            package = ModuleType(name)
+        for package_name, folder in (("verl", root), ("verl.utils", root / "utils")):
+            package = ModuleType(package_name)
             package.__path__ = [str(folder)]
-            sys.modules[name] = package
-    return import_module(KERNELS)
+            sys.modules[package_name] = package
+    return import_module(name)
