@@ -163,6 +163,7 @@ def list_divergence(
         logps, teacher_logps: (..., K) floats in nats, of distinct ids, over the whole vocabulary. -inf is a probability
             of 0. The gradient is that of logps.
         ids: (..., K); a negative id is not listed, whatever its log-probabilities. None: all are listed.
+        kind, tail: as above.
         beta: for "jsd" alone, in [0, 1]; 0 is the forward KL, 1 the reverse KL.
 
     Returns:
