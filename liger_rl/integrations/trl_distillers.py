@@ -23,15 +23,7 @@ from liger_rl.call.head_call import MOST_IDS
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HeadOptions
 from liger_rl.engines.pair.run import DivergenceCall, divergence_of, measure_of
-from liger_rl.integrations.head import (
-    Request,
-    asking,
-    checked_head,
-    current_head,
-    listen,
-    probed_transform,
-    stop_listening,
-)
+from liger_rl.integrations.head import asking, checked_head, current_head, listen, probed_transform, stop_listening
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.peft import base_model, read_head
 from liger_rl.integrations.transformers import IGNORE_INDEX, is_swapped
@@ -82,8 +74,9 @@ class Logits:
 
     def sum(self) -> Tensor:
         """Any () that depends on the parameters: TRL multiplies it by 0, where no token counts."""
-        parts = self.weight, self.bias, *(factor for term in self.low_rank for factor in (term.a, term.b))
-        return self.hidden.sum() + sum(part.sum() for part in parts if part is not None)
+        factors = (factor for term in self.low_rank for factor in (term.a, term.b))
+        parts = (part.sum() for part in (self.weight, self.bias, *factors) if part is not None)
+        return sum(parts, self.hidden.sum())
 
     def log_softmax(self, dim: int, **_options: Any) -> "Logits":
         return self
@@ -107,11 +100,11 @@ class Logits:
     def _read(self, ids: Tensor, **asked: Any) -> Any:
         several = ids.dim() == self.hidden.dim() or asked
         known = {name: value for name, value in options.items() if name != "grad_tolerance" or not several}
+        of_head: dict[str, Any] = {"bias": self.bias, "low_rank": self.low_rank, "transform": self.transform}
         with nullcontext() if self.has_graph else torch.no_grad():
             return linear_logprobs(
-                self.hidden, self.weight, ids, bias=self.bias, low_rank=self.low_rank, transform=self.transform,
-                compute_dtype=self.compute_dtype, **known, **asked,
-            )  # fmt: skip
+                self.hidden, self.weight, ids, **of_head, compute_dtype=self.compute_dtype, **known, **asked
+            )
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -123,15 +116,16 @@ class Logits:
 
 
 def _divergence(student: Logits, teacher: Logits, beta: float, mask: Tensor | None = None) -> DivergenceCall:
-    dtype = student.compute_dtype if student.compute_dtype == teacher.compute_dtype else None
+    head_options = HeadOptions(
+        transform=student.transform,
+        compute_dtype=student.compute_dtype if student.compute_dtype == teacher.compute_dtype else None,
+        **{name: value for name, value in options.items() if name != "grad_tolerance"},
+    )
     return DivergenceCall(
         hidden=student.hidden, weight=student.weight, bias=student.bias, low_rank=student.low_rank,
         teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, teacher_bias=teacher.bias,
         teacher_transform=teacher.transform, teacher_may_require_grad=True, measure=measure_of("jsd", beta), mask=mask,
-        options=HeadOptions(
-            transform=student.transform, compute_dtype=dtype, chunk_tokens=options.get("chunk_tokens"),
-            chunk_vocab=options.get("chunk_vocab"),
-        ),
+        options=head_options,
     )  # fmt: skip
 
 
@@ -145,37 +139,37 @@ def _transform_of(model: Any) -> LogitTransform:
     return _transforms[model]
 
 
-def _heads(trainer: Any, models: list[Any]) -> dict[Any, LogitTransform]:
+def _heads(trainer: Any, models: list[Any], held: ExitStack) -> dict[Any, LogitTransform]:
     """The transform of each model inside the wrappers `models`. TypeError or ValueError says why TRL's code has to run.
 
-    The heads listen then. The student is the first of the models.
+    The heads listen until `held` ends.
     """
     inner, args = [trainer.accelerator.unwrap_model(model) for model in models], trainer.args
-    own = takewhile(lambda kind: not kind.__module__.startswith("trl."), type(trainer).__mro__)
-    names = {name for kind in own for name in vars(kind)} - {"compute_loss"}
+    kinds = takewhile(lambda kind: not kind.__module__.startswith("trl."), type(trainer).__mro__)
+    own = {name for kind in kinds for name in vars(kind)} - {"compute_loss"}
+    prompts = (getattr(model, "active_peft_config", None) for model in inner)
     ids = max(getattr(args, name, None) or 0 for name in ("distillation_topk", "loss_top_k"))
     reasons = {
-        "a model is sharded, or replicated by DataParallel": trainer.is_fsdp_enabled
-        or args.n_gpu > 1
-        or any(map(zero_3, inner)),
-        "a model is compiled, or has another fused forward": args.torch_compile
-        or args.use_liger_kernel
-        or any(map(is_swapped, inner)),
-        "an adapter puts tokens of its own before each row": any(
-            getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False) for model in inner
-        ),
-        "the trainer's class has methods of its own that may read logits": any(
-            part in name for name in names for part in ("loss", "logit", "logp")
-        ),
+        "a model is sharded, or replicated by DataParallel":
+            trainer.is_fsdp_enabled or args.n_gpu > 1 or any(map(zero_3, inner)),
+        "a model is compiled, or has another fused forward":
+            args.torch_compile or args.use_liger_kernel or any(map(is_swapped, inner)),
+        "an adapter puts tokens of its own before each row":
+            any(getattr(prompt, "is_prompt_learning", False) for prompt in prompts),
+        "the trainer's class has methods of its own that may read logits":
+            any(part in name for name in own for part in ("loss", "logit", "logp")),
         f"more than {MOST_IDS} ids of each token": ids > MOST_IDS,
         "the ULD loss reads whole distributions": getattr(trainer, "use_uld_loss", False),
-    }
+    }  # fmt: skip
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(reason)
-    bases = list(map(base_model, inner))
-    transforms = {model: _transform_of(model) for model in bases}
-    if any(head.adapters for head in [current_head(model, nn.Linear) for model in bases][1:]):
+    for model in inner:
+        held.callback(stop_listening, model)
+    transforms = {model: _transform_of(model) for model in map(base_model, inner)}
+    heads = {model: current_head(model, nn.Linear) for model in transforms}
+    teacher = getattr(trainer, "teacher_model", None)
+    if teacher is not None and heads[base_model(trainer.accelerator.unwrap_model(teacher))].adapters:
         raise ValueError("the teacher has adapters on its head")
     return transforms
 
@@ -185,9 +179,7 @@ def _without_logits(trainer: Any, model: Any) -> Iterator[None]:
     """In it the outputs of the student and of the teacher, if there is one, have `Logits`."""
     teacher = getattr(trainer, "teacher_model", None)
     models = [model] if teacher is None or teacher is model else [model, teacher]
-    running: list[Any] = []
-    made: list[Logits] = []
-    requests: list[Request] = []
+    running, made, requests = list[int](), list[Logits](), list[Any]()
 
     def answer(model: Any, hidden: Tensor) -> Tensor:
         head, kind = read_head(model.get_output_embeddings(), type(model).__name__), hidden.device.type
@@ -206,7 +198,7 @@ def _without_logits(trainer: Any, model: Any) -> Iterator[None]:
 
     with ExitStack() as held:
         try:
-            heads = _heads(trainer, models)
+            heads = _heads(trainer, models, held)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             tell(trainer.model, f"full logits, as without the patch: {error}")
         else:
@@ -214,7 +206,6 @@ def _without_logits(trainer: Any, model: Any) -> Iterator[None]:
                 held.callback(each.register_forward_pre_hook(lambda *_: running.append(1)).remove)
                 held.callback(each.register_forward_hook(leave).remove)
             for each in heads:
-                held.callback(stop_listening, each)
                 requests.append(held.enter_context(asking(each.get_output_embeddings(), partial(answer, each))))
         yield
 
@@ -222,10 +213,8 @@ def _without_logits(trainer: Any, model: Any) -> Iterator[None]:
 def _rows(name: str, kind: str) -> tuple[Patch, ...]:
     """The rows of trl.experimental.<name>, of which the trainer is `kind`."""
     package = f"trl.experimental.{name}"
-    row, trainer = (
-        partial(Patch, since=SINCE, needed=partial(importable, name)),
-        f"{package}.{name}_trainer:{kind}Trainer",
-    )
+    trainer = f"{package}.{name}_trainer:{kind}Trainer"
+    row = partial(Patch, since=SINCE, needed=partial(importable, name))
 
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -265,12 +254,11 @@ def _rows(name: str, kind: str) -> tuple[Patch, ...]:
     return (loss,) if name == "server_distillation" else (loss, jsd)
 
 
-TRAINERS = {
-    "gkd": "GKD",
-    "gold": "GOLD",
-    "iw_opd": "IWOPD",
-    "sdft": "SDFT",
-    "sdpo": "SDPO",
-    "server_distillation": "ServerDistillation",
-}
-ROWS = tuple(row for name, kind in TRAINERS.items() for row in _rows(name, kind))
+ROWS = (
+    *_rows("gkd", "GKD"),
+    *_rows("gold", "GOLD"),
+    *_rows("iw_opd", "IWOPD"),
+    *_rows("sdft", "SDFT"),
+    *_rows("sdpo", "SDPO"),
+    *_rows("server_distillation", "ServerDistillation"),
+)

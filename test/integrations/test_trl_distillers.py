@@ -3,7 +3,7 @@
 import importlib
 import logging
 import queue
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import pytest
@@ -16,12 +16,17 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
+from tokenizers import decoders
 from trl.experimental.async_distillation.async_rollout_worker import RolloutSample
+from trl.experimental.gkd import GKDTrainer
+from trl.experimental.iw_opd import IWOPDTrainer
 from trl.generation import vllm_client
 
 import trl_runs
-from liger_rl.integrations.trl import patched_trl
+from liger_rl import LogitTransform
+from liger_rl.integrations import trl_distillers
 from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.integrations.trl import patched_trl
 
 V = len(trl_runs.TOKENS)
 # Every message as it stands, one after the other.
@@ -39,7 +44,7 @@ KINDS = {
     "gkd": ("GKD", {"messages": CHATS}, {"max_new_tokens": 8, "max_length": 40}),
     "gold": ("GOLD", {"messages": CHATS}, {"max_completion_length": 8, "max_length": 40}),
     "iw_opd": ("IWOPD", {"messages": CHATS}, {"max_completion_length": 8, "max_length": 40, "max_prompt_length": 30}),
-    "sdft": ("SDFT", HINTS, SELF | {"num_loss_tokens_to_skip": 1}),
+    "sdft": ("SDFT", HINTS, SELF | {"num_loss_tokens_to_skip": 1, "distillation_topk": 5}),
     "sdpo": ("SDPO", HINTS, SELF | {"include_environment_feedback": True}),
     "server_distillation": ("ServerDistillation", {"prompt": trl_runs.PROMPTS}, SERVED_BY),
 }
@@ -57,11 +62,14 @@ def teacher(tmp_path_factory):
 def chat_tokenizer():
     tokenizer = trl_runs.tokenizer()
     tokenizer.chat_template = TEMPLATE
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()  # the only kind that GOLD takes
     return tokenizer
 
 
 def loaded(path):
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if isinstance(path, str) else path
+    return (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if isinstance(path, str) else path
+    )
 
 
 class Server:
@@ -106,7 +114,7 @@ def build(name, student, teacher, directory, *, trainer=None, peft_config=None, 
 
 
 def train(name, student, teacher, directory, *, patch, patch_options=None, prepare=None, **options):
-    """-> the run, and the number of products of a head within the loss."""
+    """-> the run, and the number of logits that the heads make within the loss, but for single tokens of a trial."""
     made, inside = [], []
 
     def linear(hidden, weight, bias=None):
@@ -115,17 +123,14 @@ def train(name, student, teacher, directory, *, patch, patch_options=None, prepa
         return original(hidden, weight, bias)
 
     original = nn.functional.linear
-    with pytest.MonkeyPatch.context() as changed:
+    with pytest.MonkeyPatch.context() as changed, patched_trl(**(patch_options or {})) if patch else nullcontext():
         changed.setattr(Server, "path", teacher)
         changed.setattr(vllm_client, "VLLMClient", Server)
         changed.setattr(nn.functional, "linear", linear)
-        if patch:
-            held = patched_trl(**(patch_options or {}))
-            held.__enter__()
         trainer = build(name, student, teacher, directory, **options)
         if prepare is not None:
             prepare(trainer)
-        compute_loss = trainer.compute_loss
+        compute_loss, before = trainer.compute_loss, hooks_of(trainer)
 
         def within(*args, **named):
             inside.append(1)
@@ -134,35 +139,46 @@ def train(name, student, teacher, directory, *, patch, patch_options=None, prepa
             return loss
 
         changed.setattr(trainer, "compute_loss", within)
-        try:
-            run = trl_runs.run(trainer)
-        finally:
-            if patch:
-                held.__exit__(None, None, None)
+        run = trl_runs.run(trainer)
+    assert hooks_of(trainer) == before
     return run, len(made)
+
+
+def hooks_of(trainer):
+    modules = trainer.model, trainer.model.get_output_embeddings()
+    return [[*module._forward_pre_hooks, *module._forward_hooks] for module in modules]
 
 
 def case(name, student="qwen3", **options):
     return name, student, options
 
 
+JSD = {"distillation_objective": "jsd"}
 LORA = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 CASES = {
     "GKD": case("gkd"),
     "GKD, forward KL": case("gkd", "gemma2", beta=0.0, lmbda=0.0),
     "GKD, reverse KL": case("gkd", "cohere", beta=1.0, lmbda=1.0),
-    "GKD, the teacher's words": case("gkd", seq_kd=True, lmbda=0.0),
+    "GKD, the teacher's words": case("gkd", seq_kd=True, lmbda=0.0, gradient_checkpointing=True),
+    "GKD, accumulated": case("gkd", per_device_train_batch_size=2, gradient_accumulation_steps=2),
+    "GKD, eval": case("gkd", eval_strategy="steps", eval_steps=1, patch_options={"chunk_vocab": 16}),
+    "GKD, LoRA": case("gkd", peft_config=LoraConfig(**LORA, target_modules=["q_proj"])),
     "GOLD": case("gold"),
-    "GOLD, softcap": case("gold", "gemma2", beta=0.2, lmbda=0.0),
+    "GOLD, a softcap": case("gold", "gemma2", beta=0.2, lmbda=0.0),
     "IW-OPD": case("iw_opd"),
-    "IW-OPD, divergence": case("iw_opd", distillation_objective="divergence"),
-    "SDFT": case("sdft", distillation_topk=5),
-    "SDFT, tail": case("sdft", distillation_topk=5, distillation_add_tail=True),
+    "IW-OPD, LoRA on the head": case("iw_opd", peft_config=LoraConfig(**LORA, target_modules=["q_proj", "lm_head"])),
+    "IW-OPD, all ids": case("iw_opd", **JSD, beta=0.3),
+    "IW-OPD, both models' ids": case("iw_opd", **JSD, beta=0.3, loss_top_k=3),
+    "IW-OPD, the likeliest": case("iw_opd", **JSD, beta=0.3, loss_top_k=1, reverse_kl_top_1_mode="argmax"),
+    "SDFT": case("sdft", teacher_model_kind="live"),
+    "SDFT, a tail": case("sdft", distillation_add_tail=True, num_iterations=2),
     "SDFT, all ids": case("sdft", "gemma2", distillation_mode="full_logits"),
     "SDPO": case("sdpo"),
-    "server": case("server_distillation"),
-    "server, forward KL": case("server_distillation", beta=0.0, loss_top_k=4),
-}
+    "SDPO, with a policy loss": case("sdpo", distillation_weight=0.5, num_iterations=2),
+    "SDPO, no token counts": case("sdpo", include_environment_feedback=False, success_reward_threshold=9.0),
+    "server": case("server_distillation", beta=0.5),
+    "server, the teacher's ids": case("server_distillation", beta=0.0, loss_top_k=4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,5 +190,149 @@ def test_runs_agree_and_make_no_logits(name, path_of, teacher, tmp_path):
     trl_runs.assert_same_log(patched, plain)
     assert made >= 3
     assert left == 0
+    assert plain.log["loss"][0] != plain.log["loss"][-1] or "no token counts" in name
+
+
+@pytest.mark.parametrize(("kind", "more"), [("gkd", {}), ("iw_opd", {**JSD, "beta": 0.3, "loss_top_k": 3})])
+def test_autocast_is_about_as_far_from_float32(kind, more, path_of, teacher, tmp_path):
+    exact, plain, patched = (
+        train(kind, path_of["qwen3"], teacher, tmp_path, patch=patch, bf16=bf16, lmbda=0.0, **more)[0]
+        for patch, bf16 in ((False, False), (False, True), (True, True))
+    )
+    assert 0 < trl_runs.weight_distance(patched, exact) < 2 * trl_runs.weight_distance(plain, exact)
+    assert trl_runs.log_distance(patched, exact, "loss") < 2**-6 * max(map(abs, exact.log["loss"]))
+
+
+# --- as without the patch ---------------------------------------------------------------------------------------------
+
+
+class OwnLoss(GKDTrainer):
+    @staticmethod
+    def generalized_jsd_loss(student_logits, teacher_logits, **options):
+        return 2 * GKDTrainer.generalized_jsd_loss(student_logits, teacher_logits, **options)
+
+
+class OwnWeights(IWOPDTrainer):
+    def _compute_iw_opd_loss(self, student_logits, **tensors):
+        return super()._compute_iw_opd_loss(student_logits.clamp(max=2.0), **tensors)
+
+
+class OwnOutputs(GKDTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return loss + 0.1 * outputs.logits.logsumexp(-1).mean()
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda *args: 2 * args[2])
+
+
+ON_HEAD = LoraConfig(**LORA, target_modules=["q_proj", "lm_head"])
+REFUSED = {
+    "own loss": ("gkd", None, {"trainer": OwnLoss}, "methods of its own"),
+    "own weights": ("iw_opd", None, {"trainer": OwnWeights}, "methods of its own"),
+    "outputs": ("gkd", None, {"trainer": OwnOutputs}, ""),
+    "hook": ("gkd", hooked, {}, "something other than h @ W.T"),
+    "swapped": ("gold", swap_lm_head, {}, "another fused forward"),
+    "the teacher's adapters": ("sdft", None, {"peft_config": ON_HEAD}, "the teacher has adapters"),
+    "ULD": ("gold", None, {"use_uld_loss": True, "lmbda": 0.0}, "the ULD loss"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_runs_as_without_the_patch(name, path_of, teacher, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    kind, change, options, reason = REFUSED[name]
+    runs = []
+    for patch in (False, True):
+        model = loaded(path_of["qwen3"])
+        if change is not None:
+            change(model)
+        runs.append(train(kind, model, teacher, tmp_path, patch=patch, max_steps=2, **options))
+    (plain, made), (patched, left) = runs
+    assert left == made
+    assert patched.log["loss"] == plain.log["loss"]
+    assert all(torch.equal(patched.weights[n], weight) for n, weight in plain.weights.items())
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda trainer: setattr(trainer, "is_fsdp_enabled", True), "sharded"),
+        (lambda trainer: setattr(trainer.teacher_model.model.norm.weight, "ds_id", 0), "sharded"),  # DeepSpeed's ZeRO-3
+        (lambda trainer: setattr(trainer.args, "_n_gpu", 2), "replicated by DataParallel"),
+        (lambda trainer: setattr(trainer.args, "use_liger_kernel", True), "another fused forward"),
+        (lambda trainer: setattr(trainer.args, "torch_compile", True), "compiled"),
+        (lambda trainer: setattr(trainer.args, "loss_top_k", 1025), "more than 1024 ids"),
+        (lambda trainer: setattr(trainer.model, "active_peft_config", PROMPTS), "tokens of its own"),
+    ],
+)
+def test_what_else_is_refused(change, reason, path_of, teacher, tmp_path):
+    trainer = build("gkd", path_of["qwen3"], teacher, tmp_path)
+    change(trainer)
+    with pytest.raises(ValueError, match=reason):
+        trl_distillers._heads(trainer, [trainer.model, trainer.teacher_model], ExitStack())
+
+
+PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+
+
+def test_a_reading_that_needs_logits_is_an_error():
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    logits = trl_distillers.Logits(hidden, weight, None, [], LogitTransform(), torch.float32, True)
+    torch.testing.assert_close(
+        (logits[:, 1:, :] / 0.7).topk(2), torch.topk((hidden @ weight.T / 0.7).log_softmax(-1)[:, 1:], 2)[:]
+    )
+    with pytest.raises(TypeError, match="softmax needs them"):
+        torch.softmax(logits, -1)
+    with pytest.raises(TypeError, match="sliced by sequences and tokens alone"):
+        logits[:, :, :2]
+
+
+class Rollouts:
+    """A rollout worker with a queue of four samples for each step, and a weight transfer that transfers nothing."""
+
+    def __init__(self):
+        self.rollout_buffer = queue.Queue()
+        generator = np.random.default_rng(0)
+        for i in range(12):
+            ids, topk = generator.integers(3, V, 12), generator.integers(3, V, (12, 3))
+            topk[:, 2] = ids
+            logps = np.log(generator.dirichlet([1.0] * 4, 12)[:, :3]).astype(np.float32)
+            mask = (np.arange(12) >= 5).astype(np.int64)
+            self.rollout_buffer.put(RolloutSample([], [], ids, mask, topk, logps, 0, {}, "default", i))
+
+    def nothing(self, *_args):
+        pass
+
+    start = stop = update_model_version = check_health = nothing
+    init_weight_transfer = pause = send_weights = resume = destroy = nothing
+
+
+def test_async_distillation_is_left_alone(path_of, tmp_path, monkeypatch):
+    """It makes tiles of logits of the student alone, and calls no head."""
+    module = importlib.import_module("trl.experimental.async_distillation.async_distillation_trainer")
+    monkeypatch.setattr(module, "VLLMClient", lambda *_: None)
+    monkeypatch.setattr(module, "get_peak_flops_per_device", lambda *_: None)  # asks CUDA
+    config = module.AsyncDistillationConfig(
+        **trl_runs.CPU_ARGS | {"max_steps": 3, "output_dir": str(tmp_path)}, per_device_train_batch_size=4,
+        token_budget=0, model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"},
+    )  # fmt: skip
+
+    def trained():
+        rollouts = Rollouts()
+        return trl_runs.run(
+            module.AsyncDistillationTrainer(
+                path_of["qwen3"], config, Dataset.from_dict({"prompt": trl_runs.PROMPTS}), chat_tokenizer(),
+                rollout_worker=rollouts, weight_transfer=rollouts,
+            )
+        )  # fmt: skip
+
+    plain = trained()
+    with patched_trl():
+        patched = trained()
+    assert patched.calls == 0
+    assert patched.log["loss"] == plain.log["loss"]
     assert plain.log["loss"][0] != plain.log["loss"][-1]
-    print(name, plain.log["loss"], patched.log["loss"], trl_runs.weight_distance(patched, plain))
+    assert all(torch.equal(patched.weights[n], weight) for n, weight in plain.weights.items())
