@@ -248,7 +248,7 @@ def _rows(name: str, kind: str) -> tuple[Patch, ...]:
     jsd = row(f"{trainer}.generalized_jsd_loss", staticmethod(generalized_jsd_loss), f"{parameters} num_items_in_batch")
     rollout = row(f"{trainer}._compute_rollout_logps", _compute_rollout_logps, None)
     divergence = row(f"{package}.loss_utils:compute_divergence", compute_divergence, modules=(package,))
-    selected = row("trl.trainer.utils:selective_log_softmax", selective_log_softmax, None, modules=(package,))
+    selected = row(f"{package}.loss_utils:selective_log_softmax", selective_log_softmax, None, modules=(package,))
     if name in ("sdft", "sdpo"):
         return loss, rollout, divergence, selected
     return (loss,) if name == "server_distillation" else (loss, jsd)

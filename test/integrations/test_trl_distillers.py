@@ -3,7 +3,7 @@
 import importlib
 import logging
 import queue
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from liger_rl import LogitTransform
 from liger_rl.integrations import trl_distillers
 from liger_rl.integrations.transformers import swap_lm_head
 from liger_rl.integrations.trl import patched_trl
+from liger_rl.integrations.trl_divergence import METHOD, RefusedStudentLayer
 
 V = len(trl_runs.TOKENS)
 # Every message as it stands, one after the other.
@@ -113,7 +114,7 @@ def build(name, student, teacher, directory, *, trainer=None, peft_config=None, 
     )
 
 
-def train(name, student, teacher, directory, *, patch, patch_options=None, prepare=None, **options):
+def train(name, student, teacher, directory, *, patch, patch_options=None, built_before=False, **options):
     """-> the run, and the number of logits that the heads make within the loss, but for single tokens of a trial."""
     made, inside = [], []
 
@@ -123,13 +124,15 @@ def train(name, student, teacher, directory, *, patch, patch_options=None, prepa
         return original(hidden, weight, bias)
 
     original = nn.functional.linear
-    with pytest.MonkeyPatch.context() as changed, patched_trl(**(patch_options or {})) if patch else nullcontext():
+    with pytest.MonkeyPatch.context() as changed, ExitStack() as held:
         changed.setattr(Server, "path", teacher)
         changed.setattr(vllm_client, "VLLMClient", Server)
         changed.setattr(nn.functional, "linear", linear)
+        if patch and not built_before:
+            held.enter_context(patched_trl(**(patch_options or {})))
         trainer = build(name, student, teacher, directory, **options)
-        if prepare is not None:
-            prepare(trainer)
+        if patch and built_before:
+            held.enter_context(patched_trl())
         compute_loss, before = trainer.compute_loss, hooks_of(trainer)
 
         def within(*args, **named):
@@ -140,7 +143,7 @@ def train(name, student, teacher, directory, *, patch, patch_options=None, prepa
 
         changed.setattr(trainer, "compute_loss", within)
         run = trl_runs.run(trainer)
-    assert hooks_of(trainer) == before
+    assert hooks_of(trainer) == before  # none of ours is left
     return run, len(made)
 
 
@@ -155,18 +158,20 @@ def case(name, student="qwen3", **options):
 
 JSD = {"distillation_objective": "jsd"}
 LORA = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+ON_HEAD = LoraConfig(**LORA, target_modules=["q_proj", "lm_head"])
 CASES = {
     "GKD": case("gkd"),
     "GKD, forward KL": case("gkd", "gemma2", beta=0.0, lmbda=0.0),
     "GKD, reverse KL": case("gkd", "cohere", beta=1.0, lmbda=1.0),
     "GKD, the teacher's words": case("gkd", seq_kd=True, lmbda=0.0, gradient_checkpointing=True),
     "GKD, accumulated": case("gkd", per_device_train_batch_size=2, gradient_accumulation_steps=2),
+    "GKD, built before": case("gkd", built_before=True),
     "GKD, eval": case("gkd", eval_strategy="steps", eval_steps=1, patch_options={"chunk_vocab": 16}),
     "GKD, LoRA": case("gkd", peft_config=LoraConfig(**LORA, target_modules=["q_proj"])),
     "GOLD": case("gold"),
     "GOLD, a softcap": case("gold", "gemma2", beta=0.2, lmbda=0.0),
     "IW-OPD": case("iw_opd"),
-    "IW-OPD, LoRA on the head": case("iw_opd", peft_config=LoraConfig(**LORA, target_modules=["q_proj", "lm_head"])),
+    "IW-OPD, LoRA on the head": case("iw_opd", peft_config=ON_HEAD),
     "IW-OPD, all ids": case("iw_opd", **JSD, beta=0.3),
     "IW-OPD, both models' ids": case("iw_opd", **JSD, beta=0.3, loss_top_k=3),
     "IW-OPD, the likeliest": case("iw_opd", **JSD, beta=0.3, loss_top_k=1, reverse_kl_top_1_mode="argmax"),
@@ -191,6 +196,33 @@ def test_runs_agree_and_make_no_logits(name, path_of, teacher, tmp_path):
     assert made >= 3
     assert left == 0
     assert plain.log["loss"][0] != plain.log["loss"][-1] or "no token counts" in name
+
+
+@pytest.fixture
+def nothing_accepted():
+    """A method of DistillationTrainer, the server's base, outlives the patch once an adapter was accepted."""
+    yield
+    RefusedStudentLayer.accepted = False
+    METHOD.undo()
+
+
+@pytest.mark.usefixtures("nothing_accepted")
+@pytest.mark.parametrize("kind", ["gkd", "gold", "server_distillation"])
+def test_an_adapter_on_the_head_that_trl_refuses_is_trained(kind, path_of, teacher, tmp_path, monkeypatch):
+    """As with the logits of the model's own forward, adapter and all."""
+
+    def run():
+        return train(kind, path_of["qwen3"], teacher, tmp_path, patch=True, peft_config=ON_HEAD)
+
+    def refused(*_args):
+        raise ValueError("full logits are asked for")
+
+    patched, left = run()
+    monkeypatch.setattr(trl_distillers, "_heads", refused)
+    full, made = run()
+    assert left == 0
+    assert made >= 3
+    trl_runs.assert_same_log(patched, full)
 
 
 @pytest.mark.parametrize(("kind", "more"), [("gkd", {}), ("iw_opd", {**JSD, "beta": 0.3, "loss_top_k": 3})])
@@ -227,7 +259,6 @@ def hooked(model):
     model.lm_head.register_forward_hook(lambda *args: 2 * args[2])
 
 
-ON_HEAD = LoraConfig(**LORA, target_modules=["q_proj", "lm_head"])
 REFUSED = {
     "own loss": ("gkd", None, {"trainer": OwnLoss}, "methods of its own"),
     "own weights": ("iw_opd", None, {"trainer": OwnWeights}, "methods of its own"),
@@ -291,12 +322,12 @@ def test_a_reading_that_needs_logits_is_an_error():
 
 
 class Rollouts:
-    """A rollout worker with a queue of four samples for each step, and a weight transfer that transfers nothing."""
+    """A rollout worker with more samples than three steps take, and a weight transfer that transfers nothing."""
 
     def __init__(self):
-        self.rollout_buffer = queue.Queue()
+        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
         generator = np.random.default_rng(0)
-        for i in range(12):
+        for i in range(20):
             ids, topk = generator.integers(3, V, 12), generator.integers(3, V, (12, 3))
             topk[:, 2] = ids
             logps = np.log(generator.dirichlet([1.0] * 4, 12)[:, :3]).astype(np.float32)
