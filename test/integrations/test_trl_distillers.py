@@ -98,7 +98,8 @@ def build(name, student, teacher, directory, *, trainer=None, peft_config=None, 
     prefix, columns, fixed = KINDS[name]
     module = importlib.import_module(f"trl.experimental.{name}")
     arguments = {**trl_runs.CPU_ARGS, "output_dir": str(directory), **FIXED, **fixed, **options}
-    extra = {"teacher_model": loaded(teacher)} if name in WITH_TEACHER else {}
+    served = name not in WITH_TEACHER or "use_teacher_server" in options
+    extra = {} if served else {"teacher_model": loaded(teacher)}
     if name == "sdpo":
         extra["reward_funcs"] = trl_runs.evenness
     if "eval_strategy" in options:
@@ -156,6 +157,7 @@ def case(name, student="qwen3", **options):
     return name, student, options
 
 
+SERVER = {"use_teacher_server": True, "teacher_model_server_url": "http://teacher"}
 JSD = {"distillation_objective": "jsd"}
 LORA = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 ON_HEAD = LoraConfig(**LORA, target_modules=["q_proj", "lm_head"])
@@ -175,6 +177,8 @@ CASES = {
     "IW-OPD, all ids": case("iw_opd", **JSD, beta=0.3),
     "IW-OPD, both models' ids": case("iw_opd", **JSD, beta=0.3, loss_top_k=3),
     "IW-OPD, the likeliest": case("iw_opd", **JSD, beta=0.3, loss_top_k=1, reverse_kl_top_1_mode="argmax"),
+    "IW-OPD, a server": case("iw_opd", **SERVER),
+    "IW-OPD, a server's ids": case("iw_opd", **SERVER, **JSD, beta=0.0, loss_top_k=3),
     "SDFT": case("sdft", teacher_model_kind="live"),
     "SDFT, a tail": case("sdft", distillation_add_tail=True, num_iterations=2),
     "SDFT, all ids": case("sdft", "gemma2", distillation_mode="full_logits"),
