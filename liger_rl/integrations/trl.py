@@ -3,7 +3,7 @@
 The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_step`); in
 GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
 (`trl_adapters`); DistillationTrainer's loss (`trl_divergence`); the forward of CPO and ORPO (`trl_pairs`); and the
-losses of the experimental trainers that distil a teacher (`trl_distillers`).
+logits of six experimental distillation trainers (`trl_distillers`).
 """
 
 from collections.abc import Collection, Iterator
@@ -152,5 +152,5 @@ def patched_trl(**options: Any) -> Iterator[None]:
 
 
 def _set(options: dict[str, Any]) -> None:
-    _op.options = options
+    _op.options = trl_distillers.options = options
     trl_divergence.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}

@@ -1,267 +1,264 @@
-"""TRL's experimental GKD, GOLD, SDFT and SDPO trainers without logits.
+"""TRL's experimental distillation trainers without logits: GKD, GOLD, IW-OPD, SDFT, SDPO and server distillation.
 
-GKDTrainer and GOLDTrainer: `compute_loss` runs TRL's own, while both models' heads give up their hidden states in place
-of logits. `generalized_jsd_loss`, which TRL's own calls, then makes the divergence from both hidden states.
+While `compute_loss` of such a trainer runs, the models' outputs have `Logits` in place of logits: a head and its input.
+TRL's code slices them, divides them by its temperature, and reads log-probabilities of some ids of each token. Each
+such reading is a call of `linear_logprobs`. Four functions of TRL that read all ids are replaced: by the divergence of
+two heads.
 
-SDFTTrainer and SDPOTrainer: `_forward_logits` returns `HiddenLogits`, and TRL's functions of logits take them.
-
-Where a head cannot be taken apart, and wherever else logits are read, TRL's own code runs.
+Where `_heads` raises, TRL's own code runs on the models' own logits.
 """
 
-import importlib
-import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
-from threading import local
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from liger_rl.call.head_call import MOST_IDS
+from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HeadOptions
-from liger_rl.divergence import linear_divergence
-from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
-from liger_rl.integrations.head import Head, Request, asking, checked_head, current_head, listen, probed_transform
-from liger_rl.integrations.patching import Patch, parameters_of
-from liger_rl.integrations.peft import base_model
+from liger_rl.engines.pair.run import DivergenceCall, divergence_of, measure_of
+from liger_rl.integrations.head import asking, checked_head, current_head, listen, probed_transform, stop_listening
+from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.peft import base_model, read_head
 from liger_rl.integrations.transformers import IGNORE_INDEX, is_swapped
 from liger_rl.integrations.trl_batches import zero_3
+from liger_rl.integrations.trl_divergence import SINCE, loss_of
+from liger_rl.integrations.trl_pairs import importable
 from liger_rl.integrations.trl_step import tell
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
-from liger_rl.topk import topk_divergence
+from liger_rl.step.model_body import no_graph
 
-SINCE = (1, 16)  # of TRL
-# Of each model that was tried: what it does to its logits; None if it must make them itself.
-_transforms: WeakKeyDictionary[nn.Module, LogitTransform | None] = WeakKeyDictionary()
+options: dict[str, Any] = {}  # of `patch_trl`, for `linear_logprobs`
+_transforms: WeakKeyDictionary[nn.Module, LogitTransform] = WeakKeyDictionary()  # of models that were tried out
 
 
-class Side(NamedTuple):
-    """One model of a loss."""
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """In place of logits (B, T, V): log-softmax of a head's logits, which is computed where it is read.
 
-    head: Head
+    A softmax sees no constant of a token, so log-probabilities are logits, of which logsumexp is 0.
+    """
+
+    hidden: Tensor  # (B, T, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    low_rank: list[LowRank]
     transform: LogitTransform
-    request: Request
+    compute_dtype: torch.dtype  # of the model's own product
+    has_graph: bool  # False: the model ran under torch.no_grad
+
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def size(self, dim: int) -> int:
+        return (*self.hidden.shape[:-1], self.weight.shape[0])[dim]
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> "Logits":
+        if index[2] != slice(None):
+            raise TypeError(f"logits must be sliced by sequences and tokens alone, got {index}")
+        terms = [replace(t, hidden=None if t.hidden is None else t.hidden[index]) for t in self.low_rank]
+        return replace(self, hidden=self.hidden[index], low_rank=terms)
+
+    def __truediv__(self, temperature: float) -> "Logits":
+        return replace(self, transform=replace(self.transform, temperature=self.transform.temperature * temperature))
+
+    def sum(self) -> Tensor:
+        """Any () that depends on the parameters: TRL multiplies it by 0, where no token counts."""
+        factors = (factor for term in self.low_rank for factor in (term.a, term.b))
+        parts = (part.sum() for part in (self.weight, self.bias, *factors) if part is not None)
+        return sum(parts, self.hidden.sum())
+
+    def log_softmax(self, dim: int, **_options: Any) -> "Logits":
+        return self
+
+    def logsumexp(self, dim: int, keepdim: bool = False) -> Tensor:
+        return self.hidden.new_zeros((*self.hidden.shape[:-1], *[1] * keepdim), dtype=self.dtype)
+
+    def gather(self, dim: int, index: Tensor) -> Tensor:
+        """(B, T, K) ids -> (B, T, K) log-probabilities."""
+        one = index.shape[-1] == 1  # a cheaper call
+        return self._read(index[..., 0] if one else index).logps.view(index.shape)
+
+    def topk(self, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+        """-> log-probabilities and ids, (B, T, k) each."""
+        ids = self._read(self.hidden.new_zeros(self.hidden.shape[:-1], dtype=torch.int64), topk=k).topk_ids
+        return self.gather(dim, ids), ids
+
+    def argmax(self, dim: int = -1) -> Tensor:
+        return self.topk(1)[1][..., 0]
+
+    def _read(self, ids: Tensor, **asked: Any) -> Any:
+        several = ids.dim() == self.hidden.dim() or asked
+        known = {name: value for name, value in options.items() if name != "grad_tolerance" or not several}
+        of_head: dict[str, Any] = {"bias": self.bias, "low_rank": self.low_rank, "transform": self.transform}
+        with nullcontext() if self.has_graph else torch.no_grad():
+            return linear_logprobs(
+                self.hidden, self.weight, ids, **of_head, compute_dtype=self.compute_dtype, **known, **asked
+            )
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """`torch.gather(logits, ...)` is `logits.gather(...)`."""
+        method = vars(cls).get(function.__name__)
+        if method is None:
+            raise TypeError(f"patch_trl() makes no logits here, and {function.__name__} needs them; call unpatch_trl()")
+        return method(*args, **(kwargs or {}))
 
 
-class _Pending(local):
-    sides: "tuple[Side, Side, Any] | None" = None  # student, teacher and trainer of the loss that is computed now
+def _divergence(student: Logits, teacher: Logits, beta: float, mask: Tensor | None = None) -> DivergenceCall:
+    head_options = HeadOptions(
+        transform=student.transform,
+        compute_dtype=student.compute_dtype if student.compute_dtype == teacher.compute_dtype else None,
+        **{name: value for name, value in options.items() if name != "grad_tolerance"},
+    )
+    return DivergenceCall(
+        hidden=student.hidden, weight=student.weight, bias=student.bias, low_rank=student.low_rank,
+        teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, teacher_bias=teacher.bias,
+        teacher_transform=teacher.transform, teacher_may_require_grad=True, measure=measure_of("jsd", beta), mask=mask,
+        options=head_options,
+    )  # fmt: skip
 
 
-_pending = _Pending()
+@no_graph()
+def _transform_of(model: Any) -> LogitTransform:
+    """What the model does to its logits. TypeError or ValueError for a head that is more than linear."""
+    if model not in _transforms:
+        head = checked_head(model)
+        listen(head.module)
+        _transforms[model] = probed_transform(model, head)
+    return _transforms[model]
 
 
-def _head(trainer: Any, model: Any) -> Head | None:
-    """The head of a model that need not make its logits. It is tried out at the first call."""
-    try:
-        if model not in _transforms:
-            _transforms[model] = None
-            if trainer.is_fsdp_enabled or zero_3(model) or trainer.args.n_gpu > 1 or is_swapped(model):
-                raise ValueError("the model is sharded, or replicated by DataParallel, or has a fused head")
-            if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
-                raise ValueError("the adapter puts tokens of its own before each row")
-            head = checked_head(model)
-            listen(head.module)
-            _transforms[model] = probed_transform(model, head)
-        return None if _transforms[model] is None else current_head(model, nn.Linear)
-    except (AttributeError, TypeError, ValueError) as error:
-        tell(model, f"full logits, as without the patch: {error}")
-        return None
+def _heads(trainer: Any, models: list[Any], held: ExitStack) -> dict[Any, LogitTransform]:
+    """The transform of each model inside the wrappers `models`. TypeError or ValueError says why TRL's code has to run.
+
+    The heads listen until `held` ends.
+    """
+    inner, args = [trainer.accelerator.unwrap_model(model) for model in models], trainer.args
+    kinds = takewhile(lambda kind: not kind.__module__.startswith("trl."), type(trainer).__mro__)
+    own = {name for kind in kinds for name in vars(kind)} - {"compute_loss"}
+    prompts = (getattr(model, "active_peft_config", None) for model in inner)
+    ids = max(getattr(args, name, None) or 0 for name in ("distillation_topk", "loss_top_k"))
+    reasons = {
+        "a model is sharded, or replicated by DataParallel":
+            trainer.is_fsdp_enabled or args.n_gpu > 1 or any(map(zero_3, inner)),
+        "a model is compiled, or has another fused forward":
+            args.torch_compile or args.use_liger_kernel or any(map(is_swapped, inner)),
+        "an adapter puts tokens of its own before each row":
+            any(getattr(prompt, "is_prompt_learning", False) for prompt in prompts),
+        "the trainer's class has methods of its own that may read logits":
+            any(part in name for name in own for part in ("loss", "logit", "logp")),
+        f"more than {MOST_IDS} ids of each token": ids > MOST_IDS,
+        "the ULD loss reads whole distributions": getattr(trainer, "use_uld_loss", False),
+    }  # fmt: skip
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
+    for model in inner:
+        held.callback(stop_listening, model)
+    transforms = {model: _transform_of(model) for model in map(base_model, inner)}
+    heads = {model: current_head(model, nn.Linear) for model in transforms}
+    teacher = getattr(trainer, "teacher_model", None)
+    if teacher is not None and heads[base_model(trainer.accelerator.unwrap_model(teacher))].adapters:
+        raise ValueError("the teacher has adapters on its head")
+    return transforms
 
 
-def _no_logits(hidden: Tensor) -> Tensor:
-    return hidden.new_zeros(*hidden.shape[:-1], 0)
+@contextmanager
+def _without_logits(trainer: Any, model: Any) -> Iterator[None]:
+    """In it the outputs of the student and of the teacher, if there is one, have `Logits`."""
+    teacher = getattr(trainer, "teacher_model", None)
+    models = [model] if teacher is None or teacher is model else [model, teacher]
+    running, made, requests = list[int](), list[Logits](), list[Any]()
+
+    def answer(model: Any, hidden: Tensor) -> Tensor:
+        head, kind = read_head(model.get_output_embeddings(), type(model).__name__), hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        parts = head.linear.weight, head.bias(), head.low_rank(hidden)
+        made.append(Logits(hidden, *parts, heads[model], dtype, torch.is_grad_enabled()))
+        # What the model makes of this is not used. DDP looks in it for the parameters that get a gradient.
+        return hidden[..., :1] + 0 * sum(p.flatten()[0] for p in head.module.parameters() if p.requires_grad)
+
+    def leave(_model: Any, _args: Any, output: Any) -> None:
+        running.pop()
+        if not running:  # the student's wrapper, if it has one, and not the model in it that may be the teacher too
+            output.logits = made.pop()
+            for request in requests:
+                request.hidden = None
+
+    with ExitStack() as held:
+        try:
+            heads = _heads(trainer, models, held)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            tell(trainer.model, f"full logits, as without the patch: {error}")
+        else:
+            for each in models:
+                held.callback(each.register_forward_pre_hook(lambda *_: running.append(1)).remove)
+                held.callback(each.register_forward_hook(leave).remove)
+            for each in heads:
+                requests.append(held.enter_context(asking(each.get_output_embeddings(), partial(answer, each))))
+        yield
 
 
-def _rows(trainer: str) -> tuple[Patch, Patch]:
-    """The rows of a trainer, "module:Class"."""
+def _rows(name: str, kind: str) -> tuple[Patch, ...]:
+    """The rows of trl.experimental.<name>, of which the trainer is `kind`."""
+    package = f"trl.experimental.{name}"
+    trainer = f"{package}.{name}_trainer:{kind}Trainer"
+    row = partial(Patch, since=SINCE, needed=partial(importable, name))
 
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        models = [base_model(self.accelerator.unwrap_model(part)) for part in (model, self.teacher_model)]
-        logits_are_read = return_outputs or getattr(self, "use_uld_loss", False) or models[0] is models[1]
-        own = type(self).generalized_jsd_loss is not generalized_jsd_loss
-        heads = [None] if logits_are_read or own else [_head(self, part) for part in models]
-        if any(head is None or (head.adapters and head is not heads[0]) for head in heads):
-            return step.original(self, model, inputs, return_outputs, num_items_in_batch)
-        with ExitStack() as stack:
-            sides = []
-            for part, head in zip(models, heads, strict=True):
-                transform = _transforms[part]
-                assert head is not None
-                assert transform is not None
-                sides.append(Side(head, transform, stack.enter_context(asking(head.module, _no_logits))))
-            _pending.sides = (sides[0], sides[1], self)
-            try:
-                return step.original(self, model, inputs, return_outputs, num_items_in_batch)
-            finally:
-                _pending.sides = None
+        with nullcontext() if return_outputs else _without_logits(self, model):
+            return loss.original(self, model, inputs, return_outputs, num_items_in_batch)
 
-    def generalized_jsd_loss(
-        student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None = None, beta: float = 0.5,
-        temperature: float = 1.0, reduction: str = "batchmean", num_items_in_batch: Any = None, **more: Any,
-    ) -> Tensor:  # fmt: skip
-        if _pending.sides is None:
-            given = {"labels": labels, "beta": beta, "temperature": temperature, "reduction": reduction}
-            return loss.original(student_logits, teacher_logits, **given, num_items_in_batch=num_items_in_batch, **more)
-        assert labels is not None
-        return _divergence(*_pending.sides, labels, beta, temperature, num_items_in_batch)
+    def _compute_rollout_logps(self: Any, *args: Any, **named: Any) -> Any:
+        with _without_logits(self, self.model):
+            return rollout.original(self, *args, **named)
 
-    names = parameters_of(generalized_jsd_loss).replace(" num_items_in_batch more", "")
-    loss = Patch(
-        f"{trainer}.generalized_jsd_loss", staticmethod(generalized_jsd_loss),
-        f"{names} logits_are_probs? num_items_in_batch", since=SINCE, needed=_importable,
-    )  # fmt: skip
-    step = Patch(f"{trainer}.compute_loss", compute_loss, since=SINCE, needed=_importable)
-    return step, loss
+    def generalized_jsd_loss(student_logits: Any, teacher_logits: Any, *args: Any, **named: Any) -> Tensor:
+        if not isinstance(student_logits, Logits) or 0 < named.get("top_k", 0) < student_logits.size(-1):
+            return jsd.original(student_logits, teacher_logits, *args, **named)
+        student, teacher = (logits / named.get("temperature", 1.0) for logits in (student_logits, teacher_logits))
+        call = _divergence(student, teacher, named["beta"], named["labels"] != IGNORE_INDEX)
+        return loss_of(call, named["num_items_in_batch"])[0]
+
+    def compute_divergence(student_log_probs: Any, teacher_log_probs: Any, alpha: float) -> Tensor:
+        if isinstance(student_log_probs, Logits):
+            return divergence_of(_divergence(student_log_probs, teacher_log_probs, alpha)).divergence
+        return divergence.original(student_log_probs, teacher_log_probs, alpha)
+
+    def selective_log_softmax(logits: Any, index: Tensor, *args: Any, **named: Any) -> Tensor:
+        if isinstance(logits, Logits):
+            return logits.gather(-1, index[..., None])[..., 0]
+        return selected.original(logits, index, *args, **named)
+
+    loss = row(f"{trainer}.compute_loss", compute_loss)
+    parameters = "student_logits teacher_logits labels beta temperature reduction logits_are_probs? top_k? add_tail?"
+    jsd = row(f"{trainer}.generalized_jsd_loss", staticmethod(generalized_jsd_loss), f"{parameters} num_items_in_batch")
+    rollout = row(f"{trainer}._compute_rollout_logps", _compute_rollout_logps, None)
+    divergence = row(f"{package}.loss_utils:compute_divergence", compute_divergence, modules=(package,))
+    selected = row(f"{package}.loss_utils:selective_log_softmax", selective_log_softmax, None, modules=(package,))
+    if name in ("sdft", "sdpo"):
+        return loss, rollout, divergence, selected
+    return (loss,) if name == "server_distillation" else (loss, jsd)
 
 
-def _divergence(
-    student: Side, teacher: Side, trainer: Any, labels: Tensor, beta: float, temperature: float, items: Any
-) -> Tensor:
-    """The sum of the divergences of the labels' tokens over `items`, or over their number."""
-    counted = labels != IGNORE_INDEX
-    hidden, teacher_hidden = (side.request.hidden[:, : labels.shape[1]] for side in (student, teacher))  # type: ignore[index]
-    divisor = torch.as_tensor(counted.sum().clamp(min=1) if items is None else items, device=labels.device).float()
-    with trainer.accelerator.autocast():
-        call = DivergenceCall(
-            hidden=hidden, weight=student.head.linear.weight, bias=student.head.bias(),
-            low_rank=student.head.low_rank(hidden), teacher_hidden=teacher_hidden,
-            teacher_weight=teacher.head.linear.weight, teacher_bias=teacher.head.bias(),
-            teacher_transform=replace(teacher.transform, temperature=temperature), teacher_may_require_grad=True,
-            measure=measure_of("jsd", beta), mask=counted,
-            options=HeadOptions(transform=replace(student.transform, temperature=temperature)),
-        )  # fmt: skip
-        result, one_pass_loss = in_one_pass_if_free(call, 1.0 / divisor)
-    loss = result.divergence.sum() / divisor
-    return loss if one_pass_loss is None else loss + one_pass_loss
-
-
-def _importable() -> bool:
-    """Imports the trainers, without the warning that they are experimental: users of other trainers need none."""
-    with warnings.catch_warnings(), suppress(ImportError):
-        warnings.simplefilter("ignore")
-        for name in ("gkd", "gold", "sdft", "sdpo"):
-            importlib.import_module(f"trl.experimental.{name}.{name}_trainer")
-        return True
-    return False
-
-
-class HiddenLogits(NamedTuple):
-    """Logits of tokens (B, T) that are not made."""
-
-    hidden: Tensor  # (B, T, H)
-    weight: Tensor
-    bias: Tensor | None
-    transform: LogitTransform
-    autocast: Callable[[], AbstractContextManager]
-
-    def sum(self) -> Tensor:
-        """A number that depends on the model, as TRL's loss of no tokens does."""
-        return self.hidden.sum()
-
-    def made(self) -> Tensor:
-        scale, cap = self.transform.scale, self.transform.softcap
-        x = nn.functional.linear(self.hidden, self.weight, self.bias) * scale
-        return (x if cap is None else cap * torch.tanh(x / cap)) / self.transform.temperature
-
-    def logps(self, ids: Tensor) -> Tensor:
-        with self.autocast():
-            return linear_logprobs(self.hidden, self.weight, ids, bias=self.bias, transform=self.transform).logps
-
-
-def selective_log_softmax(logits: Any, index: Tensor, *args: Any, **options: Any) -> Tensor:
-    """TRL's. Its trainers of self-distillation ask for one id of each token, without options."""
-    if isinstance(logits, HiddenLogits):
-        assert not args
-        assert not options
-        return logits.logps(index)
-    return SELECTIVE.original(logits, index, *args, **options)
-
-
-def _without_logits(student: Any, teacher: Any) -> bool:
-    return isinstance(student, HiddenLogits) and isinstance(teacher, HiddenLogits)
-
-
-def _made(logits: Any) -> Tensor:
-    return logits.made() if isinstance(logits, HiddenLogits) else logits
-
-
-def _self_rows(package: str, trainer: str) -> tuple[Patch, Patch, Patch]:
-    """The rows of a trainer of self-distillation, by its package and its class."""
-
-    def _forward_logits(
-        self: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
-    ) -> Tensor | HiddenLogits:
-        inner = base_model(self.accelerator.unwrap_model(model))
-        head, given = None if self.use_teacher_server else _head(self, inner), (input_ids, attention_mask)
-        transform = _transforms.get(inner)
-        if head is None or transform is None or head.adapters:
-            return forward.original(self, model, *given, logits_to_keep)
-        with asking(head.module, _no_logits) as request:
-            forward.original(self, model, *given, logits_to_keep)
-        assert request.hidden is not None
-        weight, bias = head.linear.weight, head.bias()
-        if not torch.is_grad_enabled():
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
-        hidden, transform = (
-            request.hidden[:, :-1][:, -logits_to_keep:],
-            replace(transform, temperature=self.temperature),
-        )
-        return HiddenLogits(hidden, weight, bias, transform, self.accelerator.autocast)
-
-    def compute_topk_self_distillation_loss(
-        student_logits: Any, teacher_logits: Any, *, distillation_topk: int, distillation_alpha: float,
-        distillation_add_tail: bool,
-    ) -> Tensor:  # fmt: skip
-        if not _without_logits(student_logits, teacher_logits):
-            return topk.original(
-                _made(student_logits), _made(teacher_logits), distillation_topk=distillation_topk,
-                distillation_alpha=distillation_alpha, distillation_add_tail=distillation_add_tail,
-            )  # fmt: skip
-        hidden, weight, bias, transform, autocast = student_logits
-        with autocast():
-            return topk_divergence(
-                hidden, weight, None, teacher_logits.logps, lists="student", topk=distillation_topk, kind="jsd",
-                beta=float(distillation_alpha), tail="bucket" if distillation_add_tail else "renormalized", bias=bias,
-                transform=transform,
-            ).divergence  # fmt: skip
-
-    def compute_full_logit_self_distillation_loss(
-        student_logits: Any, teacher_logits: Any, *, distillation_alpha: float
-    ) -> Tensor:
-        if not _without_logits(student_logits, teacher_logits):
-            logits = _made(student_logits), _made(teacher_logits)
-            return full.original(*logits, distillation_alpha=distillation_alpha)
-        hidden, weight, bias, transform, autocast = student_logits
-        teacher = teacher_logits
-        with autocast():
-            return linear_divergence(
-                hidden, weight, teacher.hidden, teacher.weight, kind="jsd", beta=float(distillation_alpha), bias=bias,
-                teacher_bias=teacher.bias, transform=transform, teacher_transform=teacher.transform,
-            ).divergence  # fmt: skip
-
-    def row(place: str, replacement: Any) -> Patch:
-        return Patch(f"{package}.{place}", replacement, modules=(package,), since=SINCE, needed=_importable)
-
-    forward = row(f"{package.rpartition('.')[2]}_trainer:{trainer}._forward_logits", _forward_logits)
-    topk = row("loss_utils:compute_topk_self_distillation_loss", compute_topk_self_distillation_loss)
-    full = row("loss_utils:compute_full_logit_self_distillation_loss", compute_full_logit_self_distillation_loss)
-    return forward, topk, full
-
-
-SELF = {"trl.experimental.sdft": "SDFTTrainer", "trl.experimental.sdpo": "SDPOTrainer"}
-SELECTIVE = Patch(
-    "trl.experimental.sdft.loss_utils:selective_log_softmax", selective_log_softmax,
-    "logits index temperature? row_mask?",
-    modules=tuple(SELF), since=SINCE, needed=_importable,
-)  # fmt: skip
 ROWS = (
-    *_rows("trl.experimental.gkd.gkd_trainer:GKDTrainer"),
-    *_rows("trl.experimental.gold.gold_trainer:GOLDTrainer"),
-    SELECTIVE,
-    *(row for package, trainer in SELF.items() for row in _self_rows(package, trainer)),
+    *_rows("gkd", "GKD"),
+    *_rows("gold", "GOLD"),
+    *_rows("iw_opd", "IWOPD"),
+    *_rows("sdft", "SDFT"),
+    *_rows("sdpo", "SDPO"),
+    *_rows("server_distillation", "ServerDistillation"),
 )

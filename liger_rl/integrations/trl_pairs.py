@@ -8,6 +8,7 @@ a trainer that was built before the patch, and for a subclass that may read the 
 import importlib
 import warnings
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -64,8 +65,9 @@ def _refusal(trainer: Any, model: Any) -> str | None:
         model.train(training)
 
 
-def _rows(trainer: str, *, orpo: bool) -> tuple[Patch, Patch]:
-    """The rows of a trainer, "module:Class". ORPO's NLL is of the prompt too."""
+def _rows(name: str, *, orpo: bool) -> tuple[Patch, Patch]:
+    """The rows of trl.experimental.<name>. ORPO's NLL is of the prompt too."""
+    trainer = f"trl.experimental.{name}.{name}_trainer:{name.upper()}Trainer"
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init.original(self, *args, **kwargs)
@@ -99,22 +101,19 @@ def _rows(trainer: str, *, orpo: bool) -> tuple[Patch, Patch]:
         logits = logits / lengths.clamp(min=1)
         return (*sums.split(pairs), *logits.split(pairs), nll, *([output.aux_loss] if router else []))
 
-    init = Patch(f"{trainer}.__init__", __init__, None, needed=_importable)
-    forward = Patch(f"{trainer}.concatenated_forward", concatenated_forward, needed=_importable)
+    needed = partial(importable, name)
+    init = Patch(f"{trainer}.__init__", __init__, None, needed=needed)
+    forward = Patch(f"{trainer}.concatenated_forward", concatenated_forward, needed=needed)
     return init, forward
 
 
-def _importable() -> bool:
-    """Imports the trainers, without the warning that they are experimental: users of other trainers need none."""
+def importable(name: str) -> bool:
+    """Imports a trainer, without the warning that it is experimental: users of other trainers need none."""
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")
-        for name in ("cpo", "orpo"):
-            importlib.import_module(f"trl.experimental.{name}.{name}_trainer")
+        importlib.import_module(f"trl.experimental.{name}.{name}_trainer")
         return True
     return False
 
 
-ROWS = (
-    *_rows("trl.experimental.cpo.cpo_trainer:CPOTrainer", orpo=False),
-    *_rows("trl.experimental.orpo.orpo_trainer:ORPOTrainer", orpo=True),
-)
+ROWS = (*_rows("cpo", orpo=False), *_rows("orpo", orpo=True))

@@ -11,16 +11,14 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.distillation_trainer as module
 import trl.trainer.utils as trl_utils
-from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
 from trl import DistillationTrainer
 
 import oracles
 import trl_runs
 from head_calls import Products
 from liger_rl.integrations import trl_divergence
-from liger_rl.integrations.trl import patch_trl, patched_trl
+from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl_divergence import LOSS, METHOD, RefusedStudentLayer
 from liger_rl.integrations.trl_divergence import _chunked_divergence_loss as patched_loss
 
@@ -165,36 +163,6 @@ def test_three_steps_of_the_trainer(student, beta, path_of, tmp_path):
     plain, patched = trl_runs.pair("Distillation", path_of[student], tmp_path, **options)
     assert patched.calls == 3
     trl_runs.assert_same_run(patched, plain, shares=False, by_step=True)
-
-
-# Every message as it stands, one after the other.
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-def test_gkd_is_left_alone(path_of, tmp_path):
-    """It takes the models' own logits, and computes no divergence through the op."""
-    gkd = pytest.importorskip("trl.experimental.gkd", reason="this TRL has no GKD")
-    options = {"per_device_train_batch_size": 4, "lmbda": 0.5, "beta": 0.3, "max_new_tokens": 8, "max_length": 16}
-    pairs = zip(trl_runs.PROMPTS, trl_runs.CHOSEN, strict=True)
-    rows = [[{"role": "user", "content": p}, {"role": "assistant", "content": c}] for p, c in pairs]
-
-    def trained():
-        tokenizer = trl_runs.tokenizer()
-        tokenizer.chat_template = TEMPLATE
-        trainer = gkd.GKDTrainer(
-            model=AutoModelForCausalLM.from_pretrained(path_of["qwen3"]),
-            teacher_model=AutoModelForCausalLM.from_pretrained(path_of["teacher"]),
-            args=gkd.GKDConfig(output_dir=str(tmp_path), **{**trl_runs.CPU_ARGS, "max_steps": 3, **options}),
-            train_dataset=Dataset.from_dict({"messages": rows}),
-            processing_class=tokenizer,
-        )
-        return trl_runs.run(trainer)
-
-    plain = trained()
-    patch_trl()
-    patched = trained()
-    assert patched.calls == 0
-    trl_runs.assert_same_log(patched, plain, by_step=True)
 
 
 # --- LoRA on the student's head ---------------------------------------------------------------------------------------
