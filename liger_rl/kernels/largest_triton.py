@@ -27,7 +27,7 @@ from liger_rl.kernels.picked_triton import (
     picked_product,
     rows_of_tile,
 )
-from liger_rl.kernels.reference import ID_BITS, LARGEST_ID
+from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.statistics import PART_VOCAB
 from liger_rl.kernels.transform import HeadFactors, LogitSteps
@@ -36,8 +36,9 @@ LOGITS_BYTES = 128 << 20  # of parts' logits at a time
 GROUPED, GROUPING_WARPS = 8192, 4  # parts of a program of `_groups_kernel`; one token's parts may be more
 SLICE = 16
 SELECTING = 256  # numbers of a warp of `_slices_kernel` and `_select_kernel`
-BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
-LOWEST_KEY = tl.constexpr(-(1 << 31))  # below that of every logit
+BITS, LAST_ID, LEAST = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID), tl.constexpr(LEAST_KEY)
+SIGN = tl.constexpr(-(1 << 31))
+NO_LESS = tl.constexpr((1 << 32) - 1)  # no key is larger
 
 
 class Groups(NamedTuple):
@@ -49,28 +50,39 @@ class Groups(NamedTuple):
 
 @triton.jit
 def _key(z):
-    """-> int32 in the order of the numbers; as `reference.keys_of`, without the id."""
+    """-> uint32 in the order of the numbers, above 0; as `reference.keys_of`, from 0 on and without the id."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.uint32, bitcast=True) ^ ((bits >> 31) | SIGN).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _largest(key, number):
-    """-> whether each key is among the `number` largest of its column, the first ones if keys are equal."""
-    threshold = tl.full((key.shape[1],), LOWEST_KEY, tl.int32)
+    """-> 1 for each key among the `number` largest of its column, the first ones if keys are equal; else 0.
+
+    A key of 0 is none. A column has `number` keys or more.
+    """
+    # The search for a threshold starts at the first bit that differs.
+    least = tl.min(tl.where(key == 0, NO_LESS, key), 0).to(tl.int64)
+    differing = tl.max(tl.max(key, 0).to(tl.int64) ^ least, 0)
     bit = tl.full((), 1 << 31, tl.int64)
+    while bit > differing:
+        bit = bit >> 1
+    threshold = least & -(bit * 2)
     # A threshold above which there are exactly `number` keys is as good as the smallest of them: half of the bits.
     exact = tl.full((key.shape[1],), 0, tl.int32)
     while (bit > 0) & (tl.min(exact, 0) == 0):
-        candidate = (threshold.to(tl.int64) + bit).to(tl.int32)
-        count = tl.sum((key >= candidate[None, :]).to(tl.int32), 0)
+        candidate = threshold + bit
+        count = tl.sum((key >= candidate.to(tl.uint32)[None, :]).to(tl.int32), 0)
         threshold = tl.where((count >= number) & (exact == 0), candidate, threshold)
         exact = tl.maximum(exact, (count == number).to(tl.int32))
         bit = bit >> 1
-    above = key > threshold[None, :]
-    equal = (key == threshold[None, :]).to(tl.int32)
-    missing = number - tl.sum(above.to(tl.int32), 0)
-    return above | ((equal != 0) & (tl.cumsum(equal, 0) <= missing[None, :]))
+    smallest = threshold.to(tl.uint32)[None, :]
+    taken = (key >= smallest).to(tl.int32)
+    if tl.min(exact, 0) == 0:  # only then may more keys be equal than are missing
+        equal = (key == smallest).to(tl.int32)
+        missing = number - tl.sum(taken - equal, 0)
+        taken = taken - equal * (tl.cumsum(equal, 0) > missing[None, :]).to(tl.int32)
+    return taken
 
 
 @triton.jit(do_not_specialize=["count", "number"])
@@ -79,10 +91,10 @@ def _groups_kernel(peaks, rank, tiles, count, number, TOKENS: tl.constexpr, TILE
     tile = tl.arange(0, TILES)
     inside = (tile < tiles)[:, None] & (token < count)[None, :]
     place = tile.to(tl.int64)[:, None] * count + token[None, :]
-    key = tl.where(inside, _key(tl.load(peaks + place, mask=inside, other=0.0)), LOWEST_KEY)
+    key = tl.where(inside, _key(tl.load(peaks + place, mask=inside, other=0.0)), 0)
     kept = _largest(key, number)
-    among = tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(rank + place, tl.where(kept, among, -1).to(rank.dtype.element_ty), mask=inside)
+    among = tl.cumsum(kept, 0) - 1
+    tl.store(rank + place, tl.where(kept != 0, among, -1).to(rank.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["base", "width"])
@@ -135,8 +147,8 @@ def _slices_kernel(
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     inside = place < slices
-    key = tl.where(inside, _key(tl.load(peaks + token * slices + place, mask=inside, other=0.0)), LOWEST_KEY)
-    taken = _largest(key[:, None], number).to(tl.int32)
+    key = tl.where(inside, _key(tl.load(peaks + token * slices + place, mask=inside, other=0.0)), 0)
+    taken = _largest(key[:, None], number)
     at = tl.cumsum(taken, 0) - 1
     tl.store(picks + token * number + at, place[:, None], mask=taken != 0)
 
@@ -146,13 +158,16 @@ def _select_kernel(
     logits,  # (parts of the span, TILE_VOCAB) float32
     picks,  # (tokens of the span, number)
     tile_of,  # (parts of the span,)
-    keys,  # (n, number) int64, written
+    keys,  # (n, number) int64, written: those of `reference.keys_of`, in any order
+    z_out,  # (n, number) float32, written in descending order
+    ids_out,  # (n, number) int64
     first,  # token of the span
     number,
     vocab,
     TILE_VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
     SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     SLICES: tl.constexpr = TILE_VOCAB // SLICE
     token = tl.program_id(0).to(tl.int64)
@@ -164,23 +179,35 @@ def _select_kernel(
     entry = tl.load(tile_of + part, mask=inside, other=0) * TILE_VOCAB + column
     inside &= entry < vocab
     z = tl.load(logits + part * TILE_VOCAB + column, mask=inside, other=0.0)
-    key = tl.where(inside, _key(z), LOWEST_KEY)[:, None]
+    key = tl.where(inside, _key(z), 0)[:, None]
     # Parts are in the order of their tiles, so places are in the order of ids.
-    taken = _largest(key, number).to(tl.int32)
+    taken = _largest(key, number)
     at = tl.cumsum(taken, 0) - 1
-    full = (key.to(tl.int64) << BITS) | (LAST_ID - entry.to(tl.int64)[:, None])
+    full = ((key.to(tl.int64) + SIGN) << BITS) | (LAST_ID - entry.to(tl.int64)[:, None])
     tl.store(keys + (first + token) * number + at, full, mask=taken != 0)
+    # The program reads the keys that all of its threads wrote.
+    tl.debug_barrier()
+    each = tl.arange(0, COUNT)
+    mine = tl.load(keys + (first + token) * number + each, mask=each < number, other=LEAST)
+    others = tl.trans(mine[:, None])
+    rank = tl.sum((others > mine[:, None]).to(tl.int32), 1)
+    ordered = (mine >> BITS).to(tl.int32)
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    out = (first + token) * number + rank
+    tl.store(z_out + out, bits.to(tl.float32, bitcast=True), mask=each < number)
+    tl.store(ids_out + out, (mine & LAST_ID) ^ LAST_ID, mask=each < number)
 
 
 def largest(
     head: HeadFactors,  # of (n, H) and (V, H), whose product has an epilogue
     peaks: Tensor,  # (parts, n) float32, `TileStatistics.peaks`
     count: int,  # K, at most `statistics.most_from_peaks`
-) -> Tensor:
-    """-> (n, K) int64 keys of `reference.keys_of`, unordered: 2 n K PART_VOCAB H operations."""
+) -> tuple[Tensor, Tensor]:
+    """-> (n, K) the K largest logits in descending order, and their ids: 2 n K PART_VOCAB H operations."""
     hidden, weight, bias, transform = head
     (tiles, n), (vocab, size), device = peaks.shape, weight.shape, hidden.device
-    keys = torch.empty(n, count, dtype=torch.int64, device=device)
+    keys, ids = (torch.empty(n, count, dtype=torch.int64, device=device) for _ in range(2))
+    z = torch.empty(n, count, dtype=torch.float32, device=device)
     # The last part may have no entries.
     tiles = min(tiles, triton.cdiv(vocab, PART_VOCAB))
     rank = torch.empty(tiles, n, dtype=torch.int16 if tiles <= 1 << 15 else torch.int32, device=device)
@@ -210,10 +237,11 @@ def largest(
                 slice_peaks, picks, count, slices, SIZE=sizes[0], num_warps=_warps(sizes[0])
             )
             _select_kernel[(span.last - span.first,)](
-                logits, picks, lists.tile_of, keys, start, count, vocab,
-                TILE_VOCAB=PART_VOCAB, SLICE=SLICE, SIZE=sizes[1], num_warps=_warps(sizes[1]),
+                logits, picks, lists.tile_of, keys, z, ids, start, count, vocab,
+                TILE_VOCAB=PART_VOCAB, SLICE=SLICE, SIZE=sizes[1], COUNT=sizes[1] // SLICE,
+                num_warps=_warps(sizes[1]),
             )  # fmt: skip
-    return keys
+    return z, ids
 
 
 def _warps(size: int) -> int:

@@ -86,13 +86,15 @@ def _statistics(rows: Head, options: EngineOptions, *, in_tiles: bool) -> TokenS
     if rows.targets.dim() == 2:
         targets = _Targets(rows, options)
         rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
-    largest = None if options.topk is None else _Largest(rows, options.topk)
+    z = ids = None
     if in_tiles:
+        largest = None if options.topk is None else _Largest(rows, options.topk)
         seen = [collector.look for collector in (targets, largest) if collector is not None]
         state = two_pass.fold_tiles(rows, options, seen=seen)
+        if largest is not None:
+            z, ids = largest.finish(rows.shard)
     else:
-        assert largest is not None
-        state = largest.from_peaks(options)
+        state, z, ids = _largest_from_peaks(rows, options)
     statistics = state.finish()
 
     def log_probabilities(z: Tensor) -> Tensor:
@@ -101,8 +103,7 @@ def _statistics(rows: Head, options: EngineOptions, *, in_tiles: bool) -> TokenS
 
     if targets is not None:
         statistics = statistics._replace(logps=targets.logps(log_probabilities))
-    if largest is not None:
-        z, ids = largest.finish(rows.shard)
+    if z is not None:
         statistics = statistics._replace(topk_logps=log_probabilities(z).clamp_(max=0.0), topk_ids=ids)
     return statistics
 
@@ -145,23 +146,24 @@ class _Largest:
     ) -> None:
         for_device(logits.device).keep_largest(logits, self.start + first, bias, transform, self.keys[token_rows])
 
-    def from_peaks(self, options: EngineOptions) -> Fold:
-        from liger_rl.kernels import epilogue, largest_triton
-
-        rows, transform = self.rows, options.transform
-        state, tiles = epilogue.gemm_state(
-            rows.hidden, rows.weight, rows.bias, rows.targets, transform, entropy=options.entropy,
-            extras=options.extras, with_tiles=True,
-        )  # fmt: skip
-        assert tiles is not None
-        head = HeadFactors(rows.hidden, rows.weight, rows.bias, transform)
-        self.keys = largest_triton.largest(head, tiles.peaks, self.keys.shape[1])
-        return state
-
     def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
         """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
         keys = self.keys if shard is None else shard.gathered(self.keys)
         return taken_apart(keys.sort(dim=1, descending=True).values[:, : self.keys.shape[1]])
+
+
+def _largest_from_peaks(rows: Head, options: EngineOptions) -> tuple[Fold, Tensor, Tensor]:
+    """-> the fold of a product's epilogue, and the K largest logits in descending order with their ids."""
+    from liger_rl.kernels import epilogue, largest_triton
+
+    assert options.topk is not None
+    state, tiles = epilogue.gemm_state(
+        rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
+        extras=options.extras, with_tiles=True,
+    )  # fmt: skip
+    assert tiles is not None
+    head = HeadFactors(rows.hidden, rows.weight, rows.bias, options.transform)
+    return state, *largest_triton.largest(head, tiles.peaks, options.topk)
 
 
 def backward(
