@@ -49,7 +49,7 @@ class Groups(NamedTuple):
 
 
 @triton.jit
-def _key(z):
+def key_of(z):
     """-> uint32 in the order of the numbers, above 0; as `reference.keys_of`, from 0 on and without the id."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return bits.to(tl.uint32, bitcast=True) ^ ((bits >> 31) | SIGN).to(tl.uint32, bitcast=True)
@@ -91,7 +91,7 @@ def _groups_kernel(peaks, rank, tiles, count, number, TOKENS: tl.constexpr, TILE
     tile = tl.arange(0, TILES)
     inside = (tile < tiles)[:, None] & (token < count)[None, :]
     place = tile.to(tl.int64)[:, None] * count + token[None, :]
-    key = tl.where(inside, _key(tl.load(peaks + place, mask=inside, other=0.0)), 0)
+    key = tl.where(inside, key_of(tl.load(peaks + place, mask=inside, other=0.0)), 0)
     kept = _largest(key, number)
     among = tl.cumsum(kept, 0) - 1
     tl.store(rank + place, tl.where(kept != 0, among, -1).to(rank.dtype.element_ty), mask=inside)
@@ -147,7 +147,7 @@ def _slices_kernel(
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     inside = place < slices
-    key = tl.where(inside, _key(tl.load(peaks + token * slices + place, mask=inside, other=0.0)), 0)
+    key = tl.where(inside, key_of(tl.load(peaks + token * slices + place, mask=inside, other=0.0)), 0)
     taken = _largest(key[:, None], number)
     at = tl.cumsum(taken, 0) - 1
     tl.store(picks + token * number + at, place[:, None], mask=taken != 0)
@@ -179,7 +179,7 @@ def _select_kernel(
     entry = tl.load(tile_of + part, mask=inside, other=0) * TILE_VOCAB + column
     inside &= entry < vocab
     z = tl.load(logits + part * TILE_VOCAB + column, mask=inside, other=0.0)
-    key = tl.where(inside, _key(z), 0)[:, None]
+    key = tl.where(inside, key_of(z), 0)[:, None]
     # Parts are in the order of their tiles, so places are in the order of ids.
     taken = _largest(key, number)
     at = tl.cumsum(taken, 0) - 1

@@ -1,0 +1,118 @@
+"""Draw token ids from an lm_head, without the logits: the sampler that agrees with `linear_logprobs` to the bit."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.call.checks import check_count, check_dense, check_flag
+from liger_rl.call.dtensors import has_dtensor
+from liger_rl.call.head_call import HeadCall
+from liger_rl.call.keywords import named_keywords
+from liger_rl.call.options import IDENTITY, HeadOptions
+from liger_rl.call.support import Limits, Support, check_limits
+from liger_rl.engines import sampling
+from liger_rl.engines.graphs import never_in_a_graph
+from liger_rl.kernels.transform import LogitTransform
+
+__all__ = ["Sampled", "sample_tokens"]
+
+
+class Sampled(NamedTuple):
+    """The draws of tokens shaped (B, T) or (N,)."""
+
+    ids: Tensor
+    """int64, in [0, V)."""
+    logps: Tensor
+    """float32 log-probabilities of the ids in nats, over all ids that could be drawn. Without a top_k, top_p or min_p
+    they are those of `linear_logprobs(..., batch_invariant=True)`, with one those of the same call with the support."""
+    support: Support | None
+    """The ids that each token could be drawn from, ascending. None unless asked for."""
+    fallbacks: int
+    """Tokens that were drawn from tiles of logits because they had more than 1024 candidates; 0 without an epilogue."""
+
+
+@named_keywords
+@never_in_a_graph
+@torch.no_grad()
+def sample_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    seed: int,
+    positions: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    support: bool = False,
+    bias: Tensor | None = None,
+    transform: LogitTransform = IDENTITY,
+    compute_dtype: torch.dtype | None = None,
+) -> Sampled:
+    """Draw one id for each row of `hidden` from softmax(transform(hidden @ weight.T + bias) / temperature).
+
+    No gradient is made. On a GPU whose products have an epilogue the logits never reach memory: without limits the
+    draw takes 1.1 times the product. With limits the exponentials of a few hundred tokens are kept at a time, 128 MiB
+    in float16, and the host waits for the device twice: for the number of fallbacks, and for the support's size.
+
+    A draw depends on the token's hidden state, the head, `seed` and the token's position alone. It is the same in
+    every batch, and the same on every run.
+
+    Args:
+        hidden: (B, T, H) or (N, H), float32, bfloat16 or float16.
+        weight: (V, H), in hidden's dtype unless under autocast or with a compute_dtype.
+        seed: int in [0, 2^63).
+        positions: (B, T) or (N,) int64 in [0, 2^63): tokens with the same seed, position and hidden state get the
+            same id. None numbers the tokens of this call. In a generation loop pass, for example,
+            sequence * max_length + step.
+        temperature: above 0, a number or shaped like the tokens; 0 takes the largest logit, of equal ones the first,
+            and gives log-probabilities at temperature 1. The transform's own temperature must be 1.
+        top_k, top_p, min_p: limits, by the rules of `Support.from_logits`; None for a temperature of 0.
+        support: whether to return what could be drawn. Needs a limit.
+        bias, transform, compute_dtype: as in `linear_logprobs`.
+
+    Raises:
+        TypeError, ValueError: as `linear_logprobs`; a limit out of range, or one that does not go with the rest.
+    """
+    check_flag("support", support)
+    check_count("seed", seed, least=0)
+    if seed >= 1 << 63:
+        raise ValueError(f"seed must be below 2^63, got {seed}")
+    check_limits(top_k=top_k, top_p=top_p, min_p=min_p)
+    if has_dtensor(hidden, weight, bias, positions):
+        raise ValueError("hidden, weight, bias and positions must be no DTensors; gather the head first")
+    if transform.per_token or transform.temperature != 1.0:
+        raise ValueError(f"transform.temperature must be 1, because temperature has it; got {transform.temperature}")
+    greedy = not isinstance(temperature, Tensor) and temperature == 0
+    check_dense("hidden", hidden)
+    check_dense("weight", weight)
+    vocab = weight.shape[0] if weight.dim() else 0
+    limits = Limits(None if top_k is None or top_k >= vocab else top_k, top_p, min_p)
+    if greedy and (top_k, top_p, min_p) != (None, None, None):
+        raise ValueError("top_k, top_p and min_p must be None with temperature=0, which draws nothing")
+    if support and limits.none:
+        raise ValueError("support must be False without a top_k, top_p or min_p: every id could be drawn")
+    call = HeadCall(
+        hidden=hidden, weight=weight, bias=bias, options=HeadOptions(
+            transform=transform if greedy else replace(transform, temperature=temperature),
+            compute_dtype=compute_dtype, batch_invariant=True,
+        ),
+        targets=torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device),
+    )  # fmt: skip
+    dtype, shape = call.check_tensors(), call.targets.shape
+    if positions is None:
+        positions = torch.arange(shape.numel(), device=hidden.device).view(shape)
+    elif check_dense("positions", positions, hidden, "hidden").dtype != torch.int64:
+        raise TypeError(f"positions must be int64, got {positions.dtype}")
+    elif positions.shape != shape:
+        raise ValueError(f"positions must be {tuple(shape)} from hidden, got {tuple(positions.shape)}")
+    if shape.numel() == 0:
+        none = call.targets.view(-1)
+        empty = sampling.support_of(sampling.Lists(none, none)) if support else None
+        return Sampled(call.targets, torch.zeros(shape, device=hidden.device), empty, 0)
+    uniforms = None if greedy else sampling.uniforms_of(seed, positions.reshape(-1))
+    drawn = sampling.sample(call, dtype, limits, uniforms)
+    found = sampling.support_of(drawn.lists) if support and drawn.lists is not None else None
+    return Sampled(drawn.ids.view(shape), drawn.logps.view(shape), found, drawn.fallbacks)
