@@ -29,8 +29,9 @@ class Sampled(NamedTuple):
     they are those of `linear_logprobs(..., batch_invariant=True)`, with one those of the same call with the support."""
     support: Support | None
     """The ids that each token could be drawn from, ascending. None unless asked for."""
-    fallbacks: int
-    """Tokens that were drawn from tiles of logits because they had more than 1024 candidates; 0 without an epilogue."""
+    fallbacks: Tensor
+    """() int64: tokens with more than 1024 candidates, which were drawn from tiles of logits. With fixed_shape they
+    were not drawn: their id is -1. 0 where all tokens are drawn from tiles."""
 
 
 @named_keywords
@@ -47,6 +48,7 @@ def sample_tokens(
     top_p: float | None = None,
     min_p: float | None = None,
     support: bool = False,
+    fixed_shape: bool = False,
     bias: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     compute_dtype: torch.dtype | None = None,
@@ -55,7 +57,7 @@ def sample_tokens(
 
     No gradient is made. On a GPU whose products have an epilogue the logits never reach memory: without limits the
     draw takes 1.1 times the product. With limits the exponentials of a few hundred tokens are kept at a time, 128 MiB
-    in float16, and the host waits for the device twice: for the number of fallbacks, and for the support's size.
+    in float16, and the host waits for the device: for the number of fallbacks, and for the support's size.
 
     A draw depends on the token's hidden state, the head, `seed` and the token's position alone. It is the same in
     every batch, and the same on every run.
@@ -70,13 +72,16 @@ def sample_tokens(
         temperature: above 0, a number or shaped like the tokens; 0 takes the largest logit, of equal ones the first,
             and gives log-probabilities at temperature 1. The transform's own temperature must be 1.
         top_k, top_p, min_p: limits, by the rules of `Support.from_logits`; None for a temperature of 0.
-        support: whether to return what could be drawn. Needs a limit.
+        support: whether to return what could be drawn. Needs a limit, and excludes fixed_shape.
+        fixed_shape: the host does not wait, so a CUDA graph can hold the call. Change `positions` in place between its
+            replays. With limits it needs a GPU whose products have an epilogue.
         bias, transform, compute_dtype: as in `linear_logprobs`.
 
     Raises:
         TypeError, ValueError: as `linear_logprobs`; a limit out of range, or one that does not go with the rest.
     """
     check_flag("support", support)
+    check_flag("fixed_shape", fixed_shape)
     check_count("seed", seed, least=0)
     if seed >= 1 << 63:
         raise ValueError(f"seed must be below 2^63, got {seed}")
@@ -92,12 +97,14 @@ def sample_tokens(
     limits = Limits(None if top_k is None or top_k >= vocab else top_k, top_p, min_p)
     if greedy and (top_k, top_p, min_p) != (None, None, None):
         raise ValueError("top_k, top_p and min_p must be None with temperature=0, which draws nothing")
+    if support and fixed_shape:
+        raise ValueError("support must be False with fixed_shape: the host has to know how many ids there are")
     if support and limits.none:
         raise ValueError("support must be False without a top_k, top_p or min_p: every id could be drawn")
     call = HeadCall(
         hidden=hidden, weight=weight, bias=bias, options=HeadOptions(
             transform=transform if greedy else replace(transform, temperature=temperature),
-            compute_dtype=compute_dtype, batch_invariant=True,
+            compute_dtype=compute_dtype, batch_invariant=True, fixed_shape=fixed_shape,
         ),
         targets=torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device),
     )  # fmt: skip
@@ -111,8 +118,8 @@ def sample_tokens(
     if shape.numel() == 0:
         none = call.targets.view(-1)
         empty = sampling.support_of(sampling.Lists(none, none)) if support else None
-        return Sampled(call.targets, torch.zeros(shape, device=hidden.device), empty, 0)
+        return Sampled(call.targets, torch.zeros(shape, device=hidden.device), empty, none.sum())
     uniforms = None if greedy else sampling.uniforms_of(seed, positions.reshape(-1))
-    drawn = sampling.sample(call, dtype, limits, uniforms)
-    found = sampling.support_of(drawn.lists) if support and drawn.lists is not None else None
+    drawn = sampling.sample(call, dtype, limits, uniforms, with_lists=support)
+    found = None if drawn.lists is None or not support else sampling.support_of(drawn.lists)
     return Sampled(drawn.ids.view(shape), drawn.logps.view(shape), found, drawn.fallbacks)

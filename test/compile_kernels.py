@@ -45,8 +45,17 @@ from liger_rl.engines.pair.reference import (
 )
 from liger_rl.engines.sparse import bounds_triton as sparse_triton
 from liger_rl.engines.sparse import listing_triton, slots_triton
-from liger_rl.kernels import compiled, devices, epilogue, largest_triton, picked_triton, segments_triton, softmax
-from liger_rl.kernels.reference import Kept
+from liger_rl.kernels import (
+    compiled,
+    devices,
+    epilogue,
+    largest_triton,
+    picked_triton,
+    sampling_triton,
+    segments_triton,
+    softmax,
+)
+from liger_rl.kernels.reference import Kept, Uniforms
 from liger_rl.kernels.segments import Base, Entries, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
@@ -171,6 +180,21 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
     largest_triton.largest(HeadFactors(hidden, weight, bias, transform), ones(parts_of(V), N), 4)
+    numbers, drawn = Uniforms(ones(N), ones(N)), torch.zeros_like(targets)
+    for uniforms in (None, numbers):
+        epilogue.gemm_state(
+            hidden, weight, bias, targets, transform, entropy=False, drawn=drawn, uniforms=uniforms
+        )  # fmt: skip
+
+
+def limited_draws(transform: LogitTransform, entropy: bool) -> None:
+    state = Fold.start(N, CPU, entropy=False)
+    known, kept = TileStatistics.unwritten(N, V, CPU, entropy=False), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
+    compiled.uniforms(5, torch.arange(N))
+    for limits in ((3, None, 0.1), (3, 0.9, None), (None, 0.9, None)):
+        found = sampling_triton.candidates(state, known, kept, V, limits)
+        slots = sampling_triton.slots_of(found, V)
+        sampling_triton.limited(found, slots, ones(slots.ids.numel()), state, ones(N), limits)
 
 
 def found_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -316,7 +340,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 
 
 EVERYWHERE = (
-    tile_by_tile, whole_rows, kept_exponentials, listed_ids, several_ids, pairs_of_tiles, policy_terms,
+    tile_by_tile, whole_rows, kept_exponentials, limited_draws, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
 WITH_EPILOGUE = (in_the_epilogue, found_ids, parts_of_pairs)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

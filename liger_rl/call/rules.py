@@ -24,7 +24,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "lse": "its engine does not keep it",
         "topk": "its engine does not keep it",
         "grad_tolerance": "",
-        "batch_invariant": "its sums depend on how many ids there are",
     },
     "with several targets for each token": {"grad_tolerance": ""},
     # One head, whose gradients are made in the forward.

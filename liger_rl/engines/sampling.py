@@ -33,6 +33,8 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitTransform
 
 KEPT_BYTES = 128 << 20  # of exponentials at a time
+# Triton compiles another merge of tiles, with another order of its sums, for a number of rows that 16 does not divide.
+MULTIPLE = 16
 
 
 class Lists(NamedTuple):
@@ -47,39 +49,59 @@ class Drawn(NamedTuple):
 
     ids: Tensor  # (n,) int64
     logps: Tensor  # (n,) float32
-    lists: Lists | None  # under limits
-    fallbacks: int = 0  # tokens with too many candidates
+    lists: Lists | None  # if asked for
+    fallbacks: Tensor  # () int64, tokens with too many candidates
 
 
-def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniforms | None) -> Drawn:
+def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniforms | None, *, with_lists: bool) -> Drawn:
     """One draw of each token, the targets and the mask of the call not read.
 
     Without `uniforms`, which goes with no limits, the id of the largest logit.
     """
-    n = call.targets.numel()
+    n, device = call.targets.numel(), call.targets.device
     head = head_of(call, call.targets.view(-1), TokenSelection(n), None)
     rows, options = head.gathered(dtype).with_weight_in(dtype), resolved(call.options, dtype)
-    hidden, transform = rows.hidden, options.transform
-    alone = rows.temperatures is None and devices.aligned(hidden)
-    if not alone or not devices.applies_to(max(n, devices.MIN_TOKENS), hidden.shape[1], dtype, rows.weight):
+    none, limited = torch.zeros((), dtype=torch.int64, device=device), uniforms is not None and not limits.none
+    need = _lacks(rows)
+    if need is not None:
+        if limited and call.options.fixed_shape:
+            raise ValueError(f"fixed_shape with a top_k, top_p or min_p needs {need}")
         ids, lists = _draw_from_logits(rows, options, limits, uniforms)
-        return Drawn(ids, _logps(call, rows, ids, lists), lists)
+        return Drawn(ids, _logps(call, rows, ids, lists), lists, none)
+    rows = two_pass.padded_rows(rows, MULTIPLE)
     if uniforms is None or limits.none:
         from liger_rl.kernels import epilogue
 
         ids = torch.empty_like(rows.targets)
         state, _ = epilogue.gemm_state(
-            hidden, rows.weight, rows.bias, rows.targets, transform, entropy=False, drawn=ids, uniforms=uniforms
-        )
-        return Drawn(ids, state.finish().logps, None)
-    drawn, is_lost = _draw_from_candidates(rows, transform, limits, uniforms)
-    lost = is_lost.nonzero().squeeze(1)
+            rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=False, drawn=ids,
+            uniforms=None if uniforms is None else _padded(uniforms, ids.numel()),
+        )  # fmt: skip
+        return Drawn(ids[:n], state.finish().logps[:n], None, none)
+    drawn, lost = _draw_from_candidates(rows, options.transform, limits, _padded(uniforms, rows.targets.numel()), n)
+    if call.options.fixed_shape:
+        return Drawn(drawn.ids.masked_fill(lost, -1), drawn.logps.masked_fill(lost, 0.0), None, lost.sum())
+    lost = lost.nonzero().squeeze(1)
+    fast = Drawn(drawn.ids, drawn.logps, _lists(drawn, lost) if with_lists else None, none)
     if not lost.numel():
-        return drawn
-    picked = rows._replace(hidden=hidden[lost], targets=rows.targets[lost], live=TokenSelection(lost.numel()))
+        return fast
+    picked = rows._replace(hidden=rows.hidden[lost], targets=rows.targets[lost], live=TokenSelection(lost.numel()))
     ids, lists = _draw_from_logits(picked, options, limits, uniforms.at(lost))
-    assert lists is not None
-    return _joined(drawn, lost, Drawn(ids, _logps(call, picked, ids, lists), lists, lost.numel()))
+    return _joined(fast, lost, Drawn(ids, _logps(call, picked, ids, lists), lists, none + lost.numel()))
+
+
+def _lacks(rows: Head) -> str | None:
+    """The first thing that a product with an epilogue needs and these rows lack."""
+    hidden, weight = rows.hidden, rows.weight
+    if rows.temperatures is not None:
+        return "one temperature for all tokens"
+    if not (devices.aligned(hidden) and devices.applies_to(devices.MIN_TOKENS, hidden.shape[1], hidden.dtype, weight)):
+        return devices.device_lacks(hidden.device) or "16-bit hidden states and weight, in aligned rows"
+    return None
+
+
+def _padded(uniforms: Uniforms, rows: int) -> Uniforms:
+    return Uniforms(*(pad(values, (0, rows - values.numel())) for values in uniforms))
 
 
 def _logps(call: HeadCall, rows: Head, ids: Tensor, lists: Lists | None) -> Tensor:
@@ -89,16 +111,25 @@ def _logps(call: HeadCall, rows: Head, ids: Tensor, lists: Lists | None) -> Tens
     return log_probs(replace(call, hidden=rows.hidden, targets=ids, support=support, options=options)).logps
 
 
+class _Limited(NamedTuple):
+    """The draws of n tokens under limits; of those with too many candidates nothing holds."""
+
+    ids: Tensor  # (n,) int64
+    logps: Tensor  # (n,) float32
+    listed: Tensor  # (n, most) int32: what could be drawn, ascending
+    counts: Tensor  # (n,) int64
+
+
 def _draw_from_candidates(
-    rows: Head, transform: LogitTransform, limits: Limits, uniforms: Uniforms
-) -> tuple[Drawn, Tensor]:
-    """-> the draws, and (n,) bool: the tokens for which nothing in them holds."""
+    rows: Head, transform: LogitTransform, limits: Limits, uniforms: Uniforms, n: int
+) -> tuple[_Limited, Tensor]:
+    """-> the draws of the first n tokens, and (n,) bool: whether a token has too many candidates."""
     from liger_rl.engines.sparse import slots_triton
     from liger_rl.kernels import epilogue, sampling_triton
 
-    (vocab, _), n = rows.weight.shape, rows.hidden.shape[0]
-    pieces = []
-    for start, stop in spans(n, KEPT_BYTES // Kept.bytes_per_token(vocab, torch.float16, BLOCK_VOCAB)):
+    (vocab, _), pieces = rows.weight.shape, []
+    step = KEPT_BYTES // Kept.bytes_per_token(vocab, torch.float16, BLOCK_VOCAB) // MULTIPLE * MULTIPLE
+    for start, stop in spans(rows.hidden.shape[0], max(step, MULTIPLE)):
         hidden, uniform = rows.hidden[start:stop], uniforms.of_tile[start:stop]
         kept = Kept.empty(stop - start, vocab, hidden.device, torch.float16, BLOCK_VOCAB)
         state, known = epilogue.gemm_state(
@@ -114,10 +145,16 @@ def _draw_from_candidates(
         # The statistics of these slots are those of `linear_logprobs` with the lists as a support, bit for bit.
         statistics, _ = slots_triton.statistics(drawn.logits, drawn.slots, drawn.ids, entropy=False, extras=())
         pieces.append((drawn.ids, statistics.logps, drawn.listed, drawn.counts, found.lost))
-    ids, logps, listed, counts, lost = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    counts = counts.masked_fill(lost, 0)
-    among = torch.arange(listed.shape[1], device=counts.device) < counts[:, None]
-    return Drawn(ids, logps, Lists(listed[among], counts)), lost
+    joined = pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+    *parts, lost = (part[:n] for part in joined)
+    return _Limited(*parts), lost
+
+
+def _lists(drawn: _Limited, lost: Tensor) -> Lists:
+    """The lists, empty at the tokens `lost`."""
+    counts = drawn.counts.index_fill(0, lost, 0)
+    among = torch.arange(drawn.listed.shape[1], device=counts.device) < counts[:, None]
+    return Lists(drawn.listed[among], counts)
 
 
 def _draw_from_logits(
@@ -173,19 +210,15 @@ def _first_past(mass: Tensor, uniform: Tensor) -> Tensor:
 
 def _joined(drawn: Drawn, lost: Tensor, others: Drawn) -> Drawn:
     """The draws with those of the tokens `lost` (m,) in place."""
-    assert drawn.lists is not None
-    assert others.lists is not None
+    ids = drawn.ids.index_copy(0, lost, others.ids), drawn.logps.index_copy(0, lost, others.logps)
+    if drawn.lists is None or others.lists is None:
+        return Drawn(*ids, None, others.fallbacks)
     counts = drawn.lists.counts.index_copy(0, lost, others.lists.counts)
     token = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
-    ids = torch.empty(token.numel(), dtype=torch.int64, device=counts.device)
+    listed = torch.empty(token.numel(), dtype=torch.int64, device=counts.device)
     is_other = torch.zeros_like(counts, dtype=torch.bool).index_fill(0, lost, True)[token]
-    ids[is_other], ids[~is_other] = others.lists.ids, drawn.lists.ids.long()
-    return Drawn(
-        drawn.ids.index_copy(0, lost, others.ids),
-        drawn.logps.index_copy(0, lost, others.logps),
-        Lists(ids, counts),
-        others.fallbacks,
-    )
+    listed[is_other], listed[~is_other] = others.lists.ids, drawn.lists.ids.long()
+    return Drawn(*ids, Lists(listed, counts), others.fallbacks)
 
 
 def uniforms_of(seed: int, positions: Tensor) -> Uniforms:

@@ -25,13 +25,13 @@ from liger_rl.kernels.tile_epilogues import KEPT_ONE
 from liger_rl.kernels.tile_epilogues import PART_VOCAB as PART
 
 CANDIDATES = 1024  # ids of a token whose exact logits are computed; a multiple of a piece of `segments_triton.DOTS`
-ROUGH = 4096  # ids of a token that its parts' statistics cannot rule out
+ROUGH = 4096  # ids of a token that the statistics of its parts cannot rule out
+BLOCK = 4096  # entries of a step of `_candidates_kernel`
 WARPS = 4
 STEPS = tl.constexpr(24)  # of the search for a threshold of probabilities
 LEAST_LOG2 = tl.constexpr(-28.0)  # kept exponentials of smaller probabilities may have lost digits
 # Factors on a probability that a float16 exponential gives, and on sums of them: twice its rounding error, and more.
 LESS, MORE = tl.constexpr(1.0 - 2.0**-8), tl.constexpr(1.0 + 2.0**-9)
-SUM_ERROR = tl.constexpr(2.0e-6)  # of a sum of a token's probabilities in float32
 
 
 class Draw(NamedTuple):
@@ -125,7 +125,8 @@ def choose(folds: Fold, draw: Draw, state: Fold, ids: Tensor, vocab: int) -> Non
 @triton.jit(do_not_specialize=["tokens", "parts", "stride", "vocab", "top_k", "top_p", "min_p"])
 def _candidates_kernel(
     known,  # `TileStatistics` (parts, tokens)
-    kept,  # `Kept` of the tokens
+    exponentials,  # `Kept.values` and `Kept.peaks`
+    tile_peaks,
     state,  # `Fold` (tokens,)
     chosen,  # (tokens, parts) int32, (tokens, ROUGH) int32 and float32, written: parts, ids and their probabilities
     rough_ids,
@@ -150,73 +151,80 @@ def _candidates_kernel(
     token = tl.program_id(0).to(tl.int64)
     peak = tl.load(state.peak + token)
     total = tl.load(state.sum_exp + token)
+    exponentials += token * stride
+    chosen += token * parts
+    rough_ids += token * ROUGH
+    rough += token * ROUGH
     part = tl.arange(0, PARTS)
     inside = part < parts
     place = part.to(tl.int64) * tokens + token
     best = tl.exp(tl.load(known.peaks + place, mask=inside, other=LOWEST) - peak) / total
     tile_place = (part // 2).to(tl.int64) * tokens + token
-    mass = tl.exp(tl.load(kept.peaks + tile_place, mask=inside, other=LOWEST) - peak) / total
+    mass = tl.exp(tl.load(tile_peaks + tile_place, mask=inside, other=LOWEST) - peak) / total
     mass *= tl.load(known.sums + place, mask=inside, other=0.0)
-    # The K parts with the largest peaks have K logits that are no smaller than the smallest of these peaks. Ids under a
-    # probability t have a mass of at most min(mass, PART t) in each part: they are outside of the nucleus if all of it
-    # is at most 1 - top_p.
-    low = LEAST_LOG2 + 0.0 * total
-    high = 0.0 * total
-    for _ in range(STEPS):
-        middle = 0.5 * (low + high)
-        threshold = tl.exp2(middle)
-        outside = False
-        if TOP_K:
-            outside = tl.sum((best >= threshold).to(tl.int32)) >= top_k
-        if TOP_P:
-            outside = outside | (tl.sum(tl.minimum(mass, PART * threshold)) <= 1.0 - top_p - SUM_ERROR)
-        low = tl.where(outside, middle, low)
-        high = tl.where(outside, high, middle)
-    threshold = LESS * tl.maximum(tl.exp2(low), min_p / total)
+    low = 0.0 * total + LEAST_LOG2
+    if TOP_K or TOP_P:
+        high = 0.0 * total
+        for _ in range(STEPS):
+            middle = 0.5 * (low + high)
+            threshold = tl.exp2(middle)
+            over = inside & (best >= threshold)
+            # Of a part over a probability t at least one id is over it, and ids with a mass of the part's less PART t.
+            if TOP_K:
+                reached = tl.sum(over.to(tl.int32)) >= top_k
+            else:
+                reached = tl.sum(tl.where(over, tl.maximum(best, mass - threshold * PART), 0.0)) >= top_p * MORE
+            low = tl.where(reached, middle, low)
+            high = tl.where(reached, high, middle)
+    least_p = min_p / total
+    if TOP_K and TOP_P:  # the nucleus is a share of the K likeliest ids, so all of these are candidates
+        least_p = 0.0 * total
+    threshold = tl.maximum(tl.exp2(low), least_p) * LESS
     taken = (inside & (best >= threshold)).to(tl.int32)
-    tl.store(chosen + token * parts + tl.cumsum(taken, 0) - 1, part, mask=taken != 0)
-    taken_parts = tl.sum(taken)
+    number = tl.sum(taken)
+    tl.store(chosen + tl.cumsum(taken, 0) - 1, part, mask=taken != 0)
     tl.debug_barrier()
     count = 0
-    for start in range(0, taken_parts * PART, BLOCK):
+    for start in range(0, number * PART, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        known_part = entry < taken_parts * PART
-        own_part = tl.load(chosen + token * parts + entry // PART, mask=known_part, other=0)
-        id = own_part * PART + entry % PART
-        tile_peak = tl.load(kept.peaks + (own_part // 2).to(tl.int64) * tokens + token, mask=known_part, other=LOWEST)
-        value = tl.load(kept.values + token * stride + id, mask=known_part & (id < vocab), other=0.0).to(tl.float32)
-        p = value * (tl.exp(tile_peak - peak) / (total * KEPT_ONE))
-        taken = (p >= threshold).to(tl.int32)
-        at = count + tl.cumsum(taken, 0) - 1
-        stored = (taken != 0) & (at < ROUGH)
-        tl.store(rough_ids + token * ROUGH + at, id, mask=stored)
-        tl.store(rough + token * ROUGH + at, p, mask=stored)
-        count += tl.sum(taken)
+        known_part = entry < number * PART
+        own = tl.load(chosen + entry // PART, mask=known_part, other=0)
+        id = own * PART + entry % PART
+        tile_peak = tl.load(tile_peaks + (own // 2).to(tl.int64) * tokens + token, mask=known_part, other=LOWEST)
+        value = tl.load(exponentials + id, mask=known_part & (id < vocab), other=0.0).to(tl.float32)
+        entry_p = value * (tl.exp(tile_peak - peak) / (total * KEPT_ONE))
+        above = (entry_p >= threshold).to(tl.int32)
+        at = count + tl.cumsum(above, 0) - 1
+        stored = (above != 0) & (at < ROUGH)
+        tl.store(rough_ids + at, id, mask=stored)
+        tl.store(rough + at, entry_p, mask=stored)
+        count += tl.sum(above)
     tl.debug_barrier()
+    # The same search among the entries themselves.
     place = tl.arange(0, ROUGH)
-    p = tl.load(rough + token * ROUGH + place, mask=place < count, other=0.0)
-    low = tl.log2(threshold)
-    high = 0.0 * total
-    for _ in range(STEPS):
-        middle = 0.5 * (low + high)
-        above = p >= tl.exp2(middle)
-        outside = False
-        if TOP_K:
-            outside = tl.sum(above.to(tl.int32)) >= top_k
-        if TOP_P:
-            outside = outside | (tl.sum(tl.where(above, p, 0.0)) >= top_p * MORE)
-        low = tl.where(outside, middle, low)
-        high = tl.where(outside, high, middle)
-    threshold = tl.maximum(threshold, LESS * tl.exp2(low))
-    taken = ((p >= threshold) & (place < count)).to(tl.int32)
-    at = tl.cumsum(taken, 0) - 1
-    id = tl.load(rough_ids + token * ROUGH + place, mask=taken != 0, other=0)
-    tl.store(ids + token * CANDIDATES + at, id, mask=(taken != 0) & (at < CANDIDATES))
-    number = tl.sum(taken)
+    p = tl.load(rough + place, mask=place < count, other=0.0)
+    if TOP_K or TOP_P:
+        low = tl.log2(threshold)
+        high = 0.0 * total
+        for _ in range(STEPS):
+            middle = 0.5 * (low + high)
+            is_over = p >= tl.exp2(middle)
+            if TOP_K:
+                reached = tl.sum(is_over.to(tl.int32)) >= top_k
+            else:
+                reached = tl.sum(tl.where(is_over, p, 0.0)) >= top_p * MORE
+            low = tl.where(reached, middle, low)
+            high = tl.where(reached, high, middle)
+        threshold = tl.maximum(threshold, tl.exp2(low) * LESS)
+    left = ((p >= threshold) & (place < count)).to(tl.int32)
+    found = tl.sum(left)
+    at = tl.cumsum(left, 0) - 1
+    id = tl.load(rough_ids + place, mask=left != 0, other=0)
+    tl.store(ids + token * CANDIDATES + at, id, mask=(left != 0) & (at < CANDIDATES))
     room = tl.arange(0, CANDIDATES)
-    tl.store(ids + token * CANDIDATES + room, room * 0 + vocab + 1, mask=room >= number)
+    tl.store(ids + token * CANDIDATES + room, room * 0 + vocab + 1, mask=room >= found)
     tl.store(least + token, threshold)
-    tl.store(lost + token, (count > ROUGH) | (number > CANDIDATES))
+    tl.store(lost + token, (count > ROUGH) | (found > CANDIDATES))
 
 
 @triton.jit
@@ -261,13 +269,14 @@ def _limits_kernel(
     id = tl.load(candidates + row + place)
     known = id < vocab
     z = tl.load(logits + row + place, mask=known, other=float("-inf"))
-    p = tl.exp(z - tl.load(state.peak + token)) / tl.load(state.sum_exp + token)
+    total = tl.load(state.sum_exp + token)
+    p = tl.exp(z - tl.load(state.peak + token)) / total
     key = tl.where(known, key_of(z), 0)
     kept = known
+    least_p = tl.load(least + token)
     contained = tl.load(lost + token) == 0
     if TOP_K:
         kept = kept & (key >= _threshold(key, tl.where(known, 1.0, 0.0), top_k.to(tl.float32)))
-        contained = contained & (tl.sum(kept.to(tl.int32)) >= top_k)
     if TOP_P:
         wanted = top_p * 1.0
         if TOP_K:
@@ -277,10 +286,11 @@ def _limits_kernel(
         equal = kept & (key == smallest)
         before = tl.sum(tl.where(above, p, 0.0)) + (tl.cumsum(equal.to(tl.int32), 0) - 1).to(tl.float32) * p
         kept = above | (equal & (before < wanted))
-        contained = contained & (tl.sum(tl.where(kept, p, 0.0)) >= wanted)
+        # All ids that min_p leaves may be candidates, and the nucleus not.
+        contained = contained & ((tl.sum(tl.where(kept, p, 0.0)) >= wanted) | (min_p / total >= least_p))
     kept = kept & (tl.exp(z - tl.max(z)) >= min_p)
     smallest_p = tl.min(tl.where(kept, p, 2.0))
-    contained = contained & (smallest_p >= MORE * tl.load(least + token)) & (smallest_p <= 1.5)
+    contained = contained & (smallest_p >= least_p * MORE) & (smallest_p <= 1.5)
     number = tl.sum(kept.to(tl.int32))
     drawn = _first_past(tl.where(kept, p, 0.0), tl.load(uniform + token), SIZE)
     hit = place == drawn
@@ -335,9 +345,8 @@ def candidates(
     rough = empty(n, parts), empty(n, ROUGH), empty(n, ROUGH, dtype=torch.float32)
     with on(device):
         _candidates_kernel[(n,)](
-            known, kept, state, *rough, *found, n, parts, kept.values.stride(0), vocab, **_arguments(*limits),
-            PARTS=triton.next_power_of_2(parts), ROUGH=ROUGH, CANDIDATES=CANDIDATES,
-            BLOCK=8 * PART_VOCAB, num_warps=WARPS,
+            known, *kept[:2], state, *rough, *found, n, parts, kept.values.stride(0), vocab, **_arguments(*limits),
+            PARTS=triton.next_power_of_2(parts), ROUGH=ROUGH, CANDIDATES=CANDIDATES, BLOCK=BLOCK, num_warps=2 * WARPS,
         )  # fmt: skip
     return found
 

@@ -144,9 +144,9 @@ def invariant(rows: Head, options: EngineOptions, *, in_tiles: bool = False) -> 
     """
     if not options.batch_invariant:
         return rows if in_tiles else with_factor(rows, options), options
-    weight, padded = rows.weight, rows if in_tiles else with_factor(_padded_rows(rows, MIN_TOKENS), options)
+    weight, padded = rows.weight, rows if in_tiles else with_factor(padded_rows(rows, MIN_TOKENS), options)
     if in_tiles or fold_epilogue(padded, options) is None:
-        padded = _padded_rows(rows, INVARIANT_TOKENS)
+        padded = padded_rows(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
         unchunked = replace(options, chunk_tokens=None, chunk_vocab=None)
         bytes_per_logit = 4 if compiles(device) else 12
@@ -155,7 +155,7 @@ def invariant(rows: Head, options: EngineOptions, *, in_tiles: bool = False) -> 
     return padded, options
 
 
-def _padded_rows(rows: Head, multiple: int) -> Head:
+def padded_rows(rows: Head, multiple: int) -> Head:
     """The rows, filled up with rows of zeros to a multiple of `multiple`."""
     missing = -rows.hidden.shape[0] % multiple
     if not missing:
