@@ -192,7 +192,7 @@ def limited_draws(transform: LogitTransform, entropy: bool) -> None:
     known, kept = TileStatistics.unwritten(N, V, CPU, entropy=False), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     compiled.uniforms(5, torch.arange(N))
     for limits in ((3, None, 0.1), (3, 0.9, None), (None, 0.9, None)):
-        found = sampling_triton.candidates(state, known, kept, V, limits)
+        found = sampling_triton.candidates(N, state, known, kept, V, limits)
         slots = sampling_triton.slots_of(found, V)
         sampling_triton.limited(found, slots, ones(slots.ids.numel()), state, ones(N), limits)
 

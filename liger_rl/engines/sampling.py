@@ -78,7 +78,7 @@ def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniform
             uniforms=None if uniforms is None else _padded(uniforms, ids.numel()),
         )  # fmt: skip
         return Drawn(ids[:n], state.finish().logps[:n], None, none)
-    drawn, lost = _draw_from_candidates(rows, options.transform, limits, _padded(uniforms, rows.targets.numel()), n)
+    drawn, lost = _draw_from_candidates(rows, options.transform, limits, uniforms, n)
     if call.options.fixed_shape:
         return Drawn(drawn.ids.masked_fill(lost, -1), drawn.logps.masked_fill(lost, 0.0), None, lost.sum())
     lost = lost.nonzero().squeeze(1)
@@ -130,23 +130,24 @@ def _draw_from_candidates(
     (vocab, _), pieces = rows.weight.shape, []
     step = KEPT_BYTES // Kept.bytes_per_token(vocab, torch.float16, BLOCK_VOCAB) // MULTIPLE * MULTIPLE
     for start, stop in spans(rows.hidden.shape[0], max(step, MULTIPLE)):
-        hidden, uniform = rows.hidden[start:stop], uniforms.of_tile[start:stop]
+        hidden, uniform = rows.hidden[start:stop], uniforms.of_tile[start : min(stop, n)]
         kept = Kept.empty(stop - start, vocab, hidden.device, torch.float16, BLOCK_VOCAB)
         state, known = epilogue.gemm_state(
             hidden, rows.weight, rows.bias, rows.targets[start:stop], transform, entropy=False, with_tiles=True,
             kept=kept,
         )  # fmt: skip
         assert known is not None
-        found = sampling_triton.candidates(state, known, kept, vocab, limits)
+        live = min(stop, n) - start
+        found = sampling_triton.candidates(live, state, known, kept, vocab, limits)
         del kept
         slots = sampling_triton.slots_of(found, vocab)
-        logits = slots_triton.dots(Factors(hidden, rows.weight, rows.bias), slots, transform)
+        logits = slots_triton.dots(Factors(hidden[:live], rows.weight, rows.bias), slots, transform)
         drawn = sampling_triton.limited(found, slots, logits, state, uniform, limits)
         # The statistics of these slots are those of `linear_logprobs` with the lists as a support, bit for bit.
         statistics, _ = slots_triton.statistics(drawn.logits, drawn.slots, drawn.ids, entropy=False, extras=())
         pieces.append((drawn.ids, statistics.logps, drawn.listed, drawn.counts, found.lost))
     joined = pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
-    *parts, lost = (part[:n] for part in joined)
+    *parts, lost = joined
     return _Limited(*parts), lost
 
 

@@ -26,7 +26,7 @@ from liger_rl.kernels.tile_epilogues import PART_VOCAB as PART
 
 CANDIDATES = 1024  # ids of a token whose exact logits are computed; a multiple of a piece of `segments_triton.DOTS`
 ROUGH = 4096  # ids of a token that the statistics of its parts cannot rule out
-BLOCK = 4096  # entries of a step of `_candidates_kernel`
+BLOCK, SCAN_WARPS = 32, 8  # parts of a step of `_candidates_kernel`, and its warps
 WARPS = 4
 STEPS = tl.constexpr(24)  # of the search for a threshold of probabilities
 LEAST_LOG2 = tl.constexpr(-28.0)  # kept exponentials of smaller probabilities may have lost digits
@@ -185,20 +185,21 @@ def _candidates_kernel(
     tl.store(chosen + tl.cumsum(taken, 0) - 1, part, mask=taken != 0)
     tl.debug_barrier()
     count = 0
-    for start in range(0, number * PART, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        known_part = entry < number * PART
-        own = tl.load(chosen + entry // PART, mask=known_part, other=0)
-        id = own * PART + entry % PART
-        tile_peak = tl.load(tile_peaks + (own // 2).to(tl.int64) * tokens + token, mask=known_part, other=LOWEST)
-        value = tl.load(exponentials + id, mask=known_part & (id < vocab), other=0.0).to(tl.float32)
-        entry_p = value * (tl.exp(tile_peak - peak) / (total * KEPT_ONE))
-        above = (entry_p >= threshold).to(tl.int32)
-        at = count + tl.cumsum(above, 0) - 1
+    column = tl.arange(0, PART)[None, :]
+    for start in range(0, number, BLOCK):
+        which = start + tl.arange(0, BLOCK)
+        own = tl.load(chosen + which, mask=which < number, other=parts)
+        tile_peak = tl.load(tile_peaks + (own // 2).to(tl.int64) * tokens + token, mask=which < number, other=LOWEST)
+        scale = tl.exp(tile_peak - peak) / (total * KEPT_ONE)
+        id = own[:, None] * PART + column
+        value = tl.load(exponentials + id, mask=id < vocab, other=0.0).to(tl.float32) * scale[:, None]
+        above = (value >= threshold).to(tl.int32)
+        of_part = tl.sum(above, 1)
+        at = (count + tl.cumsum(of_part, 0) - of_part)[:, None] + tl.cumsum(above, 1) - 1
         stored = (above != 0) & (at < ROUGH)
         tl.store(rough_ids + at, id, mask=stored)
-        tl.store(rough + at, entry_p, mask=stored)
-        count += tl.sum(above)
+        tl.store(rough + at, value, mask=stored)
+        count += tl.sum(of_part)
     tl.debug_barrier()
     # The same search among the entries themselves.
     place = tl.arange(0, ROUGH)
@@ -328,6 +329,7 @@ class Limited(NamedTuple):
 
 
 def candidates(
+    n: int,  # the first tokens of the rest, which may have more
     state: Fold,
     known: TileStatistics,
     kept: Kept,
@@ -335,8 +337,7 @@ def candidates(
     limits: tuple[int | None, float | None, float | None],  # top_k, top_p, min_p
 ) -> Candidates:
     """The candidates of tokens whose exponentials are kept."""
-    (parts, n), device = known.peaks.shape, kept.values.device
-    parts = min(parts, triton.cdiv(vocab, PART_VOCAB))
+    parts, device = triton.cdiv(vocab, PART_VOCAB), kept.values.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -345,8 +346,9 @@ def candidates(
     rough = empty(n, parts), empty(n, ROUGH), empty(n, ROUGH, dtype=torch.float32)
     with on(device):
         _candidates_kernel[(n,)](
-            known, *kept[:2], state, *rough, *found, n, parts, kept.values.stride(0), vocab, **_arguments(*limits),
-            PARTS=triton.next_power_of_2(parts), ROUGH=ROUGH, CANDIDATES=CANDIDATES, BLOCK=BLOCK, num_warps=2 * WARPS,
+            known, *kept[:2], state, *rough, *found, known.peaks.shape[1], parts, kept.values.stride(0), vocab,
+            **_arguments(*limits), PARTS=triton.next_power_of_2(parts), ROUGH=ROUGH, CANDIDATES=CANDIDATES,
+            BLOCK=BLOCK, num_warps=SCAN_WARPS,
         )  # fmt: skip
     return found
 
