@@ -3,6 +3,7 @@
 Options in all their combinations are the fuzzer's, properties test_properties.py's.
 """
 
+import itertools
 import math
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import oracles
 from devices import skip_without_interpreter
 from head_calls import CALLS, Products, batch, call, eager, functional, problem, run_triton, solve, truth
-from liger_rl import HeadOptions, LogitTransform, linear_logprobs
+from liger_rl import HeadOptions, LogitTransform, Support, linear_logprobs, logits_logprobs
 
+OFFSET_TRANSFORMS = [{}, {"temperature": 0.7}, {"softcap": 3e4, "temperature": 2.0}]
 TRANSFORMS = [{}, {"temperature": 1.6, "softcap": 2.0, "scale": 1.7}]
 
 
@@ -80,6 +82,68 @@ def test_the_gradient_of_the_mean_logit(alone, transform, kernels, device, monke
     for name, grad in leaves.grads().items():
         truth = exact.grads()[name]
         assert (grad.double() - truth).norm() <= (1e-5 if dtype == torch.float32 else 2e-3) * truth.norm(), name
+
+
+@pytest.mark.parametrize("transform", OFFSET_TRANSFORMS, ids=["plain", "temperature", "softcap"])
+@pytest.mark.parametrize(
+    ("kernels", "of"),
+    [
+        *itertools.product(["PyTorch", "Triton"], ["all", "several targets", "support", "given logits"]),
+        *itertools.product(["an epilogue"], ["logps", "all", "topk"]),
+        ("PyTorch", "a graph"),
+    ],
+)
+def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkeypatch):
+    """At +-1e4 float32 rounds lse by up to 5e-4. Probabilities that are off by that factor add up to another number."""
+    if kernels != "PyTorch":
+        skip_without_interpreter(device)
+        run_triton(monkeypatch, epilogue=kernels == "an epilogue")
+    n, vocab, dtype = 16, 600, torch.float16 if kernels == "an epilogue" else torch.float32
+    # Under one-hot hidden states dL/dweight is dL/dlogits. In steps of 2^-6 all logits are exact.
+    logits = ((torch.randn(n, vocab) * 32).round() / 64).to(device)
+    offset = torch.where(torch.arange(n, device=device) % 2 == 0, 1e4, -1e4)
+    hidden = torch.eye(n, device=device)
+    hidden, weight = torch.cat([hidden, offset[:, None]], 1).to(dtype), torch.cat([logits, logits[:1] * 0 + 1])
+    weight = weight.T.contiguous().to(dtype).requires_grad_()
+    targets = torch.randint(vocab, (n, 3) if of == "several targets" else (n,)).to(device)
+    listed = torch.ones(n, vocab, dtype=torch.bool, device=device)
+    options = {"transform": LogitTransform(**transform), "grad_tolerance": 0.0}
+    if of == "support":
+        listed = (torch.rand(n, vocab) < 0.3).to(device).scatter(1, targets[:, None], True)
+        options["support"] = Support.from_padded(torch.where(listed, torch.arange(vocab, device=device), -1))
+    if of != "logps":
+        options["entropy"] = True
+    if of in ("all", "several targets", "topk", "a graph"):
+        options["lse"] = True
+    if of == "topk":
+        options["topk"] = 2
+
+    def values(hidden, weight):
+        if of == "given logits":
+            logits = hidden.float() @ weight.float().T
+            return logits_logprobs(logits, targets, transform=options["transform"], entropy=True)
+        return linear_logprobs(hidden, weight, targets, **options)
+
+    found = (torch.compile(values, fullgraph=True, backend="aot_eager") if of == "a graph" else values)(hidden, weight)
+    outputs = [found.logps, found.entropy, getattr(found, "lse", None), getattr(found, "topk_logps", None)]
+    outputs = [value for value in outputs if value is not None]
+    upstream = [torch.rand(value.shape).to(device) + 0.5 for value in outputs]
+    torch.autograd.backward(outputs, upstream)
+    exact = (logits.double() + offset.double()[:, None]).requires_grad_()
+    z = oracles.transformed(exact, **transform).masked_fill(~listed, -math.inf)
+    log_p = z.log_softmax(1)
+    entropies = -(log_p.exp() * log_p.masked_fill(~listed, 0.0)).sum(1)
+    ids = targets if targets.dim() == 2 else targets[:, None]
+    expected = [log_p.gather(1, ids).view_as(targets), entropies, z.logsumexp(1)]
+    expected = [value for value, asked in zip(expected, (True, of != "logps", "lse" in options), strict=True) if asked]
+    if of == "topk":
+        expected.append(log_p.gather(1, found.topk_ids))
+        ids = torch.cat([ids, found.topk_ids], 1)
+    torch.autograd.backward(expected, [grad.double() for grad in upstream])
+    mine = weight.grad[:, :n].T.double()
+    # All ids but the targets, whose gradients are computed from log-probabilities: in float16 they are rounded by more.
+    mine, truth = (grad.scatter(1, ids, 0.0) for grad in (mine, exact.grad))
+    assert ((mine - truth).sum(1).abs() <= 1e-4 * truth.abs().sum(1)).all()
 
 
 # --- several targets for each token, and the largest ------------------------------------------------------------------

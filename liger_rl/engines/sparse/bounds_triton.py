@@ -209,7 +209,8 @@ def part_bounds(
     bounds = PartBounds.empty(n, tiles, targets.device, targets=True)
     with on(targets.device):
         _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
-            known, log_probabilities, tokens.contiguous(), targets.contiguous(), bounds, tiles, n, LogitSteps.of(transform),
+            known, log_probabilities, tokens.contiguous(), targets.contiguous(), bounds, tiles, n,
+            LogitSteps.of(transform),
             TILE_VOCAB=PART_VOCAB, TOKENS=BOUND_TOKENS, TILES=BOUND_TILES, num_warps=BOUND_WARPS,
         )  # fmt: skip
     return bounds
