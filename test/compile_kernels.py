@@ -140,7 +140,7 @@ def token_gradients(entropy: bool) -> TokenGradients:
 
 
 def statistics(entropy: bool) -> TokenStatistics:
-    return TokenStatistics(-ones(N), ones(N), ones(N) if entropy else None)
+    return TokenStatistics(-ones(N), ones(N).double(), ones(N) if entropy else None)
 
 
 def tile_by_tile(transform: LogitTransform, entropy: bool) -> None:
@@ -202,7 +202,7 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
     known = TileStatistics.unwritten(N, V, CPU, entropy=entropy)
-    bounds = sparse_triton.part_bounds(known, statistics(entropy), tokens, targets, transform)
+    bounds = sparse_triton.part_bounds(known, -ones(N), tokens, targets, transform)
     drawn = sparse_triton.draw_tokens(bounds, torch.arange(N))
     tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)

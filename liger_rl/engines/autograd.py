@@ -39,7 +39,7 @@ class HeadValues(NamedTuple):
 
     @classmethod
     def of(cls, statistics: TokenStatistics, options: EngineOptions, vocab: int) -> "HeadValues":
-        lse, mean = statistics.lse if options.lse else None, statistics.extra("mean_logits", vocab)
+        lse, mean = statistics.lse.float() if options.lse else None, statistics.extra("mean_logits", vocab)
         differentiable = statistics.logps, statistics.entropy, lse, mean, statistics.topk_logps
         return cls(*differentiable, statistics.log_sum_sq_probs, statistics.is_top1, statistics.topk_ids)
 
@@ -136,5 +136,5 @@ def token_inputs(
     grad_logps = torch.zeros_like(statistics.logps) if grads.logps is None else grads.logps.float()
     tokens = of(statistics, grad_logps, grads.entropy)
     if grads.lse is not None:
-        tokens = tokens.with_lse(grads.lse, statistics.logps)
+        tokens = tokens.with_lse(grads.lse.float(), statistics.logps)
     return tokens if grads.mean_logits is None else tokens.with_mean_logits(grads.mean_logits, vocab)

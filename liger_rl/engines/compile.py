@@ -70,7 +70,7 @@ def _empty(arguments: Sequence[Any]) -> Outputs:
     token, part = (n,), (parts_of(vocab), n)
     shapes = [head.targets.shape, *[token] * (STATISTICS - 1), *[part] * TILES, (1,)]
     of_extras = [torch.bool if name == "is_top1" else torch.float32 for name in EXTRAS]
-    dtypes = [*[torch.float32] * 3, *of_extras, *[torch.float32] * TILES, torch.bool]
+    dtypes = [torch.float32, torch.float64, torch.float32, *of_extras, *[torch.float32] * TILES, torch.bool]
     devices = [*[head.hidden.device] * (STATISTICS + TILES), torch.device("cpu")]
     columns = zip(_requested_outputs(options, bounded), shapes, dtypes, devices, strict=True)
     return [
@@ -223,8 +223,8 @@ def logprobs_in_graph(
     tensors = head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight, head.targets, head.live.mask
     values = iter(operator(*tensors, *flat, bounded))
     # We return copies, because the caller may write to its results and the backward reads the operator's outputs.
-    logps, lse = next(values).clone(), next(values).clone()
-    named: dict[str, Tensor | None] = {"logps": logps, "lse": lse if options.lse else None}
+    logps, lse = next(values).clone(), next(values)
+    named: dict[str, Tensor | None] = {"logps": logps, "lse": lse.float() if options.lse else None}
     named["entropy"] = next(values).clone() if options.entropy else None
     for name in EXTRAS:
         named[name] = next(values) if name in options.extras else None

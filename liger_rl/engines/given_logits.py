@@ -28,10 +28,11 @@ class LogitRows(torch.autograd.Function):
         ctx.transform = transform
         saved = statistics.logps, statistics.lse, statistics.entropy
         ctx.save_for_backward(logits, targets, mask, temperatures, *saved)
-        ctx.mark_non_differentiable(statistics.lse)
+        lse = statistics.lse.float()
+        ctx.mark_non_differentiable(lse)
         # We return copies, because the caller may write to its results and the backward reads the saved ones.
         entropies = None if statistics.entropy is None else statistics.entropy.clone()
-        return statistics.logps.clone(), entropies, statistics.lse
+        return statistics.logps.clone(), entropies, lse
 
     @staticmethod
     @differentiable_once

@@ -257,16 +257,17 @@ def fold_rows(
 ) -> TokenStatistics:
     """-> statistics (tokens,) in the order of targets.flatten(). A token that does not count has 0, and lse +inf."""
     counts, flat_targets = _counted(logits, targets, mask), targets.flatten().long()
-    columns = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
+    columns = torch.empty(1 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
+    lse = torch.empty(targets.numel(), dtype=torch.float64, device=logits.device)
     for tokens, rows in _pieces(logits, targets):
         state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
         fold(logits[rows], flat_targets[tokens], 0, None, _token_transform(transform, tokens), state)
         piece = state.finish()
-        for column, values in zip(columns, (piece.logps, piece.lse, piece.entropy), strict=False):
+        for column, values in zip((lse, *columns), (piece.lse, piece.logps, piece.entropy), strict=False):
             column[tokens] = values
     columns.masked_fill_(~counts, 0.0)
-    columns[1].masked_fill_(~counts, math.inf)
-    return TokenStatistics(columns[0], columns[1], columns[2] if entropy else None)
+    lse.masked_fill_(~counts, math.inf)
+    return TokenStatistics(columns[0], lse, columns[1] if entropy else None)
 
 
 def grad_rows(
@@ -282,7 +283,7 @@ def grad_rows(
     (grad_logps, grad_entropy), flat_targets = grads, targets.flatten().long()
     has_gradient = grad_logps != 0 if grad_entropy is None else (grad_logps != 0) | (grad_entropy != 0)
     has_gradient = has_gradient & _counted(logits, targets, mask)
-    gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
+    gradients = TokenGradients.of(statistics, grad_logps, grad_entropy).with_float32_lse()
     for tokens, rows in _pieces(logits, targets):
         gradient = torch.empty(len(rows[0]), logits.shape[-1], dtype=torch.float32, device=logits.device)
         tokens_transform = _token_transform(transform, tokens)

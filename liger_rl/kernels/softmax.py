@@ -197,6 +197,14 @@ def _entropy_part(p, log_p, e, entropy):
 
 
 @triton.jit
+def log_probabilities(z, lse):
+    """-> z - lse, float32. Subtracting what float32 leaves of a float64 lse keeps the sum of exp(z - lse) at 1."""
+    rounded = lse.to(tl.float32)
+    rest = (lse - rounded).to(tl.float32)
+    return (z - rounded) - tl.where(tl.abs(rounded) < float("inf"), rest, 0.0)  # inf - inf is NaN
+
+
+@triton.jit
 def token_terms(tokens, token, live):
     """-> dL/dlogp, dL/dentropy and entropy of tokens; the last two are 0.0 without a gradient of the entropy."""
     g = tl.load(tokens.grad_logps + token, mask=live, other=0.0)

@@ -20,10 +20,10 @@ EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of the softmax of n tokens, float32."""
+    """Statistics of the softmax of n tokens, float32 except lse."""
 
     logps: Tensor  # (n,) log-probability of the target; (n, K) of K targets
-    lse: Tensor  # (n,) log sum_v exp z_v
+    lse: Tensor  # (n,) float64, log sum_v exp z_v
     entropy: Tensor | None  # (n,) in nats
     log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
@@ -111,7 +111,8 @@ class Fold(NamedTuple):
         # The comparison is exact: target, peak and rival come from the same tiles. In a tie the smaller id is first.
         is_top1 = None if self.rival is None else (self.target >= self.peak) & (self.target > self.rival)
         target = self.target if with_target else None
-        return TokenStatistics(logps, self.peak + log_sum, entropy, log_sum_sq, self.sum_logits, is_top1, target)
+        lse = self.peak.double() + log_sum
+        return TokenStatistics(logps, lse, entropy, log_sum_sq, self.sum_logits, is_top1, target)
 
 
 # The sides of a tile in a product with an epilogue.
@@ -198,7 +199,7 @@ class TokenGradients(NamedTuple):
     `uniform` is added to both.
     """
 
-    lse: Tensor  # (n,)
+    lse: Tensor  # (n,) float64 before `with_float32_lse`
     grad_logps: Tensor  # (n,) dL/dlogp - dL/dlse
     at_target: Tensor  # (n,) dL/dlogp (1 - p_target) + dL/dlse p_target
     entropy: Tensor | None  # (n,); None if grad_entropy is None
@@ -226,7 +227,23 @@ class TokenGradients(NamedTuple):
         """Add dL/dmean_logits (n,), which adds its `vocab`-th part to each dL/dz_v of the whole vocabulary."""
         return self._replace(uniform=grad_mean_logits / vocab)
 
+    def with_float32_lse(self) -> "TokenGradients":
+        """The inputs of kernels, which compute exp(z - lse) with lse in float32.
+
+        At logits near 1e4 float32 rounds lse by up to 5e-4. Then the sum of exp(z - lse) is not 1, and dL/dz has a sum
+        other than 0. With rest = lse - float32 lse, p = exp(z - float32 lse) exp(-rest). So the gradients get the
+        factor exp(-rest), and log p + entropy = (z - float32 lse) + (entropy - rest).
+        """
+        lse = self.lse.float()
+        rest = (self.lse - lse).float().nan_to_num_(0.0)  # inf - inf is NaN
+        factor = torch.exp(-rest)
+        entropy = None if self.entropy is None else self.entropy - rest
+        grad_entropy = None if self.grad_entropy is None else self.grad_entropy * factor
+        grad_logps = self.grad_logps * factor
+        return self._replace(lse=lse, grad_logps=grad_logps, entropy=entropy, grad_entropy=grad_entropy)
+
     def contiguous(self) -> "TokenGradients":
+        assert self.lse.dtype == torch.float32  # kernels would compute their tiles in float64
         return each(self, torch.Tensor.contiguous)
 
     def take(self, rows: Tensor | slice) -> "TokenGradients":

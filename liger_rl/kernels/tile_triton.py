@@ -16,13 +16,14 @@ from liger_rl.kernels.softmax import (
     LOWEST,
     folded,
     gradient,
+    log_probabilities,
     one_minus_exp,
     times_derivative,
     token_terms,
     transformed,
     with_uniform,
 )
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, each
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # Of 256 to 16384 vocabulary entries and 1 to 32 warps on an H200, with whole rows of V = 12800 in bfloat16: 63 and 103
@@ -150,7 +151,7 @@ def _fold_kernel(
             # Around the peak, not around lse: see `Fold.finish`.
             logp = (target_z - peak) - log_sum
             tl.store(out.logps + token, tl.where(logp > 0.0, 0.0, logp))
-            tl.store(out.lse + token, peak + log_sum)
+            tl.store(out.lse + token, peak.to(tl.float64) + log_sum)
             if MOMENT:
                 entropy = log_sum - moment / total
                 tl.store(out.entropy + token, tl.where(entropy < 0.0, 0.0, entropy))
@@ -201,7 +202,7 @@ def _grad_kernel(
         if steps.temperatures is not None:
             temperature = tl.load(steps.temperatures + token)
             z /= temperature
-        log_p = z - tl.load(tokens.lse + token)
+        log_p = log_probabilities(z, tl.load(tokens.lse + token))
         # 1 - p from the forward's logp, as in `TokenGradients.of`.
         at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
         ENTROPY: tl.constexpr = tokens.grad_entropy is not None
@@ -253,8 +254,9 @@ def fold_rows(
     logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
 ) -> TokenStatistics:
     """As `reference.fold_rows`; the last dimension of `logits` must be contiguous."""
-    logps, lses, *entropies = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
-    out = TokenStatistics(logps, lses, entropies[0] if entropies else None)
+    logps, *entropies = torch.empty(1 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
+    lse = torch.empty(targets.numel(), dtype=torch.float64, device=logits.device)
+    out = TokenStatistics(logps, lse, entropies[0] if entropies else None)
     fold(logits, targets, 0, None, transform, None, mask, out)
     return out
 
@@ -288,7 +290,7 @@ def grad(
             None if mask is None else mask.contiguous(),
             None if bias is None else bias.contiguous(),
             logps,
-            tokens.contiguous(),
+            each(tokens, torch.Tensor.contiguous),
             positions,
             length,
             columns,

@@ -3,7 +3,9 @@
 Options in all their combinations are the fuzzer's, properties test_properties.py's.
 """
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,18 @@ import torch
 import oracles
 from devices import skip_without_interpreter
 from head_calls import CALLS, Products, batch, call, eager, functional, problem, run_triton, solve, truth
-from liger_rl import HeadOptions, LogitTransform, linear_logprobs
+from liger_rl import (
+    FusedLinearCrossEntropyLoss,
+    HeadOptions,
+    LogitTransform,
+    Support,
+    TokenSum,
+    linear_logprobs,
+    logits_logprobs,
+)
+from tolerances import interpret, recorded_plans
 
+OFFSET_TRANSFORMS = [{}, {"temperature": 0.7}, {"softcap": 3e4, "temperature": 2.0}]
 TRANSFORMS = [{}, {"temperature": 1.6, "softcap": 2.0, "scale": 1.7}]
 
 
@@ -80,6 +92,94 @@ def test_the_gradient_of_the_mean_logit(alone, transform, kernels, device, monke
     for name, grad in leaves.grads().items():
         truth = exact.grads()[name]
         assert (grad.double() - truth).norm() <= (1e-5 if dtype == torch.float32 else 2e-3) * truth.norm(), name
+
+
+def round_fma_once(monkeypatch):
+    """As a GPU does: Triton's interpreter rounds the product, and a fold's exponents of +-1e4 are then off by 5e-4."""
+    from triton.runtime import interpreter
+
+    def create_fma(_, x, y, z):
+        exact = x.data.astype("float64") * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+
+
+@pytest.mark.parametrize("transform", OFFSET_TRANSFORMS, ids=["plain", "temperature", "softcap"])
+@pytest.mark.parametrize(
+    ("kernels", "of"),
+    [
+        *itertools.product(["PyTorch", "Triton"], ["all", "several targets", "support", "given logits", "one pass"]),
+        *itertools.product(["an epilogue"], ["logps", "all", "topk"]),
+        *itertools.product(["lists of ids"], ["logps", "entropy"]),
+        ("PyTorch", "a graph"),
+    ],
+)
+def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkeypatch):
+    """At +-1e4 float32 rounds lse by up to 5e-4. Probabilities that are off by that factor add up to another number."""
+    if kernels != "PyTorch":
+        skip_without_interpreter(device)
+        run_triton(monkeypatch, epilogue=kernels in ("an epilogue", "lists of ids"))
+    if kernels in ("an epilogue", "lists of ids"):
+        round_fma_once(monkeypatch)
+    if kernels == "lists of ids":
+        interpret(monkeypatch)
+    plans = recorded_plans(monkeypatch)
+    n, vocab, dtype = 16, 600, torch.float32 if kernels in ("PyTorch", "Triton") else torch.float16
+    # Under one-hot hidden states dL/dweight is dL/dlogits. In steps of 2^-6 all logits are exact.
+    logits = ((torch.randn(n, vocab) * 32).round() / 64).to(device)
+    offset = torch.where(torch.arange(n, device=device) % 2 == 0, 1e4, -1e4)
+    hidden = torch.cat([torch.eye(n, device=device), offset[:, None] / 8 * torch.ones(1, 8, device=device)], 1).to(
+        dtype
+    )
+    weight = torch.cat([logits.T, torch.ones(vocab, 8, device=device)], 1).to(dtype).requires_grad_()
+    targets = torch.randint(vocab, (n, 3) if of == "several targets" else (n,)).to(device)
+    listed = torch.ones(n, vocab, dtype=torch.bool, device=device)
+    options = {"transform": LogitTransform(**transform), "grad_tolerance": 1e-2 if kernels == "lists of ids" else 0.0}
+    if of == "support":
+        listed = (torch.rand(n, vocab) < 0.3).to(device).scatter(1, targets[:, None], True)
+        options["support"] = Support.from_padded(torch.where(listed, torch.arange(vocab, device=device), -1))
+    if of not in ("logps", "one pass"):
+        options["entropy"] = True
+    if of in ("all", "several targets", "topk", "a graph"):
+        options["lse"] = True
+    if of == "topk":
+        options["topk"] = 2
+
+    def values(hidden, weight):
+        if of == "given logits":
+            logits = hidden.float() @ weight.float().T
+            return logits_logprobs(logits, targets, transform=options["transform"], entropy=True)
+        if of == "one pass":
+            loss = FusedLinearCrossEntropyLoss(passes="one", reduction=TokenSum(), z_loss=1e-5, **transform)
+            return SimpleNamespace(logps=loss(hidden, weight, targets).loss, entropy=None)
+        return linear_logprobs(hidden, weight, targets, **options)
+
+    found = (torch.compile(values, fullgraph=True, backend="aot_eager") if of == "a graph" else values)(hidden, weight)
+    outputs = [found.logps, found.entropy, getattr(found, "lse", None), getattr(found, "topk_logps", None)]
+    outputs = [value for value in outputs if value is not None]
+    upstream = [torch.rand(value.shape).to(device) + 0.5 for value in outputs]
+    torch.autograd.backward(outputs, upstream)
+    exact = (logits.double() + offset.double()[:, None]).requires_grad_()
+    z = oracles.transformed(exact, **transform).masked_fill(~listed, -math.inf)
+    log_p = z.log_softmax(1)
+    entropies = -(log_p.exp() * log_p.masked_fill(~listed, 0.0)).sum(1)
+    ids = targets if targets.dim() == 2 else targets[:, None]
+    expected = [log_p.gather(1, ids).view_as(targets), entropies, z.logsumexp(1)]
+    expected = [
+        value for value, asked in zip(expected, (True, "entropy" in options, "lse" in options), strict=True) if asked
+    ]
+    if of == "one pass":
+        expected = [(1e-5 * z.logsumexp(1).square() - expected[0]).sum()]
+    if of == "topk":
+        expected.append(log_p.gather(1, found.topk_ids))
+        ids = torch.cat([ids, found.topk_ids], 1)
+    torch.autograd.backward(expected, [grad.double() for grad in upstream])
+    mine = weight.grad[:, :n].T.double()
+    # All ids but the targets, whose gradients are computed from log-probabilities: in float16 they are rounded by more.
+    mine, truth = (grad.scatter(1, ids, 0.0) for grad in (mine, exact.grad))
+    assert len(plans) == (kernels == "lists of ids")
+    assert ((mine - truth).sum(1).abs() / truth.abs().sum(1)).max() <= 1e-4
 
 
 # --- several targets for each token, and the largest ------------------------------------------------------------------

@@ -73,9 +73,9 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     statistics, known = epilogue.gemm_fold(*inputs, transform, entropy=entropy, with_tiles=True)
     epilogue.gemm_fold(*inputs, transform, entropy=entropy, kept=kept)
     g, e = torch.randn(2, tokens).to(DEVICE)
-    gradients = TokenGradients.of(statistics, g, e if entropy else None)
+    gradients = TokenGradients.of(statistics, g, e if entropy else None).with_float32_lse()
     tile = epilogue.gemm_grad(hidden, weight[:-3], biases, targets, 0, transform, gradients)
-    bounds = sparse_triton.part_bounds(known, statistics, gradients, targets, transform)
+    bounds = sparse_triton.part_bounds(known, statistics.logps, gradients, targets, transform)
     tail = Tail.empty(sparse_triton.padded_tiles(vocab, PART_VOCAB), PART_VOCAB, DEVICE)
     given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
     chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)

@@ -163,7 +163,7 @@ def whole_step(loss: FusedLinearGRPOLoss):
     """-> loss, metrics and gradients of a head whose loss is divided in place, as accumulated ones are."""
     torch.manual_seed(1)
     hidden = torch.randn(6, 20, 16, device=DEVICE).requires_grad_()
-    weight = torch.randn(129, 16, device=DEVICE).requires_grad_()
+    weight = (torch.randn(129, 16, device=DEVICE) / 4).requires_grad_()  # a ratio of 1e6 would leave a token no digits
     ids = torch.randint(129, (6, 20), device=DEVICE)
     mask = torch.rand(6, 20, device=DEVICE) < 0.8
     ids[0, 0] = -100

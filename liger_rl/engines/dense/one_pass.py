@@ -93,8 +93,8 @@ def one_pass(
             tokens = token_inputs(statistics, gradients_of(chunk, chunk_values), head.vocab)
             assert tokens.uniform is None or "mean_logits" in options.extras
             selected = picked_rows(has_gradient(tokens)) if select else None
-            tokens = tokens._replace(wanted=None)
             at_target = grad_at_targets(tokens, statistics, options.transform)
+            tokens = tokens._replace(wanted=None).with_float32_lse()
             _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
     return OnePass(values, totals.finish())
 

@@ -183,7 +183,7 @@ def backward(
         gradients = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1)
         total = gradients.sum(1)
         at_targets = _at_targets(ids, logps, listed, total, tokens)
-        at_targets = times_derivative(at_targets, logps + tokens.lse[:, None], transform)
+        at_targets = times_derivative(at_targets, (logps + tokens.lse[:, None]).float(), transform)
         tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=(gradients != 0).any(1))
     return two_pass.backward(head, options, statistics, None, tokens, needs)
 

@@ -69,7 +69,8 @@ def backward(
     *,
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
-    live, tokens = with_gradient(head.live, tokens._replace(wanted=None), has_gradient(tokens), count)
+    wanted, tokens = has_gradient(tokens), tokens._replace(wanted=None).with_float32_lse()
+    live, tokens = with_gradient(head.live, tokens, wanted, count)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return gradients(
         with_factor(head.gathered(options.compute_dtype, live), options), options, tokens, needs

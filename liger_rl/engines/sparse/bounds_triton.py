@@ -39,7 +39,6 @@ from liger_rl.kernels.statistics import (
     Tail,
     TileStatistics,
     TokenGradients,
-    TokenStatistics,
 )
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -114,7 +113,7 @@ def _has_gradient(tokens, token, live):
 @triton.jit
 def _bounds_kernel(
     known,  # `TileStatistics`
-    statistics,  # `TokenStatistics`
+    log_probabilities,  # (n,) of the targets: z - `tokens.lse`
     tokens,  # `TokenGradients`
     targets,
     out,  # `PartBounds`
@@ -128,8 +127,8 @@ def _bounds_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
     has_gradient = live & _has_gradient(tokens, token, live)
-    lse = tl.load(statistics.lse + token, mask=live, other=0.0)
-    logps = tl.load(statistics.logps + token, mask=live, other=0.0)
+    lse = tl.load(tokens.lse + token, mask=live, other=0.0)
+    logps = tl.load(log_probabilities + token, mask=live, other=0.0)
     target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
     slack = SLACK + SLACK_OF_LSE * tl.abs(lse)
     rounding = SLACK_OF_SUM + SLACK_OF_TERM * tl.abs(lse)
@@ -197,7 +196,7 @@ def _bounds_kernel(
 
 def part_bounds(
     known: TileStatistics,
-    statistics: TokenStatistics,  # (n,) each
+    log_probabilities: Tensor,  # (n,) of the targets: z - `tokens.lse`
     tokens: TokenGradients,  # (n,) each
     targets: Tensor,  # (n,)
     transform: LogitTransform,
@@ -210,7 +209,8 @@ def part_bounds(
     bounds = PartBounds.empty(n, tiles, targets.device, targets=True)
     with on(targets.device):
         _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
-            known, statistics, tokens.contiguous(), targets.contiguous(), bounds, tiles, n, LogitSteps.of(transform),
+            known, log_probabilities, tokens.contiguous(), targets.contiguous(), bounds, tiles, n,
+            LogitSteps.of(transform),
             TILE_VOCAB=PART_VOCAB, TOKENS=BOUND_TOKENS, TILES=BOUND_TILES, num_warps=BOUND_WARPS,
         )  # fmt: skip
     return bounds

@@ -42,8 +42,10 @@ def backward(
     transform, dtype, live = options.transform, options.compute_dtype, head.live
     weight_dtype, head = head.weight.dtype, head.with_weight_in(dtype)
     weight, bias = head.weight, head.bias
-    targets, tokens = live.gather(head.targets), tokens._replace(uniform=None).contiguous()
-    bounds = bounds_triton.part_bounds(known, statistics, tokens, targets, transform)
+    targets, tokens = live.gather(head.targets), tokens._replace(uniform=None).with_float32_lse().contiguous()
+    # The target's z is logp + lse, for the float32 lse too.
+    logps = (statistics.logps + (statistics.lse - tokens.lse)).float()
+    bounds = bounds_triton.part_bounds(known, logps, tokens, targets, transform)
     drawn = bounds_triton.draw_tokens(bounds, live.index)
     sample = head.hidden[drawn.positions].to(dtype)
     tail = bounds_triton.tail_of_logits(gemm.matmul(weight, sample.T), bias, drawn, targets, tokens, transform)

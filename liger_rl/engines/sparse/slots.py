@@ -190,7 +190,7 @@ def slot_gradients(
     has a gradient of mean_logits alone.
     """
     (grad_logps, grad_entropy, uniform), token = grads, slots.tokens.long()
-    tokens = TokenGradients.of(statistics, grad_logps, grad_entropy)._replace(uniform=uniform)
+    tokens = TokenGradients.of(statistics, grad_logps, grad_entropy)._replace(uniform=uniform).with_float32_lse()
     with_gradient = (slots.kinds == SEVERAL) if uniform is None else (slots.kinds >= SINGLE)
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = (slots.ids < slots.rows) & (with_gradient & has_gradient(tokens))[token]

@@ -34,7 +34,15 @@ from liger_rl.kernels.segments_triton import BY_TOKEN
 from liger_rl.kernels.segments_triton import dots as dots
 from liger_rl.kernels.segments_triton import order_by_id as order_by_id
 from liger_rl.kernels.segments_triton import segment_sums as segment_sums
-from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, tanh_square, times_derivative
+from liger_rl.kernels.softmax import (
+    LOWEST,
+    folded,
+    gradient,
+    log_probabilities,
+    one_minus_exp,
+    tanh_square,
+    times_derivative,
+)
 from liger_rl.kernels.statistics import Fold, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -263,7 +271,7 @@ def _fold_kernel(
         # Relative to the peak, not to lse: see `Fold.finish`.
         logp = (at_target - peak) - log_sum
         tl.store(out.logps + token, tl.where(known, tl.where(logp > 0.0, 0.0, logp), 0.0))
-        tl.store(out.lse + token, tl.where(known, peak + log_sum, float("inf")))
+        tl.store(out.lse + token, tl.where(known, peak.to(tl.float64) + log_sum, float("inf")))
         if MOMENT:
             entropy = log_sum - moment / total
             tl.store(out.entropy + token, tl.where(known, tl.where(entropy < 0.0, 0.0, entropy), 0.0))
@@ -309,7 +317,7 @@ def statistics(
 
     out = TokenStatistics(
         empty(),
-        empty(),
+        empty(torch.float64),
         empty() if entropy else None,
         empty() if "log_sum_sq_probs" in extras else None,
         empty() if "mean_logits" in extras else None,
@@ -343,7 +351,7 @@ def _launch_fold(
 def _slot_gradients_kernel(
     logits,  # (positions,)
     slots,  # `Slots`
-    lse_of,  # (tokens,) each from here on
+    lse_of,  # (tokens,) each from here on, float32 except this one
     logps,
     grad_logps,
     entropies,
@@ -376,7 +384,7 @@ def _slot_gradients_kernel(
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = needed & has_gradient
     z = tl.load(logits + slot, mask=needed, other=0.0)
-    log_p = z - tl.load(lse_of + token, mask=needed, other=0.0)
+    log_p = log_probabilities(z, tl.load(lse_of + token, mask=needed, other=0.0))
     is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
