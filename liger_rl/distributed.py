@@ -64,7 +64,8 @@ class VocabParallel:
             except (TypeError, ValueError) as error:
                 problem = error
             ranks = gathered_objects((problem, described, self.vocab_start, rows), self.group, weight)
-            shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
+            vocab, starts = _checked_vocab(ranks), tuple(sorted(start for _, _, start, _ in ranks))
+            shards[self] = VocabShard(self, rows, vocab, starts)
         return shards[self]
 
     @contextmanager
@@ -128,6 +129,7 @@ class VocabShard:
     place: VocabParallel
     rows: int
     vocab: int  # V, entries of all shards
+    starts: tuple[int, ...]  # of all shards, ascending
 
     def local(self, targets: Tensor) -> Tensor:
         """Token ids -> rows of this shard; < 0 for an id before the shard, BEYOND for an id after it."""

@@ -104,6 +104,10 @@ class HeadCall:
         for used, feature in (
             (self.low_rank, "with low_rank"),
             (self.vocab_parallel is not None, "with vocab_parallel"),
+            (
+                self.vocab_parallel is not None and (self.several or self.options.topk is not None),
+                "with vocab_parallel and lists of ids",
+            ),
             (self.support is not None, "with a support"),
             (self.several, "with several targets for each token"),
         ):

@@ -17,8 +17,9 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with weight_grad": {"grad_tolerance": "sums over lists of ids make a (V, H) gradient of their own"},
     "with vocab_parallel": {
         "grad_tolerance": WHOLE,
-        "batch_invariant": "the order of a sum over ranks is the communication library's, and may change with the "
-        "number of tokens",
+    },
+    "with vocab_parallel and lists of ids": {
+        "batch_invariant": "the tiles that a list is read from are those of a shard",
     },
     "with a support": {
         "lse": "its engine does not keep it",

@@ -79,7 +79,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
     path, remarks = path_for(shape)
     forward, backward = two_pass.tiles_of(shape)
     tiles = backward if shape.options.batch_invariant else Tiles(*map(max, forward, backward))
-    lacks = shape.two_pass_epilogue_lacks
+    lacks = shape.two_pass_epilogue_lacks if path == "sparse" else shape.fold_lacks
     if path == "one pass":
         chunks, lacks = one_pass.chunks_of(shape), one_pass.epilogue_lacks(shape)
         tiles = Tiles(chunks.chunk_tokens, shape.vocab)
@@ -87,6 +87,8 @@ def _plan(shape: HeadShape) -> LinearPlan:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
     elif lacks is None and shape.casts_weight:
         remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
+    if lacks is None and path != "one pass" and shape.wants_gradient and shape.two_pass_epilogue_lacks:
+        remarks.append(f"no epilogue in the backward, which needs {shape.two_pass_epilogue_lacks}")
     if shape.device.type == "cuda" and lacks is not None:
         remarks.append(f"no epilogue, which needs {lacks}")
     return LinearPlan(

@@ -21,8 +21,8 @@ from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import EngineOptions, resolved
 from liger_rl.call.support import Limits, Support, kept_ids, offsets_of
 from liger_rl.call.tokens import TokenSelection
-from liger_rl.engines.dense import two_pass
-from liger_rl.engines.dense.two_pass import INVARIANT_TOKENS
+from liger_rl.engines.dense import in_order, two_pass
+from liger_rl.engines.dense.in_order import INVARIANT_TOKENS, MULTIPLE
 from liger_rl.engines.interface import Head
 from liger_rl.engines.run import head_of, log_probs
 from liger_rl.engines.tiles import spans
@@ -33,8 +33,6 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitTransform
 
 KEPT_BYTES = 128 << 20  # of exponentials at a time
-# Triton compiles another merge of tiles, with another order of its sums, for a number of rows that 16 does not divide.
-MULTIPLE = 16
 
 
 class Lists(NamedTuple):
@@ -68,36 +66,38 @@ def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniform
             raise ValueError(f"fixed_shape with a top_k, top_p or min_p needs {need}")
         ids, lists = _draw_from_logits(rows, options, limits, uniforms)
         return Drawn(ids, _logps(call, rows, ids, lists), lists, none)
-    rows = two_pass.padded_rows(rows, MULTIPLE)
+    rows = in_order.padded_rows(rows, MULTIPLE)
+    transform = rows.transform(options, slice(None))
     if uniforms is None or limits.none:
         from liger_rl.kernels import epilogue
 
         ids = torch.empty_like(rows.targets)
         state, _ = epilogue.gemm_state(
-            rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=False, drawn=ids,
+            rows.hidden, rows.weight, rows.bias, rows.targets, transform, entropy=False, drawn=ids,
             uniforms=None if uniforms is None else _padded(uniforms, ids.numel()),
         )  # fmt: skip
         return Drawn(ids[:n], state.finish().logps[:n], None, none)
-    drawn, lost = _draw_from_candidates(rows, options.transform, limits, uniforms, n)
+    drawn, lost = _draw_from_candidates(rows, options, limits, uniforms, n)
     if call.options.fixed_shape:
         return Drawn(drawn.ids.masked_fill(lost, -1), drawn.logps.masked_fill(lost, 0.0), None, lost.sum())
     lost = lost.nonzero().squeeze(1)
     fast = Drawn(drawn.ids, drawn.logps, _lists(drawn, lost) if with_lists else None, none)
     if not lost.numel():
         return fast
-    picked = rows._replace(hidden=rows.hidden[lost], targets=rows.targets[lost], live=TokenSelection(lost.numel()))
+    temperatures = None if rows.temperatures is None else rows.temperatures[lost]
+    picked = rows._replace(
+        hidden=rows.hidden[lost], targets=rows.targets[lost], temperatures=temperatures,
+        live=TokenSelection(lost.numel()),
+    )  # fmt: skip
     ids, lists = _draw_from_logits(picked, options, limits, uniforms.at(lost))
     return _joined(fast, lost, Drawn(ids, _logps(call, picked, ids, lists), lists, none + lost.numel()))
 
 
 def _lacks(rows: Head) -> str | None:
     """The first thing that a product with an epilogue needs and these rows lack."""
-    hidden, weight = rows.hidden, rows.weight
-    if rows.temperatures is not None:
-        return "one temperature for all tokens"
-    if not (devices.aligned(hidden) and devices.applies_to(devices.MIN_TOKENS, hidden.shape[1], hidden.dtype, weight)):
-        return devices.device_lacks(hidden.device) or "16-bit hidden states and weight, in aligned rows"
-    return None
+    if devices.folds(rows.hidden, rows.weight):
+        return None
+    return devices.device_lacks(rows.hidden.device) or "16-bit hidden states and weight, in aligned rows"
 
 
 def _padded(uniforms: Uniforms, rows: int) -> Uniforms:
@@ -121,7 +121,7 @@ class _Limited(NamedTuple):
 
 
 def _draw_from_candidates(
-    rows: Head, transform: LogitTransform, limits: Limits, uniforms: Uniforms, n: int
+    rows: Head, options: EngineOptions, limits: Limits, uniforms: Uniforms, n: int
 ) -> tuple[_Limited, Tensor]:
     """-> the draws of the first n tokens, and (n,) bool: whether a token has too many candidates."""
     from liger_rl.engines.sparse import slots_triton
@@ -133,14 +133,15 @@ def _draw_from_candidates(
         hidden, uniform = rows.hidden[start:stop], uniforms.of_tile[start : min(stop, n)]
         kept = Kept.empty(stop - start, vocab, hidden.device, torch.float16, BLOCK_VOCAB)
         state, known = epilogue.gemm_state(
-            hidden, rows.weight, rows.bias, rows.targets[start:stop], transform, entropy=False, with_tiles=True,
-            kept=kept,
+            hidden, rows.weight, rows.bias, rows.targets[start:stop], rows.transform(options, slice(start, stop)),
+            entropy=False, with_tiles=True, kept=kept,
         )  # fmt: skip
         assert known is not None
         live = min(stop, n) - start
         found = sampling_triton.candidates(live, state, known, kept, vocab, limits)
         del kept
         slots = sampling_triton.slots_of(found, vocab)
+        transform = rows.transform(options, slice(start, start + live))
         logits = slots_triton.dots(Factors(hidden[:live], rows.weight, rows.bias), slots, transform)
         drawn = sampling_triton.limited(found, slots, logits, state, uniform, limits)
         # The statistics of these slots are those of `linear_logprobs` with the lists as a support, bit for bit.
@@ -185,7 +186,7 @@ def _draw_from_logits(
 
 def _logits(rows: Head, options: EngineOptions) -> Tensor:
     """(n, V) float32, each row the same in every batch."""
-    padded, options = two_pass.invariant(rows, options, in_tiles=True)
+    padded, options = in_order.with_fixed_tiles(rows, options)
     z = torch.empty(padded.hidden.shape[0], rows.weight.shape[0], dtype=torch.float32, device=rows.hidden.device)
 
     def look(logits: Tensor, tokens: slice, first: int, bias: Tensor | None, transform: LogitTransform) -> None:

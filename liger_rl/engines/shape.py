@@ -65,14 +65,23 @@ class HeadShape:
 
     @property
     def epilogue_lacks(self) -> str | None:
-        """The first thing that the product with an epilogue needs and this call lacks; None if it applies."""
-        tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
+        """The first thing that one pass or a tolerance needs of a product with an epilogue; None if it applies."""
+        return ("one temperature for all tokens" if self.options.transform.per_token else None) or self._product_lacks(
+            self.tokens
+        )
+
+    @property
+    def fold_lacks(self) -> str | None:
+        """The first thing that the forward of two passes needs of a product with an epilogue; None if it applies."""
+        unnamed = "no chunk to be named" if self.options.names_chunk else None
+        return ("a token" if self.tokens == 0 else None) or self._product_lacks(max(self.tokens, MIN_TOKENS)) or unnamed
+
+    def _product_lacks(self, tokens: int) -> str | None:
         dtype = self.options.compute_dtype  # the weight's too, or that of its copy
         return (
             devices.device_lacks(self.device)
             or ("a head without low_rank terms" if self.rank else None)
             or self._topk_lacks
-            or ("one temperature for all tokens" if self.options.transform.per_token else None)
             or call_lacks(tokens, self.hidden_size, dtype, dtype)
             or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
@@ -91,5 +100,5 @@ class HeadShape:
 
     @property
     def two_pass_epilogue_lacks(self) -> str | None:
-        """`epilogue_lacks` of two passes, which need also that no chunk is named."""
+        """`epilogue_lacks` of a tolerance, which needs also that no chunk is named."""
         return self.epilogue_lacks or ("no chunk to be named" if self.options.names_chunk else None)

@@ -26,9 +26,12 @@ def for_device(device: torch.device) -> ModuleType:
     return reference
 
 
-def epilogue_for(hidden: Tensor, weight: Tensor) -> ModuleType | None:
-    """The module whose `gemm_fold` and `gemm_grad` take hidden (N, H) @ weight (V, H).T; None if `devices` says no."""
-    if not devices.applies(hidden, weight):
+def epilogue_for(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> ModuleType | None:
+    """The module whose `gemm_fold` and `gemm_grad` take hidden (N, H) @ weight (V, H).T; None if `devices` says no.
+
+    With `folds`, the module whose `gemm_fold` alone takes them.
+    """
+    if not (devices.folds(hidden, weight) if folds else devices.applies(hidden, weight)):
         return None
     from liger_rl.kernels import epilogue
 

@@ -24,6 +24,8 @@ from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     PART_VOCAB,
     Fold,
+    Piece,
+    Pieces,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
@@ -190,15 +192,18 @@ def gemm_state(
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
     drawn: Tensor | None = None,  # (N,) int64, written: ids in place of `targets`, which are not read
     uniforms: Uniforms | None = None,  # of the draws; None for the ids with the largest logits
+    pieces: Pieces | None = None,  # in place of weight and bias, with targets of the whole vocabulary
 ) -> tuple[Fold, TileStatistics | None]:
     """The fold of hidden @ weight.T, and with `with_tiles` the statistics of its parts, where `devices.applies`."""
     assert over_parts is None or not with_tiles
     assert kept is None or kept.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
-    vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
+    pieces = pieces or Pieces([Piece(0, weight, bias)], triton.cdiv(vocab, TILE_VOCAB))
+    own_tiles, vocab_tiles = sum(triton.cdiv(piece.weight.shape[0], TILE_VOCAB) for piece in pieces.own), pieces.tiles
     tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
     step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
-    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
+    cap, heat = transform.softcap, transform.temperature
+    levelled = cap is not None and not isinstance(heat, Tensor) and cap / heat <= MOST_LEVELLED
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
     variant = LEVELLED.value * levelled + BOUNDED.value * with_tiles + SCARCE.value * (family.parts > 1)
@@ -208,16 +213,24 @@ def gemm_state(
     for start in range(0, n, step):
         rows = slice(start, start + step)
         part, tiles = state.take(rows), None  # so that the last rows' tiles are freed before the next are allocated
-        shape = vocab_tiles, part.peak.shape[0]
+        shape = own_tiles, part.peak.shape[0]
         tiles, draw = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras), None
         if drawn is not None:
             tiles = tiles._replace(target=torch.empty_like(tiles.peak))
             draw = Draw.of(uniforms and uniforms.at(rows), shape, hidden.device)
-        run_product(
-            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known, draw),
-            outs=(None if kept is None else kept.values[rows], None), variant=variant, whole=vocab % TILE_VOCAB == 0,
-            parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
-        )  # fmt: skip
+        of_rows = transform.of_tokens(heat[rows] if isinstance(heat, Tensor) else None)
+        first = 0
+        for piece in pieces.own:
+            number, past = piece.weight.shape[0], first + triton.cdiv(piece.weight.shape[0], TILE_VOCAB)
+            own = tiles.take(slice(first, past))._replace(target=tiles.target)
+            run_product(
+                fold_tile, HeadFactors(hidden[rows], piece.weight, piece.bias, of_rows), targets[rows],
+                (own, known, draw), outs=(None if kept is None else kept.values[rows], None), first=piece.first,
+                variant=variant, whole=number % TILE_VOCAB == 0,
+                parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
+            )  # fmt: skip
+            first = past
+        tiles = pieces.gathered(tiles)
         merge(tiles, part)
         if draw is not None and drawn is not None:
             choose(tiles, draw, part, drawn[rows], vocab)

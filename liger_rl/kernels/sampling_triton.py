@@ -26,8 +26,8 @@ from liger_rl.kernels.tile_epilogues import PART_VOCAB as PART
 
 CANDIDATES = 1024  # ids of a token whose exact logits are computed; a multiple of a piece of `segments_triton.DOTS`
 ROUGH = 2048  # ids of a token that the statistics of its parts cannot rule out
-# Parts of a step of `_candidates_kernel`, and its warps. One H100, 256 tokens of H = 4096, V = 128256 with 61 ids each in
-# a nucleus of 0.95: 95 us; 32 parts and 8 warps 106, 8 and 8 108, 16 parts and 16 warps 108.
+# Parts of a step of `_candidates_kernel`, and its warps. One H100, 256 tokens with 61 ids each in a nucleus of 0.95,
+# V = 128256: 95 us; 32 parts and 8 warps 106, 8 and 8 108, 16 and 16 108.
 BLOCK, SCAN_WARPS = 16, 8
 WARPS = 4
 STEPS = tl.constexpr(24)  # of the search for a threshold of probabilities

@@ -115,6 +115,25 @@ class Fold(NamedTuple):
         return TokenStatistics(logps, lse, entropy, log_sum_sq, self.sum_logits, is_top1, target)
 
 
+class Piece(NamedTuple):
+    """Consecutive tiles of the vocabulary."""
+
+    first: int  # id of the first row
+    weight: Tensor  # (v, H)
+    bias: Tensor | None  # (v,)
+
+
+class Pieces(NamedTuple):
+    """The tiles of a vocabulary that a rank folds."""
+
+    own: list[Piece]
+    tiles: int  # of the whole vocabulary
+    over_ranks: Callable[[Fold], Fold] | None = None  # (own tiles, n) -> (tiles, n), but for the target
+
+    def gathered(self, own: Fold) -> Fold:
+        return own if self.over_ranks is None else self.over_ranks(own)
+
+
 # The sides of a tile in a product with an epilogue.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
 # Entries of a part of a gradient, a half of a product's tile. Large entries lie alone: a published model's token keeps

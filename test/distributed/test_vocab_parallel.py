@@ -25,6 +25,8 @@ from liger_rl import (
     linear_logprobs,
     topk_divergence,
 )
+from liger_rl.engines.dense import in_order
+from liger_rl.engines.tiles import Tiles
 from liger_rl.kernels.statistics import EXTRAS
 from ranks import assert_whole, message_of, sent
 
@@ -373,7 +375,9 @@ MISTAKES = {
     ),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
-    "batch_invariant": ({"options": {"batch_invariant": True}}, {}, "ValueError: batch_invariant must"),
+    "batch_invariant of lists": (
+        {"options": {"batch_invariant": True, "topk": 2}}, {}, "ValueError: batch_invariant must be False with vocab_p"
+    ),
     # Two heads.
     "one rank's kind": (TEACHER, {"options": {"kind": "kl"}}, "ValueError: kind must be one of .*rank 1"),
     "one rank's keyword": (TEACHER, {"options": {"tau": 1.0}}, "TypeError: linear_divergence .*rank 1"),
@@ -393,6 +397,61 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_all, on_last,
     (message,) = {message for message, _ in results}
     assert re.match(expected, message or "")
     assert [count for _, count in results] == [2, 2]
+
+
+# Borders of shards that are no borders of tiles; one tile, or several, with rows of three ranks.
+BORDERS = ((0, 250, 300, 310), (0, 300, 600, 900), (0, 1, 255, 257), (0, 512, 768, 1000))
+
+
+def invariant_shards(rank, epilogue: bool, support: bool):
+    """-> of each border, whether the numbers are those of the whole head, bit for bit."""
+    with pytest.MonkeyPatch.context() as patch:
+        if epilogue and rank.device.type == "cpu":
+            run_triton(patch, epilogue=True)
+        elif not epilogue:
+            patch.setattr(in_order, "plan_tiles", lambda *_args, **_options: Tiles(128, 256))
+        g = torch.Generator().manual_seed(3)
+        tokens, vocab, size = 6, 1003, 32
+        dtype = torch.float16 if epilogue else torch.float32
+        hidden, weight = (torch.randn(n, size, generator=g).to(rank.device, dtype) for n in (tokens, vocab))
+        bias = torch.randn(vocab, generator=g).to(rank.device)
+        targets = torch.randint(vocab, (tokens,), generator=g)
+        targets[:3] = torch.tensor([0, 255, vocab - 1])
+        targets, lists = targets.to(rank.device), None
+        if support:
+            lists = Support.from_padded(torch.randint(vocab, (tokens, 40), generator=g).to(rank.device))
+        same = []
+        for borders in BORDERS:
+            starts = [*borders[: rank.world], vocab]
+            own = slice(starts[rank.index], starts[rank.index + 1])
+            place = VocabParallel(rank.group, own.start)
+            for heat in (0.7, torch.rand(tokens, generator=g).to(rank.device) + 0.5):
+                options = {
+                    "batch_invariant": True, "entropy": True, "support": lists, "lse": not support,
+                    "extras": {"is_top1", "mean_logits", "log_sum_sq_probs"},
+                    "transform": LogitTransform(temperature=heat, softcap=5.0),
+                }  # fmt: skip
+                alone = linear_logprobs(hidden, weight, targets, bias=bias, **options)
+                few = slice(1, 4)
+                cut = options | {"support": None if lists is None else lists.take(few, batch=tokens)}
+                if isinstance(heat, Tensor):
+                    cut["transform"] = LogitTransform(temperature=heat[few], softcap=5.0)
+                shard = {"vocab_parallel": place, "bias": bias[own]}
+                found = linear_logprobs(hidden, weight[own], targets, **options | shard)
+                pieces = linear_logprobs(hidden[few], weight[own], targets[few], **cut | shard)
+                for one, other, piece in zip(alone, found, pieces, strict=True):
+                    same.append(one is None or (torch.equal(one, other) and torch.equal(one[few], piece)))
+    return same
+
+
+@pytest.mark.parametrize("support", [False, True])
+@pytest.mark.parametrize("epilogue", [False, True])
+def test_batch_invariant_on_any_number_of_shards(ranks, world, epilogue, support):
+    """Cut in two ways, each with borders that are none of tiles."""
+    if epilogue and world["device"] == "cpu":
+        skip_without_interpreter()
+    for same in ranks.run(invariant_shards, epilogue, support, **world):
+        assert all(same)
 
 
 def misaligned(rank):

@@ -19,6 +19,7 @@ from head_calls import (
     finish,
     functional,
     problem,
+    run_triton,
     solve,
 )
 from host_reads import host_reads
@@ -27,11 +28,13 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
     Segments,
+    Support,
     TopEntropyMask,
     grpo_loss_from_logits,
     linear_logprobs,
     plan_linear_logprobs,
 )
+from liger_rl.kernels.statistics import EXTRAS
 
 # --- losses with fixed_shape never wait for the device ----------------------------------------------------------------
 
@@ -110,13 +113,61 @@ def assert_identical(found, expected, place=slice(None)) -> None:
             assert torch.equal(mine, other[place])
 
 
+ALL = {"entropy": True, "lse": True, "extras": set(EXTRAS)}
+
+
+def cuts(tokens: int, number: int):
+    """Slices of all lengths, and other orders and choices."""
+    g = torch.Generator().manual_seed(11)
+    for place in range(number):
+        first, last = sorted(torch.randint(tokens, (2,), generator=g).tolist())
+        yield slice(first, last + 1) if place % 4 else torch.randperm(tokens, generator=g)[: last + 1]
+
+
+@pytest.mark.parametrize("path", ["tiles", "epilogue", "support"])
+@pytest.mark.parametrize("heat", ["one", "each"])
+def test_cut_and_permuted_in_many_ways(path, heat, monkeypatch):
+    """The product's epilogue runs on a GPU, and in Triton's interpreter for fewer tokens in fewer ways."""
+    on_gpu = torch.cuda.is_available()
+    tokens, number, vocab = 5000 if on_gpu else 300, 200, 20000 if on_gpu else 1003
+    dtype = torch.bfloat16 if on_gpu and path == "epilogue" else torch.float32
+    if path == "epilogue" and not on_gpu:
+        run_triton(monkeypatch, epilogue=True)
+        tokens, number, vocab, dtype = 20, 12, 600, torch.float16
+    inputs = biased(dtype, "cuda" if on_gpu else "cpu", tokens=tokens, vocab=vocab)
+    device = inputs.hidden.device
+    lists = torch.randint(vocab, (tokens, 30), device=device)
+    heats = torch.rand(tokens, device=device) + 0.5
+    options = {name: value for name, value in ALL.items() if path != "support" or name != "lse"}
+
+    def found(rows):
+        some = inputs._replace(hidden=inputs.hidden[rows], targets=inputs.targets[rows])
+        transform = LogitTransform(temperature=0.7 if heat == "one" else heats[rows], softcap=4.0)
+        support = Support.from_padded(lists[rows]) if path == "support" else None
+        return call(some, batch_invariant=True, transform=transform, support=support, **options)
+
+    whole = found(slice(None))
+    for rows in cuts(tokens, number):
+        rows = rows if isinstance(rows, slice) else rows.to(device)
+        assert_identical(found(rows), whole, rows)
+
+
 @NEEDS_GPU
-def test_few_tokens_and_many_on_a_gpu():
-    """On both sides of the number of tokens from which on the kernel of our own is worth it."""
-    inputs = biased(torch.bfloat16, "cuda", tokens=5000, vocab=20000)
-    whole = invariant(inputs, entropy=True)
-    for rows in (slice(0, 1), slice(17, 300), slice(100, 613), slice(1000, 5000), torch.randperm(5000).cuda()):
-        assert_identical(invariant(inputs, rows, entropy=True), whole, rows)
+@pytest.mark.parametrize("kind", ["graph", "compile"])
+def test_invariant_in_a_graph(kind):
+    inputs = biased(torch.bfloat16, "cuda", tokens=700, vocab=20000)
+    whole = invariant(inputs, entropy=True, fixed_shape=True)
+    few = slice(5, 90)
+    some = inputs._replace(hidden=inputs.hidden[few].clone(), targets=inputs.targets[few].clone())
+    if kind == "compile":
+        found = torch.compile(lambda: invariant(some, entropy=True, fixed_shape=True))()
+    else:
+        invariant(some, entropy=True, fixed_shape=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = invariant(some, entropy=True, fixed_shape=True)
+        graph.replay()
+    assert_identical(found, whole, few)
 
 
 def test_every_product_has_one_shape():

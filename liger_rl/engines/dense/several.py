@@ -22,7 +22,7 @@ from torch import Tensor
 from liger_rl.call.options import EngineOptions
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import HeadGradients
-from liger_rl.engines.dense import two_pass
+from liger_rl.engines.dense import in_order, two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import spans
@@ -44,7 +44,11 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved 
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
     in_tiles = options.topk is None or not takes_peaks(rows, options)
-    statistics = _statistics(*two_pass.invariant(rows, options, in_tiles=in_tiles), in_tiles=in_tiles).first(n)
+    if options.batch_invariant:
+        rows, options = in_order.with_fixed_tiles(rows, options)
+    elif not in_tiles:
+        rows = two_pass.with_factor(rows, options)
+    statistics = _statistics(rows, options, in_tiles=in_tiles).first(n)
     saved = None
     if statistics.topk_logps is not None and statistics.topk_ids is not None:
         saved = Saved(statistics.topk_logps, statistics.topk_ids)
@@ -86,15 +90,12 @@ def _statistics(rows: Head, options: EngineOptions, *, in_tiles: bool) -> TokenS
     if rows.targets.dim() == 2:
         targets = _Targets(rows, options)
         rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
-    z = ids = None
+    largest = None if options.topk is None or not in_tiles else _Largest(rows, options.topk)
     if in_tiles:
-        largest = None if options.topk is None else _Largest(rows, options.topk)
         seen = [collector.look for collector in (targets, largest) if collector is not None]
         state = two_pass.fold_tiles(rows, options, seen=seen)
-        if largest is not None:
-            z, ids = largest.finish(rows.shard)
     else:
-        state, z, ids = _largest_from_peaks(rows, options)
+        state, *found = _largest_from_peaks(rows, options)
     statistics = state.finish()
 
     def log_probabilities(z: Tensor) -> Tensor:
@@ -103,7 +104,8 @@ def _statistics(rows: Head, options: EngineOptions, *, in_tiles: bool) -> TokenS
 
     if targets is not None:
         statistics = statistics._replace(logps=targets.logps(log_probabilities))
-    if z is not None:
+    if options.topk is not None:
+        z, ids = found if largest is None else largest.finish(rows.shard)
         statistics = statistics._replace(topk_logps=log_probabilities(z).clamp_(max=0.0), topk_ids=ids)
     return statistics
 

@@ -6,25 +6,23 @@ the outer loop of both passes, so that a tile of the weight is read once, and un
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
+from liger_rl.engines.dense import in_order
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, with_gradient
 from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import Tiles, plan_tiles, spans
-from liger_rl.kernels import epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import MIN_TOKENS, compiles
+from liger_rl.kernels import devices, epilogue_for, for_device, gemm
+from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-INVARIANT_TOKENS = 128  # rows of one product; a library may treat distant rows of a larger product differently
 NOWHERE = -1  # stands for a target outside of all tiles
 
 # (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry, its bias (v,), its transform)
@@ -46,17 +44,26 @@ def forward(
     """
     rows, n = head, head.live.count
     if kept is None:
-        rows, options = invariant(head.gathered(options.compute_dtype), options)
+        rows = with_factor(head.gathered(options.compute_dtype), options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
-    if epilogue is None:
+    if epilogue is None and options.batch_invariant:
+        statistics = in_order.fold_in_order(*in_order.with_fixed_tiles(rows, options)).finish()
+    elif epilogue is None:
         statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
     else:
         over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
+        targets, pieces = rows.targets, None
+        if options.batch_invariant:
+            rows = in_order.padded_rows(rows, in_order.MULTIPLE)
+            targets, pieces = in_order.whole_targets(rows), in_order.whole_tiles(rows, epilogue.TILE_VOCAB)
+            if shard is not None:
+                over_ranks = lambda fold: fold._replace(target=shard.total(fold.target))  # noqa: E731
         statistics, tiles = epilogue.gemm_fold(
-            rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
-            extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
+            rows.hidden, rows.weight, rows.bias, targets, rows.transform(options, slice(None)),
+            entropy=options.entropy, extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
+            pieces=pieces,
         )  # fmt: skip
-    return statistics if rows.hidden.shape[0] == n else statistics.first(n), tiles
+    return statistics if statistics.logps.shape[0] == n else statistics.first(n), tiles
 
 
 def backward(
@@ -73,17 +80,20 @@ def backward(
     live, tokens = with_gradient(head.live, tokens, wanted, count)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return gradients(
-        with_factor(head.gathered(options.compute_dtype, live), options), options, tokens, needs
-    ).of_all_tokens(live, head)
+        with_factor(head.gathered(options.compute_dtype, live), options, least=devices.MIN_TOKENS), options, tokens,
+        needs,
+    ).of_all_tokens(live, head)  # fmt: skip
 
 
-def with_factor(rows: Head, options: EngineOptions) -> Head:
+def with_factor(rows: Head, options: EngineOptions, *, least: int = 1) -> Head:
     """Gathered rows. If only the weight's dtype rules out our own product, the weight is copied in the rows' dtype.
 
-    Rounding a float32 weight in the registers of that product is slower: a fold took 24.8 ms, with a copy 11.3 ms.
+    With fewer than `least` rows it stays as it is. Rounding a float32 weight in the registers of that product is
+    slower: a fold took 24.8 ms, with a copy 11.3 ms.
     """
     # The copy does not exist yet. `rows.hidden` stands for it: its dtype, row length and alignment are the same.
-    if rows.weight.dtype == rows.hidden.dtype or fold_epilogue(rows._replace(weight=rows.hidden), options) is None:
+    applies = rows.hidden.shape[0] >= least and fold_epilogue(rows._replace(weight=rows.hidden), options) is not None
+    if rows.weight.dtype == rows.hidden.dtype or not applies:
         return rows
     return rows.with_weight_in(rows.hidden.dtype)
 
@@ -93,8 +103,8 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
 
     The epilogue reads the whole weight. A low-rank term is joined to the weight only tile by tile, so it needs tiles.
     """
-    unrestricted = not options.names_chunk and rows.low_inputs is None and rows.temperatures is None
-    return epilogue_for(rows.hidden, rows.weight) if unrestricted else None
+    unrestricted = not options.names_chunk and rows.low_inputs is None
+    return epilogue_for(rows.hidden, rows.weight, folds=True) if unrestricted else None
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
@@ -126,45 +136,6 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
             del logits  # so that it is freed before the next tile is allocated
     shard = rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
-
-
-def invariant(rows: Head, options: EngineOptions, *, in_tiles: bool = False) -> tuple[Head, EngineOptions]:
-    """With `batch_invariant`, rows and tiles for which each token's statistics depend only on its own row and the head.
-
-    They are then the same bit for bit in every batch. Without `batch_invariant`, returns the same options, and rows
-    with the weight that a fold in an epilogue reads. `in_tiles`: the fold makes tiles of logits in any case.
-
-    A sum of floats depends on its order. Libraries choose the order of a product's sums by its shape, so by the number
-    of tokens. We fix the shape:
-
-    - If our own product applies, it is used for any number of tokens. It computes every tile in the same way.
-    - Otherwise every product has the shape (INVARIANT_TOKENS, H) times the same tiles of the weight.
-
-    Rows of zeros fill up the tokens to these shapes. The library must still treat all rows of one product alike. The
-    tests shuffle rows to check that; numpy's OpenBLAS, for example, does not.
-    """
-    if not options.batch_invariant:
-        return rows if in_tiles else with_factor(rows, options), options
-    weight, padded = rows.weight, rows if in_tiles else with_factor(padded_rows(rows, MIN_TOKENS), options)
-    if in_tiles or fold_epilogue(padded, options) is None:
-        padded = padded_rows(rows, INVARIANT_TOKENS)
-        (vocab, hidden_size), device = weight.shape, weight.device
-        unchunked = replace(options, chunk_tokens=None, chunk_vocab=None)
-        bytes_per_logit = 4 if compiles(device) else 12
-        tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, unchunked, bytes_per_logit=bytes_per_logit)
-        options = replace(unchunked, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
-    return padded, options
-
-
-def padded_rows(rows: Head, multiple: int) -> Head:
-    """The rows, filled up with rows of zeros to a multiple of `multiple`."""
-    missing = -rows.hidden.shape[0] % multiple
-    if not missing:
-        return rows
-    temperatures = None if rows.temperatures is None else pad(rows.temperatures, (0, missing), value=1.0)
-    hidden, targets = pad(rows.hidden, (0, 0, 0, missing)), rows.targets
-    targets = pad(targets, (*[0, 0] * (targets.dim() - 1), 0, missing))
-    return rows._replace(hidden=hidden, targets=targets, temperatures=temperatures)
 
 
 # (first vocabulary entry, end, first row, end) -> dL/dx of a tile in the compute dtype
@@ -202,8 +173,7 @@ def gradients(
         factor = low_rank.beside_rows(hidden)
         hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
-    unrestricted = not options.names_chunk and rows.temperatures is None
-    epilogue = epilogue_for(factor, weight) if unrestricted else None
+    epilogue = None if options.names_chunk else epilogue_for(factor, weight)
     dtype = options.compute_dtype
     bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -240,8 +210,9 @@ def gradients(
                 ids, tile_tokens = targets[token_rows], tokens.take(token_rows)
                 if epilogue is not None:
                     tile = epilogue.gemm_grad(
-                        factor[token_rows], factor_tile, bias_tile, ids, first, options.transform, tile_tokens
-                    )
+                        factor[token_rows], factor_tile, bias_tile, ids, first, rows.transform(options, token_rows),
+                        tile_tokens,
+                    )  # fmt: skip
                 else:
                     logits = gemm.matmul(factor[token_rows], factor_tile.T)
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
@@ -322,7 +293,7 @@ def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
     logit, gradient, options = 12, 12, shape.options
     if compiles(shape.device):
         logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.two_pass_epilogue_lacks is None else 4)
-    first = INVARIANT_TOKENS if options.batch_invariant else shape.tokens
+    first = in_order.INVARIANT_TOKENS if options.batch_invariant else shape.tokens
     sizes = shape.vocab, shape.hidden_size, shape.device, options
     return (
         plan_tiles(first, *sizes, bytes_per_logit=logit),

@@ -102,7 +102,10 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
     kernels = kernels_for(targets.device)
     logits = kernels.dots(_factors(head), slots, options.transform.of_tokens(head.temperatures))
     outputs = {"entropy": options.entropy, "extras": options.extras}
-    if shard is None:
+    if shard is not None and options.batch_invariant:
+        logits, whole = _over_shards(logits, slots, shard)
+        statistics, sizes = kernels.statistics(logits, whole, targets, **outputs)
+    elif shard is None:
         statistics, sizes = kernels.statistics(logits, slots, targets, **outputs)
     else:
         fold, sizes = kernels.fold(logits, slots, targets, **outputs)
@@ -112,6 +115,15 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
         whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
         statistics = statistics._replace(sum_logits=whole)
     return statistics, Saved(logits, sizes)
+
+
+def _over_shards(logits: Tensor, slots: Slots, shard: VocabShard) -> tuple[Tensor, Slots]:
+    """Two collectives: the logits of all slots, and the slots as one rank with the whole vocabulary has them."""
+    here = slots.ids < slots.rows
+    logits = shard.total(torch.where(here, logits, 0.0))
+    ids = shard.total(torch.where(here, slots.ids + slots.first, 0))
+    ids = torch.where(slots.ids > slots.rows, shard.vocab + 1, ids)
+    return logits, slots._replace(ids=ids, rows=shard.vocab, first=0)
 
 
 def _factors(head: Head) -> Factors:
