@@ -29,6 +29,8 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # Of 256 to 16384 vocabulary entries and 1 to 32 warps on an H200, with whole rows of V = 12800 in bfloat16: 63 and 103
 # us where reading and writing alone are 39 and 88. Few warps make sums over a block cheap, and many rows are in flight.
 BLOCK, WARPS = 1024, 2
+# A product that is fused into a difference is not rounded: exp(z - peak) of the peak itself would not be 1.
+EXACT = {"enable_fp_fusion": False}
 LARGEST_WARPS = 1  # maxima within a warp need no barrier
 LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
 BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
@@ -247,6 +249,7 @@ def fold(
             PART=state is not None,
             BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
             num_warps=WARPS,
+            **EXACT,
         )
 
 
@@ -298,6 +301,7 @@ def grad(
             LogitSteps.of(transform),
             BLOCK=block,
             num_warps=WARPS,
+            **EXACT,
         )
 
 

@@ -19,7 +19,7 @@ CUDA = DEVICE.type == "cuda"
 TOKENS, VOCAB, SIZE = (700, 9000, 64) if CUDA else (8, 1100, 64)
 PATHS = ["tiles", "epilogue"]
 LIMITS = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.9, "min_p": 0.01}]
-TRANSFORMS = [{}, {"temperature": 0.7}, {"transform": LogitTransform(softcap=6.0, scale=1.5), "temperature": 1.3}]
+TRANSFORMS = [{}, {"temperature": 0.7}, {"transform": LogitTransform(softcap=40.0, scale=1.5), "temperature": 1.3}]
 
 
 @pytest.fixture(params=PATHS)
@@ -38,7 +38,7 @@ def path(request, monkeypatch) -> str:
     return request.param
 
 
-def head(tokens: int = TOKENS, vocab: int = VOCAB, *, seed: int = 0, spread: float = 3.0) -> tuple[Tensor, ...]:
+def head(tokens: int = TOKENS, vocab: int = VOCAB, *, seed: int = 0, spread: float = 6.0) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(tokens, SIZE, generator=g), torch.randn(vocab, SIZE, generator=g)
     weight, bias = weight * spread / SIZE**0.5, torch.randn(vocab, generator=g)
@@ -93,12 +93,14 @@ def test_limits(path, limits, options):
     assert found.fallbacks == 0
     z = logits(hidden, weight, bias, **options)
     for token, ids in enumerate(found.support.token_ids.tensor_split(found.support.offsets[1:-1].cpu())):
-        expected = {
-            frozenset(Support.from_logits(moved[None], **changed(limits, by)).token_ids.tolist())
-            for moved in (z[token].float(),)
+        # Rounding may decide about an id at the edge: of a mass or share, or of two that are nearly as likely.
+        expected = [
+            frozenset(Support.from_logits(z[token].float()[None], **changed(limits, by)).token_ids.tolist())
             for by in (-1e-4, 0.0, 1e-4)
-        }
-        assert frozenset(ids.tolist()) in expected
+        ]
+        if frozenset(ids.tolist()) not in expected:
+            edge = z[token, list(expected[1])].min()
+            assert (z[token, list(expected[1] ^ frozenset(ids.tolist()))] - edge).abs().max() < 1e-3
         assert (ids.diff() > 0).all()
         assert found.ids[token] in ids
     again = linear_logprobs(
