@@ -13,6 +13,7 @@ from benchmark import (
     list_lengths,
     replay_mismatch,
     row_losses,
+    sampling,
     step,
     support,
     targets,
@@ -24,12 +25,13 @@ from benchmark import (
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-NAMES = ("results", "support", "distillation", "targets", "conformance")
+NAMES = ("results", "support", "distillation", "targets", "conformance", "sampling")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
     conformance.PREFIX: conformance.markdown,
     row_losses.PREFIX: row_losses.markdown,
+    sampling.PREFIX: sampling.markdown,
     support.PREFIX: support.summary,
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,

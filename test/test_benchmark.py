@@ -370,7 +370,7 @@ def _check_penalties(rows):
     assert all(max(row["grad_hidden_error"], row["grad_weight_error"]) < 6e-3 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["support", "divergence", "distillation_loss", "head_losses", "targets"])
+@pytest.mark.parametrize("name", ["support", "divergence", "distillation_loss", "head_losses", "sampling", "targets"])
 def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
     """The whole command, in this process, which has imported most of it; errors are those of bfloat16 rounding."""
     monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path)])

@@ -45,6 +45,16 @@ def test_replay_closes_the_gap(example, tmp_path):
         assert replayed["largest_gap"] < 1e-4
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the body's bits are those of a CPU")
+@pytest.mark.parametrize("limits", [(), ("--top-p", "0.9")], ids=str)
+def test_a_rollout_has_the_trainers_bits(example, capsys, limits):
+    example("rollout", *options(prompts=3, max_new_tokens=6, hidden_size=32, layers=2), "--cache", "off", *limits)
+    assert capsys.readouterr().out.endswith("largest 0.0e+00; tokens with the same bits: 100%\n")
+    example("rollout", *options(prompts=3, max_new_tokens=6, hidden_size=32, layers=2), *limits)
+    gap = re.search(r"largest (\S+);", capsys.readouterr().out)[1]
+    assert float(gap) < 1e-4
+
+
 def test_a_student_comes_nearer_to_its_teacher(example, tmp_path):
     example(
         "distill", *options(teacher_steps=4, student_steps=1, steps=12, prompts=8), "--output", tmp_path,

@@ -53,8 +53,8 @@ class HeadOptions:
         fixed_shape: for CUDA graphs: never wait for the device. Every token goes through every product. A target
             outside [0, V) masks its token and does not raise.
         batch_invariant: a token's log-probability, entropy and extras depend only on its own row, its target and the
-            head, bit for bit, on one device with one version of torch (`liger_rl.engines.dense.two_pass.invariant`).
-            Gradients may differ.
+            head, bit for bit, on one kind of device with one version of torch, on any number of vocabulary shards
+            (`liger_rl.engines.dense.in_order`). Gradients may differ.
 
     Raises:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.

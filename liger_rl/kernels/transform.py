@@ -16,9 +16,9 @@ class LogitTransform:
     """z = softcap * tanh(scale * x / softcap) / temperature; without a softcap, z = scale * x / temperature.
 
     Args:
-        temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, which needs
-            float32 tiles of logits in two passes: the product's epilogue, one pass, a `grad_tolerance` and
-            torch.compile support only numbers.
+        temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, with which
+            the backward is exact and takes two passes: one pass, a `grad_tolerance` and torch.compile support only
+            numbers.
         softcap: bound of the capped logits (Gemma 2: 30), > 0; None leaves them uncapped. A GPU knows the tanh to
             2.4e-7, so a capped logit to 2.4e-7 softcap / temperature: 7e-6 at 30, 2e-3 at 10,000.
         scale: factor on the head's output, > 0 (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
