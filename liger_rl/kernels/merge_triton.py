@@ -70,6 +70,8 @@ def _merge_kernel(
 def merge(parts: Fold, state: Fold) -> None:
     """Merge the folds `parts` (tiles, n) of every tile into `state` (n,). `state.target` stays as it is."""
     tiles, n = parts.peak.shape
+    if n == 0:
+        return
     with on(state.peak.device):
         _merge_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
             parts, state, tiles, n, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
