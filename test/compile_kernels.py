@@ -181,7 +181,8 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
     largest_triton.largest(HeadFactors(hidden, weight, bias, transform), ones(parts_of(V), N), 4)
     numbers, drawn = Uniforms(ones(N), ones(N)), torch.zeros_like(targets)
-    for uniforms in (None, numbers):
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, with_tiles=True, kept=kept)
+    for uniforms in (None, numbers) if devices.family_of(CPU).halves else ():
         epilogue.gemm_state(
             hidden, weight, bias, targets, transform, entropy=False, drawn=drawn, uniforms=uniforms
         )  # fmt: skip
@@ -190,7 +191,9 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
 def limited_draws(transform: LogitTransform, entropy: bool) -> None:
     state = Fold.start(N, CPU, entropy=False)
     known, kept = TileStatistics.unwritten(N, V, CPU, entropy=False), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    compiled.uniforms(5, torch.arange(N))
+    tiles, ids = Fold.unwritten((3, N), ones(3, N), entropy=False, extras=()), torch.arange(N)
+    for uniforms in (None, compiled.uniforms(5, ids)):
+        sampling_triton.choose(tiles, sampling_triton.Draw.of(uniforms, (3, N), CPU), state, ids, V)
     for limits in ((3, None, 0.1), (3, 0.9, None), (None, 0.9, None)):
         found = sampling_triton.candidates(N, state, known, kept, V, limits)
         slots = sampling_triton.slots_of(found, V)

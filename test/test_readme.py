@@ -51,8 +51,9 @@ TABLES = {
         "divergence-nvidia-h100-80gb-hbm3", "divergence-policy-nvidia-h200", "divergence-policy-pretrained-nvidia-h200",
         "distillation_loss-nvidia-h200", "teacher-hidden-cpu",
     },
-    "targets.md": {"targets-nvidia-h100-80gb-hbm3"},
+    "targets.md": {"targets-nvidia-h200"},
     "conformance.md": {"conformance-cpu"},
+    "sampling.md": {"sampling-nvidia-h200"},
 }  # fmt: skip
 
 

@@ -52,9 +52,8 @@ class HeadOptions:
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
         fixed_shape: for CUDA graphs: never wait for the device. Every token goes through every product. A target
             outside [0, V) masks its token and does not raise.
-        batch_invariant: a token's log-probability, entropy and extras depend only on its own row, its target and the
-            head, bit for bit, on one kind of device with one version of torch, on any number of vocabulary shards
-            (`liger_rl.engines.dense.in_order`). Gradients may differ.
+        batch_invariant: a token's log-probability, entropy and extras depend only on its row, target and head, bit for
+            bit, on one kind of device and torch, on any number of shards (`liger_rl.engines.dense.in_order`).
 
     Raises:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.

@@ -95,9 +95,10 @@ def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniform
 
 def _lacks(rows: Head) -> str | None:
     """The first thing that a product with an epilogue needs and these rows lack."""
-    if devices.folds(rows.hidden, rows.weight):
-        return None
-    return devices.device_lacks(rows.hidden.device) or "16-bit hidden states and weight, in aligned rows"
+    if not devices.folds(rows.hidden, rows.weight):
+        return devices.device_lacks(rows.hidden.device) or "16-bit hidden states and weight, in aligned rows"
+    # Without halves in registers of their own, a draw would spill 2504 bytes a thread.
+    return None if devices.family_of(rows.hidden.device).halves else "a GPU other than 10.x"
 
 
 def _padded(uniforms: Uniforms, rows: int) -> Uniforms:
