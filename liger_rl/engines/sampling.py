@@ -26,7 +26,7 @@ from liger_rl.engines.dense.in_order import INVARIANT_TOKENS, MULTIPLE
 from liger_rl.engines.interface import Head
 from liger_rl.engines.run import head_of, log_probs
 from liger_rl.engines.tiles import spans
-from liger_rl.kernels import devices, for_device
+from liger_rl.kernels import devices, for_device, gemm
 from liger_rl.kernels.reference import Kept, Uniforms, transformed
 from liger_rl.kernels.segments import Factors
 from liger_rl.kernels.statistics import BLOCK_VOCAB
@@ -56,16 +56,28 @@ def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniform
 
     Without `uniforms`, which goes with no limits, the id of the largest logit.
     """
+    with gemm.without_autocast(call.hidden.device):
+        return _sample(call, dtype, limits, uniforms, with_lists=with_lists)
+
+
+def _sample(
+    call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniforms | None, *, with_lists: bool
+) -> Drawn:
     n, device = call.targets.numel(), call.targets.device
     head = head_of(call, call.targets.view(-1), TokenSelection(n), None)
     rows, options = head.gathered(dtype).with_weight_in(dtype), resolved(call.options, dtype)
     none, limited = torch.zeros((), dtype=torch.int64, device=device), uniforms is not None and not limits.none
     need = _lacks(rows)
+    if limited and not call.hidden.dtype == call.weight.dtype == dtype:
+        need = need or "hidden and weight in the dtype of the products, which a support reads as they are"
     if need is not None:
         if limited and call.options.fixed_shape:
             raise ValueError(f"fixed_shape with a top_k, top_p or min_p needs {need}")
         ids, lists = _draw_from_logits(rows, options, limits, uniforms)
-        return Drawn(ids, _logps(call, rows, ids, lists), lists, none)
+        # A support's engine reads hidden states in their own dtype.
+        return Drawn(
+            ids, _logps(call, dtype, rows._replace(hidden=call.hidden.flatten(0, -2)), ids, lists), lists, none
+        )
     rows = in_order.padded_rows(rows, MULTIPLE)
     transform = rows.transform(options, slice(None))
     if uniforms is None or limits.none:
@@ -90,7 +102,7 @@ def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniform
         live=TokenSelection(lost.numel()),
     )  # fmt: skip
     ids, lists = _draw_from_logits(picked, options, limits, uniforms.at(lost))
-    return _joined(fast, lost, Drawn(ids, _logps(call, picked, ids, lists), lists, none + lost.numel()))
+    return _joined(fast, lost, Drawn(ids, _logps(call, dtype, picked, ids, lists), lists, none + lost.numel()))
 
 
 def _lacks(rows: Head) -> str | None:
@@ -105,11 +117,12 @@ def _padded(uniforms: Uniforms, rows: int) -> Uniforms:
     return Uniforms(*(pad(values, (0, rows - values.numel())) for values in uniforms))
 
 
-def _logps(call: HeadCall, rows: Head, ids: Tensor, lists: Lists | None) -> Tensor:
+def _logps(call: HeadCall, dtype: torch.dtype, rows: Head, ids: Tensor, lists: Lists | None) -> Tensor:
     """The log-probabilities of draws from logits: those of `linear_logprobs`."""
     support = None if lists is None else support_of(lists)
     options = replace(call.options, transform=call.options.transform.of_tokens(rows.temperatures))
-    return log_probs(replace(call, hidden=rows.hidden, targets=ids, support=support, options=options)).logps
+    drawn = replace(call, hidden=rows.hidden, targets=ids, support=support, options=options)
+    return log_probs(drawn, dtype=dtype).logps
 
 
 class _Limited(NamedTuple):

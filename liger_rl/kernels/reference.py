@@ -428,7 +428,7 @@ WORD = (1 << 32) - 1
 
 def uniforms(seed: int, positions: Tensor) -> Uniforms:
     """The first two words of Philox 4x32-10 with the key `seed` and the counters `positions` (n,) int64."""
-    words = [positions & WORD, positions >> 32, torch.zeros_like(positions), torch.zeros_like(positions)]
+    words = [positions & WORD, positions >> 32 & WORD, torch.zeros_like(positions), torch.zeros_like(positions)]
     keys = [seed & WORD, seed >> 32]
     for _ in range(10):
         # A product of two words wraps around in int64, and its words are right.

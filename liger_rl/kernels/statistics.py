@@ -111,7 +111,8 @@ class Fold(NamedTuple):
         # The comparison is exact: target, peak and rival come from the same tiles. In a tie the smaller id is first.
         is_top1 = None if self.rival is None else (self.target >= self.peak) & (self.target > self.rival)
         target = self.target if with_target else None
-        lse = self.peak.double() + log_sum
+        # Apple's GPUs have no float64.
+        lse = (self.peak if self.peak.device.type == "mps" else self.peak.double()) + log_sum
         return TokenStatistics(logps, lse, entropy, log_sum_sq, self.sum_logits, is_top1, target)
 
 

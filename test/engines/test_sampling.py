@@ -187,10 +187,14 @@ def test_too_many_candidates(path):
 
 def test_philox():
     """The known answers of Random123, and the kernel beside the formula."""
+    uniforms = pytest.importorskip("liger_rl.kernels.sampling_triton").uniforms
     zero = reference.uniforms(0, torch.zeros(1, dtype=torch.int64))
     assert [value.item() * 2**24 for value in zero] == [0x6627E8D5 >> 8, 0xE169C58D >> 8]
-    full = reference.uniforms((1 << 64) - 1, torch.full((1,), -1, dtype=torch.int64))
-    assert 0 <= full.of_tile < 1
+    positions = torch.randint(1 << 62, (200,), device=DEVICE)
+    for seed in (0, 7, (1 << 63) - 1):
+        found, expected = uniforms(seed, positions), reference.uniforms(seed, positions)
+        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+        assert 0.3 < found.of_tile.mean() < 0.7
 
 
 @pytest.mark.parametrize(
@@ -294,3 +298,28 @@ def test_cuda_graph(limits):
         again = sample_tokens(hidden, weight, **call)
         assert torch.equal(found.ids, again.ids)
         assert torch.equal(found.logps, again.logps)
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}], ids=str)
+def test_few_ids_and_pieces_of_tokens(path, limits, monkeypatch):
+    hidden, weight, bias = head(20, 5)
+    options = {"seed": 1, "bias": bias[:5], **limits}
+    whole = sample_tokens(hidden, weight, **options)
+    assert whole.ids.max() < 5
+    monkeypatch.setattr("liger_rl.engines.sampling.KEPT_BYTES", 1)
+    monkeypatch.setattr("liger_rl.engines.sampling.MULTIPLE", 16 if CUDA else 3)
+    again = sample_tokens(hidden, weight, **options)
+    assert torch.equal(whole.ids, again.ids)
+    assert torch.equal(whole.logps, again.logps)
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}], ids=str)
+def test_under_autocast(limits):
+    """The dtype of the products is autocast's, in the draw as in the trainer."""
+    hidden, weight, bias = (tensor.float() for tensor in head(20, 600))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found = sample_tokens(hidden, weight, seed=1, bias=bias, support=bool(limits), **limits)
+        again = linear_logprobs(hidden, weight, found.ids, bias=bias, support=found.support, batch_invariant=True)
+    assert torch.equal(found.logps, again.logps)
+    low = sample_tokens(hidden.bfloat16(), weight.bfloat16(), seed=1, bias=bias, **limits)
+    assert torch.equal(found.ids, low.ids)
