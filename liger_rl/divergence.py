@@ -40,6 +40,7 @@ def linear_divergence(
     teacher_transform: LogitTransform = IDENTITY,
     vocab: int | None = None,
     student_ids: Tensor | None = None,
+    teacher_lse: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
     lse: bool = False,
@@ -69,14 +70,15 @@ def linear_divergence(
         teacher_hidden: (B, T, H') or (N, H'), for the same tokens.
         teacher_weight, teacher_bias: (V', H') and (V',). V' = V without `vocab` and student_ids.
         kind, beta: `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
-        targets: (B, T) or (N,) ids in [0, V), whose log-probabilities are also returned. A negative id masks its token.
-        token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
-            makes the gradients in the forward. Tokens at 0 are masked.
+        targets: (B, T) or (N,) ids in [0, V), for their log-probabilities. A negative id masks its token.
+        token_weights: (B, T) or (N,), no gradient: factors in loss = sum(token_weights * divergence). One pass makes
+            the gradients in the forward.
         vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
-        vocab: number of rows of both weights that count; the rest is padding.
-        student_ids: (V,) the teacher's id of each row of `weight`, a draft head. The teacher is renormalised over them.
-            Its rows are copied, after a host sync.
+        vocab: number of rows of both weights that count.
+        student_ids: (V,) the teacher's id of each row of `weight`, a draft head. Its rows are copied, after a host
+            sync, and renormalised.
+        teacher_lse: (B, T) or (N,), for "tv": the teacher's lse over its whole vocabulary, not renormalised.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
             tolerance of "auto" is exact here.
         chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: also fields.
@@ -89,7 +91,7 @@ def linear_divergence(
             tensor that requires a gradient.
         torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True).
     """
-    tokens = hidden, teacher_hidden, targets, mask, token_weights, *low_rank_tensors(low_rank)
+    tokens = hidden, teacher_hidden, targets, mask, token_weights, teacher_lse, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *tokens):
         measure = measure_of(kind, beta)
         if student_ids is not None:
@@ -106,7 +108,7 @@ def linear_divergence(
             hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, teacher_hidden=teacher_hidden,
             teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_transform=teacher_transform,
             measure=measure, mask=mask, targets=targets, vocab=vocab, token_weights=token_weights,
-            vocab_parallel=vocab_parallel, options=options,
+            vocab_parallel=vocab_parallel, options=options, teacher_lse=teacher_lse,
         )
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import oracles
 from devices import skip_without_interpreter
 from head_calls import SCALING, Problem, Products, functional, problem, run_triton
-from liger_rl import Divergence, LogitTransform, linear_divergence
+from liger_rl import Divergence, LogitTransform, linear_divergence, linear_logprobs
 from liger_rl.engines.pair import two_heads as engine
 from peaks import tensor_peak
 
@@ -387,3 +387,32 @@ def test_refused_draft_vocabularies(ids, error, message):
         linear_divergence(**x.arguments(), student_ids=ids)
     with pytest.raises(ValueError, match="vocab, vocab_parallel and gather must be None with student_ids"):
         linear_divergence(**x.arguments(), student_ids=torch.arange(40), vocab=30)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_weights": True}, {"chunk_vocab": 16, "chunk_tokens": 5}], ids=str)
+def test_a_draft_head_and_a_teacher_that_keeps_its_mass(options):
+    """The total variation over the teacher's whole vocabulary, where the draft is 0 outside of its ids."""
+    x = pair(vocab=(40, 131), bias=False)
+    leaves, ids = x.leaves(), torch.randperm(131)[:40]
+    own, other = leaves.own, x.other
+    slopes = torch.rand(x.mask.shape) * x.mask
+    lse = linear_logprobs(other.hidden, other.weight, torch.zeros(x.mask.shape, dtype=torch.long), lse=True).lse
+    given = options | ({"token_weights": slopes} if "token_weights" in options else {})
+    found = linear_divergence(
+        **leaves.arguments(), mask=x.mask, kind="tv", student_ids=ids, teacher_lse=lse, **given
+    )  # fmt: skip
+    loss = (found.divergence * slopes).sum() if found.loss is None else found.loss
+    loss.backward()
+    wide, q = own.to(torch.float64).leaves(), (other.hidden.double() @ other.weight.double().T).softmax(-1)
+    p = torch.zeros_like(q).index_copy(-1, ids, (wide.hidden @ wide.weight.T).softmax(-1))
+    truth = (p - q).abs().sum(-1) / 2
+    torch.testing.assert_close(found.divergence.double()[x.mask], truth[x.mask], rtol=1e-5, atol=1e-6)
+    (truth * slopes).sum().backward()
+    for mine, exact_one in ((own.hidden.grad, wide.hidden.grad), (own.weight.grad, wide.weight.grad)):
+        torch.testing.assert_close(mine.double(), exact_one, rtol=1e-4, atol=1e-6)
+    for wrong, message in (
+        ({"kind": "jsd", "teacher_lse": lse}, 'teacher_lse must be None but with kind="tv"'),
+        ({"kind": "tv", "teacher_lse": lse[..., :1]}, "teacher_lse must be .* from hidden"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_divergence(**x.arguments(), student_ids=ids, **wrong)

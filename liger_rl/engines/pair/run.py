@@ -95,6 +95,7 @@ class DivergenceCall(HeadCall):
     measure: Measure
     vocab: int | None = None
     token_weights: Tensor | None = None  # (B, T) or (N,)
+    teacher_lse: Tensor | None = None  # (B, T) or (N,)
     # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
     # Whether a tolerance of "auto" is more than 0 if products have the epilogue.
@@ -104,7 +105,8 @@ class DivergenceCall(HeadCall):
     @property
     def tensors(self) -> tuple[object, ...]:
         """All fields that may be tensors."""
-        return (*super().tensors, self.token_weights, self.teacher_hidden, self.teacher_weight, self.teacher_bias)
+        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.teacher_lse
+        return (*super().tensors, self.token_weights, *teacher)
 
     def with_ids(self) -> "DivergenceCall":
         """The call with the ids and the mask of needed tokens that `HeadCall` reads: zeros without targets."""
@@ -145,7 +147,18 @@ class DivergenceCall(HeadCall):
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
         if self.token_weights is not None:
             self._check_token_weights(self.token_weights, dtype)
+        if self.teacher_lse is not None:
+            self._check_teacher_lse(self.teacher_lse)
         return dtype
+
+    def _check_teacher_lse(self, teacher_lse: Tensor) -> None:
+        if self.measure.kind != TV:
+            raise ValueError('teacher_lse must be None but with kind="tv"; docs/distillation.md has the KLs')
+        check_floating("teacher_lse", teacher_lse)
+        shape = self.hidden.shape[:-1]
+        if teacher_lse.shape != shape:
+            raise ValueError(f"teacher_lse must be {tuple(shape)} from hidden, got {tuple(teacher_lse.shape)}")
+        check_dense("teacher_lse", teacher_lse, self.hidden, "hidden")
 
     def one_pass_lacks(self, dtype: torch.dtype) -> str | None:
         """The first thing that one pass needs and this call lacks, or None. `dtype`: of the student's products."""
@@ -210,7 +223,7 @@ class DivergenceCall(HeadCall):
 @contextmanager
 def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
     """A context in which both heads are whole: the checked call on this rank, and its `Pair`."""
-    names = ("hidden", "teacher_hidden", "targets", "mask", "token_weights")
+    names = ("hidden", "teacher_hidden", "targets", "mask", "token_weights", "teacher_lse")
     tokens = *(getattr(global_call, name) for name in names), *low_rank_tensors(global_call.low_rank)
     with shared_errors(global_call.vocab_parallel, global_call.weight, *tokens):
         global_call.check_before_gather()
@@ -231,7 +244,8 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
         options = resolved(call.options, dtype)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps)
+        whole = None if call.teacher_lse is None else call.teacher_lse.detach().float().reshape(-1)
+        pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps, whole)
         if not (call.auto_tolerance and pair.epilogue_applies(student.live.count)):
             named = call.options.grad_tolerance
             pair = pair._replace(options=replace(options, grad_tolerance=0.0 if named == "auto" else named))

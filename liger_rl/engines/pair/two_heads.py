@@ -56,11 +56,11 @@ def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileS
             for part in (slice(*span) for span in spans(rows.count, tokens)):
                 written = None if tile_sums is None else tile_sums.part(part, 0)
                 rows.fold_whole(part, state.take(part), sums.take(part), written)
-            return PairStatistics.of(state, measure).with_sums(measure, sums), tile_sums
+            return rows.known(state).with_sums(measure, sums), tile_sums
         _sweep(rows, tile_sums, lambda tile, part, written: rows.kernels.fold_pair(tile, state.take(part), written))
     if shard is not None:
         state = state.over_ranks(measure, shard.maximum, shard.total)
-    known = PairStatistics.of(state, measure)
+    known = rows.known(state)
     if sums is None:
         return known, tile_sums
     norms = known.lse, known.teacher_lse
