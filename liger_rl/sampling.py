@@ -6,12 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_count, check_dense, check_flag
+from liger_rl.call.checks import check_count, check_dense, check_flag, check_transform
 from liger_rl.call.dtensors import has_dtensor
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.options import IDENTITY, HeadOptions
 from liger_rl.call.support import Limits, Support, check_limits
+from liger_rl.call.tokens import improper_temperatures
 from liger_rl.engines import sampling
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.kernels.transform import LogitTransform
@@ -57,10 +58,10 @@ def sample_tokens(
 
     No gradient is made. On a GPU whose products have an epilogue the logits never reach memory: without limits the
     draw takes 1.1 times the product. With limits the exponentials of a few hundred tokens are kept at a time, 128 MiB
-    in float16, and the host waits for the device: for the number of fallbacks, and for the support's size.
+    in float16, and the host waits for the number of fallbacks, and for the support's size. It also waits for the check
+    of a temperature for each token.
 
-    A draw depends on the token's hidden state, the head, `seed` and the token's position alone. It is the same in
-    every batch, and the same on every run.
+    A draw depends on the token's hidden state, the head, `seed` and the token's position alone, on every run.
 
     Args:
         hidden: (B, T, H) or (N, H), float32, bfloat16 or float16.
@@ -86,6 +87,7 @@ def sample_tokens(
     if seed >= 1 << 63:
         raise ValueError(f"seed must be below 2^63, got {seed}")
     check_limits(top_k=top_k, top_p=top_p, min_p=min_p)
+    check_transform(transform)
     if has_dtensor(hidden, weight, bias, positions):
         raise ValueError("hidden, weight, bias and positions must be no DTensors; gather the head first")
     if transform.per_token or transform.temperature != 1.0:
@@ -119,6 +121,10 @@ def sample_tokens(
         none = call.targets.view(-1)
         empty = sampling.support_of(sampling.Lists(none, none)) if support else None
         return Sampled(call.targets, torch.zeros(shape, device=hidden.device), empty, none.sum())
+    if not fixed_shape:
+        for improper in improper_temperatures(temperature, call.targets, None):
+            if improper.item():
+                raise ValueError(f"temperature must be positive and finite at each token; {improper.item()} are not")
     uniforms = None if greedy else sampling.uniforms_of(seed, positions.reshape(-1))
     drawn = sampling.sample(call, dtype, limits, uniforms, with_lists=support)
     found = None if drawn.lists is None or not support else sampling.support_of(drawn.lists)
