@@ -350,7 +350,7 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
         monkeypatch.setattr(devices, "device_lacks", lambda device: None)
 
         def applies_to(tokens, hidden_size, dtype, weight):
-            return devices.call_lacks(tokens, hidden_size, dtype, weight.dtype) is None
+            return devices.aligned(weight) and devices.call_lacks(tokens, hidden_size, dtype, weight.dtype) is None
 
         monkeypatch.setattr(devices, "applies_to", applies_to)
         monkeypatch.setattr(devices, "pairs_apply_to", lambda *given: devices.call_lacks(*given[:3], given[2]) is None)

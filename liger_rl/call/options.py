@@ -70,7 +70,7 @@ class HeadOptions:
     chunk_tokens: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
     chunk_vocab: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
     fixed_shape: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
-    batch_invariant: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
+    batch_invariant: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
 
     def __post_init__(self) -> None:
         for name, columns in TABLE.items():

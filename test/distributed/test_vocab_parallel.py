@@ -322,6 +322,7 @@ COVER, SAME = "ValueError: the shards of weight must cover", "must be the same o
 # What one rank alone asks for: the name in the error, and what every rank has.
 OF_ONE_RANK = {
     "entropy": ({}, {"entropy": True}),
+    "batch_invariant": ({}, {"batch_invariant": True}),
     "transform": ({}, {"transform": LogitTransform(temperature=0.5)}),
     "bias": ({}, {"bias": torch.zeros(5)}),
     "lse": ({}, {"lse": True}),
@@ -422,12 +423,14 @@ def invariant_shards(rank, epilogue: bool, support: bool):
         if support:
             lists = Support.from_padded(torch.randint(vocab, (tokens, 40), generator=g).to(rank.device))
         same = []
-        for borders in BORDERS[:2] if interpreted else BORDERS:
+        for number, borders in enumerate(BORDERS[:2] if interpreted else BORDERS):
             starts = [*borders[: rank.world], vocab]
             own = slice(starts[rank.index], starts[rank.index + 1])
-            place = VocabParallel(rank.group, own.start)
-            of_tokens = torch.rand(tokens, generator=g).to(rank.device) + 0.5
-            for heat in (of_tokens,) if interpreted else (0.7, of_tokens):
+            place, part = VocabParallel(rank.group, own.start), weight[own]
+            if rank.index == 0:  # the address of one rank's rows, as in a flat parameter, must not matter
+                part = weight.new_empty(part.numel() + 1)[1:].view_as(part).copy_(part)
+            heats = 0.7, torch.rand(tokens, generator=g).to(rank.device) + 0.5
+            for heat in heats[number : number + 1] if interpreted else heats:
                 options = {
                     "batch_invariant": True, "entropy": True, "support": lists, "lse": not support,
                     "extras": {"is_top1", "mean_logits", "log_sum_sq_probs"},
@@ -439,8 +442,8 @@ def invariant_shards(rank, epilogue: bool, support: bool):
                 if isinstance(heat, Tensor):
                     cut["transform"] = LogitTransform(temperature=heat[few], softcap=5.0)
                 shard = {"vocab_parallel": place, "bias": bias[own]}
-                found = linear_logprobs(hidden, weight[own], targets, **options | shard)
-                pieces = linear_logprobs(hidden[few], weight[own], targets[few], **cut | shard)
+                found = linear_logprobs(hidden, part, targets, **options | shard)
+                pieces = linear_logprobs(hidden[few], part, targets[few], **cut | shard)
                 for one, other, piece in zip(alone, found, pieces, strict=True):
                     same.append(one is None or (torch.equal(one, other) and torch.equal(one[few], piece)))
     return same

@@ -44,7 +44,11 @@ def forward(
     """
     rows, n = head, head.live.count
     if kept is None:
-        rows = with_factor(head.gathered(options.compute_dtype), options)
+        rows = head.gathered(options.compute_dtype)
+        if options.batch_invariant and rows.shard is not None and not devices.aligned(rows.weight):
+            # The way must not depend on the address of one rank's rows: the ways have other bits and collectives.
+            rows = rows._replace(weight=rows.weight.clone(memory_format=torch.contiguous_format))
+        rows = with_factor(rows, options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
     if epilogue is None and options.batch_invariant:
         statistics = in_order.fold_in_order(*in_order.with_fixed_tiles(rows, options)).finish()
