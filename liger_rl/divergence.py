@@ -71,11 +71,11 @@ def linear_divergence(
         teacher_weight, teacher_bias: (V', H') and (V',). V' = V without `vocab` and student_ids.
         kind, beta: `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
         targets: (B, T) or (N,) ids in [0, V), for their log-probabilities. A negative id masks its token.
-        token_weights: (B, T) or (N,), no gradient: factors in loss = sum(token_weights * divergence). One pass makes
-            the gradients in the forward.
+        token_weights: (B, T) or (N,), no gradient: factors in loss = sum(token_weights * divergence), whose gradients
+            one pass makes in the forward. 0 masks.
         vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
-        vocab: number of rows of both weights that count.
+        vocab: number of rows of both weights that count, before padding.
         student_ids: (V,) the teacher's id of each row of `weight`, a draft head. Its rows are copied, after a host
             sync, and renormalised.
         teacher_lse: (B, T) or (N,), for "tv": the teacher's lse over its whole vocabulary, not renormalised.

@@ -276,9 +276,9 @@ CALLS = {
     "a teacher's lists": PublicCall(
         _topk_divergence, takes=frozenset(("chunks", "fixed_shape", "autocast", "weight_grad"))
     ),
-    "support": PublicCall(partial(_logprobs, listed="all"), takes=frozenset(("fixed_shape", "gather", "weight_grad"))),
+    "support": PublicCall(partial(_logprobs, listed="all"), takes=_EVERY - {"chunks", "autocast"}),
     "support with empty rows": PublicCall(
-        partial(_logprobs, listed="or not"), takes=frozenset(("gather", "weight_grad"))
+        partial(_logprobs, listed="or not"), takes=frozenset(("gather", "weight_grad", "batch_invariant"))
     ),
     "forward KL": PublicCall(partial(_divergence, kind="forward_kl"), takes=_TWO_HEADS),
     "reverse KL": PublicCall(partial(_divergence, kind="reverse_kl"), takes=_TWO_HEADS),

@@ -85,7 +85,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
         tiles = Tiles(chunks.chunk_tokens, shape.vocab)
         if chunks.sum_dtype is not None:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
-    elif lacks is None and shape.casts_weight:
+    elif lacks is None and (shape.casts_weight or not shape.aligned):
         remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
     if lacks is None and path != "one pass" and shape.wants_gradient and shape.two_pass_epilogue_lacks:
         remarks.append(f"no epilogue in the backward, which needs {shape.two_pass_epilogue_lacks}")

@@ -198,8 +198,9 @@ def gemm_state(
     assert over_parts is None or not with_tiles
     assert kept is None or kept.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
-    pieces = pieces or Pieces([Piece(0, weight, bias)], triton.cdiv(vocab, TILE_VOCAB))
-    own_tiles, vocab_tiles = sum(triton.cdiv(piece.weight.shape[0], TILE_VOCAB) for piece in pieces.own), pieces.tiles
+    pieces = pieces or Pieces([Piece(0, weight, bias)], vocab)
+    own_tiles = sum(triton.cdiv(piece.weight.shape[0], TILE_VOCAB) for piece in pieces.own)
+    vocab_tiles, whole = triton.cdiv(pieces.vocab, TILE_VOCAB), pieces.vocab % TILE_VOCAB == 0
     tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
     step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
     cap, heat = transform.softcap, transform.temperature
@@ -221,12 +222,12 @@ def gemm_state(
         of_rows = transform.of_tokens(heat[rows] if isinstance(heat, Tensor) else None)
         first = 0
         for piece in pieces.own:
-            number, past = piece.weight.shape[0], first + triton.cdiv(piece.weight.shape[0], TILE_VOCAB)
+            past = first + triton.cdiv(piece.weight.shape[0], TILE_VOCAB)
             own = tiles.take(slice(first, past))._replace(target=tiles.target)
             run_product(
                 fold_tile, HeadFactors(hidden[rows], piece.weight, piece.bias, of_rows), targets[rows],
                 (own, known, draw), outs=(None if kept is None else kept.values[rows], None), first=piece.first,
-                variant=variant, whole=number % TILE_VOCAB == 0,
+                variant=variant, whole=whole,  # of all pieces: one compiled kernel computes every tile
                 parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
             )  # fmt: skip
             first = past

@@ -128,7 +128,7 @@ class Pieces(NamedTuple):
     """The tiles of a vocabulary that a rank folds."""
 
     own: list[Piece]
-    tiles: int  # of the whole vocabulary
+    vocab: int  # entries of the whole vocabulary
     over_ranks: Callable[[Fold], Fold] | None = None  # (own tiles, n) -> (tiles, n), but for the target
 
     def gathered(self, own: Fold) -> Fold:

@@ -200,6 +200,7 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         ({"rank": 8}, "two passes", False, "no epilogue, which needs a head without low_rank terms"),
         ({"hidden_size": 4100}, "two passes", False, "which needs a hidden size that is a multiple of 8, got 4100"),
         ({"aligned": False}, "two passes", False, "which needs rows of the weight that start at multiples of 16 bytes"),
+        ({"aligned": False, "batch_invariant": True}, "two passes", True, "products read a copy of the weight"),
         (CAST | {"aligned": False}, "two passes", True, "products read a copy of the weight"),  # whose rows are aligned
         (ONE | {"aligned": False}, "one pass", False, "which needs rows of the weight that start at multiples of 16"),
         (ONE | {"chunk_tokens": 256}, "one pass", False, "no epilogue, which needs chunks of 512 tokens or more"),

@@ -117,17 +117,24 @@ def assert_identical(found, expected, place=slice(None)) -> None:
 ALL = {"entropy": True, "lse": True, "extras": set(EXTRAS)}
 
 
-def cuts(tokens: int, number: int):
-    """Slices of all lengths, and other orders and choices."""
+def companies(tokens: int, number: int):
+    """-> tokens, cut or permuted, and a mask: alone (None), padded to two rows, or chosen among all by the mask."""
     g = torch.Generator().manual_seed(11)
     for place in range(number):
         first, last = sorted(torch.randint(tokens, (2,), generator=g).tolist())
-        yield slice(first, last + 1) if place % 4 else torch.randperm(tokens, generator=g)[: last + 1]
+        chosen = torch.arange(first, last + 1) if place % 4 else torch.randperm(tokens, generator=g)[: last + 1]
+        mask = None
+        if place % 3 == 1:
+            mask = torch.arange(len(chosen) + len(chosen) % 2 + 2).view(2, -1) < len(chosen)
+            chosen = mask.long().masked_scatter(mask, chosen)
+        elif place % 3 == 2:
+            mask, chosen = torch.zeros(tokens, dtype=torch.bool).index_fill(0, chosen, True), torch.arange(tokens)
+        yield chosen, mask
 
 
 @pytest.mark.parametrize("path", ["tiles", "epilogue", "support"])
-@pytest.mark.parametrize("heat", ["one", "each"])
-def test_cut_and_permuted_in_many_ways(path, heat, monkeypatch):
+@pytest.mark.parametrize("heat", ["none", "one", "each"])
+def test_cut_permuted_padded_and_masked_in_many_ways(path, heat, monkeypatch):
     """The product's epilogue runs on a GPU, and in Triton's interpreter for fewer tokens in fewer ways."""
     on_gpu = torch.cuda.is_available()
     tokens, number, vocab = 5000 if on_gpu else 300, 200, 20000 if on_gpu else 1003
@@ -141,16 +148,19 @@ def test_cut_and_permuted_in_many_ways(path, heat, monkeypatch):
     heats = torch.rand(tokens, device=device) + 0.5
     options = {name: value for name, value in ALL.items() if path != "support" or name != "lse"}
 
-    def found(rows):
+    def found(rows, mask=None):
         some = inputs._replace(hidden=inputs.hidden[rows], targets=inputs.targets[rows])
         transform = LogitTransform(temperature=0.7 if heat == "one" else heats[rows], softcap=4.0)
-        support = Support.from_padded(lists[rows]) if path == "support" else None
-        return call(some, batch_invariant=True, transform=transform, support=support, **options)
+        transform = LogitTransform() if heat == "none" else transform
+        support = Support.from_padded(lists[rows].flatten(0, -2)) if path == "support" else None
+        return call(some, batch_invariant=True, mask=mask, transform=transform, support=support, **options)
 
-    whole = found(slice(None))
-    for rows in cuts(tokens, number):
-        rows = rows if isinstance(rows, slice) else rows.to(device)
-        assert_identical(found(rows), whole, rows)
+    whole = found(torch.arange(tokens, device=device))
+    for rows, mask in companies(tokens, number):
+        rows, mask = rows.to(device), None if mask is None else mask.to(device)
+        counted = slice(None) if mask is None else mask
+        mine = [None if values is None else values[counted] for values in found(rows, mask)]
+        assert_identical(mine, whole, rows[counted])
 
 
 @NEEDS_GPU

@@ -25,7 +25,7 @@ from liger_rl.distributed import VocabShard
 from liger_rl.engines.interface import Head
 from liger_rl.engines.tiles import plan_tiles, spans
 from liger_rl.kernels import for_device, gemm
-from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.devices import compiles, realigned
 from liger_rl.kernels.statistics import Fold, Piece, Pieces, each
 
 INVARIANT_TOKENS = 128  # rows of one product; a library may treat distant rows of a larger product differently
@@ -59,7 +59,7 @@ def whole_tiles(rows: Head, width: int) -> Pieces:
     """The tiles that this rank folds. With a shard a collective, if a tile has rows of several ranks."""
     shard = rows.shard
     if shard is None:
-        return Pieces([Piece(0, rows.weight, rows.bias)], -(-rows.vocab // width))
+        return Pieces([Piece(0, rows.weight, rows.bias)], rows.vocab)
     start, stop, vocab = shard.place.vocab_start, shard.place.vocab_start + shard.rows, shard.vocab
     first, last = -(-start // width) * width, stop if stop == vocab else stop // width * width
     found = []
@@ -74,7 +74,7 @@ def whole_tiles(rows: Head, width: int) -> Pieces:
             size = min(width, vocab - tile * width)
             bias = None if biases is None else biases[place, :size]
             found.append(Piece(tile * width, weights[place, :size], bias))
-    return Pieces(found, -(-vocab // width), _over_ranks(found, width, shard))
+    return Pieces(found, vocab, _over_ranks(found, width, shard))
 
 
 def _shared_tiles(table: Tensor, tiles: list[int], width: int, shard: VocabShard) -> Tensor:
@@ -122,7 +122,8 @@ def fold_in_order(rows: Head, options: EngineOptions) -> Fold:
     folds = []
     for piece in pieces.own:
         for first, last in spans(piece.weight.shape[0], width):
-            tile = piece.weight[first:last].to(options.compute_dtype)
+            # A library may choose another product for rows at addresses that 16 does not divide.
+            tile = realigned(piece.weight[first:last].to(options.compute_dtype).contiguous())
             bias, fold = None if piece.bias is None else piece.bias[first:last], start()
             for rows_first, rows_last in spans(n, INVARIANT_TOKENS):
                 here = slice(rows_first, rows_last)

@@ -6,6 +6,7 @@ the outer loop of both passes, so that a tile of the weight is read once, and un
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
+from liger_rl.distributed import VocabShard
 from liger_rl.engines.dense import in_order
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, with_gradient
 from liger_rl.engines.shape import HeadShape
@@ -45,8 +47,8 @@ def forward(
     rows, n = head, head.live.count
     if kept is None:
         rows = head.gathered(options.compute_dtype)
-        if options.batch_invariant and rows.shard is not None and not devices.aligned(rows.weight):
-            # The way must not depend on the address of one rank's rows: the ways have other bits and collectives.
+        if options.batch_invariant and not devices.aligned(rows.weight):
+            # The way must not depend on the address of a rank's rows: the ways have other bits and collectives.
             rows = rows._replace(weight=rows.weight.clone(memory_format=torch.contiguous_format))
         rows = with_factor(rows, options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
@@ -60,14 +62,18 @@ def forward(
         if options.batch_invariant:
             rows = in_order.padded_rows(rows, in_order.MULTIPLE)
             targets, pieces = in_order.whole_targets(rows), in_order.whole_tiles(rows, epilogue.TILE_VOCAB)
-            if shard is not None:
-                over_ranks = lambda fold: fold._replace(target=shard.total(fold.target))  # noqa: E731
+            if shard is not None:  # the tiles are gathered before they are merged
+                over_ranks = partial(_with_target_over_ranks, shard)
         statistics, tiles = epilogue.gemm_fold(
             rows.hidden, rows.weight, rows.bias, targets, rows.transform(options, slice(None)),
             entropy=options.entropy, extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
             pieces=pieces,
         )  # fmt: skip
     return statistics if statistics.logps.shape[0] == n else statistics.first(n), tiles
+
+
+def _with_target_over_ranks(shard: VocabShard, fold: Fold) -> Fold:
+    return fold._replace(target=shard.total(fold.target))
 
 
 def backward(
