@@ -75,9 +75,9 @@ def linear_divergence(
             one pass makes in the forward. 0 masks.
         vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
-        vocab: number of rows of both weights that count, before padding.
-        student_ids: (V,) the teacher's id of each row of `weight`, a draft head. Its rows are copied, after a host
-            sync, and renormalised.
+        vocab: number of rows of both weights before padding.
+        student_ids: (V,) the teacher's id of each row of `weight`, a draft head. Its rows are copied after a host
+            sync, renormalised.
         teacher_lse: (B, T) or (N,), for "tv": the teacher's lse over its whole vocabulary, not renormalised.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
             tolerance of "auto" is exact here.
