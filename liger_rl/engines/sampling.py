@@ -63,10 +63,10 @@ def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniform
 def _sample(
     call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniforms | None, *, with_lists: bool
 ) -> Drawn:
-    n, device = call.targets.numel(), call.targets.device
+    n = call.targets.numel()
     head = head_of(call, call.targets.view(-1), TokenSelection(n), None)
     rows, options = head.gathered(dtype).with_weight_in(dtype), resolved(call.options, dtype)
-    none, limited = torch.zeros((), dtype=torch.int64, device=device), uniforms is not None and not limits.none
+    limited = uniforms is not None and not limits.none
     need = _lacks(rows)
     if limited and not call.hidden.dtype == call.weight.dtype == dtype:
         need = need or "hidden and weight in the dtype of the products, which a support reads as they are"
@@ -75,9 +75,8 @@ def _sample(
             raise ValueError(f"fixed_shape with a top_k, top_p or min_p needs {need}")
         ids, lists = _draw_from_logits(rows, options, limits, uniforms)
         # A support's engine reads hidden states in their own dtype.
-        return Drawn(
-            ids, _logps(call, dtype, rows._replace(hidden=call.hidden.flatten(0, -2)), ids, lists), lists, none
-        )
+        logps = _logps(call, dtype, rows._replace(hidden=call.hidden.flatten(0, -2)), ids, lists)
+        return Drawn(ids, logps, lists, _count(0, ids))
     rows = in_order.padded_rows(rows, MULTIPLE)
     transform = rows.transform(options, slice(None))
     if uniforms is None or limits.none:
@@ -88,12 +87,12 @@ def _sample(
             rows.hidden, rows.weight, rows.bias, rows.targets, transform, entropy=False, drawn=ids,
             uniforms=None if uniforms is None else _padded(uniforms, ids.numel()),
         )  # fmt: skip
-        return Drawn(ids[:n], state.finish().logps[:n], None, none)
+        return Drawn(ids[:n], state.finish().logps[:n], None, _count(0, ids))
     drawn, lost = _draw_from_candidates(rows, options, limits, uniforms, n)
     if call.options.fixed_shape:
         return Drawn(drawn.ids.masked_fill(lost, -1), drawn.logps.masked_fill(lost, 0.0), None, lost.sum())
     lost = lost.nonzero().squeeze(1)
-    fast = Drawn(drawn.ids, drawn.logps, _lists(drawn, lost) if with_lists else None, none)
+    fast = Drawn(drawn.ids, drawn.logps, _lists(drawn, lost) if with_lists else None, _count(0, lost))
     if not lost.numel():
         return fast
     temperatures = None if rows.temperatures is None else rows.temperatures[lost]
@@ -102,7 +101,11 @@ def _sample(
         live=TokenSelection(lost.numel()),
     )  # fmt: skip
     ids, lists = _draw_from_logits(picked, options, limits, uniforms.at(lost))
-    return _joined(fast, lost, Drawn(ids, _logps(call, dtype, picked, ids, lists), lists, none + lost.numel()))
+    return _joined(fast, lost, Drawn(ids, _logps(call, dtype, picked, ids, lists), lists, _count(lost.numel(), lost)))
+
+
+def _count(fallbacks: int, like: Tensor) -> Tensor:
+    return torch.full((), fallbacks, dtype=torch.int64, device=like.device)
 
 
 def _lacks(rows: Head) -> str | None:

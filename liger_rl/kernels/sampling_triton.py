@@ -2,8 +2,8 @@
 
 Over the whole vocabulary the product's epilogue draws an id of each tile (`tile_epilogues.draw_of_tile`), and
 `_choose_kernel` draws the tile. Under top-k, top-p or min-p the epilogue keeps the exponentials of a few hundred tokens
-at a time. `_candidates_kernel` finds the ids that may be drawn from these, to 2^-11 of their probabilities, and
-`_limits_kernel` chooses and draws among the candidates' own float32 logits.
+at a time. `_parts_kernel`, `_scan_kernel` and `_candidates_kernel` find the ids that may be drawn from these, to 2^-11
+of their probabilities, and `_limits_kernel` chooses and draws among the candidates' own float32 logits.
 
 Each sum has one order, and each draw depends on one token's numbers alone.
 """
@@ -25,12 +25,12 @@ from liger_rl.kernels.tile_epilogues import KEPT_ONE
 from liger_rl.kernels.tile_epilogues import PART_VOCAB as PART
 
 CANDIDATES = 1024  # ids of a token whose exact logits are computed; a multiple of a piece of `segments_triton.DOTS`
-ROUGH = 2048  # ids of a token that the statistics of its parts cannot rule out
-# Parts of a step of `_candidates_kernel`, and its warps. One H100, 256 tokens with 61 ids each in a nucleus of 0.95,
-# V = 128256: 95 us; 32 parts and 8 warps 106, 8 and 8 108, 16 and 16 108.
-BLOCK, SCAN_WARPS = 16, 8
+# The parts of a token that may have candidates are scanned by SHARES programs, BLOCK at a time, each with ROOM for what
+# it finds. One H200, 512 tokens with 60 ids each in a nucleus of 0.95, V = 128256: 37 us; 8 and 8 shares and parts
+# 55, 8 and 16 80, one share 157. A token with many candidates would keep the others waiting.
+SHARES, ROOM, BLOCK = 16, 256, 4
 WARPS = 4
-STEPS = tl.constexpr(24)  # of the search for a threshold of probabilities
+STEPS = tl.constexpr(10)  # of the search for a threshold of probabilities
 LEAST_LOG2 = tl.constexpr(-28.0)  # kept exponentials of smaller probabilities may have lost digits
 # Factors on a probability that a float16 exponential gives, and on sums of them: twice its rounding error, and more.
 LESS, MORE = tl.constexpr(1.0 - 2.0**-8), tl.constexpr(1.0 + 2.0**-9)
@@ -124,39 +124,47 @@ def choose(folds: Fold, draw: Draw, state: Fold, ids: Tensor, vocab: int) -> Non
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "parts", "stride", "vocab", "top_k", "top_p", "min_p"])
-def _candidates_kernel(
+@triton.jit
+def _halved(low, best, mass, top_k, top_p, TOP_K: tl.constexpr):
+    """-> log2 of a probability, at least `low`, below which no id belongs to the K likeliest or to the nucleus.
+
+    `best` and `mass` are the largest and the sum of groups of PART probabilities, or `best` of single ones and mass 0.
+    """
+    high = 0.0 * low
+    for _ in range(STEPS):
+        middle = 0.5 * (low + high)
+        threshold = tl.exp2(middle)
+        over = best >= threshold
+        # Of a group over a probability t at least one id is over it, and ids with its mass less PART t.
+        if TOP_K:
+            reached = tl.sum(over.to(tl.int32)) >= top_k
+        else:
+            reached = tl.sum(tl.where(over, tl.maximum(best, mass - threshold * PART), 0.0)) >= top_p * MORE
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["tokens", "parts", "top_k", "top_p", "min_p"])
+def _parts_kernel(
     known,  # `TileStatistics` (parts, tokens)
-    exponentials,  # `Kept.values` and `Kept.peaks`
-    tile_peaks,
+    tile_peaks,  # `Kept.peaks`
     state,  # `Fold` (tokens,)
-    chosen,  # (tokens, parts) int32, (tokens, ROUGH) int32 and float32, written: parts, ids and their probabilities
-    rough_ids,
-    rough,
-    ids,  # (tokens, CANDIDATES) int32, written: ascending, then `vocab` + 1, which is no id
-    least,  # (tokens,) float32, written: other ids than these have smaller probabilities
-    lost,  # (tokens,) bool, written: there are more candidates than room
+    chosen,  # (tokens, parts) int32, written as are the rest: the parts that may have candidates, ascending
+    numbers,  # (tokens,) int32, of them
+    least,  # (tokens,) float32: ids with smaller probabilities are none
     tokens,
     parts,
-    stride,  # of the kept exponentials
-    vocab,
     top_k,
     top_p,
     min_p,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     PARTS: tl.constexpr,
-    ROUGH: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     peak = tl.load(state.peak + token)
     total = tl.load(state.sum_exp + token)
-    exponentials += token * stride
-    chosen += token * parts
-    rough_ids += token * ROUGH
-    rough += token * ROUGH
     part = tl.arange(0, PARTS)
     inside = part < parts
     place = part.to(tl.int64) * tokens + token
@@ -166,59 +174,94 @@ def _candidates_kernel(
     mass *= tl.load(known.sums + place, mask=inside, other=0.0)
     low = 0.0 * total + LEAST_LOG2
     if TOP_K or TOP_P:
-        high = 0.0 * total
-        for _ in range(STEPS):
-            middle = 0.5 * (low + high)
-            threshold = tl.exp2(middle)
-            over = inside & (best >= threshold)
-            # Of a part over a probability t at least one id is over it, and ids with a mass of the part's less PART t.
-            if TOP_K:
-                reached = tl.sum(over.to(tl.int32)) >= top_k
-            else:
-                reached = tl.sum(tl.where(over, tl.maximum(best, mass - threshold * PART), 0.0)) >= top_p * MORE
-            low = tl.where(reached, middle, low)
-            high = tl.where(reached, high, middle)
+        low = _halved(low, best, mass, top_k, top_p, TOP_K)
     least_p = min_p / total
     if TOP_K and TOP_P:  # the nucleus is a share of the K likeliest ids, so all of these are candidates
         least_p = 0.0 * total
     threshold = tl.maximum(tl.exp2(low), least_p) * LESS
     taken = (inside & (best >= threshold)).to(tl.int32)
-    number = tl.sum(taken)
-    tl.store(chosen + tl.cumsum(taken, 0) - 1, part, mask=taken != 0)
-    tl.debug_barrier()
+    tl.store(chosen + token * parts + tl.cumsum(taken, 0) - 1, part, mask=taken != 0)
+    tl.store(numbers + token, tl.sum(taken))
+    tl.store(least + token, threshold)
+
+
+@triton.jit(do_not_specialize=["tokens", "parts", "stride", "vocab"])
+def _scan_kernel(
+    exponentials,  # `Kept.values` and `Kept.peaks`
+    tile_peaks,
+    state,  # `Fold` (tokens,)
+    chosen,  # of `_parts_kernel`
+    numbers,
+    least,
+    rough_ids,  # (tokens, SHARES, ROOM) int32, written as are the rest: ids over `least`, ascending
+    rough,  # (tokens, SHARES, ROOM) float32: their probabilities
+    counts,  # (tokens, SHARES) int32: how many of a share there are, with those that have no room
+    tokens,
+    parts,
+    stride,  # of the kept exponentials
+    vocab,
+    SHARES: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    peak = tl.load(state.peak + token)
+    total = tl.load(state.sum_exp + token)
+    threshold = tl.load(least + token)
+    number = tl.load(numbers + token)
+    exponentials += token * stride
+    chosen += token * parts
+    row = token * SHARES + share
+    size = tl.cdiv(number, SHARES)
+    stop = tl.minimum(number, (share + 1) * size)
     count = 0
-    for start in range(0, number * PART, BLOCK * PART):
-        entry = start + tl.arange(0, BLOCK * PART)
-        known_part = entry < number * PART
-        own = tl.load(chosen + entry // PART, mask=known_part, other=0)
-        id = own * PART + entry % PART
-        tile_peak = tl.load(tile_peaks + (own // 2).to(tl.int64) * tokens + token, mask=known_part, other=LOWEST)
-        value = tl.load(exponentials + id, mask=known_part & (id < vocab), other=0.0).to(tl.float32)
-        entry_p = value * (tl.exp(tile_peak - peak) / (total * KEPT_ONE))
-        above = (entry_p >= threshold).to(tl.int32)
+    for start in range(share * size, stop, BLOCK):
+        place = tl.arange(0, BLOCK * PART)
+        entry = start + place // PART
+        own = tl.load(chosen + entry, mask=entry < stop, other=0)
+        id = own * PART + place % PART
+        tile_peak = tl.load(tile_peaks + (own // 2).to(tl.int64) * tokens + token, mask=entry < stop, other=LOWEST)
+        value = tl.load(exponentials + id, mask=(entry < stop) & (id < vocab), other=0.0).to(tl.float32)
+        p = value * (tl.exp(tile_peak - peak) / (total * KEPT_ONE))
+        above = (p >= threshold).to(tl.int32)
         at = count + tl.cumsum(above, 0) - 1
-        stored = (above != 0) & (at < ROUGH)
-        tl.store(rough_ids + at, id, mask=stored)
-        tl.store(rough + at, entry_p, mask=stored)
+        stored = (above != 0) & (at < ROOM)
+        tl.store(rough_ids + row * ROOM + at, id, mask=stored)
+        tl.store(rough + row * ROOM + at, p, mask=stored)
         count += tl.sum(above)
-    tl.debug_barrier()
-    # The same search among the entries themselves.
-    place = tl.arange(0, ROUGH)
-    p = tl.load(rough + place, mask=place < count, other=0.0)
+    tl.store(counts + row, count)
+
+
+@triton.jit(do_not_specialize=["vocab", "top_k", "top_p"])
+def _candidates_kernel(
+    rough_ids,  # of `_scan_kernel`
+    rough,
+    counts,
+    ids,  # (tokens, CANDIDATES) int32, written: ascending, then `vocab` + 1, which is no id
+    least,  # (tokens,) float32, raised: other ids than these have smaller probabilities
+    lost,  # (tokens,) bool, written: there are more candidates than room
+    vocab,
+    top_k,
+    top_p,
+    min_p,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    SHARES: tl.constexpr,
+    ROOM: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SHARES * ROOM)
+    count = tl.load(counts + token * SHARES + place // ROOM)
+    known = place % ROOM < count
+    rough_ids += token * SHARES * ROOM
+    p = tl.load(rough + token * SHARES * ROOM + place, mask=known, other=0.0)
+    threshold = tl.load(least + token)
     if TOP_K or TOP_P:
-        low = tl.log2(threshold)
-        high = 0.0 * total
-        for _ in range(STEPS):
-            middle = 0.5 * (low + high)
-            is_over = p >= tl.exp2(middle)
-            if TOP_K:
-                reached = tl.sum(is_over.to(tl.int32)) >= top_k
-            else:
-                reached = tl.sum(tl.where(is_over, p, 0.0)) >= top_p * MORE
-            low = tl.where(reached, middle, low)
-            high = tl.where(reached, high, middle)
+        low = _halved(tl.log2(threshold), p, 0.0 * p, top_k, top_p, TOP_K)
         threshold = tl.maximum(threshold, tl.exp2(low) * LESS)
-    left = ((p >= threshold) & (place < count)).to(tl.int32)
+    left = (p >= threshold).to(tl.int32)
     found = tl.sum(left)
     at = tl.cumsum(left, 0) - 1
     id = tl.load(rough_ids + place, mask=left != 0, other=0)
@@ -226,7 +269,7 @@ def _candidates_kernel(
     room = tl.arange(0, CANDIDATES)
     tl.store(ids + token * CANDIDATES + room, room * 0 + vocab + 1, mask=room >= found)
     tl.store(least + token, threshold)
-    tl.store(lost + token, (count > ROUGH) | (found > CANDIDATES))
+    tl.store(lost + token, (tl.max(count) > ROOM) | (found > CANDIDATES))
 
 
 @triton.jit
@@ -344,12 +387,20 @@ def candidates(
         return torch.empty(shape, dtype=dtype, device=device)
 
     found = Candidates(empty(n, CANDIDATES), empty(n, dtype=torch.float32), empty(n, dtype=torch.bool))
-    rough = empty(n, parts), empty(n, ROUGH), empty(n, ROUGH, dtype=torch.float32)
+    chosen = empty(n, parts), empty(n), found.least
+    rough = empty(n, SHARES, ROOM), empty(n, SHARES, ROOM, dtype=torch.float32), empty(n, SHARES)
+    given, room = _arguments(*limits), {"SHARES": SHARES, "ROOM": ROOM}
     with on(device):
+        _parts_kernel[(n,)](
+            known, kept.peaks, state, *chosen, known.peaks.shape[1], parts, **given,
+            PARTS=triton.next_power_of_2(parts), num_warps=WARPS,
+        )  # fmt: skip
+        _scan_kernel[(n, SHARES)](
+            *kept[:2], state, *chosen, *rough, known.peaks.shape[1], parts, kept.values.stride(0), vocab, **room,
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
         _candidates_kernel[(n,)](
-            known, *kept[:2], state, *rough, *found, known.peaks.shape[1], parts, kept.values.stride(0), vocab,
-            **_arguments(*limits), PARTS=triton.next_power_of_2(parts), ROUGH=ROUGH, CANDIDATES=CANDIDATES,
-            BLOCK=BLOCK, num_warps=SCAN_WARPS,
+            *rough, *found, vocab, **given, **room, CANDIDATES=CANDIDATES, num_warps=WARPS
         )  # fmt: skip
     return found
 

@@ -32,7 +32,8 @@ def path(request, monkeypatch) -> str:
             run_triton(monkeypatch, epilogue=True)
             monkeypatch.setattr("liger_rl.engines.sampling.MULTIPLE", 1)
             monkeypatch.setattr(sampling_triton, "CANDIDATES", 512)
-            monkeypatch.setattr(sampling_triton, "ROUGH", 2048)
+            monkeypatch.setattr(sampling_triton, "SHARES", 2)
+            monkeypatch.setattr(sampling_triton, "ROOM", 512)
     elif CUDA:
         monkeypatch.setattr("liger_rl.kernels.devices.FORCED", "tiles")
     return request.param
