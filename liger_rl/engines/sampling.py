@@ -90,7 +90,8 @@ def _sample(
         return Drawn(ids[:n], state.finish().logps[:n], None, _count(0, ids))
     drawn, lost = _draw_from_candidates(rows, options, limits, uniforms, n)
     if call.options.fixed_shape:
-        return Drawn(drawn.ids.masked_fill(lost, -1), drawn.logps.masked_fill(lost, 0.0), None, lost.sum())
+        ids, logps = torch.where(lost, -1, drawn.ids), torch.where(lost, 0.0, drawn.logps)
+        return Drawn(ids, logps, None, lost.sum())
     lost = lost.nonzero().squeeze(1)
     fast = Drawn(drawn.ids, drawn.logps, _lists(drawn, lost) if with_lists else None, _count(0, lost))
     if not lost.numel():

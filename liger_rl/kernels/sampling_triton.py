@@ -30,8 +30,10 @@ CANDIDATES = 1024  # ids of a token whose exact logits are computed; a multiple 
 # 55, 8 and 16 80, one share 157. A token with many candidates would keep the others waiting.
 SHARES, ROOM, BLOCK = 16, 256, 4
 WARPS = 4
-STEPS = tl.constexpr(10)  # of the search for a threshold of probabilities
-LEAST_LOG2 = tl.constexpr(-28.0)  # kept exponentials of smaller probabilities may have lost digits
+# Ids with smaller probabilities are no candidates. With a top-p few tokens need one, and `_limits_kernel` finds out.
+LEAST_LOG2, LEAST_OF_NUCLEUS_LOG2 = tl.constexpr(-120.0), tl.constexpr(-28.0)
+STEPS, MORE_STEPS = tl.constexpr(12), tl.constexpr(8)  # of the searches for a threshold among parts and among ids
+SMALLEST = tl.constexpr(2.0**-14)  # normal float16; smaller exponentials have lost digits
 # Factors on a probability that a float16 exponential gives, and on sums of them: twice its rounding error, and more.
 LESS, MORE = tl.constexpr(1.0 - 2.0**-8), tl.constexpr(1.0 + 2.0**-9)
 
@@ -125,7 +127,7 @@ def choose(folds: Fold, draw: Draw, state: Fold, ids: Tensor, vocab: int) -> Non
 
 
 @triton.jit
-def _halved(low, best, mass, top_k, top_p, TOP_K: tl.constexpr):
+def _halved(low, best, mass, top_k, top_p, TOP_K: tl.constexpr, STEPS: tl.constexpr):
     """-> log2 of a probability, at least `low`, below which no id belongs to the K likeliest or to the nucleus.
 
     `best` and `mass` are the largest and the sum of groups of PART probabilities, or `best` of single ones and mass 0.
@@ -135,11 +137,12 @@ def _halved(low, best, mass, top_k, top_p, TOP_K: tl.constexpr):
         middle = 0.5 * (low + high)
         threshold = tl.exp2(middle)
         over = best >= threshold
-        # Of a group over a probability t at least one id is over it, and ids with its mass less PART t.
+        # Ids over a probability t have at least the mass of their group less PART t, and the best of them this share.
+        over_mass = mass - threshold * PART
         if TOP_K:
-            reached = tl.sum(over.to(tl.int32)) >= top_k
+            reached = tl.sum(tl.where(over, tl.maximum(1.0, over_mass / best * LESS), 0.0)) >= top_k
         else:
-            reached = tl.sum(tl.where(over, tl.maximum(best, mass - threshold * PART), 0.0)) >= top_p * MORE
+            reached = tl.sum(tl.where(over, tl.maximum(best, over_mass), 0.0)) >= top_p * MORE
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
     return low
@@ -172,9 +175,9 @@ def _parts_kernel(
     tile_place = (part // 2).to(tl.int64) * tokens + token
     mass = tl.exp(tl.load(tile_peaks + tile_place, mask=inside, other=LOWEST) - peak) / total
     mass *= tl.load(known.sums + place, mask=inside, other=0.0)
-    low = 0.0 * total + LEAST_LOG2
+    low = 0.0 * total + (LEAST_OF_NUCLEUS_LOG2 if TOP_P else LEAST_LOG2)
     if TOP_K or TOP_P:
-        low = _halved(low, best, mass, top_k, top_p, TOP_K)
+        low = _halved(low, best, mass, top_k, top_p, TOP_K, STEPS)
     least_p = min_p / total
     if TOP_K and TOP_P:  # the nucleus is a share of the K likeliest ids, so all of these are candidates
         least_p = 0.0 * total
@@ -194,7 +197,7 @@ def _scan_kernel(
     numbers,
     least,
     rough_ids,  # (tokens, SHARES, ROOM) int32, written as are the rest: ids over `least`, ascending
-    rough,  # (tokens, SHARES, ROOM) float32: their probabilities
+    rough,  # (tokens, SHARES, ROOM) float32: their probabilities, or less the bound of one that has lost digits
     counts,  # (tokens, SHARES) int32: how many of a share there are, with those that have no room
     tokens,
     parts,
@@ -223,12 +226,12 @@ def _scan_kernel(
         id = own * PART + place % PART
         tile_peak = tl.load(tile_peaks + (own // 2).to(tl.int64) * tokens + token, mask=entry < stop, other=LOWEST)
         value = tl.load(exponentials + id, mask=(entry < stop) & (id < vocab), other=0.0).to(tl.float32)
-        p = value * (tl.exp(tile_peak - peak) / (total * KEPT_ONE))
-        above = (p >= threshold).to(tl.int32)
+        p = tl.maximum(value, SMALLEST) * (tl.exp(tile_peak - peak) / (total * KEPT_ONE))
+        above = ((p >= threshold) & (entry < stop) & (id < vocab)).to(tl.int32)
         at = count + tl.cumsum(above, 0) - 1
         stored = (above != 0) & (at < ROOM)
         tl.store(rough_ids + row * ROOM + at, id, mask=stored)
-        tl.store(rough + row * ROOM + at, p, mask=stored)
+        tl.store(rough + row * ROOM + at, tl.where(value < SMALLEST, -p, p), mask=stored)
         count += tl.sum(above)
     tl.store(counts + row, count)
 
@@ -259,9 +262,9 @@ def _candidates_kernel(
     p = tl.load(rough + token * SHARES * ROOM + place, mask=known, other=0.0)
     threshold = tl.load(least + token)
     if TOP_K or TOP_P:
-        low = _halved(tl.log2(threshold), p, 0.0 * p, top_k, top_p, TOP_K)
+        low = _halved(tl.log2(threshold), p, 0.0 * p, top_k, top_p, TOP_K, MORE_STEPS)
         threshold = tl.maximum(threshold, tl.exp2(low) * LESS)
-    left = (p >= threshold).to(tl.int32)
+    left = (known & (tl.abs(p) >= threshold)).to(tl.int32)
     found = tl.sum(left)
     at = tl.cumsum(left, 0) - 1
     id = tl.load(rough_ids + place, mask=left != 0, other=0)
@@ -312,16 +315,21 @@ def _limits_kernel(
     place = tl.arange(0, SIZE)
     row = token * SIZE
     id = tl.load(candidates + row + place)
-    known = id < vocab
-    z = tl.load(logits + row + place, mask=known, other=float("-inf"))
+    z = tl.load(logits + row + place, mask=id < vocab, other=float("-inf"))
+    known = z > float("-inf")
+    z = tl.where(known, z, float("-inf"))
     total = tl.load(state.sum_exp + token)
     p = tl.exp(z - tl.load(state.peak + token)) / total
     key = tl.where(known, key_of(z), 0)
     kept = known
     least_p = tl.load(least + token)
-    contained = tl.load(lost + token) == 0
+    # Whether some limit excludes all ids but the candidates, which have smaller probabilities than `least_p`.
+    contained = min_p / total >= least_p
+    outside = 0.0 * total
     if TOP_K:
         kept = kept & (key >= _threshold(key, tl.where(known, 1.0, 0.0), top_k.to(tl.float32)))
+        contained = contained | (tl.sum(kept.to(tl.int32)) >= top_k)
+        outside = least_p * top_k
     if TOP_P:
         wanted = top_p * 1.0
         if TOP_K:
@@ -331,11 +339,10 @@ def _limits_kernel(
         equal = kept & (key == smallest)
         before = tl.sum(tl.where(above, p, 0.0)) + (tl.cumsum(equal.to(tl.int32), 0) - 1).to(tl.float32) * p
         kept = above | (equal & (before < wanted))
-        # All ids that min_p leaves may be candidates, and the nucleus not.
-        contained = contained & ((tl.sum(tl.where(kept, p, 0.0)) >= wanted) | (min_p / total >= least_p))
+        contained = contained | (tl.sum(tl.where(kept, p, 0.0)) >= wanted + top_p * outside)
     kept = kept & (tl.exp(z - tl.max(z)) >= min_p)
     smallest_p = tl.min(tl.where(kept, p, 2.0))
-    contained = contained & (smallest_p >= least_p * MORE) & (smallest_p <= 1.5)
+    contained = contained & (smallest_p >= least_p * MORE) & (smallest_p <= 1.5) & (tl.load(lost + token) == 0)
     number = tl.sum(kept.to(tl.int32))
     drawn = _first_past(tl.where(kept, p, 0.0), tl.load(uniform + token), SIZE)
     hit = place == drawn

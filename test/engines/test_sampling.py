@@ -19,7 +19,7 @@ CUDA = DEVICE.type == "cuda"
 TOKENS, VOCAB, SIZE = (700, 9000, 64) if CUDA else (8, 1100, 64)
 PATHS = ["tiles", "epilogue"]
 LIMITS = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.9, "min_p": 0.01}]
-TRANSFORMS = [{}, {"temperature": 0.7}, {"transform": LogitTransform(softcap=40.0, scale=1.5), "temperature": 1.3}]
+TRANSFORMS = [{}, {"temperature": 0.3}, {"transform": LogitTransform(softcap=40.0, scale=1.5), "temperature": 1.3}]
 
 
 @pytest.fixture(params=PATHS)
@@ -32,7 +32,7 @@ def path(request, monkeypatch) -> str:
             run_triton(monkeypatch, epilogue=True)
             monkeypatch.setattr("liger_rl.engines.sampling.MULTIPLE", 1)
             monkeypatch.setattr(sampling_triton, "CANDIDATES", 512)
-            monkeypatch.setattr(sampling_triton, "SHARES", 2)
+            monkeypatch.setattr(sampling_triton, "SHARES", 4)
             monkeypatch.setattr(sampling_triton, "ROOM", 512)
     elif CUDA:
         monkeypatch.setattr("liger_rl.kernels.devices.FORCED", "tiles")
