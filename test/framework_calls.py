@@ -157,7 +157,7 @@ def nemo_rl(rank, case, x, hidden, weight, function=from_parallel_hidden_states_
 def megatron(rank, case, x, hidden, weight):
     """Outputs are those of a context parallel rank's own tokens, and 0 elsewhere."""
     shards = rank.world // case.context
-    positions = positions_of(rank, case)
+    positions = positions_of(rank, case).to(hidden.device)
     layer = megatron_layers.output_layer(weight, groups_of(rank, case)[0], sequence_parallel=case.sequence_parallel)
     if not case.tied:  # the layer holds the gradient's leaf
         layer.weight = weight

@@ -248,7 +248,8 @@ def test_equals_the_whole_head(ranks, world, case):
     results, expected = ranks.run(solve_sharded, case, **world), solve(case, *whole(case, world["device"]))
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
     loose = case.topk or case.kind
-    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or loose else 1e-6
+    # With few ids the largest logits are the probable ones, and the last bit of 35 is 4e-6 of a probability.
+    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or case.banned or loose else 1e-6
     assert_whole(results, expected, 1e-5 if loose else 1e-6, grad_tolerance)
     for name, truth in expected.items():
         if case.tokens and case.masked != "all":
