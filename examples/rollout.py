@@ -12,8 +12,8 @@ import argparse
 from dataclasses import dataclass
 
 import torch
+from text import encode, positions, small_policy
 from torch import Tensor
-from train_grpo import encode, positions, small_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_rl import LogitTransform, Support, linear_logprobs, sample_tokens

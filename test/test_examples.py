@@ -55,6 +55,14 @@ def test_a_rollout_has_the_trainers_bits(example, capsys, limits):
     assert float(gap) < 1e-4
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the body's bits are those of a CPU")
+def test_the_first_update_of_a_rollout_is_on_policy(example, tmp_path):
+    example("train_grpo", *options(warm_start_steps=3, steps=3, prompts=4, group=2), "--output", tmp_path)
+    steps = json.loads((tmp_path / "train_grpo.json").read_text())["steps"]
+    assert [step["sampler_gap"] for step in steps] == [0.0] * 3
+    assert (tmp_path / "train_grpo.png").stat().st_size > 0
+
+
 def test_a_student_comes_nearer_to_its_teacher(example, tmp_path):
     example(
         "distill", *options(teacher_steps=4, student_steps=1, steps=12, prompts=8), "--output", tmp_path,
