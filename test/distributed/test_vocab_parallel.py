@@ -460,6 +460,40 @@ def test_batch_invariant_on_any_number_of_shards(ranks, world, epilogue, support
         assert all(same)
 
 
+def captured_shards(rank, dtype):
+    """-> whether replays of a CUDA graph have the whole head's numbers, bit for bit."""
+    g = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(n, 32, generator=g).to(rank.device, dtype) for n in (40, 1003))
+    targets, borders = torch.randint(1003, (40,), generator=g).to(rank.device), (0, 300, 1003)
+    part = weight[borders[rank.index] : borders[rank.index + 1]]
+    place = VocabParallel(rank.group, borders[rank.index])
+    options = {"batch_invariant": True, "fixed_shape": True, "entropy": True}
+
+    def call():
+        return linear_logprobs(hidden, part, targets, vocab_parallel=place, **options)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
+        found = call()
+    same = []
+    for _ in range(2):
+        hidden.copy_(torch.randn(hidden.shape, generator=g))
+        graph.replay()
+        alone = linear_logprobs(hidden, weight, targets, **options)
+        same += [torch.equal(found.logps, alone.logps), torch.equal(found.entropy, alone.entropy)]
+    return same
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_graph_of_shards(ranks, dtype):
+    assert ranks.run(captured_shards, dtype, device="cuda") == [[True] * 4] * 2
+
+
 def misaligned(rank):
     """A teacher whose shards are padded each, and so start elsewhere."""
     place = VocabParallel(rank.group, 5 * rank.index)

@@ -90,13 +90,16 @@ def _shared_tiles(table: Tensor, tiles: list[int], width: int, shard: VocabShard
 
 def _over_ranks(pieces: list[Piece], width: int, shard: VocabShard) -> Callable[[Fold], Fold]:
     """-> a collective: the folds of this rank's tiles -> of all tiles, in the order of the vocabulary."""
-    order = [piece.first // width + tile for piece in pieces for tile in range(-(-piece.weight.shape[0] // width))]
 
     def gather(own: Fold) -> Fold:
         fields = {name: values for name, values in own._asdict().items() if values is not None and name != "target"}
         n, tiles = own.peak.shape[1], -(-shard.vocab // width)
-        out = own.peak.new_zeros(len(fields), tiles, n)
-        out[:, order] = torch.stack(list(fields.values()))
+        out, past = own.peak.new_zeros(len(fields), tiles, n), 0
+        for piece in pieces:  # by slices: a list of places would be copied to the device, which no graph can hold
+            first, count = piece.first // width, -(-piece.weight.shape[0] // width)
+            for of_all, values in zip(out, fields.values(), strict=True):
+                of_all[first : first + count] = values[past : past + count]
+            past += count
         return own._replace(**dict(zip(fields, shard.total(out), strict=True)))
 
     return gather
