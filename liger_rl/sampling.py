@@ -31,8 +31,9 @@ class Sampled(NamedTuple):
     support: Support | None
     """The ids that each token could be drawn from, ascending. None unless asked for."""
     fallbacks: Tensor
-    """() int64: tokens with more than 1024 candidates, which were drawn from tiles of logits. With fixed_shape they
-    were not drawn: their id is -1. 0 where all tokens are drawn from tiles."""
+    """() int64: tokens that were drawn from tiles of logits, because more than 1024 ids are candidates, or because a
+    limit may reach ids with probabilities under 2^-120. With fixed_shape they were not drawn: their id is -1. 0 where
+    all tokens are drawn from tiles."""
 
 
 @named_keywords

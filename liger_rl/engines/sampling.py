@@ -2,7 +2,7 @@
 
 1. Over the whole vocabulary the product's epilogue draws an id of each tile, and a small kernel draws the tile.
 2. Under top-k, top-p or min-p the epilogue keeps the exponentials of a few hundred tokens at a time. They name the
-   candidates, whose own logits decide. A token with too many candidates takes 3.
+   candidates, whose own logits decide. A token whose candidates are too many or too unlikely takes 3.
 3. Where the product has no epilogue, the ids are drawn from tiles of logits.
 
 A draw depends on its token's row, the head, the seed and the token's position. With u and v the two uniform numbers of
@@ -48,7 +48,7 @@ class Drawn(NamedTuple):
     ids: Tensor  # (n,) int64
     logps: Tensor  # (n,) float32
     lists: Lists | None  # if asked for
-    fallbacks: Tensor  # () int64, tokens with too many candidates
+    fallbacks: Tensor  # () int64, tokens whose candidates do not decide
 
 
 def sample(call: HeadCall, dtype: torch.dtype, limits: Limits, uniforms: Uniforms | None, *, with_lists: bool) -> Drawn:
@@ -130,7 +130,7 @@ def _logps(call: HeadCall, dtype: torch.dtype, rows: Head, ids: Tensor, lists: L
 
 
 class _Limited(NamedTuple):
-    """The draws of n tokens under limits; of those with too many candidates nothing holds."""
+    """The draws of n tokens under limits; of those whose candidates do not decide nothing holds."""
 
     ids: Tensor  # (n,) int64
     logps: Tensor  # (n,) float32
@@ -141,7 +141,7 @@ class _Limited(NamedTuple):
 def _draw_from_candidates(
     rows: Head, options: EngineOptions, limits: Limits, uniforms: Uniforms, n: int
 ) -> tuple[_Limited, Tensor]:
-    """-> the draws of the first n tokens, and (n,) bool: whether a token has too many candidates."""
+    """-> the draws of the first n tokens, and (n,) bool: whether a token's candidates do not decide."""
     from liger_rl.engines.sparse import slots_triton
     from liger_rl.kernels import epilogue, sampling_triton
 
