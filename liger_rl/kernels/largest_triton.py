@@ -17,20 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.matrix_triton import matrix
 from liger_rl.kernels.picked_triton import (
     PRODUCT_WARPS,
     ROWS,
     Span,
     TileLists,
     list_tiles,
-    picked_product,
+    picked_head,
+    picked_logits,
     rows_of_tile,
 )
 from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
-from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.statistics import PART_VOCAB
-from liger_rl.kernels.transform import HeadFactors, LogitSteps
+from liger_rl.kernels.transform import HeadFactors
 
 LOGITS_BYTES = 128 << 20  # of parts' logits at a time
 GROUPED, GROUPING_WARPS = 8192, 4  # parts of a program of `_groups_kernel`; one token's parts may be more
@@ -101,9 +100,7 @@ def _groups_kernel(peaks, rank, tiles, count, number, TOKENS: tl.constexpr, TILE
 def _logits_kernel(
     out,  # (parts of the span, TILE_VOCAB) float32
     peaks,  # (parts of the span, slices of a part) float32
-    hidden,  # a `matrix` (n, H), for pointers
-    weight,  # a `matrix` (V, H)
-    bias,
+    hidden, weight, bias, size, steps,  # of `picked_head`
     groups,  # `Groups`
     lists,  # `TileLists`
     base,
@@ -111,24 +108,19 @@ def _logits_kernel(
     tiles,
     count,
     vocab,
-    size,  # H
-    steps,
     TILE_VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     TILES: tl.constexpr,
-):
+):  # fmt: skip
     tile, row, part, inside = rows_of_tile(
         tl.program_id(0), groups, lists, tiles, count, base, width, ROWS, TILES
     )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB
-        x = picked_product(hidden, row, weight, first, size, TILE_VOCAB, STEP)
+        z, _square = picked_logits(hidden, weight, bias, size, steps, row, first, vocab, TILE_VOCAB, STEP)
         column = tl.arange(0, TILE_VOCAB)
-        if bias is not None:
-            x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
-        z, _square = transformed(x, steps)
         z = tl.where((column < vocab - first)[None, :], z, float("-inf"))
         tl.store(out + part[:, None] * TILE_VOCAB + column[None, :], z, mask=inside[:, None])
         SLICES: tl.constexpr = TILE_VOCAB // SLICE
@@ -204,8 +196,7 @@ def largest(
     count: int,  # K, at most `statistics.most_from_peaks`
 ) -> tuple[Tensor, Tensor]:
     """-> (n, K) the K largest logits in descending order, and their ids: 2 n K PART_VOCAB H operations."""
-    hidden, weight, bias, transform = head
-    (tiles, n), (vocab, size), device = peaks.shape, weight.shape, hidden.device
+    (tiles, n), vocab, device = peaks.shape, head.weight.shape[0], peaks.device
     keys, ids = (torch.empty(n, count, dtype=torch.int64, device=device) for _ in range(2))
     z = torch.empty(n, count, dtype=torch.float32, device=device)
     # The last part may have no entries.
@@ -218,7 +209,7 @@ def largest(
         _groups_kernel[(triton.cdiv(n, together),)](
             peaks, rank, tiles, n, count, TOKENS=together, TILES=all_tiles, num_warps=GROUPING_WARPS
         )
-        matrices = matrix(hidden, 1, family.step, tma=False), matrix(weight, PART_VOCAB, family.step, tma=family.tma)
+        factors = picked_head(head, PART_VOCAB, family)
         slices = count * (PART_VOCAB // SLICE)
         sizes = triton.next_power_of_2(slices), triton.next_power_of_2(count) * SLICE
         for start in range(0, n, step):
@@ -228,8 +219,7 @@ def largest(
             slice_peaks = torch.empty(span.room, PART_VOCAB // SLICE, dtype=torch.float32, device=device)
             picks = torch.empty(span.room, dtype=torch.int32, device=device)
             _logits_kernel[(span.room // ROWS + tiles,)](
-                logits, slice_peaks, *matrices, None if bias is None else bias.contiguous(), groups, lists,
-                span.base, span.last - span.first, tiles, n, vocab, size, LogitSteps.of(transform),
+                logits, slice_peaks, *factors, groups, lists, span.base, span.last - span.first, tiles, n, vocab,
                 TILE_VOCAB=PART_VOCAB, SLICE=SLICE, ROWS=ROWS, STEP=family.step, TILES=all_tiles,
                 num_stages=family.storing_stages, num_warps=PRODUCT_WARPS,
             )  # fmt: skip

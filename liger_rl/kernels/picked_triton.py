@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import on
-from liger_rl.kernels.matrix_triton import load, load_picked
+from liger_rl.kernels.devices import Family, on
+from liger_rl.kernels.matrix_triton import load, load_picked, matrix
+from liger_rl.kernels.softmax import transformed
+from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
 LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
 # Tokens and warps of a program's product. Two programs share a multiprocessor: one H200, H = 4096, 337 TFLOPS; 8 warps
@@ -99,11 +101,35 @@ def rows_of_tile(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.const
     return here, token, part, inside
 
 
+def picked_head(head: HeadFactors, entries: int, family: Family) -> tuple:
+    """The arguments `hidden`, `weight`, `bias`, `size` and `steps` of a kernel that calls `picked_logits`."""
+    hidden, weight, bias, transform = head
+    # Separate arguments, because Triton launches no kernel with a TMA descriptor in a tuple.
+    return (
+        matrix(hidden, 1, family.step, tma=False),
+        matrix(weight, entries, family.step, tma=family.tma),
+        None if bias is None else bias.contiguous(),
+        hidden.shape[1],
+        LogitSteps.of(transform),
+    )
+
+
 @triton.jit
-def picked_product(hidden, row, weight, first, size, ENTRIES: tl.constexpr, STEP: tl.constexpr):
-    """-> (rows, ENTRIES) float32, hidden[row] @ weight[first : first + ENTRIES].T, over `size` columns."""
-    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
+def picked_logits(
+    hidden,  # a `matrix` (n, H), for pointers
+    weight,  # a `matrix` (vocab, H)
+    bias,
+    size,  # H
+    steps,
+    row, first, vocab,
+    ENTRIES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """-> z and tanh^2 of hidden[row] @ weight[first : first + ENTRIES].T; columns past the last entry are undefined."""
+    x = tl.zeros((row.shape[0], ENTRIES), tl.float32)
     for step in range(tl.cdiv(size, STEP)):
         left = load_picked(hidden, row, step * STEP, STEP)
-        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
-    return total
+        x = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, x)
+    if bias is not None:
+        column = first + tl.arange(0, ENTRIES)
+        x += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+    return transformed(x, steps)

@@ -11,6 +11,7 @@ from liger_rl.kernels import devices, picked_triton
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, PartBounds, Tail, TokenGradients
+from liger_rl.kernels.transform import HeadFactors
 from tolerances import interpret, stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -82,7 +83,8 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     span = picked_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
     parts = listing_triton.Parts.empty(span.room, PART_VOCAB, DEVICE)
     of_tiles = picked_triton.list_tiles(chosen, span)
-    listing_triton.make_parts(*inputs[:3], targets, gradients, transform, chosen, of_tiles, span, parts)
+    head = HeadFactors(*inputs[:3], transform)
+    listing_triton.make_parts(head, targets, gradients, chosen, of_tiles, span, parts)
     values = (*statistics[:3], *known, kept.values, kept.peaks, tile, stored(parts))
     return inputs, statistics, [part for part in values if part is not None]
 

@@ -41,11 +41,10 @@ from liger_rl.engines.sparse.bounds_triton import (
 )
 from liger_rl.engines.sparse.listing_triton import Parts, store_parts
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.matrix_triton import matrix
-from liger_rl.kernels.picked_triton import Span, TileLists, picked_product, rows_of_tile
-from liger_rl.kernels.softmax import flushed_exp, transformed
+from liger_rl.kernels.picked_triton import Span, TileLists, picked_head, picked_logits, rows_of_tile
+from liger_rl.kernels.softmax import flushed_exp
 from liger_rl.kernels.statistics import PartBounds, Tail
-from liger_rl.kernels.transform import HeadFactors, LogitSteps
+from liger_rl.kernels.transform import HeadFactors
 
 # Tokens and entries of a program's two products, which are in registers together. One H200, H = 2048, 9.6% kept, in
 # TFLOPS: 428 with four stages, 383 with three, 413 in steps of 128. A student's product of 256 entries that read the
@@ -202,33 +201,11 @@ def tail_of(grads: Tensor, scales: Tensor) -> Tail:
     return tail
 
 
-@triton.jit
-def _logits(
-    hidden, weight, bias, size, steps, row, first, vocab,
-    ENTRIES: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """-> transformed logits (rows, ENTRIES) of gathered rows; columns past the last entry are undefined."""
-    total = picked_product(hidden, row, weight, first, size, ENTRIES, STEP)
-    if bias is not None:
-        column = first + tl.arange(0, ENTRIES)
-        total += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
-    z, _square = transformed(total, steps)
-    return z
-
-
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
     out,  # `Parts`
-    hidden,  # a `matrix` (n, H), for pointers
-    weight,  # a `matrix` (vocab, H)
-    bias,
-    size,  # H
-    steps,
-    teacher_hidden,
-    teacher_weight,
-    teacher_bias,
-    teacher_size,
-    teacher_steps,
+    hidden, weight, bias, size, steps,  # of `picked_head`
+    teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
     targets,
     tokens,  # `PairGradients`, (n,) each
     chosen,  # `ChosenParts`
@@ -245,7 +222,7 @@ def _parts_kernel(
     ENTRIES: tl.constexpr,
     STEP: tl.constexpr,
     TILES: tl.constexpr,
-):
+):  # fmt: skip
     # Neighbouring programs read the same gathered rows.
     slices: tl.constexpr = TILE_VOCAB // ENTRIES
     entry = tl.program_id(0) % slices * ENTRIES
@@ -254,8 +231,8 @@ def _parts_kernel(
     )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB + entry
-        z = _logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)
-        t = _logits(
+        z, _square = picked_logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)
+        t, _square = picked_logits(
             teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps, row, first, vocab, ENTRIES, STEP
         )
         log_p = z - per_token(tokens.lse, row, True)
@@ -283,20 +260,11 @@ def make_parts(
 ) -> None:
     """Write the span's kept parts of dL/dz, with the targets' entries, in units of each token's scale."""
     (tiles, n), family = chosen.rank.shape, family_of(chosen.rank.device)
-    student_arguments, teacher_arguments = (
-        (
-            matrix(hidden, 1, family.step, tma=False),
-            matrix(weight, ENTRIES, family.step, tma=family.tma),
-            None if bias is None else bias.contiguous(),
-            hidden.shape[1],
-            LogitSteps.of(transform),
-        )
-        for hidden, weight, bias, transform in (student, teacher)
-    )
     with on(chosen.rank.device):
         _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
-            out, *student_arguments, *teacher_arguments, targets.contiguous(), tokens.contiguous(), chosen,
-            lists, span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
+            out, *picked_head(student, ENTRIES, family), *picked_head(teacher, ENTRIES, family),
+            targets.contiguous(), tokens.contiguous(), chosen, lists, span.base, span.last - span.first,
+            tiles, n, teacher.weight.shape[0], measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,
             TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=WARPS,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.kernels.transform import HeadFactors
 
 Saved = TileStatistics
 forward = partial(two_pass.forward, with_tiles=True)
@@ -56,12 +57,13 @@ def backward(
     del bounds
     selection, finite = lists.readable(live, drawn)
     hidden = gathered(head.hidden, selection, dtype)
-    make = partial(listing_triton.make_parts, hidden, weight, bias, targets, tokens, transform)
+    factors = HeadFactors(hidden, weight, bias, transform)
+    make = partial(listing_triton.make_parts, factors, targets, tokens)
     dtypes = head.hidden.dtype, weight_dtype
     listed = ListedHead(hidden, finite, weight, bias, weight.shape[0], transform, dtypes)
     gradients, kept = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
     if gradients is None:
-        del choice, tail, hidden, make, listed
+        del choice, tail, hidden, factors, make, listed
         return two_pass.backward(head, options, statistics, None, tokens, needs, count=kept.wanted)
     return gradients.of_all_tokens(live, head)
 

@@ -21,20 +21,20 @@ from torch import Tensor
 
 from liger_rl.engines.sparse.bounds_triton import ChosenParts
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.matrix_triton import matrix
 from liger_rl.kernels.picked_triton import (
     PRODUCT_WARPS,
     ROWS,
     Span,
     TileLists,
     parts_of,
-    picked_product,
+    picked_head,
+    picked_logits,
     rows_of_tile,
 )
 from liger_rl.kernels.segments import Entries
-from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms, transformed
+from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms
 from liger_rl.kernels.statistics import PART_VOCAB, Tail, TokenGradients
-from liger_rl.kernels.transform import LogitSteps, LogitTransform
+from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
 COUNTED, COUNTING_WARPS = 2048, 8  # entries of a step of `_limits_kernel`
 WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
@@ -76,9 +76,7 @@ def _stored(high, low):
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
     out,  # `Parts`
-    hidden,  # a `matrix` (n, H), for pointers
-    weight,  # a `matrix` (V, H)
-    bias,
+    hidden, weight, bias, size, steps,  # of `picked_head`
     targets,
     gradients,  # `TokenGradients`, (n,) each
     chosen,  # `ChosenParts`
@@ -88,19 +86,17 @@ def _parts_kernel(
     tiles,
     count,
     vocab,
-    size,  # H
-    steps,
     TILE_VOCAB: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     TILES: tl.constexpr,
-):
+):  # fmt: skip
     tile, row, part, inside = rows_of_tile(
         tl.program_id(0), chosen, lists, tiles, count, base, width, ROWS, TILES
     )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB
-        x = picked_product(hidden, row, weight, first, size, TILE_VOCAB, STEP)
+        z, square = picked_logits(hidden, weight, bias, size, steps, row, first, vocab, TILE_VOCAB, STEP)
         lse = tl.load(gradients.lse + row)[:, None]
         target = (tl.load(targets + row) - first)[:, None]
         per_scale = 1.0 / tl.load(chosen.scale + row)[:, None]
@@ -111,9 +107,6 @@ def _parts_kernel(
             entropy = entropy[:, None]
         column = tl.arange(0, TILE_VOCAB)
         known = (column < vocab - first)[None, :]
-        if bias is not None:
-            x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
-        z, square = transformed(x, steps)
         log_p = z - lse
         grad = gradient(flushed_exp(log_p), log_p, None, 0.0, g[:, None], e, entropy, ENTROPY)
         if steps.cap is not None:
@@ -123,25 +116,20 @@ def _parts_kernel(
 
 
 def make_parts(
-    hidden: Tensor,  # (n, H) in the compute dtype
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
+    head: HeadFactors,  # of the whole vocabulary, with hidden states in the compute dtype
     targets: Tensor,  # (n,)
     tokens: TokenGradients,  # (n,) each
-    transform: LogitTransform,
     chosen: ChosenParts,
     lists: TileLists,
     span: Span,
     out: Parts,
 ) -> None:
     """Write the span's kept parts of dL/dz, in units of each token's scale; 0 at targets."""
-    tiles, n = chosen.rank.shape
-    family = family_of(hidden.device)
-    with on(hidden.device):
+    (tiles, n), family = chosen.rank.shape, family_of(chosen.rank.device)
+    with on(chosen.rank.device):
         _parts_kernel[(span.room // ROWS + tiles,)](
-            out, matrix(hidden, 1, family.step, tma=False), matrix(weight, PART_VOCAB, family.step, tma=family.tma),
-            None if bias is None else bias.contiguous(), targets.contiguous(), tokens.contiguous(), chosen, lists,
-            span.base, span.last - span.first, tiles, n, weight.shape[0], hidden.shape[1], LogitSteps.of(transform),
+            out, *picked_head(head, PART_VOCAB, family), targets.contiguous(), tokens.contiguous(), chosen, lists,
+            span.base, span.last - span.first, tiles, n, head.weight.shape[0],
             TILE_VOCAB=PART_VOCAB, ROWS=ROWS, STEP=family.step, TILES=triton.next_power_of_2(tiles),
             num_stages=family.storing_stages, num_warps=PRODUCT_WARPS,
         )  # fmt: skip
