@@ -60,14 +60,14 @@ def _count(number, amount):
 
 
 @triton.jit
-def _row_of(ids, needed, first_id, rows):
+def _row_of(ids, needed, slots):
     """-> rows of the weight as `Slots.ids` has them."""
-    row = ids - first_id
-    row = tl.where((row >= 0) & (row < rows), row, rows)
-    return tl.where(needed, row, rows + 1).to(tl.int32)
+    row = ids - slots.first
+    row = tl.where((row >= 0) & (row < slots.rows), row, slots.rows)
+    return tl.where(needed, row, slots.rows + 1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
+@triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "long_row"])
 def _slots_kernel(
     token_ids,  # (pairs,)
     offsets,  # (tokens + 1,)
@@ -75,18 +75,11 @@ def _slots_kernel(
     mask,  # (tokens,)
     wanted_tokens,  # (tokens / each,)
     repeated,  # (pairs,) bool: an equal id stands earlier in the row; None if no row repeats an id
-    slot_ids,  # (pairs + tokens,)
-    slot_tokens,
-    starts,  # (tokens + 1,)
-    kinds,  # (tokens,)
-    missing,
-    numbers,  # (COUNTED,) zeros
+    slots,  # `Slots`, written; its numbers are zeros
     tokens,
     pairs,
     each,
     vocab,
-    first_id,
-    rows,
     long_row,
     KEEP_SINGLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -115,15 +108,15 @@ def _slots_kernel(
         value = tl.load(mask + token)
         counts = counts & (value != 0)
         if mask.dtype.element_ty != tl.int1:
-            _count(numbers + MASK, (value != 0) & (value != 1))
-    _count(numbers + TARGET, counts & (target >= vocab))
-    _count(numbers + LONG, end - begin + 1 > long_row)
+            _count(slots.numbers + MASK, (value != 0) & (value != 1))
+    _count(slots.numbers + TARGET, counts & (target >= vocab))
+    _count(slots.numbers + LONG, end - begin + 1 > long_row)
     counts = counts & (target < vocab)
     if wanted_tokens is not None:
         counts = counts & (tl.load(wanted_tokens + token // each) != 0)
-    _count(numbers + START, (token == 0) & (raw_begin != 0))
-    _count(numbers + ORDER, raw_end < raw_begin)
-    _count(numbers + END, (token == tokens - 1) & (raw_end != pairs))
+    _count(slots.numbers + START, (token == 0) & (raw_begin != 0))
+    _count(slots.numbers + ORDER, raw_end < raw_begin)
+    _count(slots.numbers + END, (token == tokens - 1) & (raw_end != pairs))
     first_hit = begin * 0 + pairs  # position of the first id that is the target; `pairs` if the row does not list it
     others = 0
     unknown = 0
@@ -146,21 +139,21 @@ def _slots_kernel(
         # The target has the token's first slot, so ids that precede it in the row come one slot later.
         slot = place + token + (place < first_hit).to(tl.int64)
         stored = inside & (place != first_hit)
-        tl.store(slot_ids + slot, _row_of(listed, needed, first_id, rows), mask=stored)
-        tl.store(slot_tokens + slot, token.to(tl.int32), mask=stored)
+        tl.store(slots.ids + slot, _row_of(listed, needed, slots), mask=stored)
+        tl.store(slots.tokens + slot, token.to(tl.int32), mask=stored)
     needed_target = kind == SEVERAL
     if KEEP_SINGLE:
         needed_target = needed_target | (kind == SINGLE)
     first_slot = begin + token
-    tl.store(slot_ids + first_slot, _row_of(target, needed_target, first_id, rows))
-    tl.store(slot_tokens + first_slot, token.to(tl.int32))
-    tl.store(slot_tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # the slot to spare
-    tl.store(starts + token, first_slot)
-    tl.store(starts + tokens, end + tokens, mask=token == tokens - 1)
-    tl.store(kinds + token, kind.to(tl.uint8))
-    tl.store(missing + token, counts & (end > begin) & (first_hit == pairs))
-    _count(numbers + ID, unknown)
-    _count(numbers + EMPTY, counts & (end == begin))
+    tl.store(slots.ids + first_slot, _row_of(target, needed_target, slots))
+    tl.store(slots.tokens + first_slot, token.to(tl.int32))
+    tl.store(slots.tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # the slot to spare
+    tl.store(slots.starts + token, first_slot)
+    tl.store(slots.starts + tokens, end + tokens, mask=token == tokens - 1)
+    tl.store(slots.kinds + token, kind.to(tl.uint8))
+    tl.store(slots.missing + token, counts & (end > begin) & (first_hit == pairs))
+    _count(slots.numbers + ID, unknown)
+    _count(slots.numbers + EMPTY, counts & (end == begin))
 
 
 def make_slots(
@@ -178,43 +171,31 @@ def make_slots(
     (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
     if n == 0:
         return no_slots(pairs, part, device)
-    # Offsets that are no CSR leave slots unwritten by the kernels.
-    ids = torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device)
     # Separate tensors: views of one tensor may have addresses that are no multiples of 16 bytes, for which Triton
     # compiles another kernel.
-    tokens = torch.empty(n + pairs, dtype=torch.int32, device=device)
-    starts = torch.empty(n + 1, dtype=torch.int64, device=device)
-    kinds = torch.empty(n, dtype=torch.uint8, device=device)
-    missing = torch.empty(n, dtype=torch.bool, device=device)
-    numbers = torch.zeros(COUNTED, dtype=torch.int64, device=device)
-    token_ids, offsets, targets = token_ids.contiguous(), offsets.contiguous(), targets.contiguous()
+    slots = Slots(
+        # Offsets that are no CSR leave slots unwritten by the kernels.
+        ids=torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device),
+        tokens=torch.empty(n + pairs, dtype=torch.int32, device=device),
+        starts=torch.empty(n + 1, dtype=torch.int64, device=device),
+        kinds=torch.empty(n, dtype=torch.uint8, device=device),
+        missing=torch.empty(n, dtype=torch.bool, device=device),
+        numbers=torch.zeros(COUNTED, dtype=torch.int64, device=device),
+        rows=rows,
+        first=first,
+    )
+    token_ids, offsets = token_ids.contiguous(), offsets.contiguous()
     warps = LONG_ROW_WARPS if pairs > BY_TOKEN.piece * n else ROW_WARPS
     with on(device):
         _slots_kernel[(n,)](
-            token_ids,
-            offsets,
-            targets,
+            token_ids, offsets, targets.contiguous(),
             None if mask is None else mask.contiguous(),
             None if wanted is None else wanted.contiguous(),
             None if distinct or pairs == 0 else repeated_ids(token_ids, tokens_of(offsets, pairs)),
-            ids,
-            tokens,
-            starts,
-            kinds,
-            missing,
-            numbers,
-            n,
-            pairs,
-            1 if wanted is None else n // wanted.numel(),
-            vocab,
-            first,
-            rows,
-            BY_TOKEN.piece,
-            KEEP_SINGLE=keep_single,
-            BLOCK=ROW_BLOCK * warps,
-            num_warps=warps,
-        )
-    return Slots(ids, tokens, starts, kinds, missing, numbers, rows, first)
+            slots, n, pairs, 1 if wanted is None else n // wanted.numel(), vocab, BY_TOKEN.piece,
+            KEEP_SINGLE=keep_single, BLOCK=ROW_BLOCK * warps, num_warps=warps,
+        )  # fmt: skip
+    return slots
 
 
 @triton.jit
