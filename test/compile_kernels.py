@@ -240,8 +240,8 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     logits = segments_triton.dots(factors, slots, transform)
     slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
     slots_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
-    grads = ones(N), *((ones(N), ones(N)) if entropy else (None, None))
-    coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), grads, transform)
+    tokens = token_gradients(entropy)._replace(lse=ones(N).double(), uniform=ones(N) if entropy else None)
+    coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), tokens, transform)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)

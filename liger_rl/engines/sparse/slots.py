@@ -180,8 +180,7 @@ def slot_gradients(
     z: Tensor,
     slots: Slots,
     statistics: TokenStatistics,
-    # (N,) float32, of log-probabilities and entropies, and dL/dmean_logits over the number of ids of the token's row
-    grads: tuple[Tensor, Tensor | None, Tensor | None],
+    tokens: TokenGradients,  # of `support.tokens_of`; `uniform` is dL/dmean_logits over the number of ids of the row
     transform: LogitTransform,
 ) -> Tensor:
     """-> dL/dx (S,) float32 of the logits before the transform.
@@ -189,8 +188,9 @@ def slot_gradients(
     It is exactly 0 in slots without a row of the weight, and for tokens without a gradient. The logit of a SINGLE row
     has a gradient of mean_logits alone.
     """
-    (grad_logps, grad_entropy, uniform), token = grads, slots.tokens.long()
-    tokens = TokenGradients.of(statistics, grad_logps, grad_entropy)._replace(uniform=uniform).with_float32_lse()
+    token, uniform = slots.tokens.long(), tokens.uniform
+    tokens = TokenGradients.of(statistics, tokens.grad_logps, tokens.grad_entropy)
+    tokens = tokens._replace(uniform=uniform).with_float32_lse()
     with_gradient = (slots.kinds == SEVERAL) if uniform is None else (slots.kinds >= SINGLE)
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = (slots.ids < slots.rows) & (with_gradient & has_gradient(tokens))[token]

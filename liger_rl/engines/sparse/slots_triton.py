@@ -42,8 +42,9 @@ from liger_rl.kernels.softmax import (
     one_minus_exp,
     tanh_square,
     times_derivative,
+    token_terms,
 )
-from liger_rl.kernels.statistics import Fold, TokenStatistics
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, each
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 ROW_BLOCK = 256  # ids of a step of `_slots_kernel` for each warp
@@ -332,12 +333,8 @@ def _launch_fold(
 def _slot_gradients_kernel(
     logits,  # (positions,)
     slots,  # `Slots`
-    lse_of,  # (tokens,) each from here on, float32 except this one
-    logps,
-    grad_logps,
-    entropies,
-    grad_entropies,
-    uniforms,
+    logps,  # (tokens,)
+    tokens,  # `TokenGradients`, (tokens,) each, whose `at_target` is not read
     out,  # (positions,)
     positions,
     steps,  # LogitSteps
@@ -349,23 +346,19 @@ def _slot_gradients_kernel(
     needed = tl.load(slots.ids + slot, mask=inside, other=slots.rows) < slots.rows
     token = tl.load(slots.tokens + slot, mask=needed, other=0).to(tl.int64)
     needed = needed & (tl.load(slots.kinds + token, mask=needed, other=0) >= LEAST)
-    g = tl.load(grad_logps + token, mask=needed, other=0.0)
-    e = 0.0
-    entropy = 0.0
+    g, e, entropy = token_terms(tokens, token, needed)
     has_gradient = g != 0.0
-    ENTROPY: tl.constexpr = entropies is not None
+    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
     if ENTROPY:
-        e = tl.load(grad_entropies + token, mask=needed, other=0.0)
-        entropy = tl.load(entropies + token, mask=needed, other=0.0)
         has_gradient = has_gradient | (e != 0.0)
     uniform = 0.0
-    if uniforms is not None:
-        uniform = tl.load(uniforms + token, mask=needed, other=0.0)
+    if tokens.uniform is not None:
+        uniform = tl.load(tokens.uniform + token, mask=needed, other=0.0)
         has_gradient = has_gradient | (uniform != 0.0)
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = needed & has_gradient
     z = tl.load(logits + slot, mask=needed, other=0.0)
-    log_p = log_probabilities(z, tl.load(lse_of + token, mask=needed, other=0.0))
+    log_p = log_probabilities(z, tl.load(tokens.lse + token, mask=needed, other=0.0))
     is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
@@ -384,30 +377,18 @@ def slot_gradients(
     z: Tensor,
     slots: Slots,
     statistics: TokenStatistics,
-    grads: tuple[Tensor, Tensor | None, Tensor | None],
+    tokens: TokenGradients,
     transform: LogitTransform,
 ) -> Tensor:
     """As `slots.slot_gradients`, in one launch."""
-    positions, (grad_logps, grad_entropy, uniform) = z.numel(), grads
+    positions = z.numel()
     out = torch.empty_like(z)
     if positions == 0:
         return out
-    entropy = None if grad_entropy is None else statistics.entropy
     with on(z.device):
         _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
-            z,
-            slots,
-            statistics.lse.contiguous(),
-            statistics.logps.contiguous(),
-            grad_logps.contiguous(),
-            None if entropy is None else entropy.contiguous(),
-            None if grad_entropy is None else grad_entropy.contiguous(),
-            None if uniform is None else uniform.contiguous(),
-            out,
-            positions,
-            LogitSteps.of(transform),
-            BLOCK=GRAD_BLOCK,
-            LEAST=SEVERAL if uniform is None else SINGLE,
+            z, slots, statistics.logps.contiguous(), each(tokens, Tensor.contiguous), out, positions,
+            LogitSteps.of(transform), BLOCK=GRAD_BLOCK, LEAST=SEVERAL if tokens.uniform is None else SINGLE,
             num_warps=GRAD_WARPS,
-        )
+        )  # fmt: skip
     return out

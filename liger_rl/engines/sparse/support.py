@@ -139,7 +139,8 @@ def _factors(head: Head) -> Factors:
 
 def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
     """Inputs of `backward`. Slot kernels compute `at_target` from the log-probabilities and do not read the field."""
-    return TokenGradients(statistics.lse, grad_logps, grad_logps, None, grad_entropy)
+    entropy = None if grad_entropy is None else statistics.entropy
+    return TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
 
 
 def backward(
@@ -157,14 +158,16 @@ def backward(
     """
     listed = head.listed
     assert listed is not None
-    grads, uniform = (tokens.grad_logps, tokens.grad_entropy), tokens.uniform
-    if uniform is not None and saved.sizes is not None:
-        uniform = uniform * (head.vocab / saved.sizes.clamp(min=1.0))  # each row's mean is over its own ids
-    listed_gradients = _by_ids(head, listed, options, statistics, saved, (*grads, uniform), needs)
+    of_lists = tokens
+    if tokens.uniform is not None and saved.sizes is not None:
+        # Each row's mean is over its own ids.
+        of_lists = tokens._replace(uniform=tokens.uniform * (head.vocab / saved.sizes.clamp(min=1.0)))
+    listed_gradients = _by_ids(head, listed, options, statistics, saved, of_lists, needs)
     full = listed.full
     if full is None:
         return listed_gradients
-    tokens = TokenGradients.of(statistics, *grads)._replace(uniform=tokens.uniform).take(full)
+    whole = TokenGradients.of(statistics, tokens.grad_logps, tokens.grad_entropy)
+    tokens = whole._replace(uniform=tokens.uniform).take(full)
     full_gradients = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
     return Gradients._make(
         None if of_lists is None or of_passes is None else of_lists.add_(of_passes)
@@ -178,14 +181,14 @@ def _by_ids(
     options: EngineOptions,
     statistics: TokenStatistics,
     saved: Saved,
-    grads: tuple[Tensor, Tensor | None, Tensor | None],
+    tokens: TokenGradients,
     needs: Needs,
 ) -> Gradients:
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
     transform = options.transform.of_tokens(head.temperatures)
-    coefficients = kernels.slot_gradients(saved.logits, slots, statistics, grads, transform)
+    coefficients = kernels.slot_gradients(saved.logits, slots, statistics, tokens, transform)
 
     def sum_by_token(table: Tensor | None, values: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or values is None or not needed:
