@@ -77,15 +77,8 @@ def _dots(left, right, right_stride, row, has_row, columns, SLOTS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["tokens"])
 def _dots_kernel(
-    hidden,
-    hidden_stride,
-    weight,
-    weight_stride,
-    bias,
-    low_inputs,
-    low_inputs_stride,
-    low_weight,
-    low_weight_stride,
+    factors,  # `Factors`
+    strides,  # `Factors` of the elements between two rows
     slots,  # `Slots`
     logits,
     tokens,
@@ -107,12 +100,13 @@ def _dots_kernel(
         row = tl.load(slots.ids + slot, mask=slot < last, other=slots.rows).to(tl.int64)
         has_row = row < slots.rows
         if tl.max(has_row.to(tl.int32)) > 0:
-            x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, has_row, columns, SLOTS, COLUMNS)
-            if low_inputs is not None:
-                low_row = low_inputs + token * low_inputs_stride
-                x += _dots(low_row, low_weight, low_weight_stride, row, has_row, rank, SLOTS, RANK)
-            if bias is not None:
-                x += tl.load(bias + row, mask=has_row, other=0.0).to(tl.float32)
+            hidden_row = factors.hidden + token * strides.hidden
+            x = _dots(hidden_row, factors.weight, strides.weight, row, has_row, columns, SLOTS, COLUMNS)
+            if factors.low_inputs is not None:
+                low_row = factors.low_inputs + token * strides.low_inputs
+                x += _dots(low_row, factors.low_weight, strides.low_weight, row, has_row, rank, SLOTS, RANK)
+            if factors.bias is not None:
+                x += tl.load(factors.bias + row, mask=has_row, other=0.0).to(tl.float32)
             z, _square = transformed(x, steps)
             if steps.temperatures is not None:
                 z = z / tl.load(steps.temperatures + token)
@@ -121,36 +115,20 @@ def _dots_kernel(
 
 def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Launch = DOTS) -> Tensor:
     """As `segments.dots`; the last dimensions must be contiguous."""
-    hidden, weight, bias, low_inputs, low_weight = factors
-    n, positions = slots.kinds.numel(), slots.ids.numel()
-    logits = torch.empty(positions, dtype=torch.float32, device=hidden.device)
-    if n == 0 or weight.shape[0] == 0:
+    n, positions, columns = slots.kinds.numel(), slots.ids.numel(), factors.hidden.shape[1]
+    logits = torch.empty(positions, dtype=torch.float32, device=factors.hidden.device)
+    if n == 0 or factors.weight.shape[0] == 0:
         return logits
-    columns = hidden.shape[1]
-    rank = 1 if low_inputs is None else low_inputs.shape[1]
-    with on(hidden.device):
+    if factors.bias is not None:
+        factors = factors._replace(bias=factors.bias.contiguous())
+    strides = Factors._make(None if part is None else part.stride(0) for part in factors)
+    rank = 1 if factors.low_inputs is None else factors.low_inputs.shape[1]
+    with on(logits.device):
         _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
-            hidden,
-            hidden.stride(0),
-            weight,
-            weight.stride(0),
-            None if bias is None else bias.contiguous(),
-            low_inputs,
-            0 if low_inputs is None else low_inputs.stride(0),
-            low_weight,
-            0 if low_weight is None else low_weight.stride(0),
-            slots,
-            logits,
-            n,
-            columns,
-            rank,
-            LogitSteps.of(transform),
-            PIECE=launch.piece,
-            SLOTS=launch.slots,
-            COLUMNS=_columns(columns, launch),
-            RANK=_columns(rank, launch),
+            factors, strides, slots, logits, n, columns, rank, LogitSteps.of(transform),
+            PIECE=launch.piece, SLOTS=launch.slots, COLUMNS=_columns(columns, launch), RANK=_columns(rank, launch),
             num_warps=launch.warps,
-        )
+        )  # fmt: skip
     return logits
 
 
@@ -337,38 +315,18 @@ def segment_sums(
     width = _columns(columns, launch)
     slots = launch.slots * (launch.columns // width)  # a step reads as many numbers with few columns as with many
     slabs = triton.cdiv(columns, width)
+    sizes = {"SLOTS": slots, "COLUMNS": width, "num_warps": launch.warps}
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
         if not segments.all_short:
             partial = torch.empty(pieces, columns, dtype=torch.float32, device=out.device)
             _pieces_kernel[(pieces, slabs)](
-                *common,
-                segments.of_position,
-                partial,
-                segments.number,
-                columns,
-                piece,
-                SLOTS=slots,
-                COLUMNS=width,
-                num_warps=launch.warps,
+                *common, segments.of_position, partial, segments.number, columns, piece, **sizes
             )
         _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
-            *common,
-            partial,
-            None if base is None else base.rows,
-            None if base is None else base.shares,
-            1 if base is None else base.width,
-            out,
-            out.stride(0),
-            segments.number,
-            columns,
-            piece,
-            ADD=add,
-            SLOTS=slots,
-            COLUMNS=width,
-            SEGMENTS=launch.segments,
-            num_warps=launch.warps,
-        )
+            *common, partial, *(base or (None, None, 1)), out, out.stride(0), segments.number, columns, piece,
+            ADD=add, SEGMENTS=launch.segments, **sizes,
+        )  # fmt: skip
 
 
 def piece_of(positions: int, columns: int, launch: Launch) -> int:
