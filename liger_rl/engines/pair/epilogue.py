@@ -20,7 +20,7 @@ from liger_rl.engines.pair.reference import (
     PairGradients,
     TileSums,
 )
-from liger_rl.engines.pair.tile_epilogues import REVERSE, around, fold_pair_tile, grad_pair_tile
+from liger_rl.engines.pair.tile_epilogues import REVERSE, around, fold_pair_tile, grad_pair_tile, store_sums
 from liger_rl.kernels.devices import empty_rows, on
 from liger_rl.kernels.epilogue import TWO_HEADS_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.epilogue import run_product
@@ -153,18 +153,8 @@ def _merge_pair_kernel(
             sum_yy += tl.sum(yy, 0)
     place = token.to(tl.int64) * stride + tl.program_id(1)
     tl.store(out.peak + place, peak, mask=live)
-    tl.store(out.sum_exp + place, total, mask=live)
     tl.store(out.teacher_peak + place, teacher_peak, mask=live)
-    if out.teacher_sum_exp is not None:
-        tl.store(out.teacher_sum_exp + place, teacher_total, mask=live)
-    if out.gap is not None:
-        tl.store(out.gap + place, gap, mask=live)
-    if out.moment is not None:
-        tl.store(out.moment + place, moment, mask=live)
-    if out.xx is not None:
-        tl.store(out.xx + place, sum_xx, mask=live)
-        tl.store(out.xy + place, sum_xy, mask=live)
-        tl.store(out.yy + place, sum_yy, mask=live)
+    store_sums(out, place, total, teacher_total, gap, moment, sum_xx, sum_xy, sum_yy, live)
 
 
 class KeptPeaks(NamedTuple):

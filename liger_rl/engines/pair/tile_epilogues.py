@@ -96,6 +96,22 @@ def _weighted(weight, values, BANS: tl.constexpr):
 
 
 @triton.jit
+def store_sums(out, place, total, teacher_total, gap, moment, xx, xy, yy, live):
+    """Write the sums of a `PairFold`. A sum that it does not have is not read."""
+    tl.store(out.sum_exp + place, total, mask=live)
+    if out.teacher_sum_exp is not None:
+        tl.store(out.teacher_sum_exp + place, teacher_total, mask=live)
+    if out.gap is not None:
+        tl.store(out.gap + place, gap, mask=live)
+    if out.moment is not None:
+        tl.store(out.moment + place, moment, mask=live)
+    if out.xx is not None:
+        tl.store(out.xx + place, xx, mask=live)
+        tl.store(out.xy + place, xy, mask=live)
+        tl.store(out.yy + place, yy, mask=live)
+
+
+@triton.jit
 def fold_pair_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student, and of the teacher
     token, target, first_token, vocab_tile, tokens, vocab,  # as in `fold_tile`
@@ -162,16 +178,7 @@ def fold_pair_tile(
         if tops.peaks is not None:
             store(larger_out, first_token, first + part * WIDTH, tl.maximum(x, y))
             store(gaps, first_token, first + part * WIDTH, a - b)
-    tl.store(tiles.sum_exp + place, total, mask=live)
-    tl.store(tiles.teacher_sum_exp + place, teacher_total, mask=live)
-    if tiles.moment is not None:
-        tl.store(tiles.moment + place, moment, mask=live)
-    if tiles.gap is not None:
-        tl.store(tiles.gap + place, gap, mask=live)
-    if tiles.xx is not None:
-        tl.store(tiles.xx + place, sum_xx, mask=live)
-        tl.store(tiles.xy + place, sum_xy, mask=live)
-        tl.store(tiles.yy + place, sum_yy, mask=live)
+    store_sums(tiles, place, total, teacher_total, gap, moment, sum_xx, sum_xy, sum_yy, live)
 
 
 @triton.jit

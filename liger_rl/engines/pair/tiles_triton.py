@@ -18,6 +18,7 @@ from liger_rl.engines.pair.tile_epilogues import (
     around,
     over_mixture,
     pair_gradient,
+    store_sums,
 )
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.softmax import (
@@ -157,13 +158,8 @@ def _fold_pair_kernel(
             peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
         )  # fmt: skip
     tl.store(state.peak + token, peak)
-    tl.store(state.sum_exp + token, total)
     tl.store(state.teacher_peak + token, teacher_peak)
-    tl.store(state.teacher_sum_exp + token, teacher_total)
-    if state.gap is not None:
-        tl.store(state.gap + token, gap)
-    if MOMENT:
-        tl.store(state.moment + token, moment)
+    store_sums(state, token, total, teacher_total, gap, moment, 0.0, 0.0, 0.0, True)
 
 
 @triton.jit
