@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_count, check_dense, check_floating, check_head, check_transform
+from liger_rl.call.checks import check_count, check_dense, check_floating, check_head, check_shape, check_transform
 from liger_rl.call.dtensors import has_dtensor, localized, low_rank_tensors
 from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.options import IDENTITY, resolved
@@ -154,11 +154,14 @@ class DivergenceCall(HeadCall):
     def _check_teacher_lse(self, teacher_lse: Tensor) -> None:
         if self.measure.kind != TV:
             raise ValueError('teacher_lse must be None but with kind="tv"; docs/distillation.md has the KLs')
-        check_floating("teacher_lse", teacher_lse)
+        self._check_of_tokens("teacher_lse", teacher_lse)
+
+    def _check_of_tokens(self, name: str, values: Tensor) -> None:
+        """Raise unless these are floating-point numbers, one for each token."""
         shape = self.hidden.shape[:-1]
-        if teacher_lse.shape != shape:
-            raise ValueError(f"teacher_lse must be {tuple(shape)} from hidden, got {tuple(teacher_lse.shape)}")
-        check_dense("teacher_lse", teacher_lse, self.hidden, "hidden")
+        check_floating(name, values)
+        check_shape(name, values, shape, f"{tuple(shape)} from hidden")
+        check_dense(name, values, self.hidden, "hidden")
 
     def one_pass_lacks(self, dtype: torch.dtype) -> str | None:
         """The first thing that one pass needs and this call lacks, or None. `dtype`: of the student's products."""
@@ -207,11 +210,7 @@ class DivergenceCall(HeadCall):
         }
 
     def _check_token_weights(self, token_weights: Tensor, dtype: torch.dtype) -> None:
-        shape = self.hidden.shape[:-1]
-        check_floating("token_weights", token_weights)
-        if token_weights.shape != shape:
-            raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(token_weights.shape)}")
-        check_dense("token_weights", token_weights, self.hidden, "hidden")
+        self._check_of_tokens("token_weights", token_weights)
         if token_weights.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
         check_left_alone(self.options, "with token_weights")
