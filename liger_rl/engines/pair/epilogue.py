@@ -26,6 +26,7 @@ from liger_rl.kernels.epilogue import TWO_HEADS_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.epilogue import run_product
 from liger_rl.kernels.merge_triton import MERGE_TILES, MERGE_TOKENS, MERGE_WARPS
 from liger_rl.kernels.softmax import LOWEST
+from liger_rl.kernels.statistics import each
 from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
 PARTS = 2  # of a tile's columns, one after the other
@@ -50,7 +51,7 @@ def unwritten_tiles(
 def merged(tiles: PairFold, measure: Measure) -> PairFold:
     """The fold of the whole vocabulary, (n,) each; tiles are added up in a fixed order."""
     of_tiles = tiles._replace(target=None, teacher_target=None, xx=None, xy=None, yy=None)
-    whole = PairFold._make(None if part is None else torch.empty_like(part[0]) for part in of_tiles)
+    whole = each(of_tiles, lambda part: torch.empty_like(part[0]))
     _merge(tiles, whole, measure, 1, 1, tiles.peak.shape[0], MERGE_TOKENS, MERGE_TILES, MERGE_WARPS)
     return whole._replace(target=tiles.target, teacher_target=tiles.teacher_target)
 
@@ -177,7 +178,7 @@ def fold_pair(
     """Fold the products of both heads; `devices.pairs_apply_to` must hold for each."""
     assert first % PRODUCT_VOCAB == 0
     tile, vocab = first // PRODUCT_VOCAB, student.weight.shape[0]
-    here = PairFold._make(part if part is None or part.dim() == 1 else part[tile:] for part in tiles)
+    here = each(tiles, lambda part: part if part.dim() == 1 else part[tile:])
     outs: tuple[Tensor | None, ...] = None, None
     peaks = KeptPeaks()
     if kept is not None:

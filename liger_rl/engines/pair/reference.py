@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.reference import entropy_term, put, times_derivative, transformed
-from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.kernels.statistics import BLOCK_VOCAB, each
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE, TV = 0, 1, 2, 3
@@ -97,7 +97,7 @@ class PairFold(NamedTuple):
 
     def take(self, rows: slice) -> "PairFold":
         """Views of these tokens, so that kernels write to this fold."""
-        return PairFold._make(None if values is None else values[rows] for values in self)
+        return each(self, lambda values: values[rows])
 
     def around(self, measure: Measure, peak: Tensor, teacher_peak: Tensor) -> "PairFold":
         """The same sums relative to higher peaks, in new tensors, without sums of products."""
@@ -170,7 +170,7 @@ class MixtureSums(NamedTuple):
         return cls(torch.zeros_like(like), torch.zeros_like(like))
 
     def take(self, rows: slice) -> "MixtureSums":
-        return MixtureSums(self.student[rows], self.teacher[rows])
+        return each(self, lambda values: values[rows])
 
 
 class TileSums(NamedTuple):
@@ -201,7 +201,7 @@ class TileSums(NamedTuple):
         """Views of these tokens, from the tile whose first entry is `first` to the last tile."""
         assert first % TILE_VOCAB == 0
         at = first // TILE_VOCAB
-        return TileSums._make(None if part is None else part[tokens, at:] for part in self)
+        return each(self, lambda part: part[tokens, at:])
 
     def write(self, x: Tensor, y: Tensor, peaks: tuple[Tensor, Tensor] | None = None) -> None:
         """Write the sums of x and y (n, v) to the first ceil(v / TILE_VOCAB) tiles, and the peaks (n,)."""
@@ -276,15 +276,15 @@ class PairGradients(NamedTuple):
 
     def silenced(self, live: Tensor) -> "PairGradients":
         """As `TokenGradients.silenced`."""
-        tokens = PairGradients._make(None if part is None else torch.where(live, part, 0.0) for part in self)
+        tokens = each(self, lambda part: torch.where(live, part, 0.0))
         lse, teacher_lse = (torch.where(live, part, torch.inf) for part in self[:2])
         return tokens._replace(lse=lse, teacher_lse=teacher_lse)
 
     def take(self, rows: Tensor | slice) -> "PairGradients":
-        return PairGradients._make(None if part is None else part[rows] for part in self)
+        return each(self, lambda part: part[rows])
 
     def contiguous(self) -> "PairGradients":
-        return PairGradients._make(None if part is None else part.contiguous() for part in self)
+        return each(self, Tensor.contiguous)
 
 
 def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> None:
