@@ -204,13 +204,13 @@ class PairRows:
 
     # --- products with an epilogue ---
 
-    def _factors(self, part: slice, first: int, last: int) -> tuple[HeadFactors, HeadFactors, Tensor, int, Measure]:
+    def factors(self, part: slice, first: int, last: int) -> tuple[HeadFactors, HeadFactors, Tensor, int, Measure]:
         """Arguments of the epilogue for tokens `part` and entries `first` to `last` - 1."""
         student, teacher = (side.factors(part, first, last) for side in (self.student, self.teacher))
         return student, teacher, self.targets[part], first, self.measure
 
     def gradient_tiles(self) -> Tiles:
-        """The tiles of calls of `gradient`."""
+        """The tiles of calls of the epilogue's `grad_pair`."""
         from liger_rl.kernels.epilogue import device_programs
 
         kind, hidden_size = kind_of(self.device), self.student.factor.shape[1]
@@ -220,10 +220,6 @@ class PairRows:
         bytes_per_column += self.copied_bytes + (4 * hidden_size if self.count > chunk else 0)
         most = min(WORKSPACE_BYTES[kind] // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
         return Tiles(chunk, min(whole_waves(chunk, most, device_programs(self.device)), self.vocab))
-
-    def gradient(self, epilogue: ModuleType, part: slice, first: int, last: int, tokens: PairGradients) -> Tensor:
-        """-> dL/dlogits (n, v) of the student for tokens `part` and entries `first` to `last` - 1, in compute_dtype."""
-        return epilogue.grad_pair(*self._factors(part, first, last), tokens)
 
     def fold(self, epilogue: ModuleType, tile_sums: TileSums | None) -> PairFold:
         """The fold of all tokens; `tile_sums` are written."""
@@ -240,7 +236,7 @@ class PairRows:
         )  # fmt: skip
         columns = COPIED_BYTES // self.copied_bytes // BLOCK_VOCAB * BLOCK_VOCAB if self.copied_bytes else self.vocab
         for first, last in spans(self.vocab, max(columns, BLOCK_VOCAB)):
-            epilogue.fold_pair(*self._factors(part, first, last), tiles, kept)
+            epilogue.fold_pair(*self.factors(part, first, last), tiles, kept)
         if tile_sums is not None:
             epilogue.write_tile_sums(tiles, self.measure, tile_sums.part(part, 0))
         return epilogue.merged(tiles, self.measure)

@@ -138,7 +138,7 @@ def _gradients(rows: PairRows, tokens: PairGradients, needs: Needs) -> Gradients
     def tile_gradient(first: int, last: int, start: int, stop: int) -> Tensor:
         part = slice(start, stop)
         if epilogue is not None:
-            return rows.gradient(epilogue, part, first, last, tokens.take(part))
+            return epilogue.grad_pair(*rows.factors(part, first, last), tokens.take(part))
         if first not in factors:  # `factors` has one tile, which all spans of tokens share
             factors.clear()
             factors[first] = rows.factor_tiles(first, last)
