@@ -17,7 +17,7 @@ from liger_rl.engines.pair import two_heads as exact
 from liger_rl.engines.pair.products import Pair, PairRows
 from liger_rl.engines.pair.reference import TV, PairGradients, TileSums
 from liger_rl.engines.sparse import lists
-from liger_rl.engines.sparse.lists import ListedHead
+from liger_rl.engines.sparse.lists import Choice, ListedHead
 from liger_rl.kernels import devices
 
 
@@ -56,14 +56,16 @@ def backward(pair: Pair, tile_sums: TileSums | None, tokens: PairGradients, need
     sample = tile.student.logits
     rows.kernels.grad_pair(tile, tokens.take(drawn.rows), sample)
     tail = pair_bounds.tail_of(sample, drawn.scales)
-    choice = lists.choose_parts(bounds, tail, tolerance, transform, dtype, head.weight.shape[1], signed=True)
+    choice = Choice.of(
+        bounds_triton.choose_parts(bounds, tail, tolerance, transform, dtype, signed=True), head.weight.shape[1]
+    )
     del bounds, rows, tile, sample
     selection, finite = lists.readable(live, drawn)
     rows = PairRows(pair, selection)
     student, teacher = (side.factors(slice(None), 0, vocab) for side in (rows.student, rows.teacher))
     make = partial(pair_bounds.make_parts, student, teacher, rows.targets, measure, tokens)
     dtypes = head.hidden.dtype, head.weight.dtype
-    listed = ListedHead(student.hidden, finite, head.weight, head.bias, vocab, transform, dtypes)
+    listed = ListedHead(student._replace(weight=head.weight, bias=head.bias), finite, vocab, dtypes)
     gradients, kept = lists.list_gradients(listed, choice, tail, make, None, needs)
     if gradients is None:
         del choice, tail, rows, student, teacher, make, listed

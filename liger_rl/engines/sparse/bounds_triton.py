@@ -500,9 +500,9 @@ def choose_parts(
     tail: Tail,
     tolerance: float,
     transform: LogitTransform,
-    dtype: torch.dtype,
+    dtype: torch.dtype,  # of products
     *,
-    signed: bool,
+    signed: bool,  # a part's entries may have both signs
 ) -> tuple[ChosenParts, Tensor]:
     """Keep, for each token, the parts without which its squared error could exceed TILE_SHARE of the tolerated energy.
 

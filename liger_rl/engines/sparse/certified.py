@@ -13,7 +13,7 @@ from liger_rl.engines.dense import two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs, gathered
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.sparse import lists
-from liger_rl.engines.sparse.lists import ListedHead
+from liger_rl.engines.sparse.lists import Choice, ListedHead
 from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import (
     TileStatistics,
@@ -51,7 +51,10 @@ def backward(
     sample = head.hidden[drawn.positions].to(dtype)
     tail = bounds_triton.tail_of_logits(gemm.matmul(weight, sample.T), bias, drawn, targets, tokens, transform)
     signed = tokens.grad_entropy is not None
-    choice = lists.choose_parts(bounds, tail, options.grad_tolerance, transform, dtype, weight.shape[1], signed=signed)
+    choice = Choice.of(
+        bounds_triton.choose_parts(bounds, tail, options.grad_tolerance, transform, dtype, signed=signed),
+        weight.shape[1],
+    )
     at_target = bounds.at_target
     assert at_target is not None
     del bounds
@@ -60,7 +63,7 @@ def backward(
     factors = HeadFactors(hidden, weight, bias, transform)
     make = partial(listing_triton.make_parts, factors, targets, tokens)
     dtypes = head.hidden.dtype, weight_dtype
-    listed = ListedHead(hidden, finite, weight, bias, weight.shape[0], transform, dtypes)
+    listed = ListedHead(factors, finite, weight.shape[0], dtypes)
     gradients, kept = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
     if gradients is None:
         del choice, tail, hidden, factors, make, listed

@@ -15,8 +15,8 @@ from liger_rl.engines.dense.two_pass import unwritten
 from liger_rl.engines.interface import Gradients, Needs
 from liger_rl.kernels import gemm
 from liger_rl.kernels.segments import Base, Entries, Segments, ones_of
-from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.statistics import BLOCK_TOKENS, Tail
+from liger_rl.kernels.transform import HeadFactors
 
 PARTS_BYTES = 128 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
 BYTES_PER_ENTRY = 3  # of a kept part
@@ -45,6 +45,12 @@ class Choice(NamedTuple):
     chosen: Any  # `bounds_triton.ChosenParts`
     counted: HostAnswer
     most: float  # `Kept.most`
+
+    @classmethod
+    def of(cls, parts: tuple[Any, Tensor], hidden_size: int) -> "Choice":
+        """From the result of `bounds_triton.choose_parts`, without a host sync."""
+        chosen, counted = parts
+        return cls(chosen, HostAnswer(counted), dense_share(hidden_size))
 
 
 class Kept(NamedTuple):
@@ -80,23 +86,6 @@ class Kept(NamedTuple):
         return spans
 
 
-def choose_parts(
-    bounds: PartBounds,
-    tail: Tail,
-    tolerance: float,
-    transform: LogitTransform,
-    dtype: torch.dtype,  # of products
-    hidden_size: int,
-    *,
-    signed: bool,  # a part's entries may have both signs
-) -> Choice:
-    """Choose the kept parts on the device, without a host sync."""
-    from liger_rl.engines.sparse import bounds_triton
-
-    chosen, counted = bounds_triton.choose_parts(bounds, tail, tolerance, transform, dtype, signed=signed)
-    return Choice(chosen, HostAnswer(counted), dense_share(hidden_size))
-
-
 def plan_parts(choice: Choice) -> Kept:
     """Wait for the number of kept parts: the backward's first host sync."""
     wanted, *ends = choice.counted.wait().tolist()
@@ -107,14 +96,12 @@ def plan_parts(choice: Choice) -> Kept:
 class ListedHead(NamedTuple):
     """The rows that sums over lists of ids read, and the dtypes of the sums."""
 
-    hidden: Tensor  # (n, H) in the dtype of products
+    # Of (n, H) and (V or more, H) in the dtype of products. The gradient of rows of the weight from `vocab` on is 0.
+    factors: HeadFactors
     # (n,) int64, the row of hidden that products read for each token. A token without a gradient may have NaN in its
     # row, so products read the row of a token with one. None if `hidden` has been gathered that way already.
     finite: Tensor | None
-    weight: Tensor  # (V or more, H) in the dtype of products; the gradient of rows from `vocab` on is 0
-    bias: Tensor | None
     vocab: int
-    transform: LogitTransform
     dtypes: tuple[torch.dtype, torch.dtype]  # of the gradients of hidden and weight
 
 
@@ -141,7 +128,7 @@ def list_gradients(
     from liger_rl.engines.sparse import bounds_triton, listing_triton
     from liger_rl.kernels import picked_triton, segments_triton
 
-    hidden, finite, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
+    (hidden, weight, bias, transform), finite, vocab, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
     (tiles, n), targets_per_token = chosen.rank.shape, int(targets is not None)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
