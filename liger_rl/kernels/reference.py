@@ -436,4 +436,5 @@ def uniforms(seed: int, positions: Tensor) -> Uniforms:
         high, low = [product >> 32 & WORD for product in products], [product & WORD for product in products]
         words = [high[1] ^ words[1] ^ keys[0], low[1], high[0] ^ words[3] ^ keys[1], low[0]]
         keys = [key + step & WORD for key, step in zip(keys, PHILOX[1], strict=True)]
-    return Uniforms(*((word >> 8).float() * 2.0**-24 for word in words[:2]))
+    # Between 0 and 1: the number 0 would draw the first id that has any mass.
+    return Uniforms(*(((word >> 9).float() + 0.5) * 2.0**-23 for word in words[:2]))

@@ -64,8 +64,8 @@ def _uniforms_kernel(positions, of_tile, in_tile, count, seed, BLOCK: tl.constex
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = (position >> 32).to(tl.uint32)
     first, second, _third, _fourth = tl.philox(seed, low, high, low * 0, low * 0)
-    tl.store(of_tile + token, (first >> 8).to(tl.float32) * 2.0**-24, mask=token < count)
-    tl.store(in_tile + token, (second >> 8).to(tl.float32) * 2.0**-24, mask=token < count)
+    tl.store(of_tile + token, ((first >> 9).to(tl.float32) + 0.5) * 2.0**-23, mask=token < count)
+    tl.store(in_tile + token, ((second >> 9).to(tl.float32) + 0.5) * 2.0**-23, mask=token < count)
 
 
 def uniforms(seed: int, positions: Tensor) -> Uniforms:
@@ -325,6 +325,8 @@ def _limits_kernel(
     least_p = tl.load(least + token)
     # Whether some limit excludes all ids but the candidates, which have smaller probabilities than `least_p`.
     contained = min_p / total >= least_p
+    if TOP_K and TOP_P:  # a nucleus of the K likeliest ids depends on more ids than min_p leaves
+        contained = least_p < 0.0
     outside = 0.0 * total
     if TOP_K:
         kept = kept & (key >= _threshold(key, tl.where(known, 1.0, 0.0), top_k.to(tl.float32)))

@@ -251,9 +251,10 @@ def _draw_of_tile(level, extreme, token, live, place, tiles, draw, full, CAPPED:
     """
     columns: tl.constexpr = level.shape[1]
     if draw.in_tile is None:
-        largest = level == extreme[:, None]
-        column = tl.min(tl.where(largest, tl.arange(0, columns)[None, :], columns - 1), 1)
         z = _under_cap(extreme, full) if CAPPED else extreme
+        # Near the cap, levels that differ have the same logit.
+        largest = (_under_cap(level, full) if CAPPED else level) == z[:, None]
+        column = tl.min(tl.where(largest, tl.arange(0, columns)[None, :], columns - 1), 1)
     else:
         rest = tl.load(draw.in_tile + token, mask=live, other=0.0)
         column = token * 0

@@ -85,6 +85,35 @@ def test_greedy(path):
     assert torch.equal(found.logps, again.logps)
 
 
+def test_the_first_of_logits_that_a_softcap_makes_equal(path):
+    hidden, weight = torch.zeros(1, SIZE, dtype=LOW, device=DEVICE), torch.zeros(300, SIZE, dtype=LOW, device=DEVICE)
+    hidden[0, 0], weight[3, 0], weight[7, 0] = 1.0, 44.0, 45.0
+    assert sample_tokens(hidden, weight, seed=0, temperature=0, transform=LogitTransform(softcap=5.0)).ids.item() == 3
+
+
+def test_the_smallest_number_draws_no_improbable_id(path):
+    """The first word of Philox at this position is under 2^8."""
+    hidden, weight = torch.ones(1, SIZE, dtype=LOW, device=DEVICE), torch.zeros(300, SIZE, dtype=LOW, device=DEVICE)
+    bias, position = torch.zeros(300, device=DEVICE), torch.tensor([14883995], device=DEVICE)
+    bias[:256] = -60.0
+    for limits in ({}, {"top_k": 299}):
+        found = sample_tokens(hidden, weight, seed=0, positions=position, bias=bias, **limits)
+        assert found.ids.item() >= 256, limits
+
+
+def test_a_nucleus_of_the_likeliest_beside_a_min_p(path):
+    """The many ids under 2^-28 are among the K likeliest, so the first id has less than 0.9 of their mass."""
+    vocab, least = 6000, 0.9 * 2**-28
+    hidden, weight = torch.zeros(1, SIZE, dtype=LOW, device=DEVICE), torch.zeros(vocab, SIZE, dtype=LOW, device=DEVICE)
+    p = torch.full((vocab,), least, dtype=torch.float64)
+    p[0] = 0.9 * (1 - 1e-5)
+    p[1] = 1 - least * (vocab - 2) - p[0]
+    found = sample_tokens(
+        hidden, weight, seed=0, bias=p.log().float().to(DEVICE), top_k=5990, top_p=0.9, min_p=1e-7, support=True
+    )
+    assert found.support.token_ids.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("options", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_limits(path, limits, options):
@@ -190,7 +219,7 @@ def test_philox():
     """The known answers of Random123, and the kernel beside the formula."""
     uniforms = pytest.importorskip("liger_rl.kernels.sampling_triton").uniforms
     zero = reference.uniforms(0, torch.zeros(1, dtype=torch.int64))
-    assert [value.item() * 2**24 for value in zero] == [0x6627E8D5 >> 8, 0xE169C58D >> 8]
+    assert [value.item() * 2**23 - 0.5 for value in zero] == [0x6627E8D5 >> 9, 0xE169C58D >> 9]
     positions = torch.randint(1 << 62, (200,), device=DEVICE)
     for seed in (0, 7, (1 << 63) - 1):
         found, expected = uniforms(seed, positions), reference.uniforms(seed, positions)

@@ -59,7 +59,7 @@ MUTANTS = (
     ("Triton: tiles lack the gradient of the mean logit", "kernels/tile_triton.py", "with_uniform(grad, tokens, token, here)", "grad"),
     ("Triton: dual clip on the wrong side", "losses/fused_triton.py", "dual = advantage < 0.0", "dual = advantage > 0.0"),
     ("Triton: merged tiles not moved to their peak", "kernels/merge_triton.py", "total * rescale + tl.sum(weight * tile_sum, 0)", "total * rescale + tl.sum(tile_sum, 0)"),
-    ("Triton: entropies of listed ids lack their peak", "engines/sparse/slots_triton.py", "tl.where(known, peak + log_sum, float(\"inf\"))", "tl.where(known, log_sum, float(\"inf\"))"),
+    ("Triton: entropies of listed ids lack their peak", "engines/sparse/slots_triton.py", "tl.where(known, peak.to(tl.float64) + log_sum, float(\"inf\"))", "tl.where(known, log_sum, float(\"inf\"))"),
     ("Triton: a row that is a target alone counts as several", "engines/sparse/slots_triton.py", "kind = tl.where(others > 0, SEVERAL, SINGLE)", "kind = tl.where(others >= 0, SINGLE, SEVERAL)"),
     ("Triton: listed ids lack the softcap's derivative", "engines/sparse/slots_triton.py", "tl.where(needed, times_derivative(grad, square, steps), 0.0)", "tl.where(needed, grad, 0.0)"),
     ("Triton: the last piece of a cut segment is too short", "kernels/segments_triton.py", "tl.where(has_first_piece | known, last, first)", "tl.where(has_first_piece, last, first)"),
