@@ -6,8 +6,9 @@
 
 The policy sees "7+5=" and should write "12". First it imitates a careless teacher who is right about one time in
 three, then GRPO rewards right answers until it no longer errs. Every log-probability on the way, the sampler's too,
-comes from the fused head: no logits are ever stored. The penalty is k3, which estimates the KL to the reference from
-the sampled tokens; beside it the exact KL of the same steps is measured.
+comes from the fused head. A batch's logits are never stored; on a CPU the sampler stores those of 128 tokens at a time.
+The penalty is k3, which estimates the KL to the reference from the sampled tokens. Beside it the exact KL of the same
+steps is measured.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def warm_start(
 def graded(tokenizer, problems: list[Problem], prompts, ids: torch.Tensor, group: int):
     """-> a batch of prompts with completions, one sequence a row; the mean reward."""
     completions = ids[:, prompts.input_ids.shape[1] :]
-    # The first end-of-sequence token counts, what stands behind it does not.
+    # The first end-of-sequence token counts. What stands behind it does not.
     ended = (completions == tokenizer.eos_token_id).cumsum(-1)
     counted = (ended == 0) | ((ended == 1) & (completions == tokenizer.eos_token_id))
     texts = tokenizer.batch_decode(completions.masked_fill(~counted, tokenizer.pad_token_id), skip_special_tokens=True)

@@ -58,9 +58,9 @@ def sample_tokens(
     """Draw one id for each row of `hidden` from softmax(transform(hidden @ weight.T + bias) / temperature).
 
     No gradient is made. On a GPU whose products have an epilogue the logits never reach memory: without limits the
-    draw takes 1.1 times the product. With limits the exponentials of a few hundred tokens are kept at a time, 128 MiB
-    in float16, and the host waits for the number of fallbacks, and for the support's size. It also waits for the check
-    of a temperature for each token.
+    draw takes 1.1 times the product, of few tokens 1.4. With limits the exponentials of a few hundred tokens are kept
+    at a time, 128 MiB in float16, and the host waits for the number of fallbacks, and for the support's size. It also
+    waits for the check of a temperature for each token.
 
     A draw depends on the token's hidden state, the head, `seed` and the token's position alone, on every run.
 

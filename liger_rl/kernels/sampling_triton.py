@@ -25,14 +25,16 @@ from liger_rl.kernels.tile_epilogues import KEPT_ONE
 from liger_rl.kernels.tile_epilogues import PART_VOCAB as PART
 
 CANDIDATES = 1024  # ids of a token whose exact logits are computed; a multiple of a piece of `segments_triton.DOTS`
-# The parts of a token that may have candidates are scanned by SHARES programs, BLOCK at a time, each with ROOM for what
-# it finds. One H200, 512 tokens with 60 ids each in a nucleus of 0.95, V = 128256: 37 us; 8 and 8 shares and parts
-# 55, 8 and 16 80, one share 157. A token with many candidates would keep the others waiting.
+# SHARES programs scan the parts of a token that may have candidates. Each reads BLOCK parts at a time, and has ROOM for
+# the ids that it finds. One H200, 512 tokens with 60 ids each in a nucleus of 0.95, V = 128256: 16 programs with blocks
+# of 4 parts took 37 us, 8 with 8 parts 55, 8 with 16 parts 80. One program for each token, which also found the parts,
+# took 157 us: a token with many candidates kept all others waiting.
 SHARES, ROOM, BLOCK = 16, 256, 4
 WARPS = 4
-# Ids with smaller probabilities are no candidates. With a top-p few tokens need one, and `_limits_kernel` finds out.
+# Ids with smaller probabilities are no candidates; the second number is for a top-p. `_limits_kernel` finds the tokens
+# whose limits may reach such ids.
 LEAST_LOG2, LEAST_OF_NUCLEUS_LOG2 = tl.constexpr(-120.0), tl.constexpr(-28.0)
-STEPS, MORE_STEPS = tl.constexpr(12), tl.constexpr(8)  # of the searches for a threshold among parts and among ids
+PART_STEPS, ID_STEPS = tl.constexpr(12), tl.constexpr(8)  # of the searches for a threshold among parts and among ids
 SMALLEST = tl.constexpr(2.0**-14)  # normal float16; smaller exponentials have lost digits
 # Factors on a probability that a float16 exponential gives, and on sums of them: twice its rounding error, and more.
 LESS, MORE = tl.constexpr(1.0 - 2.0**-8), tl.constexpr(1.0 + 2.0**-9)
@@ -177,7 +179,7 @@ def _parts_kernel(
     mass *= tl.load(known.sums + place, mask=inside, other=0.0)
     low = 0.0 * total + (LEAST_OF_NUCLEUS_LOG2 if TOP_P else LEAST_LOG2)
     if TOP_K or TOP_P:
-        low = _halved(low, best, mass, top_k, top_p, TOP_K, STEPS)
+        low = _halved(low, best, mass, top_k, top_p, TOP_K, PART_STEPS)
     least_p = min_p / total
     if TOP_K and TOP_P:  # the nucleus is a share of the K likeliest ids, so all of these are candidates
         least_p = 0.0 * total
@@ -197,7 +199,7 @@ def _scan_kernel(
     numbers,
     least,
     rough_ids,  # (tokens, SHARES, ROOM) int32, written as are the rest: ids over `least`, ascending
-    rough,  # (tokens, SHARES, ROOM) float32: their probabilities, or less the bound of one that has lost digits
+    rough,  # (tokens, SHARES, ROOM) float32: their probabilities; of one that has lost digits its bound, negative
     counts,  # (tokens, SHARES) int32: how many of a share there are, with those that have no room
     tokens,
     parts,
@@ -247,7 +249,7 @@ def _candidates_kernel(
     vocab,
     top_k,
     top_p,
-    min_p,
+    min_p,  # not read: it is in `least` already
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     SHARES: tl.constexpr,
@@ -262,7 +264,7 @@ def _candidates_kernel(
     p = tl.load(rough + token * SHARES * ROOM + place, mask=known, other=0.0)
     threshold = tl.load(least + token)
     if TOP_K or TOP_P:
-        low = _halved(tl.log2(threshold), p, 0.0 * p, top_k, top_p, TOP_K, MORE_STEPS)
+        low = _halved(tl.log2(threshold), p, 0.0 * p, top_k, top_p, TOP_K, ID_STEPS)
         threshold = tl.maximum(threshold, tl.exp2(low) * LESS)
     left = (known & (tl.abs(p) >= threshold)).to(tl.int32)
     found = tl.sum(left)
@@ -323,7 +325,7 @@ def _limits_kernel(
     key = tl.where(known, key_of(z), 0)
     kept = known
     least_p = tl.load(least + token)
-    # Whether some limit excludes all ids but the candidates, which have smaller probabilities than `least_p`.
+    # Whether some limit excludes all ids that are no candidates. Their probabilities are smaller than `least_p`.
     contained = min_p / total >= least_p
     if TOP_K and TOP_P:  # a nucleus of the K likeliest ids depends on more ids than min_p leaves
         contained = least_p < 0.0
