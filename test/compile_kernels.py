@@ -49,7 +49,6 @@ from liger_rl.kernels import (
     compiled,
     devices,
     epilogue,
-    largest_triton,
     picked_triton,
     sampling_triton,
     segments_triton,
@@ -179,7 +178,6 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
     kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
-    largest_triton.largest(HeadFactors(hidden, weight, bias, transform), ones(parts_of(V), N), 4)
     numbers, drawn = Uniforms(ones(N), ones(N)), torch.zeros_like(targets)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, with_tiles=True, kept=kept)
     for uniforms in (None, numbers) if devices.family_of(CPU).halves else ():

@@ -11,7 +11,6 @@ from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import EngineOptions
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import MIN_TOKENS, aligned, call_lacks
-from liger_rl.kernels.statistics import most_from_peaks
 
 NO_GRADIENT = "an input that wants a gradient"
 
@@ -73,8 +72,12 @@ class HeadShape:
     @property
     def fold_lacks(self) -> str | None:
         """The first thing that the forward of two passes needs of a product with an epilogue; None if it applies."""
-        unnamed = "no chunk to be named" if self.options.names_chunk else None
-        return ("a token" if self.tokens == 0 else None) or self._product_lacks(max(self.tokens, MIN_TOKENS)) or unnamed
+        return (
+            ("a token" if self.tokens == 0 else None)
+            or self._product_lacks(max(self.tokens, MIN_TOKENS))
+            or ("no chunk to be named" if self.options.names_chunk else None)
+            or ("topk = None" if self.options.topk is not None else None)
+        )
 
     def _product_lacks(self, tokens: int) -> str | None:
         dtype = self.options.compute_dtype  # the weight's too, or that of its copy
@@ -82,17 +85,9 @@ class HeadShape:
         return (
             devices.device_lacks(self.device)
             or ("a head without low_rank terms" if self.rank else None)
-            or self._topk_lacks
             or call_lacks(tokens, self.hidden_size, dtype, dtype)
             or (None if aligned else "rows of the weight that start at multiples of 16 bytes")
         )
-
-    @property
-    def _topk_lacks(self) -> str | None:
-        topk, most = self.options.topk, most_from_peaks(self.vocab)
-        if topk is None or (topk <= most and not self.options.batch_invariant):
-            return None
-        return "no topk with batch_invariant" if topk <= most else f"topk of at most {most}"
 
     @property
     def casts_weight(self) -> bool:

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.largest_triton import key_of
 from liger_rl.kernels.reference import Kept, Uniforms
 from liger_rl.kernels.segments import SEVERAL, SINGLE, Slots
 from liger_rl.kernels.softmax import LOWEST
@@ -34,6 +33,7 @@ WARPS = 4
 # Ids with smaller probabilities are no candidates; the second number is for a top-p. `_limits_kernel` finds the tokens
 # whose limits may reach such ids.
 LEAST_LOG2, LEAST_OF_NUCLEUS_LOG2 = tl.constexpr(-120.0), tl.constexpr(-28.0)
+SIGN = tl.constexpr(-(1 << 31))
 PART_STEPS, ID_STEPS = tl.constexpr(12), tl.constexpr(8)  # of the searches for a threshold among parts and among ids
 SMALLEST = tl.constexpr(2.0**-14)  # normal float16; smaller exponentials have lost digits
 # Factors on a probability that a float16 exponential gives, and on sums of them: twice its rounding error, and more.
@@ -57,6 +57,13 @@ def _arguments(top_k: int | None, top_p: float | None, min_p: float | None) -> d
     top_p = 1.0 if top_p is None else float(top_p)
     numbers = {"top_k": top_k or 0, "top_p": top_p, "min_p": float(min_p or 0.0)}
     return numbers | {"TOP_K": top_k is not None, "TOP_P": top_p < 1.0}
+
+
+@triton.jit
+def key_of(z):
+    """-> uint32 in the order of the numbers, above 0; as `reference.keys_of`, from 0 on and without the id."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+    return bits.to(tl.uint32, bitcast=True) ^ ((bits >> 31) | SIGN).to(tl.uint32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["count", "seed"])

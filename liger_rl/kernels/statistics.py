@@ -150,14 +150,6 @@ def parts_of(vocab: int) -> int:
     return BLOCK_VOCAB // PART_VOCAB * -(-vocab // BLOCK_VOCAB)
 
 
-def most_from_peaks(vocab: int) -> int:
-    """The largest K whose K largest logits are found from the peaks of parts.
-
-    Otherwise K parts are too large a share of the vocabulary, or do not fit the registers of a program.
-    """
-    return min(vocab // (4 * PART_VOCAB), 128)
-
-
 class TileStatistics(NamedTuple):
     """Softmax sums of each token over each part of PART_VOCAB vocabulary entries, float32.
 

@@ -9,8 +9,7 @@ products, so it is summed in float32 and rounded once. Two products would round 
 student has nearly its teacher's probabilities: dL/dz_v is then their small difference.
 
 The K logits are gathered from float32 tiles of logits, which a fold in a product's epilogue does not make. `topk` reads
-the same tiles. With one target it needs none: the epilogue gives the peaks of parts of the vocabulary, and the parts
-with the largest peaks are computed again (`kernels/largest_triton.py`). Its ids are further targets in the backward.
+the same tiles. Its ids are further targets in the backward.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,8 @@ from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import spans
 from liger_rl.kernels import for_device
 from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed, with_uniform
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, most_from_peaks
-from liger_rl.kernels.transform import HeadFactors, LogitTransform
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
 
 PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
 
@@ -43,12 +42,9 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved 
     """Statistics of every token that counts. A negative target has log-probability 0."""
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
-    in_tiles = options.topk is None or not takes_peaks(rows, options)
     if options.batch_invariant:
         rows, options = in_order.with_fixed_tiles(rows, options)
-    elif not in_tiles:
-        rows = two_pass.with_factor(rows, options)
-    statistics = _statistics(rows, options, in_tiles=in_tiles).first(n)
+    statistics = _statistics(rows, options).first(n)
     saved = None
     if statistics.topk_logps is not None and statistics.topk_ids is not None:
         saved = Saved(statistics.topk_logps, statistics.topk_ids)
@@ -74,28 +70,14 @@ def with_topk(
     )
 
 
-def takes_peaks(rows: Head, options: EngineOptions) -> bool:
-    """Whether the largest logits are found from the peaks of parts, which the product's epilogue gives."""
-    assert options.topk is not None
-    if rows.targets.dim() == 2 or rows.shard is not None or options.batch_invariant:
-        return False
-    # The copy of a weight in another dtype does not exist yet; see `two_pass.with_factor`.
-    weight = rows.weight if rows.weight.dtype == rows.hidden.dtype else rows.hidden
-    applies = two_pass.fold_epilogue(rows._replace(weight=weight), options) is not None
-    return applies and options.topk <= most_from_peaks(rows.weight.shape[0])
-
-
-def _statistics(rows: Head, options: EngineOptions, *, in_tiles: bool) -> TokenStatistics:
+def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
     targets = None
     if rows.targets.dim() == 2:
         targets = _Targets(rows, options)
         rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
-    largest = None if options.topk is None or not in_tiles else _Largest(rows, options.topk)
-    if in_tiles:
-        seen = [collector.look for collector in (targets, largest) if collector is not None]
-        state = two_pass.fold_tiles(rows, options, seen=seen)
-    else:
-        state, *found = _largest_from_peaks(rows, options)
+    largest = None if options.topk is None else _Largest(rows, options.topk)
+    seen = [collector.look for collector in (targets, largest) if collector is not None]
+    state = two_pass.fold_tiles(rows, options, seen=seen)
     statistics = state.finish()
 
     def log_probabilities(z: Tensor) -> Tensor:
@@ -104,8 +86,8 @@ def _statistics(rows: Head, options: EngineOptions, *, in_tiles: bool) -> TokenS
 
     if targets is not None:
         statistics = statistics._replace(logps=targets.logps(log_probabilities))
-    if options.topk is not None:
-        z, ids = found if largest is None else largest.finish(rows.shard)
+    if largest is not None:
+        z, ids = largest.finish(rows.shard)
         statistics = statistics._replace(topk_logps=log_probabilities(z).clamp_(max=0.0), topk_ids=ids)
     return statistics
 
@@ -152,20 +134,6 @@ class _Largest:
         """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
         keys = self.keys if shard is None else shard.gathered(self.keys)
         return taken_apart(keys.sort(dim=1, descending=True).values[:, : self.keys.shape[1]])
-
-
-def _largest_from_peaks(rows: Head, options: EngineOptions) -> tuple[Fold, Tensor, Tensor]:
-    """-> the fold of a product's epilogue, and the K largest logits in descending order with their ids."""
-    from liger_rl.kernels import epilogue, largest_triton
-
-    assert options.topk is not None
-    state, tiles = epilogue.gemm_state(
-        rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
-        extras=options.extras, with_tiles=True,
-    )  # fmt: skip
-    assert tiles is not None
-    head = HeadFactors(rows.hidden, rows.weight, rows.bias, options.transform)
-    return state, *largest_triton.largest(head, tiles.peaks, options.topk)
 
 
 def backward(
