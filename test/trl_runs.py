@@ -1,6 +1,5 @@
 """Real TRL trainers on tiny random models, with and without the patch: the same run from the same seed."""
 
-import importlib
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -100,8 +99,6 @@ TRAINERS = {
     "KTO": (VERDICTS, {**PAIRED, "per_device_train_batch_size": 8}),
     "SFT": (ANSWERS, {**PAIRED, "per_device_train_batch_size": 8}),
 }
-# Of trl.experimental.
-PAIRS = {"CPO": (PREFERENCES, PAIRED), "ORPO": (PREFERENCES, PAIRED)}
 DISTILLATION = {"per_device_train_batch_size": 4, "temperature": 0.9, "max_completion_length": 8}
 
 CLOCKS = ("step_time", "train_runtime", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
@@ -168,12 +165,11 @@ def counted_calls():
 
 
 def build(
-    kind: str, path, directory, *, dtype="float32", teacher: str | None = None, peft_config=None, data=None,
-    trainer=None, **options,
-):  # fmt: skip
-    """A trainer of `kind`, a key of TRAINERS or PAIRS or "Distillation", of the model at a path or of a model. `data`:
-    columns in place of those of TRAINERS. `trainer`: a subclass of the trainer."""
-    columns, fixed = (TRAINERS | PAIRS)[kind] if teacher is None else ({"prompt": PROMPTS}, DISTILLATION)
+    kind: str, path, directory, *, dtype="float32", teacher: str | None = None, peft_config=None, data=None, **options
+):
+    """A trainer of `kind`, a key of TRAINERS or "Distillation", of the model at a path or of a model. `data`: columns
+    in place of those of TRAINERS."""
+    columns, fixed = TRAINERS[kind] if teacher is None else ({"prompt": PROMPTS}, DISTILLATION)
     arguments = {**CPU_ARGS, "output_dir": str(directory), **fixed, **options}
     extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
     if teacher is not None:
@@ -186,10 +182,9 @@ def build(
     if "eval_strategy" in options:
         extra["eval_dataset"] = data
     torch.manual_seed(0)  # of the adapters
-    module = importlib.import_module(f"trl.experimental.{kind.lower()}") if kind in PAIRS else trl
-    return (trainer or getattr(module, f"{kind}Trainer"))(
+    return getattr(trl, f"{kind}Trainer")(
         model=path,
-        args=getattr(module, f"{kind}Config")(**arguments),
+        args=getattr(trl, f"{kind}Config")(**arguments),
         train_dataset=data,
         processing_class=tokenizer(),
         peft_config=peft_config,
@@ -201,11 +196,11 @@ def watched(model) -> list[Forward]:
     """-> a list that grows by each forward in training mode, and so without generation and trials."""
     forwards = []
 
-    def before(body, args, kwargs) -> None:
+    def before(body, _args, kwargs) -> None:
         if kwargs.get("past_key_values") is None and body.training:
             mask = kwargs.get("attention_mask")
             tree = isinstance(mask, dict) or (mask is not None and mask.dim() == 4)
-            forwards.append(Forward((args[0] if args else kwargs["input_ids"]).numel(), tree))
+            forwards.append(Forward(kwargs["input_ids"].numel(), tree))
 
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     model.base_model.register_forward_pre_hook(before, with_kwargs=True)

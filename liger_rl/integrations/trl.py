@@ -2,8 +2,7 @@
 
 The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_step`); in
 GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
-(`trl_adapters`); DistillationTrainer's loss (`trl_divergence`); the forward of CPO and ORPO (`trl_pairs`); and the
-logits of six experimental distillation trainers (`trl_distillers`).
+(`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
 """
 
 from collections.abc import Collection, Iterator
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from liger_rl.call.checks import check_flag, check_floating
 from liger_rl.call.options import Tolerance
-from liger_rl.integrations import trl_adapters, trl_batches, trl_distillers, trl_divergence, trl_pairs
+from liger_rl.integrations import trl_adapters, trl_batches, trl_divergence
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -87,8 +86,6 @@ TRL = Framework(
     *trl_adapters.ROWS,
     *trl_divergence.ROWS,
     *trl_batches.ROWS,
-    *trl_pairs.ROWS,
-    *trl_distillers.ROWS,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
 )
 
@@ -152,5 +149,5 @@ def patched_trl(**options: Any) -> Iterator[None]:
 
 
 def _set(options: dict[str, Any]) -> None:
-    _op.options = trl_distillers.options = options
+    _op.options = options
     trl_divergence.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}

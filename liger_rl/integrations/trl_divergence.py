@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_rl.call.options import HeadOptions
-from liger_rl.engines.pair.run import Divergence, DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
 from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.patching import Patch
 from liger_rl.kernels.transform import LogitTransform
@@ -55,6 +55,7 @@ def _chunked_divergence_loss(
     # The mark is DeepSpeed's, on every parameter under ZeRO-3.
     sharded = any(hasattr(parameter, "ds_id") for parameter in (weight, bias, teacher_weight, teacher_bias))
     head = trl_adapters.adapted_head()
+    mask = completion_mask != 0
     call = DivergenceCall(
         hidden=student_hidden_states,
         weight=weight,
@@ -68,7 +69,7 @@ def _chunked_divergence_loss(
         ),
         teacher_may_require_grad=True,
         measure=measure_of("jsd", beta),
-        mask=completion_mask != 0,
+        mask=mask,
         options=HeadOptions(
             transform=LogitTransform(
                 temperature=temperature, softcap=student_final_logit_softcapping, scale=student_logit_scale
@@ -80,23 +81,15 @@ def _chunked_divergence_loss(
             chunk_vocab=chunks.get("chunk_vocab"),
         ),
     )
-    loss, result, count = loss_of(call, num_items_in_batch)
-    assert result.entropy is not None
-    return loss, result.entropy.detach().sum(), count
-
-
-def loss_of(call: DivergenceCall, num_items_in_batch: Tensor | int | None) -> tuple[Tensor, Divergence, Tensor]:
-    """-> (loss, results of the tokens, number of tokens that count). The call must have a mask.
-
-    The loss is the sum of the divergences over num_items_in_batch, or without it over the number of tokens that count.
-    """
-    assert call.mask is not None
-    count = call.mask.sum()
+    count = mask.sum()
     divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    divisor = torch.as_tensor(divisor, device=call.hidden.device).float()
+    divisor = torch.as_tensor(divisor, device=student_hidden_states.device).float()
     result, one_pass_loss = in_one_pass_if_free(call, 1.0 / divisor)
+    assert result.entropy is not None
     loss = result.divergence.sum() / divisor
-    return loss if one_pass_loss is None else loss + one_pass_loss, result, count
+    if one_pass_loss is not None:
+        loss = loss + one_pass_loss
+    return loss, result.entropy.detach().sum(), count
 
 
 def _whole(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
