@@ -1,9 +1,9 @@
-"""What `liger_rl.conformance` finds of other libraries: `python -m benchmark.conformance`.
+"""What `conformance_checks` finds of this library and others: `python -m benchmark.conformance`.
 
     pip install trl liger-kernel cut-cross-entropy
     pip download --no-deps verl==0.9.1    # unpack the wheel on PYTHONPATH: its requirements are not needed
 
-Each function below is an adapter, and a subject of its own: `python -m liger_rl.conformance benchmark.conformance:trl`.
+Each function below is an adapter.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from benchmark.command import run
+from benchmark.conformance_checks import check
 from benchmark.environment import first_line
 from benchmark.peers.trl_chunked import CHUNK_VOCAB
 from benchmark.peers.verl_triton import verl_module
 from benchmark.table import environment_line
 from liger_rl import LogitTransform, Support, linear_logprobs
-from liger_rl.conformance import check
 
 PREFIX = "conformance-"
 DTYPES = ("float32", "bfloat16")

@@ -38,7 +38,6 @@ ALLOWED = {
     "call": ["call", "distributed", "kernels", "keywords", "once"],
     "losses": ["losses", "distributed", "kernels.devices", "kernels.softmax", "keywords", "once"],
     "kernels": ["kernels"],
-    "conformance": [],
     "keywords": [],
     "distributed": [],
     "once": [],

@@ -1,4 +1,4 @@
-"""Hold a function of hidden states, a weight and ids against float64: `python -m liger_rl.conformance module:function`.
+"""Hold a function of hidden states, a weight and ids against float64, with torch alone.
 
     function(hidden (N, H), weight (V, H), ids (N,), **options) -> (N,) log-probabilities in nats, with gradients
 
@@ -6,23 +6,15 @@ Options are keywords: temperature and softcap (numbers), mask (N,) bool, bias (V
 could be drawn. A TypeError that names one of them says that the function does not serve it, which is no failure.
 """
 
-import argparse
-import json
-import pkgutil
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHECKS", "Check", "Result", "check"]
-
 Function = Callable[..., Tensor]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORDERS = 8  # in which eager PyTorch adds: in one of them its error may be small by luck
 
 
@@ -311,38 +303,10 @@ def check(
     Args:
         function: function(hidden, weight, ids, **options) -> log-probabilities; docs/conformance.md says more.
         device: of the tensors; None is CUDA if there is a GPU, else CPU.
-        dtype: of hidden, weight and bias: float32, bfloat16 or float16.
+        dtype: of hidden, weight and bias.
         checks: some of `CHECKS`.
 
-    Raises:
-        TypeError, ValueError: a function that cannot be called, another dtype. Errors of the function are results.
+    Errors of the function are results.
     """
-    if not callable(function):
-        raise TypeError(f"function must be callable, got {type(function).__name__}")
-    if dtype not in DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return [_result(one, Subject(function, place, dtype)) for one in checks]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """-> 1 if a check fails, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m liger_rl.conformance")
-    parser.add_argument("function", metavar="module:function")
-    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    given = parser.parse_args(arguments)
-    results = check(pkgutil.resolve_name(given.function), device=given.device, dtype=DTYPES[given.dtype])
-    for result in results:
-        print(f"{result.name:<20}  {result.status:<10}  {result.detail}")
-    if given.json:
-        about = {"function": given.function, "dtype": given.dtype, "torch": torch.__version__}
-        given.json.write_text(
-            json.dumps(about | {"results": [result._asdict() for result in results]}, indent=1) + "\n"
-        )
-    return int(any(result.status == "fail" for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
