@@ -1,44 +1,33 @@
 """liger-kernel's fused linear losses on this package's heads and losses: docs/liger.md."""
 
 from liger_rl.integrations.liger_cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_rl.integrations.liger_distillation import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
+from liger_rl.integrations.liger_distillation import LigerFusedLinearJSDLoss
 from liger_rl.integrations.liger_grpo import LigerFusedLinearGRPOLoss
-from liger_rl.integrations.liger_preference import (
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
-)
 from liger_rl.integrations.patching import Framework, Patch
 
 __all__ = [
-    "LigerFusedLinearCPOLoss",
-    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
-    "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearJSDLoss",
-    "LigerFusedLinearKTOLoss",
-    "LigerFusedLinearORPOLoss",
-    "LigerFusedLinearSimPOLoss",
     "is_patched",
     "patch_liger",
     "patched_liger",
     "unpatch_liger",
 ]
 
-CHUNKED_LOSSES = (
-    LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearCPOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss,
-)  # fmt: skip
-TARGETS: list[tuple[str, type]] = [(f"liger_kernel.chunked_loss:{loss.__name__}", loss) for loss in CHUNKED_LOSSES]
-TARGETS.append(("liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss", LigerFusedLinearCrossEntropyLoss))
+TARGETS = {
+    "liger_kernel.chunked_loss": (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss),
+    "liger_kernel.transformers": (LigerFusedLinearCrossEntropyLoss,),
+}
 LIGER = Framework(
     "liger-kernel",
     (0, 8),
     (0, 9),
-    *(Patch(target, loss, None, modules=("liger_kernel", "trl", "swift")) for target, loss in TARGETS),
+    *(
+        Patch(f"{module}:{loss.__name__}", loss, None, modules=("liger_kernel", "trl", "swift"))
+        for module, losses in TARGETS.items()
+        for loss in losses
+    ),
     gain="2% of the time of the chunked GRPO loss, without its defects in padding, masks and ratios",
     distributions=("liger-kernel", "liger-kernel-nightly"),
 )

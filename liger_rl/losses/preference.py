@@ -172,12 +172,9 @@ class _OfPairs(Options):
             named |= {"reward_accuracy": (chosen > rejected).to(chosen.dtype)}
             named |= {"chosen_logps": logps[0], "rejected_logps": logps[1]} | means
             nll = Metric(-torch.where(batch.nll_tokens, per_token_logps, 0.0).sum(), count=batch.nll_tokens.sum())
-            return self.metrics_of(named, batch) | {"nll": nll}
+            return sequence_means(named, batch) | {"nll": nll}
 
         return TokenLoss(loss.expand_as(per_token_logps), metrics=metrics)
-
-    def metrics_of(self, values: dict[str, Tensor], batch: AlignedBatch) -> dict[str, Metric]:
-        return sequence_means(values, batch)
 
 
 def _check_read(objective: Options, unread: dict[str, bool], named: str) -> None:
