@@ -52,7 +52,7 @@ class Case:
         idle_share: share of the sequences whose advantage is 0.
         beta: of the k3 penalty, 0.0 for none.
         peaks: MIXED, TAILED or FLAT; says nothing where there is a policy.
-        policy: folder written by `benchmark.real_policy` that hidden states, weight and tokens come from.
+        policy: folder written by `benchmark.pretrained` that hidden states, weight and tokens come from.
         temperature: one of the policy's, which its tokens were drawn at.
         frozen: the head has no gradient.
         task: STEP, LOGPS or LOGPS_AND_ENTROPY.
@@ -297,7 +297,7 @@ def preset(
 ) -> list[Case]:
     """Cases of a kind of device ("cpu" or "cuda") whose names or groups match one of the globs.
 
-    `policy` is a folder of `benchmark.real_policy`; a CPU is given its cases with `quick` alone.
+    `policy` is a folder of `benchmark.pretrained`; a CPU is given its cases with `quick` alone.
     """
     if quick:
         cases = quick_preset("bfloat16" if device == "cuda" else "float32", policy)

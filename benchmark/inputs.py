@@ -147,7 +147,7 @@ def _peaks(case: Case, device: str, generator: torch.Generator) -> Tensor:
 
 
 def _of_policy(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from a folder written by `benchmark.real_policy`."""
+    """The same from a folder written by `benchmark.pretrained`."""
     folder = Path(case.policy or "")
     sample = torch.load(folder / f"sample-{case.temperature:g}.pt", map_location=device, weights_only=True)
     weight = torch.load(folder / "weight.pt", map_location=device, weights_only=True)

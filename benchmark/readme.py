@@ -7,20 +7,13 @@ from benchmark import (
     conformance,
     distillation_loss,
     divergence,
-    divergence_policy,
-    entropies,
     head_losses,
-    list_lengths,
-    replay_mismatch,
     row_losses,
     sampling,
     step,
     support,
     targets,
-    teacher_hidden,
-    tolerance_runs,
     train_real_runs,
-    trees,
 )
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
@@ -33,19 +26,12 @@ OTHERS = {
     row_losses.PREFIX: row_losses.markdown,
     sampling.PREFIX: sampling.markdown,
     support.PREFIX: support.summary,
-    divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
     distillation_loss.PREFIX: distillation_loss.markdown,
-    entropies.PREFIX: entropies.markdown,
     head_losses.PREFIX: head_losses.markdown,
-    list_lengths.PREFIX: list_lengths.markdown,
-    replay_mismatch.PREFIX: replay_mismatch.markdown,
     targets.PREFIX: targets.markdown,
-    teacher_hidden.PREFIX: teacher_hidden.markdown,
-    tolerance_runs.PREFIX: tolerance_runs.markdown,
     step.PREFIX: step.markdown,
     train_real_runs.PREFIX: train_real_runs.markdown,
-    trees.PREFIX: trees.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

@@ -150,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
         help=f"of {', '.join(LABELS)}; default: the case's",
     )
     parser.add_argument("--quick", action="store_true", help="all cases in tiny shapes, to see that everything runs")
-    parser.add_argument("--policy", type=Path, metavar="DIR", help="what benchmark.real_policy wrote, for its cases")
+    parser.add_argument("--policy", type=Path, metavar="DIR", help="what benchmark.pretrained wrote, for its cases")
     parser.add_argument(
         "--limit-seconds",
         type=float,

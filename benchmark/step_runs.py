@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
-from benchmark import real_policy
+from benchmark import texts
 from benchmark.memory import PeakMemory
 from liger_rl import FusedLinearGRPOLoss
 from liger_rl.engines.sparse import lists
@@ -150,10 +150,9 @@ class Policy(NamedTuple):
 @cache
 def _vocabulary(size: int, source_bytes: int) -> tuple[Tokenizer, Tensor]:
     """Learnt from much more text than the policy learns, so that its ids are spread as those of a published one."""
-    texts = real_policy.sources(source_bytes)
-    recipe = replace(real_policy.FULL, vocab=size, tokenizer_bytes=source_bytes)
-    tokenizer = real_policy.train_tokenizer(texts, recipe)
-    return tokenizer, real_policy.encode(tokenizer, texts[:DOCUMENTS])
+    sources = texts.sources(source_bytes)
+    tokenizer = texts.train_tokenizer(sources, size, source_bytes)
+    return tokenizer, texts.encode(tokenizer, sources[:DOCUMENTS])
 
 
 def random_model(shape: Shape, dtype: str, device: str) -> nn.Module:
@@ -190,7 +189,7 @@ def learn(model: nn.Module, text: Tensor, shape: Shape, device: str) -> list[flo
             group["lr"] = RATE * min(1.0, (len(entropies) + 1) / WARM_UP)
         lengths = next(batches)
         pieces = [
-            real_policy.windows(text, shape.learnt_at_once, length, generator)
+            texts.windows(text, shape.learnt_at_once, length, generator)
             for length in (lengths.prompt, lengths.completion)
         ]
         ids = torch.cat(pieces, 1).to(device)
@@ -227,7 +226,7 @@ def rollouts(lengths: Lengths, text: Tensor, device: str) -> Batch:
     prompt_mask = (from_right < prompts[:, None]).repeat_interleave(GROUP, 0)
     prompt_ids = text[starts[:, None] + lengths.prompt - 1 - from_right].repeat_interleave(GROUP, 0)
     completion_mask = torch.arange(lengths.completion) < completions[:, None]
-    completion_ids = real_policy.windows(text, sequences, lengths.completion, generator)
+    completion_ids = texts.windows(text, sequences, lengths.completion, generator)
     batch = {
         "prompt_ids": prompt_ids * prompt_mask,
         "prompt_mask": prompt_mask.long(),
@@ -441,7 +440,7 @@ class Runner:
             torch.cuda.empty_cache()
         steps = SETTLING + self.shape.repeats if steps is None else steps
         sequences, clock = batch["advantages"].shape[0], Clock(self.device)
-        micro_batches, end = way.micro_batches or self.micro_batches, real_policy.END_OF_TEXT
+        micro_batches, end = way.micro_batches or self.micro_batches, texts.END_OF_TEXT
         arguments = GRPOConfig(
             output_dir=self.folder,
             report_to=[],

@@ -5,14 +5,14 @@ import math
 import runpy
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 
-from benchmark import floor, gold, plot, replay_mismatch, run, tolerance_runs, train_real_runs, trees, variants
+from benchmark import floor, gold, plot, run, train_real_runs, variants
 from benchmark.cases import (
     FLAT,
     LOGPS_AND_ENTROPY,
@@ -276,68 +276,6 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path, monkeypatch)
     assert len(legends) == 3
 
 
-@pytest.fixture
-def recipe():
-    """Of a smaller policy than the toy."""
-    real_policy = pytest.importorskip("benchmark.real_policy", reason="training a policy needs transformers")
-    return replace(real_policy.TOY, text_bytes=100 << 10, tokenizer_bytes=20 << 10)
-
-
-def test_a_policy_learns_and_its_cases_are_its_own_tokens(recipe, tmp_path):
-    from benchmark import real_policy
-
-    about = real_policy.make_policy(recipe, 4.0, "cpu", tmp_path)
-    assert about["training_loss"] < about["first_loss"] - 0.5
-    entropies = {sample["temperature"]: sample["entropy"] for sample in about["samples"]}
-    assert entropies[0.4] < entropies[0.6] < entropies[1.0] < math.log(about["vocab"])
-    cases = [case for case in preset("cpu", quick=True, policy=str(tmp_path)) if case.policy]
-    assert [case.name for case in cases] == [f"{kind}policy-{t}" for kind in ("rl-", "") for t in ("0.6", "1", "0.4")]
-    for case, sample in zip(cases[3:], about["samples"], strict=True):
-        inputs = make_inputs(case, "cpu")
-        assert inputs.hidden.shape == (about["batch"], about["tokens"], about["hidden_size"])
-        # The plain softmax of what is stored is the distribution that was sampled.
-        assert inputs.current_entropy.mean().item() == pytest.approx(sample["entropy"], rel=1e-3)
-        surprise = -inputs.current_logps
-        noise = surprise.std() / math.sqrt(surprise.numel())
-        assert abs(surprise.mean() - sample["entropy"]) < 4 * noise
-
-
-def test_replay_leaves_no_mismatch_but_rounding(recipe):
-    plan = replace(replay_mismatch.TOY, seconds=0.5)
-    results = {"environment": ENVIRONMENT, "plan": asdict(plan), **replay_mismatch.measure(plan, recipe, "cpu")}
-    for name, history in results["runs"].items():
-        assert len(history) == plan.steps + 1, name
-        for step in history:
-            assert step["missing"] == 0.0
-            # Each set has a mass of at least top_p, and of little more where there are many likely ids.
-            assert 0.01 < step["full"]["kl"] <= -math.log(plan.top_p) + 1e-5
-            assert step["replayed"]["largest_gap"] < 1e-4
-    table = replay_mismatch.markdown(results)
-    assert table.count("| with replay, ") == table.count("| without replay, ") == 2
-
-
-def test_runs_with_a_tolerance_beside_exact_ones(recipe, tmp_path):
-    """On CPU a tolerance computes exactly, and the order of a batch changes rounding alone."""
-    plan = replace(tolerance_runs.TOY, seconds=0.5, steps=3)
-    found = tolerance_runs.measure(plan, recipe, 1, "cpu", replay_mismatch.letters)
-    runs = found["seeds"][0]
-    for curve in tolerance_runs.CURVES:
-        assert len(runs["exact"][curve]) == plan.steps
-        assert runs["exact"][curve] == runs["1e-4"][curve] == runs["1e-3"][curve]
-    assert runs["exact"]["kl"][-1] > 0
-    assert runs["1e-3"]["distance"] == 0 < runs["reordered"]["distance"] < 0.1
-    results = {"environment": ENVIRONMENT, "plan": asdict(plan), **found}
-    table = tolerance_runs.markdown(results).splitlines()
-    assert [line.split(" | ")[:2] for line in table[-3:]] == [["| exact", "3"], ["| 1e-4", "1"], ["| 1e-3", "1"]]
-    tolerance_runs.plot(results, tmp_path / "runs.png")
-    assert (tmp_path / "runs.png").stat().st_size > 1000
-
-
-def test_the_reward_is_what_parses():
-    assert tolerance_runs.parsed_share("rest\nx = 1\n\nif x:\n    x +=\ncut") == 2 / 3
-    assert tolerance_runs.parsed_share("no whole line") == 0.0
-
-
 @pytest.mark.parametrize(
     ("differences", "flips"),
     [
@@ -394,31 +332,6 @@ def test_draws_run_on_cpu():
     rows = sampling.measure_all("cpu")["rows"]
     assert [row["variant"] for row in rows][:2] == ["product", "liger_rl, plain"]
     assert all(row["ms"] > 0 and row["x_product"] > 0 and row["fallbacks"] == 0 for row in rows)
-
-
-def test_a_trained_pair_of_heads(recipe, monkeypatch):
-    """Of a model and itself a step earlier. On CPU a tolerance computes the exact gradient, and nothing is kept."""
-    from benchmark import divergence_policy, real_policy
-
-    monkeypatch.setattr(real_policy, "TOY", recipe)
-    monkeypatch.setattr(divergence_policy, "KINDS", ("reverse_kl",))
-    monkeypatch.setattr(divergence_policy, "TEMPERATURES", (0.6,))
-    pair = divergence_policy.make_pair(1e-3, "cpu")
-    rows = list(divergence_policy.rows_of(pair, "cpu"))
-    assert [row["variant"] for row in rows] == [
-        "TRL",
-        *(f"liger_rl{x}" for x in ("", ", one pass", ", 3e-4", ", 1e-3")),
-    ]
-    ours = [row for row in rows if row["variant"].startswith("liger_rl")]
-    assert all(row["grad_hidden_error"] < 6e-3 and row["grad_weight_error"] < 2e-3 for row in ours)
-    assert all(row["divergence"] > 0 for row in ours)
-    assert [row["kept_share"] for row in ours] == [None] * 4
-    penalties = list(divergence_policy.penalty_rows(pair, "cpu"))
-    assert [row["x_k3"] == 1.0 for row in penalties] == [True, False] * 2
-    _check_penalties(penalties)
-    found = divergence_policy.markdown({"environment": ENVIRONMENT, "rows": rows, "penalties": penalties})
-    assert "kept" in found
-    assert "a loss with exact, one pass" in found
 
 
 @pytest.mark.parametrize(("label", "row", "padding"), [("short prompts", 1280, 0.4), ("long prompts", 1889, 0.19)])
@@ -481,11 +394,3 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     assert both["shapes"].keys() == {"toy", "llama-3-8b"}
     moved = of_other | {"environment": ENVIRONMENT | {"torch": "2.12"}}
     assert step.with_earlier(moved, tmp_path / "step-cpu.json") == moved
-
-
-def test_one_version_in_turns_with_itself(tmp_path):
-    """Two processes, each with its own package: the same bits, and a table of every case that was asked for."""
-    rows = trees.measure(ROOT, "cpu", tmp_path, [64], ["support", "RL batch, default"])
-    assert [row["case"] for row in rows] == ["RL batch, default", "support"]
-    assert all(row["apart"] == 0.0 and row["old_ms"] > 0.0 < row["new_ms"] for row in rows)
-    assert trees.markdown({"environment": ENVIRONMENT, "rows": rows}).count("H = 64") == 2

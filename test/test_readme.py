@@ -41,15 +41,14 @@ def test_links_lead_somewhere(page):
 TABLES = {
     "README.md": {"nvidia-h200-policy", "step-nvidia-h200"},
     "results.md": {
-        "row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "pretrained-cpu", "cpu",
-        "entropies-nvidia-h200", "trees-nvidia-h200",
-        "tolerance-runs-nvidia-h200", "train-real-runs-nvidia-h200", "step-nvidia-h200",
+        "row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "cpu",
+        "train-real-runs-nvidia-h200", "step-nvidia-h200",
         "head_losses-nvidia-h100-80gb-hbm3",
     },
-    "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
+    "support.md": {"support-nvidia-h200"},
     "distillation.md": {
-        "divergence-nvidia-h100-80gb-hbm3", "divergence-policy-nvidia-h200", "divergence-policy-pretrained-nvidia-h200",
-        "distillation_loss-nvidia-h200", "teacher-hidden-cpu",
+        "divergence-nvidia-h100-80gb-hbm3",
+        "distillation_loss-nvidia-h200",
     },
     "targets.md": {"targets-nvidia-h200"},
     "conformance.md": {"conformance-cpu"},

@@ -2,7 +2,6 @@
 
 import pytest
 
-scaling = pytest.importorskip("benchmark.scaling", reason="the benchmark is not part of an install")
 tensor_parallel = pytest.importorskip("benchmark.tensor_parallel", reason="the benchmark is not part of an install")
 
 
@@ -26,11 +25,3 @@ def test_ranks_are_checked_and_timed(ranks):
         assert errors.keys() == tensor_parallel.TOLERANCE.keys()
         assert [row["ranks"] for row in rows] == [1, 4]
         assert all(row["step_ms"] > 0 for row in rows)
-
-
-# --- predictions ------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_has_the_predictions_of_the_results():
-    text = scaling.PAGE.read_text(encoding="utf-8")
-    assert scaling.filled(text) == text, "run python -m benchmark.scaling"
