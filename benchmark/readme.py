@@ -9,7 +9,6 @@ from benchmark import (
     divergence,
     head_losses,
     row_losses,
-    sampling,
     step,
     support,
     targets,
@@ -18,13 +17,12 @@ from benchmark import (
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-NAMES = ("results", "support", "distillation", "targets", "conformance", "sampling")
+NAMES = ("results", "support", "distillation", "targets", "conformance")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
     conformance.PREFIX: conformance.markdown,
     row_losses.PREFIX: row_losses.markdown,
-    sampling.PREFIX: sampling.markdown,
     support.PREFIX: support.summary,
     divergence.PREFIX: divergence.markdown,
     distillation_loss.PREFIX: distillation_loss.markdown,

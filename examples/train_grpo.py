@@ -5,10 +5,10 @@
     python examples/train_grpo.py --draw docs/train_grpo.json             # only draw what a run has measured
 
 The policy sees "7+5=" and should write "12". First it imitates a careless teacher who is right about one time in
-three, then GRPO rewards right answers until it no longer errs. Every log-probability on the way, the sampler's too,
-comes from the fused head. A batch's logits are never stored; on a CPU the sampler stores those of 128 tokens at a time.
-The penalty is k3, which estimates the KL to the reference from the sampled tokens. Beside it the exact KL of the same
-steps is measured.
+three, then GRPO rewards right answers until it no longer errs. Completions come from transformers' `generate`. Every
+log-probability of the training, supervised or not, comes from the fused head, so no logits of a batch are stored. The
+penalty is k3, which estimates the KL to the reference from the sampled tokens. Beside it the exact KL of the same steps
+is measured.
 """
 
 import argparse
@@ -21,10 +21,9 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from rollout import rollout
-from text import encode, positions, small_policy
+from text import python_text, train_tokenizer
 from tqdm import trange
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_divergence
 from liger_rl.integrations.transformers import swap_lm_head
@@ -54,6 +53,34 @@ class Problem:
         return max(0, self.answer + random.choice([-2, -1, 0, 1, 2, 0]))
 
 
+def small_policy(tokenizer=None, hidden_size: int = 128, layers: int = 3) -> tuple[Qwen3ForCausalLM, object]:
+    tokenizer = tokenizer or train_tokenizer(python_text(), vocab_size=4096)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config), tokenizer
+
+
+def encode(tokenizer, prompts: list[str], device) -> dict[str, torch.Tensor]:
+    """Left-padded, so that every completion starts at the same column."""
+    tokenizer.padding_side = "left"
+    return tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(device)
+
+
+def positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
 def warm_start(
     model, tokenizer, steps: int, batch_size: int, answer: Callable[[Problem], int] = Problem.careless_answer
 ) -> None:
@@ -75,33 +102,6 @@ def warm_start(
         progress.set_postfix(loss=f"{loss.item():.3f}")
 
 
-def graded(tokenizer, problems: list[Problem], prompts, ids: torch.Tensor, group: int):
-    """-> a batch of prompts with completions, one sequence a row; the mean reward."""
-    completions = ids[:, prompts.input_ids.shape[1] :]
-    # The first end-of-sequence token counts. What stands behind it does not.
-    ended = (completions == tokenizer.eos_token_id).cumsum(-1)
-    counted = (ended == 0) | ((ended == 1) & (completions == tokenizer.eos_token_id))
-    texts = tokenizer.batch_decode(completions.masked_fill(~counted, tokenizer.pad_token_id), skip_special_tokens=True)
-    rewards = torch.tensor([p.reward(t) for p, t in zip(problems, texts, strict=True)], device=ids.device)
-    by_group = rewards.view(-1, group)
-    # GRPO: an answer is as good as it is better than the others to the same prompt.
-    advantages = (by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-4)
-    attention_mask = torch.cat([prompts.attention_mask, counted.to(prompts.attention_mask.dtype)], dim=1)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": attention_mask,
-        "position_ids": positions(attention_mask),
-        "mask": torch.cat([torch.zeros_like(prompts.input_ids), counted], dim=1),
-        "advantages": advantages.flatten(),
-    }
-    return batch, rewards.mean().item()
-
-
-def asked(prompts: int, group: int, draw: Callable[[], Problem]) -> list[Problem]:
-    """Each problem `group` times."""
-    return [problem for problem in (draw() for _ in range(prompts)) for _ in range(group)]
-
-
 @torch.no_grad()
 def sample(
     model,
@@ -112,15 +112,15 @@ def sample(
     draw: Callable[[], Problem] = Problem.draw,  # or another with a prompt and a reward
     **sampling,
 ):
-    """Completions of transformers' `generate` -> a batch, the mean reward and generate's scores.
+    """-> a batch of prompts with a group of completions each, one sequence a row; the mean reward; generate's scores.
 
     `sampling` goes to generate. The scores are None unless it says output_scores.
     """
     model.eval()
-    problems = asked(prompts, group, draw)
-    prompts = encode(tokenizer, [p.prompt for p in problems], model.device)
+    problems = [problem for problem in (draw() for _ in range(prompts)) for _ in range(group)]
+    batch = encode(tokenizer, [p.prompt for p in problems], model.device)
     output = model.generate(
-        **prompts,
+        **batch,
         max_new_tokens=max_new_tokens,
         do_sample=True,
         top_k=0,
@@ -128,25 +128,25 @@ def sample(
         return_dict_in_generate=True,
         **sampling,
     )
-    return *graded(tokenizer, problems, prompts, output.sequences, group), output.scores
-
-
-def on_policy(model, tokenizer, options: argparse.Namespace, seed: int):
-    """Completions of our own loop, which brings the sampler's log-probabilities -> a batch and the mean reward.
-
-    On CPU each step runs the body in the trainer's shapes: there the first update's ratio of policies is exactly 1.
-    """
-    model.eval()
-    problems = asked(options.prompts, options.group, Problem.draw)
-    prompts = encode(tokenizer, [p.prompt for p in problems], model.device)
-    found = rollout(
-        model, prompts, options.max_new_tokens, end=tokenizer.eos_token_id, seed=seed,
-        cache=model.device.type != "cpu", temperature=options.temperature,
-    )  # fmt: skip
-    batch, reward = graded(tokenizer, problems, prompts, found.ids, options.group)
-    before = prompts.input_ids.shape[1]
-    batch["old_per_token_logps"] = torch.nn.functional.pad(found.sampling_per_token_logps, (before, 0))
-    return batch, reward
+    ids = output.sequences
+    completions = ids[:, batch.input_ids.shape[1] :]
+    # The first end-of-sequence token counts, what generate pads behind it does not.
+    ended = (completions == tokenizer.eos_token_id).cumsum(-1)
+    counted = (ended == 0) | ((ended == 1) & (completions == tokenizer.eos_token_id))
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    rewards = torch.tensor([p.reward(t) for p, t in zip(problems, texts, strict=True)], device=model.device)
+    by_group = rewards.view(prompts, group)
+    # GRPO: an answer is as good as it is better than the others to the same prompt.
+    advantages = (by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-4)
+    attention_mask = torch.cat([batch.attention_mask, counted.to(batch.attention_mask.dtype)], dim=1)
+    rollout = {
+        "input_ids": ids,
+        "attention_mask": attention_mask,
+        "position_ids": positions(attention_mask),
+        "mask": torch.cat([torch.zeros_like(batch.input_ids), counted], dim=1),
+        "advantages": advantages.flatten(),
+    }
+    return rollout, rewards.mean().item(), output.scores
 
 
 def hidden_states(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -176,26 +176,25 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
     reference = copy.deepcopy(model).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     loss = FusedLinearGRPOLoss(
-        "dapo", epsilon_high=0.28, beta=0.005, temperature=options.temperature, metrics="with_entropy",
-        batch_invariant=True,
-    )  # fmt: skip
+        "dapo", epsilon_high=0.28, beta=0.005, temperature=options.temperature, metrics="with_entropy"
+    )
     history = []
     progress = trange(options.steps, desc="GRPO")
-    for seed in progress:
-        batch, reward = on_policy(model, tokenizer, options, seed)
+    for _ in progress:
+        sizes = (options.prompts, options.group, options.max_new_tokens)
+        batch, reward, _ = sample(model, tokenizer, *sizes, temperature=options.temperature, top_p=1.0)
         model.train()
+        batch["old_per_token_logps"] = completion_logps(model, batch, loss)
         batch["ref_per_token_logps"] = completion_logps(reference, batch, loss)
-        for update in range(options.updates):
+        for _ in range(options.updates):
             exact = exact_kl(model, reference, batch, options.temperature)
-            result = policy_step(model, batch, loss, trim=model.device.type != "cpu")  # False: in the sampler's shapes
-            if update == 0:
-                gap = (result.per_token_logps - batch["old_per_token_logps"])[batch["mask"] != 0].abs().max().item()
+            result = policy_step(model, batch, loss)
             result.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         metrics = {"kl": "kl_ref", "clip_ratio": "clip_ratio", "entropy": "entropy"}
-        step = {"reward": reward, "loss": result.loss.item(), "sampler_gap": gap}
+        step = {"reward": reward, "loss": result.loss.item()}
         step |= {name: result.metrics[metric].item() for name, metric in metrics.items()}
         estimates = k3(result.per_token_logps, batch)
         step |= {"largest_k3": estimates.max().item()}
@@ -237,8 +236,7 @@ def summary(history: list[dict[str, float]]) -> str:
     }.items():
         cells = " | ".join(f"{max(step[name] for step in history):.2g}" for name in names)
         rows.append(f"| {label} | {cells} |")
-    gap = max(step["sampler_gap"] for step in history)
-    return "\n".join([*rows, "", f"Largest gap between trainer and sampler at first updates: {gap:.1e} nats."])
+    return "\n".join(rows)
 
 
 def parse_arguments() -> argparse.Namespace:

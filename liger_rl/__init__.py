@@ -43,7 +43,6 @@ from liger_rl.losses.segments import Segments
 from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
 from liger_rl.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
 from liger_rl.reference_loss import ReferenceHead
-from liger_rl.sampling import Sampled, sample_tokens
 from liger_rl.supervised_loss import FusedLinearCrossEntropyLoss
 from liger_rl.topk import TopKDivergence, list_divergence, topk_divergence
 
@@ -96,7 +95,6 @@ __all__ = [
     "PolicyLoss",
     "ReferenceHead",
     "Reinforce",
-    "Sampled",
     "SamplerCorrection",
     "Segments",
     "SequenceMean",
@@ -117,7 +115,6 @@ __all__ = [
     "plan_linear_logprobs",
     "ppo_loss_fn",
     "reduce_metrics",
-    "sample_tokens",
     "sum_over",
     "topk_divergence",
 ]

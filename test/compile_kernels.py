@@ -50,11 +50,10 @@ from liger_rl.kernels import (
     devices,
     epilogue,
     picked_triton,
-    sampling_triton,
     segments_triton,
     softmax,
 )
-from liger_rl.kernels.reference import Kept, Uniforms
+from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.segments import Base, Entries, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
@@ -178,24 +177,6 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
     kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
-    numbers, drawn = Uniforms(ones(N), ones(N)), torch.zeros_like(targets)
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, with_tiles=True, kept=kept)
-    for uniforms in (None, numbers) if devices.family_of(CPU).halves else ():
-        epilogue.gemm_state(
-            hidden, weight, bias, targets, transform, entropy=False, drawn=drawn, uniforms=uniforms
-        )  # fmt: skip
-
-
-def limited_draws(transform: LogitTransform, entropy: bool) -> None:
-    state = Fold.start(N, CPU, entropy=False)
-    known, kept = TileStatistics.unwritten(N, V, CPU, entropy=False), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    tiles, ids = Fold.unwritten((3, N), ones(3, N), entropy=False, extras=()), torch.arange(N)
-    for uniforms in (None, compiled.uniforms(5, ids)):
-        sampling_triton.choose(tiles, sampling_triton.Draw.of(uniforms, (3, N), CPU), state, ids, V)
-    for limits in ((3, None, 0.1), (3, 0.9, None), (None, 0.9, None)):
-        found = sampling_triton.candidates(N, state, known, kept, V, limits)
-        slots = sampling_triton.slots_of(found, V)
-        sampling_triton.limited(found, slots, ones(slots.ids.numel()), state, ones(N), limits)
 
 
 def found_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -342,7 +323,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 
 
 EVERYWHERE = (
-    tile_by_tile, whole_rows, kept_exponentials, limited_draws, listed_ids, several_ids, pairs_of_tiles, policy_terms,
+    tile_by_tile, whole_rows, kept_exponentials, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
 WITH_EPILOGUE = (in_the_epilogue, found_ids, parts_of_pairs)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

@@ -326,14 +326,6 @@ def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
         assert row["grad_weight_error"] < 6e-3
 
 
-def test_draws_run_on_cpu():
-    from benchmark import sampling
-
-    rows = sampling.measure_all("cpu")["rows"]
-    assert [row["variant"] for row in rows][:2] == ["product", "liger_rl, plain"]
-    assert all(row["ms"] > 0 and row["x_product"] > 0 and row["fallbacks"] == 0 for row in rows)
-
-
 @pytest.mark.parametrize(("label", "row", "padding"), [("short prompts", 1280, 0.4), ("long prompts", 1889, 0.19)])
 def test_a_batch_of_a_step_is_as_rl_makes_it(label, row, padding):
     step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")

@@ -45,22 +45,13 @@ def test_replay_closes_the_gap(example, tmp_path):
         assert replayed["largest_gap"] < 1e-4
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the body's bits are those of a CPU")
-@pytest.mark.parametrize("limits", [(), ("--top-p", "0.9")], ids=str)
-def test_a_rollout_has_the_trainers_bits(example, capsys, limits):
-    example("rollout", *options(prompts=3, max_new_tokens=6, hidden_size=32, layers=2), "--cache", "off", *limits)
-    assert capsys.readouterr().out.endswith("largest 0.0e+00; tokens with the same bits: 100%\n")
-    example("rollout", *options(prompts=3, max_new_tokens=6, hidden_size=32, layers=2), *limits)
-    gap = re.search(r"largest (\S+);", capsys.readouterr().out)[1]
-    assert float(gap) < 1e-4
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the body's bits are those of a CPU")
-def test_the_first_update_of_a_rollout_is_on_policy(example, tmp_path):
+def test_a_policy_is_trained(example, tmp_path):
     example("train_grpo", *options(warm_start_steps=3, steps=3, prompts=4, group=2), "--output", tmp_path)
     steps = json.loads((tmp_path / "train_grpo.json").read_text())["steps"]
-    assert [step["sampler_gap"] for step in steps] == [0.0] * 3
     assert (tmp_path / "train_grpo.png").stat().st_size > 0
+    assert len(steps) == 3
+    assert all(0 <= step["reward"] <= 1 and step["entropy"] > 0 for step in steps)
+    assert all(0 <= step["exact_kl"] <= step["largest_exact_kl"] for step in steps)
 
 
 def test_a_student_comes_nearer_to_its_teacher(example, tmp_path):

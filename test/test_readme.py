@@ -52,7 +52,6 @@ TABLES = {
     },
     "targets.md": {"targets-nvidia-h200"},
     "conformance.md": {"conformance-cpu"},
-    "sampling.md": {"sampling-nvidia-h200"},
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 ALLOWED = {
     "__init__": [
         "grpo", "preference_loss", "supervised_loss", "reference_loss", "from_logits", "logprobs", "divergence", "topk",
-        "sampling", "call", "engines", "losses", "distributed", "kernels.transform",
+        "call", "engines", "losses", "distributed", "kernels.transform",
     ],
     "integrations": [""],
     "step": ["step", "integrations", "call", "losses", "grpo", "fused_loss", "distributed", "kernels"],
@@ -33,7 +33,6 @@ ALLOWED = {
     "logprobs": ["call", "engines", "distributed", "kernels"],
     "divergence": ["call", "engines", "distributed", "kernels.transform"],
     "topk": ["call", "engines", "distributed", "kernels"],
-    "sampling": ["call", "engines", "kernels.transform"],
     "engines": ["engines", "call", "distributed", "kernels", "once"],
     "call": ["call", "distributed", "kernels", "keywords", "once"],
     "losses": ["losses", "distributed", "kernels.devices", "kernels.softmax", "keywords", "once"],

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class Support:
         if ids.dim() not in (2, 3):
             raise ValueError(f"ids must be (N, K) or (B, T, K), got {tuple(ids.shape)}")
         rows = ids.reshape(ids.shape[:-1].numel(), ids.shape[-1])
-        return cls(rows[rows != -1], offsets_of((rows != -1).sum(1)), **rules)
+        return cls(rows[rows != -1], _offsets((rows != -1).sum(1)), **rules)
 
     @classmethod
     def from_vllm(
@@ -96,9 +96,7 @@ class Support:
                 raise ValueError(f"length must be None for rows of ids, got {length}")
             rows = [[] if row is None else list(row) for row in masks]
             sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
-            return cls(
-                _integers("mask", [number for row in rows for number in row], device), offsets_of(sizes), **rules
-            )
+            return cls(_integers("mask", [number for row in rows for number in row], device), _offsets(sizes), **rules)
         parts, counts = [], []
         for place, one in enumerate(masks):
             token_ids, offsets = (_integers(name, getattr(one, name), device) for name in ("token_ids", "offsets"))
@@ -110,7 +108,7 @@ class Support:
             counts.append(torch.nn.functional.pad(part.offsets.long().diff(), (0, missing)))
             parts.append(part)
         rules.setdefault("distinct", all(part.distinct for part in parts))
-        return cls(torch.cat([part.token_ids for part in parts]), offsets_of(torch.cat(counts)), **rules)
+        return cls(torch.cat([part.token_ids for part in parts]), _offsets(torch.cat(counts)), **rules)
 
     @classmethod
     @torch.no_grad()
@@ -140,11 +138,26 @@ class Support:
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
             raise ValueError(f"logits must be (N, V) or (B, T, V) with V of at least 1, got {tuple(logits.shape)}")
-        check_limits(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        check_count("top_k", top_k, least=1, optional=True)
+        limits = ("temperature", temperature, math.inf), ("top_p", top_p, 1.0), ("min_p", min_p or None, 1.0)
+        for name, value, most in limits:
+            if value is not None:
+                check_number(name, value)
+                if not 0.0 < value <= most:
+                    raise ValueError(f"{name} must be above 0{' and at most 1' * (most == 1.0)}, got {value}")
         z = logits.reshape(-1, logits.shape[-1]).float() / temperature
-        ids, kept = kept_ids(z, Limits(top_k, top_p, min_p))
+        ordered, ids = z.sort(dim=-1, descending=True, stable=True)
+        kept = torch.isfinite(ordered)
+        if top_k is not None:
+            kept &= ordered >= ordered[:, min(top_k, z.shape[1]) - 1 :][:, :1]
+        if top_p is not None and top_p < 1.0:
+            p = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
+            kept &= p.cumsum(-1) - p < top_p  # the more likely ids together have less than top_p
+        if min_p is not None:
+            kept &= (ordered - ordered[:, :1]).exp() >= min_p
+        kept[:, 0] = True
         rules.setdefault("distinct", True)
-        return cls(ids[kept], offsets_of(kept.sum(1)), **rules)
+        return cls(ids[kept], _offsets(kept.sum(1)), **rules)
 
     @property
     def tokens(self) -> int:
@@ -172,7 +185,7 @@ class Support:
         device = self.offsets.device
         sequences = sequences.to(device) if isinstance(sequences, Tensor) else sequences
         rows = torch.arange(self.tokens, device=device).view(batch, -1)[sequences].reshape(-1)
-        offsets = offsets_of(self.offsets.diff()[rows])
+        offsets = _offsets(self.offsets.diff()[rows])
         shifts = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
         places = torch.arange(shifts.numel(), device=device) + shifts
         return replace(self, token_ids=self.token_ids[places], offsets=offsets)
@@ -196,7 +209,7 @@ class Support:
         if self.tokens == 0:
             return replace(self, offsets=self.offsets.new_zeros(flat.numel() + 1))
         place = (flat.cumsum(0) - 1).clamp(0, self.tokens - 1)
-        return replace(self, offsets=offsets_of(torch.where(flat, counts[place], 0)))
+        return replace(self, offsets=_offsets(torch.where(flat, counts[place], 0)))
 
     def check_rows(self, targets: Tensor, targets_name: str) -> None:
         """Raise ValueError if the targets have another number of tokens."""
@@ -244,45 +257,6 @@ class Support:
                 raise ValueError(f"token_ids must be token ids {expected}, got {least if least < 0 else most}")
 
 
-class Limits(NamedTuple):
-    """What may be drawn, by the rules of `Support.from_logits`."""
-
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-
-    @property
-    def none(self) -> bool:
-        return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
-
-
-def check_limits(
-    *, top_k: int | None, top_p: float | None, min_p: float | None, temperature: float | None = None
-) -> None:
-    check_count("top_k", top_k, least=1, optional=True)
-    limits = ("temperature", temperature, math.inf), ("top_p", top_p, 1.0), ("min_p", min_p or None, 1.0)
-    for name, value, most in limits:
-        if value is not None:
-            check_number(name, value)
-            if not 0.0 < value <= most:
-                raise ValueError(f"{name} must be above 0{' and at most 1' * (most == 1.0)}, got {value}")
-
-
-def kept_ids(z: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
-    """z (n, V) float32 -> ids (n, V) by descending z, of equal ones the smaller first, and (n, V) bool: which stay."""
-    (top_k, top_p, min_p), (ordered, ids) = limits, z.sort(dim=-1, descending=True, stable=True)
-    kept = torch.isfinite(ordered)
-    if top_k is not None:
-        kept &= ordered >= ordered[:, min(top_k, z.shape[1]) - 1 :][:, :1]
-    if top_p is not None and top_p < 1.0:
-        p = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
-        kept &= p.cumsum(-1) - p < top_p  # the more likely ids together have less than top_p
-    if min_p is not None:
-        kept &= (ordered - ordered[:, :1]).exp() >= min_p
-    kept[:, 0] = True
-    return ids, kept
-
-
 def check_usable(support: Any, *, fixed_shape: bool) -> None:
     """Raise if `support` is no Support, or if fixed_shape needs a promise that it does not make."""
     check_type("support", support, Support, "a Support or None")
@@ -306,7 +280,7 @@ def _integers(name: str, values: Any, device: torch.device | str | int | None) -
     return tensor.long() if tensor.numel() == 0 else tensor
 
 
-def offsets_of(counts: Tensor) -> Tensor:
+def _offsets(counts: Tensor) -> Tensor:
     """(N,) lengths of rows -> (N + 1,) int64 offsets, from 0."""
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
 

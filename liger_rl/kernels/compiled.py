@@ -3,7 +3,6 @@
 from liger_rl.kernels.merge_triton import merge as merge
 from liger_rl.kernels.reference import put as put
 from liger_rl.kernels.reference import scatter_rows as scatter_rows
-from liger_rl.kernels.sampling_triton import uniforms as uniforms
 from liger_rl.kernels.saved_exponentials_triton import grad_kept as grad_kept
 from liger_rl.kernels.saved_exponentials_triton import keep as keep
 from liger_rl.kernels.saved_exponentials_triton import scale_ as scale_

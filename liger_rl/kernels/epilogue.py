@@ -17,8 +17,7 @@ from triton.runtime.jit import JITFunction
 from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
 from liger_rl.kernels.matrix_triton import matrix, product, two_products
 from liger_rl.kernels.merge_triton import merge
-from liger_rl.kernels.reference import Kept, Uniforms
-from liger_rl.kernels.sampling_triton import Draw, choose
+from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -32,7 +31,6 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tile_epilogues import (
     BOUNDED,
-    DRAWN,
     LEVELLED,
     SCARCE,
     column_of,
@@ -190,8 +188,6 @@ def gemm_state(
     with_tiles: bool = False,  # also the statistics of each part
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
-    drawn: Tensor | None = None,  # (N,) int64, written: ids in place of `targets`, which are not read
-    uniforms: Uniforms | None = None,  # of the draws; None for the ids with the largest logits
     pieces: Pieces | None = None,  # in place of weight and bias, with targets of the whole vocabulary
 ) -> tuple[Fold, TileStatistics | None]:
     """The fold of hidden @ weight.T, and with `with_tiles` the statistics of its parts, where `devices.applies`."""
@@ -208,17 +204,13 @@ def gemm_state(
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
     variant = LEVELLED.value * levelled + BOUNDED.value * with_tiles + SCARCE.value * (family.parts > 1)
-    variant += DRAWN.value * (drawn is not None)
     known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
     state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
         rows = slice(start, start + step)
         part, tiles = state.take(rows), None  # so that the last rows' tiles are freed before the next are allocated
         shape = own_tiles, part.peak.shape[0]
-        tiles, draw = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras), None
-        if drawn is not None:
-            tiles = tiles._replace(target=torch.empty_like(tiles.peak))
-            draw = Draw.of(uniforms and uniforms.at(rows), shape, hidden.device)
+        tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
         of_rows = transform.of_tokens(heat[rows] if isinstance(heat, Tensor) else None)
         first = 0
         for piece in pieces.own:
@@ -226,15 +218,13 @@ def gemm_state(
             own = tiles.take(slice(first, past))._replace(target=tiles.target)
             run_product(
                 fold_tile, HeadFactors(hidden[rows], piece.weight, piece.bias, of_rows), targets[rows],
-                (own, known, draw), outs=(None if kept is None else kept.values[rows], None), first=piece.first,
+                (own, known), outs=(None if kept is None else kept.values[rows], None), first=piece.first,
                 variant=variant, whole=whole,  # of all pieces: one compiled kernel computes every tile
                 parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
             )  # fmt: skip
             first = past
         tiles = pieces.gathered(tiles)
         merge(tiles, part)
-        if draw is not None and drawn is not None:
-            choose(tiles, draw, part, drawn[rows], vocab)
         if kept is not None:
             kept.peaks[:, rows] = tiles.peak
     return state if over_parts is None else over_parts(state), known

@@ -409,32 +409,3 @@ def put(
     column = torch.where(hit, column, column.gather(1, hit_place)).clamp_(0, tile.shape[1] - 1)
     values = torch.where(hit, values, values.gather(1, hit_place)).to(tile.dtype)
     tile.scatter_(1, column, torch.where(hit.any(1, keepdim=True), values, tile.gather(1, column)))
-
-
-class Uniforms(NamedTuple):
-    """Numbers in [0, 1) of n tokens, for their draws."""
-
-    of_tile: Tensor  # (n,) float32
-    in_tile: Tensor
-
-    def at(self, rows: Tensor | slice) -> "Uniforms":
-        return Uniforms(self.of_tile[rows], self.in_tile[rows])
-
-
-# Multipliers and key increments of Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-PHILOX = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
-WORD = (1 << 32) - 1
-
-
-def uniforms(seed: int, positions: Tensor) -> Uniforms:
-    """The first two words of Philox 4x32-10 with the key `seed` and the counters `positions` (n,) int64."""
-    words = [positions & WORD, positions >> 32 & WORD, torch.zeros_like(positions), torch.zeros_like(positions)]
-    keys = [seed & WORD, seed >> 32]
-    for _ in range(10):
-        # A product of two words wraps around in int64, and its words are right.
-        products = [words[0] * PHILOX[0][0], words[2] * PHILOX[0][1]]
-        high, low = [product >> 32 & WORD for product in products], [product & WORD for product in products]
-        words = [high[1] ^ words[1] ^ keys[0], low[1], high[0] ^ words[3] ^ keys[1], low[0]]
-        keys = [key + step & WORD for key, step in zip(keys, PHILOX[1], strict=True)]
-    # Between 0 and 1: the number 0 would draw the first id that has any mass.
-    return Uniforms(*(((word >> 9).float() + 0.5) * 2.0**-23 for word in words[:2]))

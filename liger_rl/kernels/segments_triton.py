@@ -91,10 +91,6 @@ def _dots_kernel(
     RANK: tl.constexpr,
 ):
     token, first, last = _span(tl.program_id(0).to(tl.int64), slots.tokens, slots.starts, tokens, PIECE)
-    # Where lists have room to spare, most programs have no row. They wait for memory once.
-    piece = first + tl.arange(0, PIECE)
-    least = tl.min(tl.load(slots.ids + piece, mask=piece < last, other=slots.rows))
-    last = tl.where(least < slots.rows, last, first)
     for start in range(first, last, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         row = tl.load(slots.ids + slot, mask=slot < last, other=slots.rows).to(tl.int64)

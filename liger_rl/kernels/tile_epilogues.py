@@ -27,9 +27,8 @@ from liger_rl.kernels.softmax import (
 KEPT_ONE = tl.constexpr(statistics.KEPT_ONE)
 PART_VOCAB = tl.constexpr(statistics.PART_VOCAB)
 # Variants of `fold_tile`, which may be added: the logits have a softcap of at most `epilogue.MOST_LEVELLED`; parts have
-# statistics of their own; registers are few, as before Hopper; an id of the tile is drawn, whose logit is the target.
-LEVELLED, BOUNDED, SCARCE, DRAWN = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
-LOG2_TILE = tl.constexpr(statistics.BLOCK_VOCAB.bit_length() - 1)
+# statistics of their own; registers are few, as before Hopper.
+LEVELLED, BOUNDED, SCARCE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
 # Hidden states that stay in the cache while the whole vocabulary goes by. On an H200 (a cache of 50 MB) 16 MB gave
 # the fastest fold of 4, 8, 16 and 32 MB at H = 4096, and 8 and 16 MB at H = 2048. A fixed 8 tiles took 2% more time.
@@ -102,12 +101,10 @@ def fold_tile(
     token,  # (TILE_TOKENS,) indices of the tokens, from `first_token` on
     target,  # (TILE_TOKENS,) column of each token's target, see `column_of`
     first_token, vocab_tile, tokens, vocab,
-    # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,) unless DRAWN; `TileStatistics` and
-    # `sampling_triton.Draw`, or None
-    folds,
+    folds,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,); and `TileStatistics` or None
     outs,  # a `matrix` (tokens, vocab) of `reference.Kept`, or None; and None
     steps,
-    VARIANT: tl.constexpr,  # LEVELLED + BOUNDED + SCARCE + DRAWN
+    VARIANT: tl.constexpr,  # LEVELLED + BOUNDED + SCARCE
     WHOLE: tl.constexpr,
     PARTS: tl.constexpr,  # the tile's parts
 ):  # fmt: skip
@@ -117,7 +114,7 @@ def fold_tile(
     those of the parts, so that BOUNDED changes no bit of them.
     """
     kept, _ = outs
-    tiles, known, draw = folds
+    tiles, known = folds
     CAPPED: tl.constexpr = LEVELLED & VARIANT != 0
     WITH_PARTS: tl.constexpr = BOUNDED & VARIANT != 0
     APART: tl.constexpr = logits.shape[1] // PARTS == PART_VOCAB  # each part of `known` is in registers of its own
@@ -151,9 +148,8 @@ def fold_tile(
         peak = tl.maximum(tl.max(level, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
     # If registers are short, the target comes before the exponentials, so that these may overwrite the logits.
-    DRAWS: tl.constexpr = DRAWN & VARIANT != 0
     FIRST: tl.constexpr = FEW_REGISTERS or PORTABLE
-    if FIRST and not DRAWS:
+    if FIRST:
         _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
     total, moment, squares = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
@@ -190,9 +186,7 @@ def fold_tile(
         tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)
     if tiles.sum_sq_exp is not None:
         tl.store(tiles.sum_sq_exp + place, squares * (factor * factor), mask=live)
-    if DRAWS:
-        _draw_of_tile(level, least if CAPPED else peak, token, live, place, tiles, draw, full, CAPPED)
-    elif not FIRST:
+    if not FIRST:
         _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
 
 
@@ -232,48 +226,6 @@ def _fold_target(
         else:
             rival = tl.max(tl.where(before, level, float("-inf")), 1)
         tl.store(tiles.rival + place, rival, mask=live)
-
-
-@triton.jit
-def _exponentials(level, extreme, full, CAPPED: tl.constexpr):
-    """-> exponentials of a part of a tile, all by one factor."""
-    if CAPPED:
-        return exp_of_steps(level, extreme, 0.0 * extreme - full * LOG2_E)[0]
-    else:
-        return exp_of_difference(level, extreme)[0]
-
-
-@triton.jit
-def _draw_of_tile(level, extreme, token, live, place, tiles, draw, full, CAPPED: tl.constexpr):  # fmt: skip
-    """Draw an id of the tile by its exponentials, or take the first with the largest logit; write column and logit.
-
-    It walks down halves of the tile, so that the sums of all steps take two additions for each logit.
-    """
-    columns: tl.constexpr = level.shape[1]
-    if draw.in_tile is None:
-        z = _under_cap(extreme, full) if CAPPED else extreme
-        # Near the cap, levels that differ have the same logit.
-        largest = (_under_cap(level, full) if CAPPED else level) == z[:, None]
-        column = tl.min(tl.where(largest, tl.arange(0, columns)[None, :], columns - 1), 1)
-    else:
-        rest = tl.load(draw.in_tile + token, mask=live, other=0.0)
-        column = token * 0
-        for halving in tl.static_range(LOG2_TILE):
-            left, right = halves(level)
-            of_left = tl.sum(_exponentials(left, extreme, full, CAPPED), 1)
-            of_right = tl.sum(_exponentials(right, extreme, full, CAPPED), 1)
-            if halving == 0:
-                rest *= of_left + of_right
-            # Rounding leads to no half without a mass.
-            is_right = (of_right > 0.0) & ((rest >= of_left) | (of_left == 0.0))
-            rest = tl.where(is_right, rest - of_left, rest)
-            level = tl.where(is_right[:, None], right, left)
-            column = 2 * column + is_right.to(column.dtype)
-        z = tl.sum(level, 1)
-        if CAPPED:
-            z = _under_cap(z, full)
-    tl.store(draw.columns + place, column.to(tl.int16), mask=live)
-    tl.store(tiles.target + place, z, mask=live)
 
 
 @triton.jit
