@@ -9,22 +9,44 @@ reverse KL. Both models are small and random. The teacher's embeddings and head 
 """
 
 import argparse
+import json
 import multiprocessing
 import secrets
 import tempfile
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from liger_rl import linear_divergence
-from liger_rl.integrations.teacher import TeacherHead
+from liger_rl import LogitTransform, linear_divergence
 
 
 def small_model(hidden_size: int, layers: int, vocab: int) -> LlamaForCausalLM:
     sizes = {"vocab_size": vocab, "hidden_size": hidden_size, "num_hidden_layers": layers}
     return LlamaForCausalLM(LlamaConfig(intermediate_size=2 * hidden_size, num_attention_heads=4, **sizes))
+
+
+def save_head(model: PreTrainedModel, path: Path) -> None:
+    """A safetensors file of the lm_head, with what the model does to its logits in the metadata."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    tensors = {"teacher_weight": head.weight} | ({} if head.bias is None else {"teacher_bias": head.bias})
+    transform = {
+        "softcap": getattr(config, "final_logit_softcapping", None),  # Gemma
+        "scale": getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0),  # Cohere, Granite
+    }
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, path, {"transform": json.dumps(transform)})
+
+
+def load_head(path: Path) -> dict[str, Any]:
+    """-> the teacher's arguments of `linear_divergence`, except `teacher_hidden`."""
+    with safe_open(path, "pt") as file:
+        transform = LogitTransform(**json.loads(file.metadata()["transform"]))
+        return {name: file.get_tensor(name) for name in file.keys()} | {"teacher_transform": transform}  # noqa: SIM118
 
 
 def packed(hidden: torch.Tensor, dtype: str) -> bytes:
@@ -53,7 +75,7 @@ def serve(key: bytes, head: Path, address: Connection, options: argparse.Namespa
     teacher = small_model(2 * options.hidden_size, 2, options.vocab).eval()
     teacher.get_input_embeddings().weight.mul_(20.0)
     teacher.get_output_embeddings().weight.mul_(8.0)
-    TeacherHead.of(teacher).save(head)
+    save_head(teacher, head)
     with Listener(("localhost", 0), authkey=key) as listener:
         address.send(listener.address)
         with listener.accept() as trainer:
@@ -65,7 +87,7 @@ def serve(key: bytes, head: Path, address: Connection, options: argparse.Namespa
                 return
 
 
-def distill(server: Connection, teacher: TeacherHead, options: argparse.Namespace) -> dict[str, float]:
+def distill(server: Connection, teacher: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     """-> the mean divergence of new tokens before and after, in nats, and the bytes that one token's answer has."""
     torch.manual_seed(1)
     student = small_model(options.hidden_size, 1, options.vocab)
@@ -78,8 +100,8 @@ def distill(server: Connection, teacher: TeacherHead, options: argparse.Namespac
         hidden = student.model(input_ids=ids).last_hidden_state[mask]  # while the teacher computes
         sent = server.recv_bytes()
         record["bytes"] = len(sent) / len(hidden)
-        teacher_hidden = unpacked(sent, len(hidden), teacher.weight.shape[1], options.dtype)
-        found = linear_divergence(hidden, student.lm_head.weight, teacher_hidden, kind="reverse_kl", **teacher.head)
+        teacher_hidden = unpacked(sent, len(hidden), teacher["teacher_weight"].shape[1], options.dtype)
+        found = linear_divergence(hidden, student.lm_head.weight, teacher_hidden, kind="reverse_kl", **teacher)
         return found.divergence.mean()
 
     held_out, *batches = torch.randint(options.vocab, (options.steps + 1, options.rows, 32))
@@ -109,7 +131,7 @@ def main() -> None:
         process.start()
         servers_end.close()  # so that a server that ends early ends the wait for its address
         with Client(address.recv(), authkey=key) as server:
-            record = distill(server, TeacherHead.load(head), options)
+            record = distill(server, load_head(head), options)
         process.join()
     print(f"divergence from the teacher: {record['before']:.3f} nats before, {record['after']:.3f} after")
     print(f"bytes per token: {record['bytes']:.0f}, logits in bfloat16 {2 * options.vocab}")
