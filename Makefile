@@ -71,9 +71,9 @@ $(INTEGRATIONS_STAMP): requirements-dev.txt requirements-integrations.txt requir
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-integrations: $(INTEGRATIONS_STAMP) ## Compare the patches with the frameworks' own code, in .venv-integrations; Python >= 3.12 has most.
-	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(WORKERS) --dist worksteal -rs -m "not convergence and not compilation" \
-	  test/integrations $(addprefix test/distributed/test_,frameworks.py megatron.py nemo_rl.py skyrl.py)
+integrations: $(INTEGRATIONS_STAMP) ## Compare the patch of verl with verl's own code, in .venv-integrations.
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(WORKERS) --dist worksteal -rs \
+	  test/integrations/test_verl.py test/distributed/test_verl_ranks.py
 
 test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # A row index after the last row of any shard. No kernel's last tile reaches it.
@@ -175,55 +174,6 @@ class PendingSum:
             self.start()
         for work in self.works or ():
             work.wait()
-
-
-def vocab_shard(
-    group: "dist.ProcessGroup | None",
-    weight: Tensor,
-    bounds: tuple[int, int] | None = None,
-    *,
-    sum_hidden_grad: bool = False,
-) -> VocabParallel | None:
-    """The shard that `weight` (V / ranks, H) is, in the ranks' order; None if one rank holds the whole vocabulary.
-
-    `bounds` are the vocab_start_index and vocab_end_index that a caller states. Without `sum_hidden_grad` the caller's
-    own backward adds the ranks' gradients of hidden.
-    """
-    rows, place = weight.shape[0], None
-    if group is not None and dist.get_world_size(group) > 1:
-        start = dist.get_rank(group) * rows if bounds is None else bounds[0]
-        place = VocabParallel(group, start, sum_hidden_grad=sum_hidden_grad)
-    with nullcontext() if place is None else place.shared_errors(weight):
-        if bounds is not None and bounds[1] - bounds[0] != rows:
-            raise ValueError(
-                f"vocab_end_index must be vocab_start_index + {rows} from the weight's rows, "
-                f"got {bounds[0]} and {bounds[1]}"
-            )
-    return place
-
-
-class _GatheredRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values: Tensor, group: "dist.ProcessGroup") -> Tensor:
-        ctx.group = group
-        gathered = values.new_empty(values.shape[0] * dist.get_world_size(group), *values.shape[1:])
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group)
-        return gathered
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        grad_rows = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(grad_rows, grad.contiguous(), group=ctx.group)
-        return grad_rows, None
-
-
-def gathered_rows(values: Tensor, group: "dist.ProcessGroup") -> Tensor:
-    """A collective: (n, ...) of each rank -> (n x ranks, ...) in the ranks' order.
-
-    The backward is a collective too: it adds up the ranks' gradients and scatters the sum.
-    """
-    return _GatheredRows.apply(values, group)
 
 
 def sum_over(group: "dist.ProcessGroup") -> Callable[[Tensor], Tensor]:

@@ -69,7 +69,7 @@ def isolated():
 
 def _unpatch() -> None:
     """The packages that a test may have patched; a module that nobody has loaded has patched nothing."""
-    for system in ("trl", "liger", "verl", "prime_rl", "torchtitan", "openrlhf"):
+    for system in ("trl", "liger", "verl"):
         module = sys.modules.get(f"liger_rl.integrations.{system}")
         if module is not None:
             getattr(module, f"unpatch_{system}")()

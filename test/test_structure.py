@@ -162,7 +162,7 @@ def test_no_entry_imports_triton():
 
 def test_importing_the_package_loads_no_other_system():
     # torch may import triton by itself, so what counts is what the package adds to torch.
-    systems = ("trl", "liger", "verl", "prime_rl", "torchtitan", "openrlhf", "nemo_rl", "skyrl", "megatron")
+    systems = ("trl", "liger", "verl")
     code = "import sys, torch; before = set(sys.modules); import liger_rl; print(*sorted(set(sys.modules) - before)); "
     code += "; ".join(f"import liger_rl.integrations.{system}" for system in systems)
     code += f"; assert not {SYSTEMS - {'transformers', 'peft'}} & set(sys.modules)"

@@ -34,7 +34,7 @@ class Patch:
 
     A function is replaced in every loaded module of the package, because modules hold what they import. A method is
     replaced in its class, for objects that exist already too. `parameters` are the names of the target's in their
-    order. One that ends in "?" may be missing. "" stands for the replacement's parameters, None for any.
+    order. "" stands for the replacement's parameters, None for any.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Patch:
             for name in self.checked.split("."):
                 function = getattr(function, name, None)
             names = parameters_of(function).split() if callable(function) else [str(function)]
-            expected = [p.rstrip("?") for p in self.parameters.split() if not p.endswith("?") or p[:-1] in names]
+            expected = self.parameters.split()
             if names != expected:
                 raise RuntimeError(
                     f"{self.module}.{self.checked} must take ({', '.join(expected)}), found ({', '.join(names)}); "
@@ -123,7 +123,7 @@ class Framework:
 
     def __init__(
         self,
-        name: str,  # of the package as it is installed, such as "prime-rl"; it is imported as prime_rl
+        name: str,  # of the package as it is installed, such as "liger-kernel"; it is imported as liger_kernel
         lowest: Version,
         below: Version,
         *patches: Patch,  # the rows

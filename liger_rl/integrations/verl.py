@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_rl.call.head_call import shared_errors
-from liger_rl.distributed import vocab_shard
+from liger_rl.distributed import VocabParallel
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -38,7 +38,10 @@ def linear_cross_entropy(
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
         entropy: (N,) float32 in nats, differentiable, whatever the reduction.
     """
-    place = vocab_shard(dist_process_group, weight)
+    place = None
+    if dist_process_group is not None and dist.get_world_size(dist_process_group) > 1:
+        start = dist.get_rank(dist_process_group) * weight.shape[0]
+        place = VocabParallel(dist_process_group, start, sum_hidden_grad=False)
     with shared_errors(place, weight):
         for name, tensor in (("hidden", hidden), ("labels", labels)):
             if not isinstance(tensor, Tensor):

@@ -19,16 +19,11 @@ import checkouts
 from liger_rl.integrations.patching import Framework, Patch
 from threads import in_threads
 
-# Module of the integration -> the versions that it supports, as its refusal says them, and its patch's arguments.
+# Module of the integration -> the versions that it supports, as its refusal says them.
 SUPPORTED = {
-    "liger": ("liger-kernel >= 0.8, < 0.9", ()),
-    "nemo_rl": ("nemo-rl >= 0.6, < 0.8", ()),
-    "openrlhf": ("openrlhf >= 0.11, < 0.12", ()),
-    "prime_rl": ("prime-rl >= 0.8, < 0.10", ()),
-    "skyrl": ("skyrl >= 0.3, < 0.5", ("fsdp",)),
-    "torchtitan": ("torchtitan >= 0.3, < 0.4", ()),
-    "trl": ("trl >= 1.15, < 1.17", ()),
-    "verl": ("verl >= 0.5, < 0.11", ()),
+    "liger": "liger-kernel >= 0.8, < 0.9",
+    "trl": "trl >= 1.15, < 1.17",
+    "verl": "verl >= 0.5, < 0.11",
 }
 
 
@@ -57,8 +52,7 @@ def system_of(name: str) -> System:
     module = importlib.import_module(f"liger_rl.integrations.{name}")
     (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
     functions = [getattr(module, f"{verb}_{name}") for verb in ("patch", "unpatch", "patched")]
-    arguments = SUPPORTED[name][1]
-    return System(framework, partial(functions[0], *arguments), functions[1], partial(functions[2], *arguments))
+    return System(framework, *functions)
 
 
 def say(monkeypatch, framework: Framework, version: str | None) -> None:
@@ -89,7 +83,7 @@ def stand_in(name: str, monkeypatch) -> System:
             module = ModuleType(patch.module.rsplit(".", i)[0])
             module.__path__ = []
             monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
-        parameters = ", ".join(name.rstrip("?") for name in (patch.parameters or "").split())
+        parameters = ", ".join((patch.parameters or "").split())
         for function in sorted({patch.name, patch.checked}):  # a class before its method
             add_function(patch, function, parameters)
     say(monkeypatch, system.framework, newest(system.framework))
@@ -166,7 +160,7 @@ def test_modules_that_import_the_name(system, before, monkeypatch):
     """Those of the package, under whatever name, before the patch or while it is there; others keep what they hold."""
     for patch in system.framework.patches:
         home, name, package = sys.modules[patch.module], patch.name, patch.module.split(".")[0]
-        if name not in vars(home) or package not in patch.home or patch.group not in ("", "fsdp"):
+        if name not in vars(home) or package not in patch.home or patch.group:
             continue  # a method, a name that is replaced in other modules, a row that is not applied
         original, modules = vars(home)[name], {}
         for place in (f"{package}.trainer.another", "user_code", f"{package}_user_code"):
@@ -229,7 +223,7 @@ def test_a_row_that_is_not_what_its_version_says_leaves_all(name, monkeypatch):
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_other_versions_are_refused(name, monkeypatch):
     """By the module's or the metadata's word, before any other module of the package is imported."""
-    supported, system = SUPPORTED[name][0], system_of(name)
+    supported, system = SUPPORTED[name], system_of(name)
     framework = system.framework
     module = ModuleType(framework.name.replace("-", "_"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -247,7 +241,7 @@ def test_other_versions_are_refused(name, monkeypatch):
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_pages_and_extras_have_the_supported_versions(name):
-    supported, framework = SUPPORTED[name][0], system_of(name).framework
+    supported, framework = SUPPORTED[name], system_of(name).framework
     root = Path(__file__).resolve().parents[2]
     assert f"{supported} is supported" in (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
     oldest = ".".join(map(str, framework.lowest))

@@ -83,7 +83,7 @@ def test_several_ids_of_a_row():
 
 @pytest.fixture
 def verl():
-    root = checkouts.source("verl")
+    root = checkouts.verl()
     inner = ("utils", "utils.experimental", "utils.kernel", "models", "models.transformers", "workers")
     inner += ("workers.engine", "workers.engine.fsdp", "trainer", "trainer.distillation", "trainer.distillation.fsdp")
     with checkouts.bare(root, "verl", *(f"verl.{name}" for name in inner)) as package:
@@ -209,7 +209,7 @@ def topk_engine(verl, monkeypatch):
         ),
         ulysses_pad_and_slice_inputs=importlib.import_module("verl.utils.ulysses").ulysses_pad_and_slice_inputs,
     )
-    tree = ast.parse((checkouts.source("verl") / "workers/engine/fsdp/transformer_impl.py").read_text())
+    tree = ast.parse((checkouts.verl() / "workers/engine/fsdp/transformer_impl.py").read_text())
     (owner,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "FSDPEngineWithLMHead"]
     owner.bases, owner.decorator_list = [], []
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and "temperature" in n.name]
