@@ -1,4 +1,4 @@
-"""Divergence of two heads beside TRL's op, and a loss with an exact KL beside k3: `python -m benchmark.divergence`."""
+"""Divergence of two heads beside TRL's op: `python -m benchmark.divergence`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark import exact_kl
 from benchmark.command import run
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
@@ -157,23 +156,11 @@ def markdown(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         sizes = f"H = {row['hidden_size']}, teacher's {row['teacher_hidden_size']}"
         lines.append((f"{row['kind']}, {sizes}: {row['variant']}", row))
-    table = f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(COLUMNS, lines)}\n"
-    losses = []
-    for row in results.get("penalties", ()):
-        losses.append(
-            (f"{exact_kl.label(row)}, H = {row['hidden_size']}, reference's {row['teacher_hidden_size']}", row)
-        )
-    return f"{table}\n{markdown_table(exact_kl.COLUMNS, losses)}\n" if losses else table
+    return f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(COLUMNS, lines)}\n"
 
 
 def measure_all(device: str) -> dict[str, Any]:
-    rows = [row for shape in SHAPES[device] for kind in KINDS for row in rows_of(shape, kind, device)]
-    penalties = [
-        shape._asdict() | {"dtype": str(shape.dtype).split(".")[1]} | row
-        for shape in SHAPES[device]
-        for row in exact_kl.rows_of(make_heads(shape, device), device)
-    ]
-    return {"rows": rows, "penalties": penalties}
+    return {"rows": [row for shape in SHAPES[device] for kind in KINDS for row in rows_of(shape, kind, device)]}
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@
 The policy sees "7+5=" and should write "12". First it imitates a careless teacher who is right about one time in
 three, then GRPO rewards right answers until it no longer errs. Completions come from transformers' `generate`. Every
 log-probability of the training, supervised or not, comes from the fused head, so no logits of a batch are stored. The
-penalty is k3, which estimates the KL to the reference from the sampled tokens. Beside it the exact KL of the same steps
-is measured.
+penalty is k3, which estimates the KL to the reference from the sampled tokens.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from text import python_text, train_tokenizer
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_divergence
+from liger_rl import FusedLinearGRPOLoss
 from liger_rl.integrations.transformers import swap_lm_head
 from liger_rl.step.policy_step import completion_logps, policy_step
 
@@ -155,16 +154,6 @@ def hidden_states(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model.model(**inputs).last_hidden_state[:, :-1]
 
 
-@torch.no_grad()
-def exact_kl(model, reference, batch: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
-    """KL(policy || reference) over the whole vocabulary, of each completion token."""
-    mask, transform = batch["mask"][:, 1:] != 0, LogitTransform(temperature=temperature)
-    heads = [(hidden_states(m, batch), m.lm_head.weight) for m in (model, reference)]
-    return linear_divergence(
-        *heads[0], *heads[1], kind="reverse_kl", mask=mask, transform=transform, teacher_transform=transform
-    ).divergence[mask]
-
-
 def k3(logps: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the penalty takes the KL to be, of each completion token."""
     mask = batch["mask"] != 0
@@ -187,7 +176,6 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
         batch["old_per_token_logps"] = completion_logps(model, batch, loss)
         batch["ref_per_token_logps"] = completion_logps(reference, batch, loss)
         for _ in range(options.updates):
-            exact = exact_kl(model, reference, batch, options.temperature)
             result = policy_step(model, batch, loss)
             result.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -198,7 +186,6 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
         step |= {name: result.metrics[metric].item() for name, metric in metrics.items()}
         estimates = k3(result.per_token_logps, batch)
         step |= {"largest_k3": estimates.max().item()}
-        step |= {"exact_kl": exact.mean().item(), "largest_exact_kl": exact.max().item()}
         history.append(step)
         progress.set_postfix({name: f"{step[name]:.3f}" for name in ("reward", "kl", "clip_ratio", "entropy")})
     return history
@@ -206,36 +193,30 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
 
 def plot(history: list[dict[str, float]], path: Path) -> None:
     panels = {
-        "mean reward": {"reward": None},
-        "KL to reference, mean (nats)": {"kl": "k3", "exact_kl": "exact"},
-        "KL to reference, largest token (nats)": {"largest_k3": "k3", "largest_exact_kl": "exact"},
-        "entropy (nats)": {"entropy": None},
+        "mean reward": "reward",
+        "k3, mean (nats)": "kl",
+        "k3, largest token (nats)": "largest_k3",
+        "entropy (nats)": "entropy",
     }
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), constrained_layout=True)
-    for axis, (label, curves) in zip(axes.flat, panels.items(), strict=True):
-        for name, title in curves.items():
-            axis.plot([step[name] for step in history], linewidth=1.5, label=title)
+    for axis, (label, name) in zip(axes.flat, panels.items(), strict=True):
+        axis.plot([step[name] for step in history], linewidth=1.5)
         axis.set_ylabel(label)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-        if len(curves) == 1:
-            axis.set_ylim(bottom=0)
-        else:
+        if "k3" in label:
             axis.set_yscale("log")
-            axis.legend()
+        else:
+            axis.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def summary(history: list[dict[str, float]]) -> str:
-    """The largest KL of a single token and of a step's mean, by k3 and exactly."""
-    rows = ["| KL to the reference (nats) | k3 | exact |", "|---|---:|---:|"]
-    for label, names in {
-        "largest single token of the run": ("largest_k3", "largest_exact_kl"),
-        "largest mean of a step": ("kl", "exact_kl"),
-    }.items():
-        cells = " | ".join(f"{max(step[name] for step in history):.2g}" for name in names)
-        rows.append(f"| {label} | {cells} |")
+    """The largest k3 of a single token and of a step's mean."""
+    rows = ["| KL to the reference by k3 (nats) | |", "|---|---:|"]
+    for label, name in {"largest single token of the run": "largest_k3", "largest mean of a step": "kl"}.items():
+        rows.append(f"| {label} | {max(step[name] for step in history):.2g} |")
     return "\n".join(rows)
 
 

@@ -41,8 +41,7 @@ from liger_rl.losses.reductions import (
 )
 from liger_rl.losses.segments import Segments
 from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
-from liger_rl.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
-from liger_rl.reference_loss import ReferenceHead
+from liger_rl.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
 from liger_rl.supervised_loss import FusedLinearCrossEntropyLoss
 from liger_rl.topk import TopKDivergence, list_divergence, topk_divergence
 

@@ -91,7 +91,7 @@ def grpo_loss_from_logits(
 
     Raises:
         ValueError: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
-            kl_estimator="exact" with beta > 0, and a mask or column together with a `PolicyBatch`.
+            and a mask or column together with a `PolicyBatch`.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     check_flag("fixed_shape", fixed_shape)
@@ -101,11 +101,6 @@ def grpo_loss_from_logits(
     )  # fmt: skip
     penalty = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
     terms = build_loss(loss_type, {**options, **penalty}, per_token=True, keywords=KEYWORDS, metrics="none")
-    if terms.kl.exact:
-        raise ValueError(
-            "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "
-            "give ppo_loss_fn an exact_kl of your own, or FusedLinearGRPOLoss a reference"
-        )
     transform = LogitTransform(temperature=temperature)
     ids, mask = selected_token_ids, batch.mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)

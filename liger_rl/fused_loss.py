@@ -14,11 +14,9 @@ from liger_rl.call.head_call import HeadCall, shared_errors
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HOW, HeadOptions, Tolerance
-from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.run import log_probs
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -29,7 +27,6 @@ from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.presets import Preset, build_loss
 from liger_rl.losses.reductions import Reduction
 from liger_rl.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
-from liger_rl.reference_loss import ReferenceHead, loss_with_reference
 
 TRANSFORM = ("temperature", "softcap", "scale")
 
@@ -63,30 +60,20 @@ class FusedLinearLoss(nn.Module):
             transform=LogitTransform(**transform), entropy=terms.needs_entropy, lse="lse" in terms.reads,
             topk=terms.topk, extras=tuple(name for name in EXTRAS if name in terms.reads), **how,
         )  # fmt: skip
-        if terms.kl.exact:
-            check_left_alone(self.options, 'with kl_estimator="exact"')
 
     def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
         """The batch of `columns`, named as in COLUMNS. A negative id and a mask of 0 mask a token."""
         raise NotImplementedError
 
-    def _loss(self, call: HeadCall, batch: PolicyBatch, reference: ReferenceHead | None = None) -> PolicyLoss:
+    def _loss(self, call: HeadCall, batch: PolicyBatch) -> PolicyLoss:
         """The loss of a call, which is not checked yet. `batch.mask` is the call's."""
         weight, ids, mask, vocab_parallel = call.weight, call.targets, call.mask, call.vocab_parallel
         tensors = call.hidden, ids, mask, *low_rank_tensors(call.low_rank)
-        if self.terms.kl.exact:
-            break_graph('A loss with kl_estimator="exact"')
-            return outside_of_graphs(loss_with_reference)(call, reference, batch, self.terms, self.passes)
         with shared_errors(vocab_parallel, weight, *tensors):
             if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
                     "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
-                )
-            if reference is not None:
-                raise ValueError(
-                    'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
-                    "ref_per_token_logps, such as `reference_logps` returns"
                 )
             compute_dtype = call.check_tensors()
             call.check_weight_grad(weight)

@@ -23,7 +23,6 @@ from liger_rl.losses.objectives import Objective
 from liger_rl.losses.presets import PresetKeywords, build_loss, shows
 from liger_rl.losses.reductions import Reduction
 from liger_rl.losses.segments import Segments
-from liger_rl.reference_loss import ReferenceHead
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,8 +42,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             products instead of four and with more memory. If that is not possible, it raises a ValueError that says
             what is missing. "auto" takes one pass if it pays and a tolerance has no effect. `plan_linear_logprobs`
             states the rule and shows the plan.
-        beta, kl_estimator, importance_weighted: the fields of `KLPenalty`. kl_estimator="exact" with beta > 0 needs a
-            `reference` in the call, and excludes batch_invariant.
+        beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
         entropy_coef: the field of `EntropyBonus`.
         temperature, softcap, scale: the fields of `LogitTransform`.
         grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: as in `linear_logprobs`. In one pass,
@@ -113,7 +111,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         support: Support | None = None,
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
-        reference: ReferenceHead | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
         sampling_per_token_logps: Tensor | None = None,
@@ -136,9 +133,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
                 projected tokens whose row lists ids, but not their own.
             vocab_parallel: as in `linear_logprobs`. The batch must be the same on every rank of its group, and so is
                 the loss.
-            reference: the reference policy's hidden states and head, only for kl_estimator="exact". The same products
-                give its log-probabilities, which objectives and corrections read as `ref_per_token_logps`. Not with
-                support or weight_grad. Under torch.compile the graph breaks around the call.
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: columns of `PolicyBatch`.
             importance_ratio, segments, num_sequences, num_items_in_batch: the same.
 
@@ -162,7 +156,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
             targets_name="selected_token_ids",
         )  # fmt: skip
-        return self._loss(call, batch, reference)
+        return self._loss(call, batch)
 
     if TYPE_CHECKING:  # the signature of a call of the module
         __call__ = forward

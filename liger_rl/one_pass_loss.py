@@ -77,12 +77,12 @@ def _name(term: Any) -> str:
     return getattr(term, "__name__", type(term).__name__)
 
 
-def prepared_loss(terms: PolicyTerms, aligned: AlignedBatch, call: HeadCall, vocab: int | None = None) -> PreparedLoss:
-    """The loss of the tokens that count. With fixed_shape an id of at least `vocab` (None: V) does not count."""
+def prepared_loss(terms: PolicyTerms, aligned: AlignedBatch, call: HeadCall) -> PreparedLoss:
+    """The loss of the tokens that count. With fixed_shape an id of at least V does not count."""
     counted = counted_tokens(call.targets, call.mask)
     if call.options.fixed_shape:
         # In int64, because in int8 the vocabulary's size would wrap around.
-        counted = counted & (call.targets.long() < (vocab or call.weight.shape[0]))
+        counted = counted & (call.targets.long() < call.weight.shape[0])
     return terms.prepared(replace(aligned, mask=counted), torch.float32)
 
 

@@ -1,7 +1,7 @@
 """The lm_head and a preference loss in one module: pairs of chosen and rejected sequences, or single judged ones."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, built, keywords_of
+from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PreferenceBatch
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.metrics import MetricsLevel
@@ -23,7 +24,6 @@ from liger_rl.losses.options import one_of
 from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, shows
 from liger_rl.losses.reductions import Reduction, SequenceMean
 from liger_rl.losses.segments import Segments
-from liger_rl.reference_loss import ReferenceHead
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +33,19 @@ if TYPE_CHECKING:
 
     class _Unpaired(HeadKeywords, UnpairedKeywords, total=False):
         pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceHead:
+    """A reference policy's last hidden states and lm_head. H' and the dtype may differ from the policy's.
+
+    With a sharded policy head, weight and bias are this rank's rows of the same token ids.
+    """
+
+    hidden: Tensor  # (B, T, H') or (N, H'), for the policy's tokens
+    weight: Tensor  # (V, H'), in hidden's dtype, or in any dtype under autocast
+    bias: Tensor | None = None  # (V,)
+    transform: LogitTransform | None = None  # of the reference's logits; None takes the loss's transform
 
 
 class _Judged(FusedLinearLoss):
@@ -50,8 +63,8 @@ class _Judged(FusedLinearLoss):
             if reference is not None:
                 if columns["ref_logps"] is not None:
                     raise ValueError("ref_logps must be None with a reference, whose head gives them")
-                if not isinstance(reference, ReferenceHead) or reference.vocab is not None:
-                    raise ValueError(f"reference must be a ReferenceHead without vocab, got {reference!r}")
+                if not isinstance(reference, ReferenceHead):
+                    raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
         if reference is not None:
             head: dict[str, Any] = {"hidden": reference.hidden, "weight": reference.weight, "bias": reference.bias}
             of_reference = replace(call, **head, low_rank=(), weight_grad=None)

@@ -15,7 +15,6 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
     LowRank,
-    ReferenceHead,
     Support,
     grpo_loss_from_logits,
     linear_divergence,
@@ -244,11 +243,8 @@ def _divergence(x: Batch, *, weighted=False, **options):
     return (found.loss,) if weighted else (found.divergence, found.logps, found.entropy)
 
 
-def _loss(x: Batch, *, exact_kl=False, **options):
+def _loss(x: Batch, **options):
     given = {name: options.pop(name) for name in ("weight_grad",) if name in options}
-    if exact_kl:
-        options |= {"beta": 0.3, "kl_estimator": "exact"}
-        given["reference"] = ReferenceHead(hidden=x.teacher_hidden, weight=x.teacher_weight)
     module = FusedLinearGRPOLoss("gpg", **options)
     return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias, **given).loss,)
 
@@ -287,9 +283,6 @@ CALLS = {
     "JSD in one pass": PublicCall(partial(_divergence, kind="jsd", weighted=True), takes=frozenset(("gather",))),
     "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"batch_invariant", "gather"}),
     "loss in one pass": PublicCall(partial(_loss, passes="one"), takes=frozenset()),
-    "loss with an exact KL": PublicCall(
-        partial(_loss, exact_kl=True, passes="two"), takes=frozenset(("fixed_shape", "autocast"))
-    ),
     "given logits": PublicCall(_given_logits, ("logits",), frozenset(("fixed_shape",))),
     "given logits, a temperature for each token": PublicCall(
         partial(_given_logits, temperatures=True), ("logits",), frozenset(("fixed_shape",))

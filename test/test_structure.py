@@ -18,16 +18,15 @@ SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 # of engines: dense, sparse, pair.
 ALLOWED = {
     "__init__": [
-        "grpo", "preference_loss", "supervised_loss", "reference_loss", "from_logits", "logprobs", "divergence", "topk",
+        "grpo", "preference_loss", "supervised_loss", "from_logits", "logprobs", "divergence", "topk",
         "call", "engines", "losses", "distributed", "kernels.transform",
     ],
     "integrations": [""],
     "step": ["step", "integrations", "call", "losses", "grpo", "fused_loss", "distributed", "kernels"],
-    "grpo": ["fused_loss", "reference_loss", "call", "losses", "distributed"],
-    "preference_loss": ["fused_loss", "reference_loss", "call", "losses", "distributed"],
+    "grpo": ["fused_loss", "call", "losses", "distributed"],
+    "preference_loss": ["fused_loss", "call", "losses", "distributed", "kernels"],
     "supervised_loss": ["fused_loss", "divergence", "call", "losses", "distributed"],
-    "fused_loss": ["one_pass_loss", "reference_loss", "call", "engines", "losses", "distributed", "kernels"],
-    "reference_loss": ["one_pass_loss", "call", "engines", "losses", "kernels"],
+    "fused_loss": ["one_pass_loss", "call", "engines", "losses", "distributed", "kernels"],
     "one_pass_loss": ["logprobs", "call", "engines", "losses", "distributed", "kernels"],
     "from_logits": ["logprobs", "call", "engines", "losses", "kernels"],
     "logprobs": ["call", "engines", "distributed", "kernels"],

@@ -67,7 +67,7 @@ def localized(call: Any) -> Any:
         starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in places]
         if starts[0] != starts[1]:
             raise ValueError(
-                f"{call.teacher_name}weight must be sharded over the ranks of weight, its rows starting at the same "
+                f"teacher_weight must be sharded over the ranks of weight, its rows starting at the same "
                 f"id, got {teacher_weight.placements} on {teacher_weight.device_mesh}"
             )
     group = None if place is None else place.group
@@ -81,7 +81,7 @@ def localized(call: Any) -> Any:
             fields[name] = _tokens(getattr(call, name), group, summed=scattered and name == "hidden")
     for name in ROWS:
         if hasattr(call, name):
-            fields[name] = _rows(name.replace("teacher_", getattr(call, "teacher_name", "")), getattr(call, name))
+            fields[name] = _rows(name, getattr(call, name))
     fields["low_rank"] = [
         replace(
             term,

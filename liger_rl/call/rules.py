@@ -4,9 +4,6 @@ FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
 IN_FORWARD = "one pass makes the gradient before it is known which parts of it are negligible"
 CHUNK = "a chunk of one pass holds the whole vocabulary"
-TWO_HEADS = {
-    "batch_invariant": "no product of two heads is made up to a fixed shape",
-}
 # Feature -> option that must keep its default with the feature -> why. A grad_tolerance must be 0 or "auto".
 NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with batch_invariant": {"chunk_tokens": FIXED, "chunk_vocab": FIXED, "grad_tolerance": ""},
@@ -41,13 +38,12 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "grad_tolerance": IN_FORWARD,
         "chunk_vocab": CHUNK,
     },
-    "with two heads": TWO_HEADS
-    | {
+    "with two heads": {
+        "batch_invariant": "no product of two heads is made up to a fixed shape",
         "extras": "they are not folded with two heads; ask linear_logprobs for them",
         "lse": "it is not returned of two heads; ask linear_logprobs for it",
         "topk": "no list is kept of two heads; ask linear_logprobs for it",
     },
-    'with kl_estimator="exact"': TWO_HEADS,
 }
 
 

@@ -24,13 +24,12 @@ def evaluate(
     prepared: PreparedLoss,
     logps: Tensor,
     entropy: Tensor | None = None,
-    exact_kl: Tensor | None = None,
     others: Mapping[str, Tensor] = NOTHING,
 ) -> PolicyLoss:
     """`prepared.evaluate`, differentiable once, for (B, T) or (N,) log-probabilities of the whole batch."""
     kernel = kernel_for(prepared, logps)
     if kernel is None:
-        return prepared.evaluate(logps, entropy, exact_kl, others)
+        return prepared.evaluate(logps, entropy, others)
     loss, *_, sums = _Launch.apply(logps, prepared, kernel, ("sums",), "active")
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
@@ -40,7 +39,6 @@ def with_gradients(
     prepared: PreparedLoss,
     logps: Tensor,
     entropy: Tensor | None,
-    exact_kl: Tensor | None = None,
     others: Mapping[str, Tensor] = NOTHING,
 ) -> tuple[PolicyLoss, dict[str, Tensor]]:
     """The loss and its gradients by the names of the values; "logps" is always there, others if the loss reads them."""
@@ -49,7 +47,7 @@ def with_gradients(
         name: x.detach().requires_grad_() for name, x in values.items() if x is not None and name in DIFFERENTIABLE
     }
     read = {name: leaves.get(name, x) for name, x in others.items()}
-    result = evaluate(prepared, leaves["logps"], leaves.get("entropy"), exact_kl, read)
+    result = evaluate(prepared, leaves["logps"], leaves.get("entropy"), read)
     gradients = {"logps": torch.zeros_like(logps)}
     if result.loss.requires_grad:
         found = torch.autograd.grad(result.loss, tuple(leaves.values()), allow_unused=True)

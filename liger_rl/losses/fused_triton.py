@@ -263,7 +263,7 @@ ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 def knows(terms: PolicyTerms) -> bool:
     """Whether the kernel has the formulas of the objective and the penalty; a subclass may have its own."""
-    return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty and terms.kl.kl_estimator in ESTIMATORS
+    return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty
 
 
 def penalises(prepared: PreparedLoss) -> bool:

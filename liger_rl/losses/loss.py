@@ -221,7 +221,6 @@ class PreparedLoss(NamedTuple):
         self,
         per_token_logps: Tensor,
         entropy: Tensor | None = None,
-        exact_kl: Tensor | None = None,
         others: Mapping[str, Tensor] = NOTHING,
     ) -> TokenTerms:
         """importance_ratio_t factor_t objective_t + beta kl_t of each token. `others`: the head's values by name."""
@@ -253,7 +252,7 @@ class PreparedLoss(NamedTuple):
                 keeps_entropy = keeps_entropy & (factor != 0)
         if batch.importance_ratio is not None and not _says(terms.objective, "takes_importance_ratio"):
             loss = loss * batch.importance_ratio
-        kl = exact_kl if terms.kl.exact else terms.kl(logps, batch, token_loss.ratio)
+        kl = terms.kl(logps, batch, token_loss.ratio)
         if kl is not None:
             loss = loss + terms.kl.beta * kl
         return TokenTerms(loss.masked_fill(masked, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
@@ -262,11 +261,10 @@ class PreparedLoss(NamedTuple):
         self,
         per_token_logps: Tensor,
         entropy: Tensor | None = None,
-        exact_kl: Tensor | None = None,
         others: Mapping[str, Tensor] = NOTHING,
     ) -> PolicyLoss:
         """sum_t weight_t loss_t - entropy_coef mean entropy, by the formulas."""
-        tokens = self.per_token(per_token_logps, entropy, exact_kl, others)
+        tokens = self.per_token(per_token_logps, entropy, others)
         loss = tokens.loss if self.weights is None else (tokens.loss * self.weights).sum()
         if self.nll_weights is not None:
             loss = loss - (tokens.logps * self.nll_weights).sum()
@@ -291,7 +289,6 @@ def ppo_loss_fn(
     reduction: Reduction | None,
     *,
     entropy: Tensor | None = None,
-    exact_kl: Tensor | None = None,
     kl: KLPenalty = NO_PENALTY,
     entropy_bonus: EntropyBonus = NO_BONUS,
     sampler_correction: SamplerCorrection | None = None,
@@ -307,8 +304,6 @@ def ppo_loss_fn(
         reduction: callable (batch) -> one weight per token, such as `SequenceMean()`; None leaves tokens unreduced.
         entropy: entropies in nats shaped like per_token_logps, with gradient if there is a bonus. A bonus, a
             `TopEntropyMask` and the metrics "with_entropy" need them.
-        exact_kl: KL(policy || reference) of each token in nats, with gradient, for `KLPenalty(kl_estimator="exact")`;
-            `linear_divergence(kind="reverse_kl").divergence` is one.
         kl, entropy_bonus: the penalty for leaving the reference policy; the reward for entropy.
         sampler_correction: makes `importance_ratio` from the batch's sampling_per_token_logps.
         corrections: callables (logps, batch) -> factor on the policy term, such as `OffPolicySequenceMask(...)`.
@@ -327,10 +322,7 @@ def ppo_loss_fn(
         metrics=metrics,
     )
     instance_of("batch", batch, PolicyBatch)
-    if terms.kl.exact != (exact_kl is not None):
-        expected = "given with" if terms.kl.exact else "None without"
-        raise ValueError(f'exact_kl must be {expected} a KLPenalty(beta, kl_estimator="exact")')
-    for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy), ("exact_kl", exact_kl)):
+    for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
         if column is None and name != "per_token_logps":
             continue
         column = check_dense(name, column)
@@ -345,5 +337,4 @@ def ppo_loss_fn(
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
     aligned = terms.check(batch, per_token_logps.shape, per_token_logps.device)
     check_mask_values(batch.mask)
-    exact_kl = None if exact_kl is None else exact_kl.to(dtype)
-    return terms.prepared(aligned, dtype).evaluate(per_token_logps.to(dtype), entropy, exact_kl)
+    return terms.prepared(aligned, dtype).evaluate(per_token_logps.to(dtype), entropy)

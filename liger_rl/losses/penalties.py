@@ -29,39 +29,22 @@ def k3(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-EXACT = "exact"
-KL_ESTIMATORS = (*ESTIMATORS, EXACT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty(Options):
     """+ beta kl(logp, ref). At beta == 0 nothing is computed.
 
-    "k1", "k2" and "k3" estimate the KL from the sampled token. "exact" is KL(policy || reference) over the whole
-    vocabulary at each sampled prefix, the Rao-Blackwellised term of arXiv:2504.10637. `FusedLinearGRPOLoss` makes it
-    from a `ReferenceHead`; `ppo_loss_fn` takes it as `exact_kl`. With importance_weighted the estimate is multiplied by
+    "k1", "k2" and "k3" estimate the KL from the sampled token. With importance_weighted the estimate is multiplied by
     the objective's un-clamped ratio, with gradient: TRL's `use_bias_correction_kl`, arXiv:2512.02556.
     """
 
     beta: Annotated[float, "[0, inf)"] = 0.0
-    kl_estimator: Annotated[str, KL_ESTIMATORS] = "k3"
+    kl_estimator: Annotated[str, tuple(ESTIMATORS)] = "k3"
     importance_weighted: Annotated[bool, bool] = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.importance_weighted and self.kl_estimator == EXACT:
-            raise ValueError(
-                'importance_weighted must be False with kl_estimator="exact": a ratio corrects for the sampled token, '
-                "and the exact KL does not depend on it"
-            )
-
-    @property
-    def exact(self) -> bool:
-        """Whether the caller has to give the KL itself."""
-        return self.beta != 0.0 and self.kl_estimator == EXACT
-
     def check(self, batch: PolicyBatch) -> None:
-        if self.beta != 0.0 and not self.exact and batch.ref_per_token_logps is None:
+        if self.beta != 0.0 and batch.ref_per_token_logps is None:
             raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch, ratio: Tensor | None) -> Tensor | None:

@@ -420,11 +420,6 @@ def _gathered(values: list[Tensor], source: Tensor | None, mask: Tensor) -> Tens
 
 
 def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
-    if loss.terms.kl.exact:
-        raise ValueError(
-            'kl_estimator must not be "exact" here, where the model\'s head returns log-probabilities; call the loss '
-            "with hidden states and a reference"
-        )
     if loss.passes == "one":
         raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
     columns: dict[str, Any] = {name: batch.get(name) for name in loss.COLUMNS}

@@ -24,15 +24,13 @@ LOSSES = {
     "grpo": ("grpo", {}, "rows"),
     "gspo": ("gspo", {}, "rows"),
     "a support": ("grpo", {"support": True}, "rows"),
-    "an exact KL": ("grpo", {"kl_estimator": "exact"}, "rows"),
     "DTensors": ("gspo", {}, "DTensors"),
-    "an exact KL of DTensors": ("grpo", {"kl_estimator": "exact"}, "DTensors"),
 }
 
 
 def solve_loss(rank, loss_type, options, sharded, passes="auto"):
     torch.manual_seed(3)
-    hidden, weight, teacher_weight = torch.randn(3, 8, HIDDEN), torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
+    hidden, weight = torch.randn(3, 8, HIDDEN), torch.randn(40, HIDDEN)
     ids, advantages = torch.randint(40, (3, 8)), torch.randn(3)
     mask = torch.rand(3, 8) < 0.7
     columns, place, options = {"old_per_token_logps": torch.randn(3, 8) - 4}, None, {"beta": 0.05, **options}
@@ -43,23 +41,19 @@ def solve_loss(rank, loss_type, options, sharded, passes="auto"):
     if rank is not None and sharded == "rows":
         rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
         place = VocabParallel(rank.group, rows.start)
-        weight, teacher_weight = weight[rows].clone(), teacher_weight[rows].clone()
+        weight = weight[rows].clone()
     elif rank is not None:
         mesh = rank.mesh("tp")
-        weight, teacher_weight = (distribute_tensor(part, mesh, [Shard(0)]) for part in (weight, teacher_weight))
-        if "kl_estimator" not in options:
-            hidden, teacher_hidden = (distribute_tensor(part, mesh, [Shard(1)]) for part in (hidden, teacher_hidden))
+        weight = distribute_tensor(weight, mesh, [Shard(0)])
+        hidden, teacher_hidden = (distribute_tensor(part, mesh, [Shard(1)]) for part in (hidden, teacher_hidden))
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     loss = FusedLinearGRPOLoss(
         loss_type, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes, **options
     )
-    if "kl_estimator" in options:
-        columns["reference"] = ReferenceHead(hidden=teacher_hidden, weight=teacher_weight)
-    else:
-        given = {"support": columns["support"]} if "support" in columns else {}
-        columns["ref_per_token_logps"] = loss.reference_logps(
-            teacher_hidden.detach(), weight.detach(), ids, mask, vocab_parallel=place, **given
-        )
+    given = {"support": columns["support"]} if "support" in columns else {}
+    columns["ref_per_token_logps"] = loss.reference_logps(
+        teacher_hidden.detach(), weight.detach(), ids, mask, vocab_parallel=place, **given
+    )
     result = loss(*leaves, ids, advantages, mask, vocab_parallel=place, **columns)
     grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))
     metrics = {name: metric.value for name, metric in result.metrics.items()}

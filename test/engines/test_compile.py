@@ -196,7 +196,6 @@ BROKEN_OUT: list[tuple[str, str, Callable[[Batch], dict]]] = [
     *((name, "linear_divergence", lambda _: {}) for name in ("forward KL", "reverse KL", "JSD", "JSD in one pass")),
     ("given logits", "logits_logprobs", lambda _: {}),
     ("policy of given logits", "grpo_loss_from_logits", lambda _: {}),
-    ("loss with an exact KL", 'A loss with kl_estimator="exact"', lambda _: {}),
     ("dense", "a weight_grad", lambda x: {"weight_grad": torch.zeros_like(x.weight)}),
     ("dense", "topk", lambda _: {"topk": 3}),
     ("dense", "gather", lambda _: {"gather": lambda *_: nullcontext()}),
@@ -209,7 +208,6 @@ WITH_NUMBERS = (
     "JSD in one pass",
     "given logits",
     "policy of given logits",
-    "loss with an exact KL",
 )
 
 

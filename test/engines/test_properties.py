@@ -24,7 +24,7 @@ VOCAB, HIDDEN = 129, 16
 FIXED = ({}, {"fixed_shape": True})
 LOSSES = {name for name in CALLS if "loss" in name or "one pass" in name}  # their results are scalars
 GIVEN_LOGITS = {name for name in CALLS if "given logits" in name}  # no head
-WITH_TEACHER = {"forward KL", "reverse KL", "JSD", "TV", "JSD in one pass", "loss with an exact KL"}
+WITH_TEACHER = {"forward KL", "reverse KL", "JSD", "TV", "JSD in one pass"}
 SUPPORTS = {"support", "support with empty rows"}
 
 
@@ -237,7 +237,7 @@ def unsqueezed(values: Tensor) -> Tensor:
     return values[..., None] if values.dim() else values.expand(1, 1, 1)
 
 
-@calls(without=GIVEN_LOGITS | {"loss with an exact KL"})
+@calls(without=GIVEN_LOGITS)
 def test_masked_tokens_enter_no_product(name):
     x = batch((4, 10))
     whole = x._replace(mask=torch.ones_like(x.mask))

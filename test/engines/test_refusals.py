@@ -11,7 +11,6 @@ from liger_rl import (
     LogitTransform,
     LowRank,
     PPOClip,
-    ReferenceHead,
     Support,
     TokenMean,
     grpo_loss_from_logits,
@@ -152,7 +151,6 @@ FROM_LOGITS = [
     ("clip_indicator", {"clip_indicator": ["active"]}),
     ("loss_type", {"loss_type": PPOClip()}),
     ("dro_beta", {"loss_type": "dro"}),
-    ("kl_estimator must be one of .* got 'exact': no logits of a reference", {"kl_estimator": "exact"}),
 ]
 # Arguments that replace good ones, type, message.
 SEVERAL = [
@@ -266,13 +264,11 @@ TEMPERATURES = [
     (LogitTransform(temperature=torch.ones(15)), r"a number or \(3, 5\) from targets, got \(15,\)"),
 ]
 
-EXACT = FusedLinearGRPOLoss("grpo", beta=0.1, kl_estimator="exact")
 REQUIRED = [
     (linear_logprobs, LINEAR), (logits_logprobs, GIVEN), (grpo_loss_from_logits, POLICY),
     (topk_divergence, TOKENS | LISTS),
     (linear_divergence, TWO_HEADS | {"teacher_weight": torch.randn(131, 24)}),
     (FusedLinearGRPOLoss("grpo", beta=0.1), GRPO),
-    (EXACT, HEAD | LOSS | {"reference": ReferenceHead(hidden=HEAD["hidden"], weight=torch.randn(129, 16))}),
 ]  # fmt: skip
 
 REFUSED = [

@@ -1,4 +1,4 @@
-"""Two heads: divergences and the exact KL penalty."""
+"""Two heads: divergences."""
 
 from types import ModuleType
 

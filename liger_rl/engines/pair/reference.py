@@ -257,7 +257,7 @@ class PairGradients(NamedTuple):
         known: PairStatistics,
         grad: Tensor | None,
         grad_logps: Tensor | None,
-        grad_entropy: Tensor | None,
+        grad_entropy: Tensor | None = None,
     ) -> "PairGradients":
         """From dL/d divergence, dL/dlogp and dL/dentropy, in any float dtype; None stands for 0."""
         grad, grad_logps, grad_entropy = (None if g is None else g.float() for g in (grad, grad_logps, grad_entropy))

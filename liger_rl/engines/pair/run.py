@@ -98,9 +98,6 @@ class DivergenceCall(HeadCall):
     teacher_lse: Tensor | None = None  # (B, T) or (N,)
     # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
-    # Whether a tolerance of "auto" is more than 0 if products have the epilogue.
-    auto_tolerance: bool = False
-    teacher_name: str = "teacher_"  # the caller's prefix of the teacher's names, for messages
 
     @property
     def tensors(self) -> tuple[object, ...]:
@@ -120,8 +117,7 @@ class DivergenceCall(HeadCall):
         """Raise for errors that show before sharded tensors are gathered."""
         check_left_alone(self.options, "with two heads")
         check_transform(self.teacher_transform)
-        named = f"{self.teacher_name}transform", self.teacher_transform
-        for name, transform in (("transform", self.options.transform), named):
+        for name, transform in (("transform", self.options.transform), ("teacher_transform", self.teacher_transform)):
             if transform.per_token:
                 raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
         if self.vocab is not None:
@@ -130,7 +126,7 @@ class DivergenceCall(HeadCall):
             tensor = getattr(self, f"teacher_{name}")
             if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise ValueError(
-                    f"{self.teacher_name}{name} must require no gradient, because only the student's side gets one; "
+                    f"teacher_{name} must require no gradient, because only the student's side gets one; "
                     "detach it, or run the teacher under torch.no_grad() with its parameters frozen"
                 )
 
@@ -139,10 +135,10 @@ class DivergenceCall(HeadCall):
         dtype, _ = super().check_tensors(), self.teacher_dtype
         if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
             raise ValueError(
-                f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
+                f"teacher_hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
                 f"{tuple(self.teacher_hidden.shape)}"
             )
-        check_dense(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
+        check_dense("teacher_hidden", self.teacher_hidden, self.hidden, "hidden")
         if self.vocab_parallel is None:
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
         if self.token_weights is not None:
@@ -180,7 +176,7 @@ class DivergenceCall(HeadCall):
     def teacher_dtype(self) -> torch.dtype:
         """dtype of the teacher's products. Raises if the teacher's tensors do not fit together."""
         teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
-        return check_head(*teacher, self.options.compute_dtype, self.teacher_name)
+        return check_head(*teacher, self.options.compute_dtype, "teacher_")
 
     def entries(self, entries: int, teacher_entries: int) -> int:
         """-> the number of vocabulary entries that count, from the rows of each weight.
@@ -189,7 +185,7 @@ class DivergenceCall(HeadCall):
         """
         if self.vocab is None and entries != teacher_entries:
             raise ValueError(
-                f"{self.teacher_name}weight must have the {entries} vocabulary entries of weight, got "
+                f"teacher_weight must have the {entries} vocabulary entries of weight, got "
                 f"{teacher_entries}; where both are padded, vocab= says how many count"
             )
         vocab = entries if self.vocab is None else self.vocab
@@ -203,9 +199,9 @@ class DivergenceCall(HeadCall):
         return {
             **super().facts(),
             "kind and beta": self.measure,
-            f"{self.teacher_name}transform": self.teacher_transform,
+            "teacher_transform": self.teacher_transform,
             "vocab": self.vocab,
-            f"{self.teacher_name}hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
+            "teacher_hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
             "the dtype of the teacher's products": self.teacher_dtype,
         }
 
@@ -241,13 +237,11 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         )
         returns_logps = global_call.targets is not None
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
-        options = resolved(call.options, dtype)
+        # A tolerance of "auto" is exact here.
+        options = resolved(call.options, dtype, grad_tolerance=0.0 if call.options.grad_tolerance == "auto" else None)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         whole = None if call.teacher_lse is None else call.teacher_lse.detach().float().reshape(-1)
         pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps, whole)
-        if not (call.auto_tolerance and pair.epilogue_applies(student.live.count)):
-            named = call.options.grad_tolerance
-            pair = pair._replace(options=replace(options, grad_tolerance=0.0 if named == "auto" else named))
         yield call, pair
 
 
@@ -262,7 +256,7 @@ def _divergence_of(global_call: DivergenceCall) -> Divergence:
             return in_two_passes(call, pair)
         live = pair.student.live
         factors = live.gather(call.token_weights.float().reshape(-1))
-        results, gradients = in_one_pass(call, pair, lambda part, _: (factors[part], None, None))
+        results, gradients = in_one_pass(call, pair, lambda part, _: (factors[part], None))
         loss = (factors * live.gather(results.divergence.reshape(-1))).sum()
         return results._replace(loss=with_gradients(call, loss, gradients))
 
@@ -306,9 +300,9 @@ def in_one_pass_if_free(
 def _in_one_pass_if_free(
     global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
 ) -> tuple[Divergence, Tensor | None]:
-    def gradients_of(_part: slice, known: PairStatistics) -> tuple[Tensor, Tensor | None, None]:
+    def gradients_of(_part: slice, known: PairStatistics) -> tuple[Tensor, Tensor | None]:
         grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(known.lse)
-        return on_divergence.expand_as(known.lse), grad_logps, None
+        return on_divergence.expand_as(known.lse), grad_logps
 
     with paired(global_call) as (call, pair):
         if not one_pass_is_free(call, pair):

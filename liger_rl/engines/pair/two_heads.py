@@ -37,9 +37,8 @@ ONE_PASS_BYTES, KEPT_MOST_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}, 5 << 28
 KEPT_BYTES = 4
 MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; larger products have a multiple of it
 
-# (places of m tokens among the live tokens, their statistics (m,)) -> dL/d divergence (m,), and dL/dlogp and
-# dL/dentropy, (m,) or None
-PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
+# (places of m tokens among the live tokens, their statistics (m,)) -> dL/d divergence (m,), and dL/dlogp, (m,) or None
+PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None]]
 
 
 def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileSums | None]:
