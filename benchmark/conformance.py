@@ -29,7 +29,7 @@ def ours(hidden, weight, ids, *, temperature=1.0, softcap=None, mask=None, bias=
     if support is not None:
         support = Support.from_padded(torch.where(support, torch.arange(support.shape[1], device=ids.device), -1))
     return linear_logprobs(
-        hidden, weight, ids, mask=mask, bias=bias, support=support, batch_invariant=True,
+        hidden, weight, ids, mask=mask, bias=bias, support=support,
         transform=LogitTransform(temperature=temperature, softcap=softcap),
     ).logps  # fmt: skip
 

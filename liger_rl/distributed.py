@@ -63,8 +63,7 @@ class VocabParallel:
             except (TypeError, ValueError) as error:
                 problem = error
             ranks = gathered_objects((problem, described, self.vocab_start, rows), self.group, weight)
-            vocab, starts = _checked_vocab(ranks), tuple(sorted(start for _, _, start, _ in ranks))
-            shards[self] = VocabShard(self, rows, vocab, starts)
+            shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
         return shards[self]
 
     @contextmanager
@@ -128,7 +127,6 @@ class VocabShard:
     place: VocabParallel
     rows: int
     vocab: int  # V, entries of all shards
-    starts: tuple[int, ...]  # of all shards, ascending
 
     def local(self, targets: Tensor) -> Tensor:
         """Token ids -> rows of this shard; < 0 for an id before the shard, BEYOND for an id after it."""

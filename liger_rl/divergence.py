@@ -52,7 +52,6 @@ def linear_divergence(
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     fixed_shape: bool = False,
-    batch_invariant: bool = False,
 ) -> Divergence:
     """Per-token divergence of a student's distribution from a teacher's, without either's logits in memory.
 
@@ -81,13 +80,13 @@ def linear_divergence(
         teacher_lse: (B, T) or (N,), for "tv": the teacher's lse over its whole vocabulary, not renormalised.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
             tolerance of "auto" is exact here.
-        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: also fields.
+        chunk_tokens, chunk_vocab, fixed_shape: also fields.
 
     Returns:
         Divergence. With token_weights only the loss has gradients.
 
     Raises:
-        TypeError, ValueError: as `linear_logprobs`; also for batch_invariant, extras, lse or topk, and for a teacher's
+        TypeError, ValueError: as `linear_logprobs`; also for extras, lse or topk, and for a teacher's
             tensor that requires a gradient.
         torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True).
     """
@@ -101,7 +100,7 @@ def linear_divergence(
         options = HeadOptions(
             transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
             compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-            fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+            fixed_shape=fixed_shape,
         )  # fmt: skip
     return divergence_of(
         DivergenceCall(

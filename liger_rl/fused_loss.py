@@ -41,7 +41,6 @@ class HeadKeywords(TypedDict, total=False):
     chunk_tokens: int | None
     chunk_vocab: int | None
     fixed_shape: bool
-    batch_invariant: bool
 
 
 class FusedLinearLoss(nn.Module):

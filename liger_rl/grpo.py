@@ -45,7 +45,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
         entropy_coef: the field of `EntropyBonus`.
         temperature, softcap, scale: the fields of `LogitTransform`.
-        grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: as in `linear_logprobs`. In one pass,
+        grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape: as in `linear_logprobs`. In one pass,
             chunk_tokens bounds the tokens whose gradients are made together over the whole vocabulary.
         options: the fields of the preset's objective, such as `epsilon_low`, `epsilon_high` and `delta`, and of its
             reduction, `world_size` or `max_completion_length`. Their defaults are the preset's: "gmpo" has 0.4 where
@@ -79,7 +79,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
         fixed_shape: bool = False,
-        batch_invariant: bool = False,
         **options: "Unpack[PresetKeywords]",
     ) -> None:
         penalties = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
@@ -90,7 +89,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         head: HeadKeywords = {
             "temperature": temperature, "softcap": softcap, "scale": scale, "grad_tolerance": grad_tolerance,
             "chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab, "fixed_shape": fixed_shape,
-            "batch_invariant": batch_invariant,
         }  # fmt: skip
         super().__init__(terms, passes, head)
 

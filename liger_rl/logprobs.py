@@ -45,7 +45,6 @@ def linear_logprobs(
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     fixed_shape: bool = False,
-    batch_invariant: bool = False,
 ) -> LogProbs:
     """Log-probabilities of the targets from an lm_head, without the logits in memory.
 
@@ -71,7 +70,7 @@ def linear_logprobs(
         weight_grad: (V, H) float32, such as `weight.grad`, to which each backward adds the weight's gradient.
         vocab_parallel: the place in a sharded head.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
+        chunk_tokens, chunk_vocab, fixed_shape: the same.
 
     Returns:
         LogProbs, with None for results that are not asked for.
@@ -85,7 +84,7 @@ def linear_logprobs(
         head_options = HeadOptions(
             transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
             compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-            fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+            fixed_shape=fixed_shape,
         )  # fmt: skip
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,

@@ -86,7 +86,7 @@ class FusedLinearPreferenceLoss(_Judged):
             `chosen_logps`, `rejected_logps` and `nll`.
         passes: as in `FusedLinearGRPOLoss`. One pass needs a chunk with room for a pair, and no sorted pairs ("aot").
         options: the fields of the objective (`DPO`, `CPO`, `ORPO`), such as beta; and temperature, softcap, scale,
-            grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, as in `FusedLinearGRPOLoss`.
+            grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, as in `FusedLinearGRPOLoss`.
 
     Raises:
         TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.

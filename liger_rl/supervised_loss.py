@@ -83,7 +83,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             a mean over the tokens with a weight.
         passes: as in `FusedLinearGRPOLoss`.
         options: the fields of the objective, such as label_smoothing and z_loss; world_size, of the reduction; and
-            temperature, softcap, scale, grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, as in
+            temperature, softcap, scale, grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, as in
             `FusedLinearGRPOLoss`.
 
     Raises:

@@ -65,7 +65,6 @@ def topk_divergence(
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     fixed_shape: bool = False,
-    batch_invariant: bool = False,
 ) -> TopKDivergence:
     """Divergence of a student from a teacher over a list of ids of each token, from one forward of the student's head.
 
@@ -84,7 +83,7 @@ def topk_divergence(
             teacher_logps is a function.
         kind, beta, tail: as in `list_divergence`.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
+        chunk_tokens, chunk_vocab, fixed_shape: the same.
 
     Returns:
         TopKDivergence.
@@ -98,7 +97,7 @@ def topk_divergence(
         head_options = HeadOptions(
             transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
             compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-            fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+            fixed_shape=fixed_shape,
         )  # fmt: skip
         for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
             if is_dtensor(tensor):

@@ -258,14 +258,14 @@ def _policy_of_given_logits(x: Batch, **options):
     return (grpo_loss_from_logits(x.logits, x.targets, x.advantages, x.mask, loss_type="gpg", **options).loss,)
 
 
-_EVERY = frozenset(("chunks", "fixed_shape", "autocast", "gather", "weight_grad", "batch_invariant"))
+_EVERY = frozenset(("chunks", "fixed_shape", "autocast", "gather", "weight_grad"))
 _TWO_HEADS = frozenset(("chunks", "fixed_shape", "autocast", "gather"))
 CALLS = {
     "dense": PublicCall(_logprobs, takes=_EVERY),
     "label smoothing": PublicCall(partial(_logprobs, lse=True, extras=("mean_logits",)), takes=_EVERY),
     "low rank": PublicCall(
         partial(_logprobs, low_rank=True), ("hidden", "weight", "bias", "a", "b"),
-        _EVERY - {"batch_invariant", "autocast"},
+        _EVERY - {"autocast"},
     ),
     "a temperature for each token": PublicCall(partial(_logprobs, temperatures=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
@@ -274,14 +274,14 @@ CALLS = {
     ),
     "support": PublicCall(partial(_logprobs, listed="all"), takes=_EVERY - {"chunks", "autocast"}),
     "support with empty rows": PublicCall(
-        partial(_logprobs, listed="or not"), takes=frozenset(("gather", "weight_grad", "batch_invariant"))
+        partial(_logprobs, listed="or not"), takes=frozenset(("gather", "weight_grad"))
     ),
     "forward KL": PublicCall(partial(_divergence, kind="forward_kl"), takes=_TWO_HEADS),
     "reverse KL": PublicCall(partial(_divergence, kind="reverse_kl"), takes=_TWO_HEADS),
     "JSD": PublicCall(partial(_divergence, kind="jsd", beta=0.3), takes=_TWO_HEADS),
     "TV": PublicCall(partial(_divergence, kind="tv"), takes=_TWO_HEADS),
     "JSD in one pass": PublicCall(partial(_divergence, kind="jsd", weighted=True), takes=frozenset(("gather",))),
-    "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"batch_invariant", "gather"}),
+    "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"gather"}),
     "loss in one pass": PublicCall(partial(_loss, passes="one"), takes=frozenset()),
     "given logits": PublicCall(_given_logits, ("logits",), frozenset(("fixed_shape",))),
     "given logits, a temperature for each token": PublicCall(

@@ -102,12 +102,7 @@ class HeadCall:
     def check_together(self) -> None:
         """Raise for options and arguments that exclude each other."""
         for used, feature in (
-            (self.low_rank, "with low_rank"),
             (self.vocab_parallel is not None, "with vocab_parallel"),
-            (
-                self.vocab_parallel is not None and (self.several or self.options.topk is not None),
-                "with vocab_parallel and lists of ids",
-            ),
             (self.support is not None, "with a support"),
             (self.several, "with several targets for each token"),
         ):

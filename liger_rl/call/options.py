@@ -52,8 +52,6 @@ class HeadOptions:
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
         fixed_shape: for CUDA graphs: never wait for the device. Every token goes through every product. A target
             outside [0, V) masks its token and does not raise.
-        batch_invariant: a token's log-probability, entropy and extras depend only on its row, target and head, bit for
-            bit, on one kind of device and torch, on any number of shards (`liger_rl.engines.dense.in_order`).
 
     Raises:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.
@@ -70,7 +68,6 @@ class HeadOptions:
     chunk_tokens: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
     chunk_vocab: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
     fixed_shape: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
-    batch_invariant: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
 
     def __post_init__(self) -> None:
         for name, columns in TABLE.items():
@@ -95,7 +92,7 @@ TABLE: dict[str, dict[str, Any]] = {option.name: dict(option.metadata) for optio
 KNOWN = tuple(TABLE)
 EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
 # Options that change how a result is computed, not which result. Frameworks pass them on.
-HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
+HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +113,7 @@ def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance
     """
     tolerance = options.grad_tolerance if grad_tolerance is None else grad_tolerance
     if tolerance == "auto":
-        exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
+        exact = options.lse or options.topk is not None or options.fixed_shape
         tolerance = 0.0 if exact or options.names_chunk or compute_dtype.itemsize != 2 else AUTO_TOLERANCE
     resolutions = {"grad_tolerance": tolerance, "compute_dtype": compute_dtype}
     return EngineOptions(**{**{name: getattr(options, name) for name in KNOWN}, **resolutions})

@@ -1,23 +1,15 @@
 """Which options of a head exclude each other, and why: one table, and the errors from it."""
 
-FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
 IN_FORWARD = "one pass makes the gradient before it is known which parts of it are negligible"
 CHUNK = "a chunk of one pass holds the whole vocabulary"
 # Feature -> option that must keep its default with the feature -> why. A grad_tolerance must be 0 or "auto".
 NOT_TOGETHER: dict[str, dict[str, str]] = {
-    "with batch_invariant": {"chunk_tokens": FIXED, "chunk_vocab": FIXED, "grad_tolerance": ""},
     "with lse": {"grad_tolerance": ""},
     "with topk": {"grad_tolerance": ""},
     "with fixed_shape": {"grad_tolerance": "the host has to know how long the lists of ids are"},
-    "with low_rank": {"batch_invariant": "the term's products have no fixed shape"},
     "with weight_grad": {"grad_tolerance": "sums over lists of ids make a (V, H) gradient of their own"},
-    "with vocab_parallel": {
-        "grad_tolerance": WHOLE,
-    },
-    "with vocab_parallel and lists of ids": {
-        "batch_invariant": "the tiles that a list is read from are those of a shard",
-    },
+    "with vocab_parallel": {"grad_tolerance": WHOLE},
     "with a support": {
         "lse": "its engine does not keep it",
         "topk": "its engine does not keep it",
@@ -30,7 +22,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "chunk_vocab": CHUNK,
         "grad_tolerance": "ids are left out of a second pass",
         "fixed_shape": "the host has to know which rows make a chunk",
-        "batch_invariant": "the tiles of a chunk depend on how many tokens it holds",
     },
     # Two heads, whose gradients are made in the forward.
     "with token_weights": {
@@ -39,7 +30,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "chunk_vocab": CHUNK,
     },
     "with two heads": {
-        "batch_invariant": "no product of two heads is made up to a fixed shape",
         "extras": "they are not folded with two heads; ask linear_logprobs for them",
         "lse": "it is not returned of two heads; ask linear_logprobs for it",
         "topk": "no list is kept of two heads; ask linear_logprobs for it",
@@ -64,7 +54,7 @@ def lacks(options: object, feature: str, ignored: str | None = None) -> str | No
 
 
 def check_left_alone(options: object, feature: str) -> None:
-    """Raise ValueError if an option excludes `feature`, such as "with low_rank"."""
+    """Raise ValueError if an option excludes `feature`, such as "with weight_grad"."""
     rule = broken(options, feature)
     if rule is not None:
         name, default, value, why = rule

@@ -65,7 +65,7 @@ class LinearPlan:
     family: str | None
     """How the product with the epilogue reads memory: "tma" or "portable" (pointers). None without an epilogue."""
     tiles: Tiles
-    """Upper bounds of a tile's sides, or of a chunk's in one pass. With `batch_invariant`, of the backward's."""
+    """Upper bounds of a tile's sides, or of a chunk's in one pass."""
 
     def __str__(self) -> str:
         kind = "chunks" if self.path == "one pass" else "tiles"
@@ -78,14 +78,14 @@ class LinearPlan:
 def _plan(shape: HeadShape) -> LinearPlan:
     path, remarks = path_for(shape)
     forward, backward = two_pass.tiles_of(shape)
-    tiles = backward if shape.options.batch_invariant else Tiles(*map(max, forward, backward))
+    tiles = Tiles(*map(max, forward, backward))
     lacks = shape.two_pass_epilogue_lacks if path == "sparse" else shape.fold_lacks
     if path == "one pass":
         chunks, lacks = one_pass.chunks_of(shape), one_pass.epilogue_lacks(shape)
         tiles = Tiles(chunks.chunk_tokens, shape.vocab)
         if chunks.sum_dtype is not None:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
-    elif lacks is None and (shape.casts_weight or not shape.aligned):
+    elif lacks is None and shape.casts_weight:
         remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
     if lacks is None and path != "one pass" and shape.wants_gradient and shape.two_pass_epilogue_lacks:
         remarks.append(f"no epilogue in the backward, which needs {shape.two_pass_epilogue_lacks}")
@@ -128,7 +128,6 @@ def plan_linear_logprobs(
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     fixed_shape: bool = False,
-    batch_invariant: bool = False,
 ) -> LinearPlan:
     """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, and the reason.
 
@@ -156,7 +155,7 @@ def plan_linear_logprobs(
             loss of rows (B, T), N for any other loss.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: the same.
+        chunk_tokens, chunk_vocab, fixed_shape: the same.
 
     Raises:
         TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
@@ -176,11 +175,10 @@ def plan_linear_logprobs(
     head_options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-        fixed_shape=fixed_shape, batch_invariant=batch_invariant,
+        fixed_shape=fixed_shape,
     )  # fmt: skip
-    for is_set, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
-        if is_set:
-            check_left_alone(head_options, name)
+    if weight_grad:
+        check_left_alone(head_options, "with weight_grad")
     return _plan(
         HeadShape(
             tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,

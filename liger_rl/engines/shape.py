@@ -81,12 +81,11 @@ class HeadShape:
 
     def _product_lacks(self, tokens: int) -> str | None:
         dtype = self.options.compute_dtype  # the weight's too, or that of its copy
-        aligned = self.aligned or self.casts_weight or self.options.batch_invariant  # the last two read a copy
         return (
             devices.device_lacks(self.device)
             or ("a head without low_rank terms" if self.rank else None)
             or call_lacks(tokens, self.hidden_size, dtype, dtype)
-            or (None if aligned else "rows of the weight that start at multiples of 16 bytes")
+            or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
 
     @property

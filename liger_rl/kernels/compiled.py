@@ -1,6 +1,5 @@
 """The kernels in Triton, under the names of `reference`, and its functions that serve every device."""
 
-from liger_rl.kernels.merge_triton import merge as merge
 from liger_rl.kernels.reference import put as put
 from liger_rl.kernels.reference import scatter_rows as scatter_rows
 from liger_rl.kernels.saved_exponentials_triton import grad_kept as grad_kept

@@ -6,7 +6,6 @@ is a function of one tile of logits. `tile_epilogues` has the epilogues of one h
 
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -23,8 +22,6 @@ from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     PART_VOCAB,
     Fold,
-    Piece,
-    Pieces,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
@@ -170,13 +167,7 @@ def run_product(
         )
 
 
-def gemm_fold(*head: Any, kept: Kept | None = None, **options: Any) -> tuple[TokenStatistics, TileStatistics | None]:
-    """The statistics of `gemm_state`, with the target's logit if exponentials are kept."""
-    state, tiles = gemm_state(*head, kept=kept, **options)
-    return state.finish(with_target=kept is not None), tiles
-
-
-def gemm_state(
+def gemm_fold(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -188,15 +179,15 @@ def gemm_state(
     with_tiles: bool = False,  # also the statistics of each part
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
-    pieces: Pieces | None = None,  # in place of weight and bias, with targets of the whole vocabulary
-) -> tuple[Fold, TileStatistics | None]:
-    """The fold of hidden @ weight.T, and with `with_tiles` the statistics of its parts, where `devices.applies`."""
+) -> tuple[TokenStatistics, TileStatistics | None]:
+    """The statistics of hidden @ weight.T where `devices.folds`, and with `with_tiles` those of its parts.
+
+    The statistics include the target's logit if exponentials are kept.
+    """
     assert over_parts is None or not with_tiles
     assert kept is None or kept.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
-    pieces = pieces or Pieces([Piece(0, weight, bias)], vocab)
-    own_tiles = sum(triton.cdiv(piece.weight.shape[0], TILE_VOCAB) for piece in pieces.own)
-    vocab_tiles, whole = triton.cdiv(pieces.vocab, TILE_VOCAB), pieces.vocab % TILE_VOCAB == 0
+    vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
     tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
     step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
     cap, heat = transform.softcap, transform.temperature
@@ -209,25 +200,19 @@ def gemm_state(
     for start in range(0, n, step):
         rows = slice(start, start + step)
         part, tiles = state.take(rows), None  # so that the last rows' tiles are freed before the next are allocated
-        shape = own_tiles, part.peak.shape[0]
+        shape = vocab_tiles, part.peak.shape[0]
         tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
         of_rows = transform.of_tokens(heat[rows] if isinstance(heat, Tensor) else None)
-        first = 0
-        for piece in pieces.own:
-            past = first + triton.cdiv(piece.weight.shape[0], TILE_VOCAB)
-            own = tiles.take(slice(first, past))._replace(target=tiles.target)
-            run_product(
-                fold_tile, HeadFactors(hidden[rows], piece.weight, piece.bias, of_rows), targets[rows],
-                (own, known), outs=(None if kept is None else kept.values[rows], None), first=piece.first,
-                variant=variant, whole=whole,  # of all pieces: one compiled kernel computes every tile
-                parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
-            )  # fmt: skip
-            first = past
-        tiles = pieces.gathered(tiles)
+        run_product(
+            fold_tile, HeadFactors(hidden[rows], weight, bias, of_rows), targets[rows], (tiles, known),
+            outs=(None if kept is None else kept.values[rows], None), variant=variant, whole=vocab % TILE_VOCAB == 0,
+            parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
+        )  # fmt: skip
         merge(tiles, part)
         if kept is not None:
             kept.peaks[:, rows] = tiles.peak
-    return state if over_parts is None else over_parts(state), known
+    state = state if over_parts is None else over_parts(state)
+    return state.finish(with_target=kept is not None), known
 
 
 def gemm_grad(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.devices import empty_rows
-from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients, TokenStatistics, each
+from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of given rows
@@ -161,22 +161,6 @@ def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Te
         grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
     factor = transform.scale / transform.temperature
     return grad_z.mul_(_of_rows(factor)) if isinstance(factor, Tensor) or factor != 1.0 else grad_z
-
-
-def merge(parts: Fold, state: Fold) -> None:
-    """Merge the folds `parts` (tiles, n) of every tile into `state` (n,), in their order. `state.target` stays."""
-    parts = parts._replace(target=torch.zeros_like(parts.peak))
-    merged = each(parts, lambda values: values[0])
-    for tile in range(1, parts.peak.shape[0]):
-        # Two at a time: a sum of more has an order that the library chooses by the number of tokens.
-        both = Fold._make(
-            None if before is None or values is None else torch.stack([before, values[tile]])
-            for before, values in zip(merged, parts, strict=True)
-        )
-        merged = both.over_ranks(lambda values: values.amax(1), lambda values: values.sum(1))
-    for before, after in zip(state._replace(target=merged.target), merged, strict=True):
-        if before is not None and after is not None:
-            before.copy_(after)
 
 
 class Kept(NamedTuple):

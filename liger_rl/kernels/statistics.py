@@ -32,10 +32,6 @@ class TokenStatistics(NamedTuple):
     topk_logps: Tensor | None = None  # (n, K) the K largest log-probabilities, descending; None without topk
     topk_ids: Tensor | None = None  # (n, K) int64, their ids in the whole vocabulary
 
-    def first(self, count: int) -> "TokenStatistics":
-        """The statistics of the first `count` tokens."""
-        return each(self, lambda values: values[:count])
-
     def extra(self, name: str, vocab: int) -> Tensor | None:
         """The value of one of EXTRAS; None unless asked for."""
         if name == "mean_logits":
@@ -114,25 +110,6 @@ class Fold(NamedTuple):
         # Apple's GPUs have no float64.
         lse = (self.peak if self.peak.device.type == "mps" else self.peak.double()) + log_sum
         return TokenStatistics(logps, lse, entropy, log_sum_sq, self.sum_logits, is_top1, target)
-
-
-class Piece(NamedTuple):
-    """Consecutive tiles of the vocabulary."""
-
-    first: int  # id of the first row
-    weight: Tensor  # (v, H)
-    bias: Tensor | None  # (v,)
-
-
-class Pieces(NamedTuple):
-    """The tiles of a vocabulary that a rank folds."""
-
-    own: list[Piece]
-    vocab: int  # entries of the whole vocabulary
-    over_ranks: Callable[[Fold], Fold] | None = None  # (own tiles, n) -> (tiles, n), but for the target
-
-    def gathered(self, own: Fold) -> Fold:
-        return own if self.over_ranks is None else self.over_ranks(own)
 
 
 # The sides of a tile in a product with an epilogue.

@@ -25,8 +25,6 @@ from liger_rl import (
     linear_logprobs,
     topk_divergence,
 )
-from liger_rl.engines.dense import in_order
-from liger_rl.engines.tiles import Tiles
 from liger_rl.kernels.statistics import EXTRAS
 from ranks import assert_whole, message_of, sent
 
@@ -323,7 +321,6 @@ COVER, SAME = "ValueError: the shards of weight must cover", "must be the same o
 # What one rank alone asks for: the name in the error, and what every rank has.
 OF_ONE_RANK = {
     "entropy": ({}, {"entropy": True}),
-    "batch_invariant": ({}, {"batch_invariant": True}),
     "transform": ({}, {"transform": LogitTransform(temperature=0.5)}),
     "bias": ({}, {"bias": torch.zeros(5)}),
     "lse": ({}, {"lse": True}),
@@ -377,9 +374,6 @@ MISTAKES = {
     ),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
-    "batch_invariant of lists": (
-        {"options": {"batch_invariant": True, "topk": 2}}, {}, "ValueError: batch_invariant must be False with vocab_p"
-    ),
     # Two heads.
     "one rank's kind": (TEACHER, {"options": {"kind": "kl"}}, "ValueError: kind must be one of .*rank 1"),
     "one rank's keyword": (TEACHER, {"options": {"tau": 1.0}}, "TypeError: linear_divergence .*rank 1"),
@@ -399,99 +393,6 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_all, on_last,
     (message,) = {message for message, _ in results}
     assert re.match(expected, message or "")
     assert [count for _, count in results] == [2, 2]
-
-
-# Borders of shards that are no borders of tiles; one tile, or several, with rows of three ranks.
-BORDERS = ((0, 250, 300, 310), (0, 300, 600, 900), (0, 1, 255, 257), (0, 512, 768, 1000))
-
-
-def invariant_shards(rank, epilogue: bool, support: bool):
-    """-> of each border, whether the numbers are those of the whole head, bit for bit."""
-    with pytest.MonkeyPatch.context() as patch:
-        interpreted = epilogue and rank.device.type == "cpu"
-        if interpreted:
-            run_triton(patch, epilogue=True)
-        elif not epilogue:
-            patch.setattr(in_order, "plan_tiles", lambda *_args, **_options: Tiles(128, 256))
-        g = torch.Generator().manual_seed(3)
-        tokens, vocab, size = 6, 1003, 32
-        dtype = torch.float16 if epilogue else torch.float32
-        hidden, weight = (torch.randn(n, size, generator=g).to(rank.device, dtype) for n in (tokens, vocab))
-        bias = torch.randn(vocab, generator=g).to(rank.device)
-        targets = torch.randint(vocab, (tokens,), generator=g)
-        targets[:3] = torch.tensor([0, 255, vocab - 1])
-        targets, lists = targets.to(rank.device), None
-        if support:
-            lists = Support.from_padded(torch.randint(vocab, (tokens, 40), generator=g).to(rank.device))
-        same = []
-        for number, borders in enumerate(BORDERS[:2] if interpreted else BORDERS):
-            starts = [*borders[: rank.world], vocab]
-            own = slice(starts[rank.index], starts[rank.index + 1])
-            place, part = VocabParallel(rank.group, own.start), weight[own]
-            if rank.index == 0:  # the address of one rank's rows, as in a flat parameter, must not matter
-                part = weight.new_empty(part.numel() + 1)[1:].view_as(part).copy_(part)
-            heats = 0.7, torch.rand(tokens, generator=g).to(rank.device) + 0.5
-            for heat in heats[number : number + 1] if interpreted else heats:
-                options = {
-                    "batch_invariant": True, "entropy": True, "support": lists, "lse": not support,
-                    "extras": {"is_top1", "mean_logits", "log_sum_sq_probs"},
-                    "transform": LogitTransform(temperature=heat, softcap=5.0),
-                }  # fmt: skip
-                alone = linear_logprobs(hidden, weight, targets, bias=bias, **options)
-                few = slice(1, 4)
-                cut = options | {"support": None if lists is None else lists.take(few, batch=tokens)}
-                if isinstance(heat, Tensor):
-                    cut["transform"] = LogitTransform(temperature=heat[few], softcap=5.0)
-                shard = {"vocab_parallel": place, "bias": bias[own]}
-                found = linear_logprobs(hidden, part, targets, **options | shard)
-                pieces = linear_logprobs(hidden[few], part, targets[few], **cut | shard)
-                for one, other, piece in zip(alone, found, pieces, strict=True):
-                    same.append(one is None or (torch.equal(one, other) and torch.equal(one[few], piece)))
-    return same
-
-
-@pytest.mark.parametrize("support", [False, True])
-@pytest.mark.parametrize("epilogue", [False, True])
-def test_batch_invariant_on_any_number_of_shards(ranks, world, epilogue, support):
-    """Cut in two ways, each with borders that are none of tiles."""
-    if epilogue and world["device"] == "cpu":
-        skip_without_interpreter()
-    for same in ranks.run(invariant_shards, epilogue, support, **world):
-        assert all(same)
-
-
-def captured_shards(rank, dtype):
-    """-> whether replays of a CUDA graph have the whole head's numbers, bit for bit."""
-    g = torch.Generator().manual_seed(4)
-    hidden, weight = (torch.randn(n, 32, generator=g).to(rank.device, dtype) for n in (40, 1003))
-    targets, borders = torch.randint(1003, (40,), generator=g).to(rank.device), (0, 300, 1003)
-    part = weight[borders[rank.index] : borders[rank.index + 1]]
-    place = VocabParallel(rank.group, borders[rank.index])
-    options = {"batch_invariant": True, "fixed_shape": True, "entropy": True}
-
-    def call():
-        return linear_logprobs(hidden, part, targets, vocab_parallel=place, **options)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
-        found = call()
-    same = []
-    for _ in range(2):
-        hidden.copy_(torch.randn(hidden.shape, generator=g))
-        graph.replay()
-        alone = linear_logprobs(hidden, weight, targets, **options)
-        same += [torch.equal(found.logps, alone.logps), torch.equal(found.entropy, alone.entropy)]
-    return same
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_graph_of_shards(ranks, dtype):
-    assert ranks.run(captured_shards, dtype, device="cuda") == [[True] * 4] * 2
 
 
 def misaligned(rank):

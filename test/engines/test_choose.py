@@ -31,7 +31,6 @@ CASES = {
 }
 TWO_PASSES = CASES | {
     "fixed shape": {"fixed_shape": True},
-    "batch invariant": {"batch_invariant": True},
     "chunks": {"chunk_tokens": 200, "chunk_vocab": 700},
     "low rank": {"rank": 3},
     "float32 head under autocast": {"cast": True},
@@ -189,7 +188,6 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (AUTO_TOLERANCE | {"device": "cpu"}, "two passes", False, "sparse: needs a GPU"),
         (AUTO_TOLERANCE | {"weight_grad": True}, "two passes", True, "sparse: needs weight_grad = None"),
         (AUTO_TOLERANCE | {"fixed_shape": True}, "two passes", True, EXACT),
-        (AUTO_TOLERANCE | {"batch_invariant": True}, "two passes", True, EXACT),
         (AUTO_TOLERANCE | {"chunk_vocab": 8192}, "two passes", False, EXACT),
         (AUTO_TOLERANCE | ONE, "one pass", True, "summed in bfloat16"),
         (AUTO_TOLERANCE | AUTO | {"rank": 8}, "two passes", False, "one pass: needs a head without low_rank terms"),
@@ -198,7 +196,6 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         ({"rank": 8}, "two passes", False, "no epilogue, which needs a head without low_rank terms"),
         ({"hidden_size": 4100}, "two passes", False, "which needs a hidden size that is a multiple of 8, got 4100"),
         ({"aligned": False}, "two passes", False, "which needs rows of the weight that start at multiples of 16 bytes"),
-        ({"aligned": False, "batch_invariant": True}, "two passes", True, "products read a copy of the weight"),
         (CAST | {"aligned": False}, "two passes", True, "products read a copy of the weight"),  # whose rows are aligned
         (ONE | {"aligned": False}, "one pass", False, "which needs rows of the weight that start at multiples of 16"),
         (ONE | {"chunk_tokens": 256}, "one pass", False, "no epilogue, which needs chunks of 512 tokens or more"),
@@ -231,7 +228,7 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
         ("transform", TypeError, LogitTransform), ("entropy", TypeError, "yes"), ("extras", TypeError, "is_top1"),
         ("extras", ValueError, ("perplexity",)), ("grad_tolerance", ValueError, -1.0),
         ("grad_tolerance", TypeError, None), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),
-        ("fixed_shape", TypeError, 1), ("batch_invariant", TypeError, 1), ("passes", ValueError, ["two"]),
+        ("fixed_shape", TypeError, 1), ("passes", ValueError, ["two"]),
         ("passes", ValueError, "three"), ("together", ValueError, 0), ("together", TypeError, 1.5),
     ],
 )  # fmt: skip

@@ -76,7 +76,6 @@ IN_A_GRAPH: list[tuple[str, dict[str, Any]]] = [
     ("dense", {"extras": EXTRAS}),
     ("dense", {"lse": True, "entropy": False}),
     ("dense", {"transform": LogitTransform(temperature=0.7, softcap=4.0, scale=1.5)}),
-    ("dense", {"batch_invariant": True}),
     ("dense", {"grad_tolerance": 0.2}),
     ("dense", {"compute_dtype": torch.bfloat16}),
     ("several targets", {"extras": ("mean_logits",)}),

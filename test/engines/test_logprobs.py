@@ -285,16 +285,14 @@ def test_transform_values(option, error, value):
 
 
 CHANGED = {
-    "chunk_tokens": 64, "chunk_vocab": 64, "grad_tolerance": 0.1, "batch_invariant": True, "fixed_shape": True,
+    "chunk_tokens": 64, "chunk_vocab": 64, "grad_tolerance": 0.1, "fixed_shape": True,
     "lse": True, "topk": 3,
 }  # fmt: skip
 # Feature in the message, call of the table, its options, options that do not go with them.
 NOT_TOGETHER = [
-    ("with batch_invariant", "dense", {"batch_invariant": True}, ("chunk_tokens", "chunk_vocab", "grad_tolerance")),
     ("with fixed_shape", "dense", {"fixed_shape": True}, ("grad_tolerance",)),
     ("with lse", "dense", {"lse": True}, ("grad_tolerance",)),
     ("with topk", "dense", {"topk": 3}, ("grad_tolerance",)),
-    ("with low_rank", "low rank", {}, ("batch_invariant",)),
     ("with weight_grad", "dense", {"weight_grad": torch.zeros(129, 16)}, ("grad_tolerance",)),
     ("with a support", "support", {}, ("lse", "topk", "grad_tolerance")),
     ("with several targets", "several targets", {"lse": False}, ("grad_tolerance",)),

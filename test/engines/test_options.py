@@ -1,5 +1,5 @@
-"""Options of the head that change how, not what is computed: `fixed_shape`, `batch_invariant`, `weight_grad`, and a
-temperature for each token. Their values are the fuzzer's, properties of every call test_properties.py's.
+"""Options of the head that change how, not what is computed: `fixed_shape`, `weight_grad`, and a temperature for each
+token. Their values are the fuzzer's, properties of every call test_properties.py's.
 """
 
 from collections.abc import Callable
@@ -7,12 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from devices import NEEDS_GPU
 from head_calls import (
-    Problem,
-    Products,
     assert_close,
     batch,
     call,
@@ -29,13 +26,11 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
     Segments,
-    Support,
     TopEntropyMask,
     grpo_loss_from_logits,
     linear_logprobs,
     plan_linear_logprobs,
 )
-from liger_rl.kernels.statistics import EXTRAS
 
 # --- losses with fixed_shape never wait for the device ----------------------------------------------------------------
 
@@ -90,110 +85,6 @@ def test_host_reads_at_the_size_of_a_training_step(tolerance):
         total.backward()
     assert len(forward.names) == 1
     assert len(backward.names) == 1
-
-
-# --- with batch_invariant a token's bits are the same in any company --------------------------------------------------
-
-INVARIANT = 300  # tokens: more than a tile has
-
-
-def biased(dtype=torch.float32, device="cpu", *, tokens=INVARIANT, vocab=1003) -> Problem:
-    return problem((tokens,), 96, vocab, dtype, device, bias=True)
-
-
-def invariant(inputs: Problem, tokens: Tensor | slice = slice(None), **options):
-    """Of some of the tokens, in any order."""
-    some = inputs._replace(hidden=inputs.hidden[tokens], targets=inputs.targets[tokens])
-    return call(some, batch_invariant=True, **options)
-
-
-def assert_identical(found, expected, place=slice(None)) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine is None) == (other is None)
-        if other is not None:
-            assert torch.equal(mine, other[place])
-
-
-ALL = {"entropy": True, "lse": True, "extras": set(EXTRAS)}
-
-
-def companies(tokens: int, number: int):
-    """-> tokens, cut or permuted, and a mask: alone (None), padded to two rows, or chosen among all by the mask."""
-    g = torch.Generator().manual_seed(11)
-    for place in range(number):
-        first, last = sorted(torch.randint(tokens, (2,), generator=g).tolist())
-        chosen = torch.arange(first, last + 1) if place % 4 else torch.randperm(tokens, generator=g)[: last + 1]
-        mask = None
-        if place % 3 == 1:
-            mask = torch.arange(len(chosen) + len(chosen) % 2 + 2).view(2, -1) < len(chosen)
-            chosen = mask.long().masked_scatter(mask, chosen)
-        elif place % 3 == 2:
-            mask, chosen = torch.zeros(tokens, dtype=torch.bool).index_fill(0, chosen, True), torch.arange(tokens)
-        yield chosen, mask
-
-
-@pytest.mark.parametrize("path", ["tiles", "epilogue", "support"])
-@pytest.mark.parametrize("heat", ["none", "one", "each"])
-def test_cut_permuted_padded_and_masked_in_many_ways(path, heat, monkeypatch):
-    """The product's epilogue runs on a GPU, and in Triton's interpreter for fewer tokens in fewer ways."""
-    on_gpu = torch.cuda.is_available()
-    tokens, number, vocab = 5000 if on_gpu else 300, 200, 20000 if on_gpu else 1003
-    dtype = torch.bfloat16 if on_gpu and path == "epilogue" else torch.float32
-    if path == "epilogue" and not on_gpu:
-        run_triton(monkeypatch, epilogue=True)
-        tokens, number, vocab, dtype = 20, 12, 600, torch.float16
-    inputs = biased(dtype, "cuda" if on_gpu else "cpu", tokens=tokens, vocab=vocab)
-    device = inputs.hidden.device
-    lists = torch.randint(vocab, (tokens, 30), device=device)
-    heats = torch.rand(tokens, device=device) + 0.5
-    options = {name: value for name, value in ALL.items() if path != "support" or name != "lse"}
-
-    def found(rows, mask=None):
-        some = inputs._replace(hidden=inputs.hidden[rows], targets=inputs.targets[rows])
-        transform = LogitTransform(temperature=0.7 if heat == "one" else heats[rows], softcap=4.0)
-        transform = LogitTransform() if heat == "none" else transform
-        support = Support.from_padded(lists[rows].flatten(0, -2)) if path == "support" else None
-        return call(some, batch_invariant=True, mask=mask, transform=transform, support=support, **options)
-
-    whole = found(torch.arange(tokens, device=device))
-    for rows, mask in companies(tokens, number):
-        rows, mask = rows.to(device), None if mask is None else mask.to(device)
-        counted = slice(None) if mask is None else mask
-        mine = [None if values is None else values[counted] for values in found(rows, mask)]
-        assert_identical(mine, whole, rows[counted])
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("kind", ["graph", "compile"])
-def test_invariant_in_a_graph(kind):
-    inputs = biased(torch.bfloat16, "cuda", tokens=700, vocab=20000)
-    whole = invariant(inputs, entropy=True, fixed_shape=True)
-    few = slice(5, 90)
-    some = inputs._replace(hidden=inputs.hidden[few].clone(), targets=inputs.targets[few].clone())
-    if kind == "compile":
-        found = torch.compile(lambda: invariant(some, entropy=True, fixed_shape=True))()
-    else:
-        invariant(some, entropy=True, fixed_shape=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = invariant(some, entropy=True, fixed_shape=True)
-        graph.replay()
-    assert_identical(found, whole, few)
-
-
-def test_every_product_has_one_shape():
-    """What the promise rests on where libraries multiply."""
-    with Products() as products:
-        for tokens in (1, 77, 128, 300):
-            invariant(biased(), slice(tokens))
-    assert len({(a.shape, b.shape) for a, b in products.factors}) == 1
-
-
-def test_a_loss_takes_it():
-    inputs = biased()
-    loss = FusedLinearGRPOLoss("grpo", batch_invariant=True)
-    reference = loss.reference_logps(inputs.hidden, inputs.weight, inputs.targets, bias=inputs.bias)
-    assert torch.equal(reference[5:6], invariant(inputs, slice(5, 6)).logps)
 
 
 # --- the weight's gradient added to a float32 tensor in place ---------------------------------------------------------
@@ -255,7 +146,7 @@ def test_in_the_products_epilogue(softcap, monkeypatch):
     heats = torch.rand(tokens, device=inputs.hidden.device) + 0.4
     transform = LogitTransform(temperature=heats, softcap=softcap)
     folds, gradients = [], []
-    for name, calls in (("gemm_state", folds), ("gemm_grad", gradients)):
+    for name, calls in (("gemm_fold", folds), ("gemm_grad", gradients)):
         kernel = getattr(epilogue, name)
         monkeypatch.setattr(
             epilogue, name, lambda *a, kernel=kernel, calls=calls, **k: calls.append(1) or kernel(*a, **k)

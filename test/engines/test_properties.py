@@ -532,19 +532,7 @@ def test_host_reads_in_each_direction(name, options, device):
     assert options or forward.names, "the count would miss a read"
 
 
-@calls("batch_invariant", each=FIXED)
-def test_batch_invariant(name, options, device):
-    """A token's bits are the same beside any others."""
-    x, call = batch((300, 1), device=device).leaves(()), CALLS[name]  # more tokens than a tile has
-    whole = call.function(x, batch_invariant=True, **options)
-    for rows in (slice(None, None, 3), slice(-1, None), torch.randperm(300)):
-        for mine, truth in zip(call.function(x.tokens(rows), batch_invariant=True, **options), whole, strict=True):
-            assert torch.equal(mine, truth[rows])
-    grads = call.solve(x, batch_invariant=True, **options), call.solve(x, **options)
-    assert_close(*grads, 1e-5)
-
-
-@calls("weight_grad", each=(*FIXED, {"batch_invariant": True}))
+@calls("weight_grad", each=FIXED)
 def test_weight_grad_is_added_to(name, options, device):
     """The weight itself gets None, the others what they get without; every backward adds."""
     call, x = CALLS[name], batch(device=device)

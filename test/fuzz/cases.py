@@ -169,7 +169,7 @@ class HeadCase(Shown):
     autocast: torch.dtype | None
     compute_dtype: torch.dtype | None
     wants: dict[str, bool]  # gradient wanted, by name of the input
-    options: dict = field(default_factory=dict)  # chunks, budget, fixed_shape, batch_invariant, entropy, extras
+    options: dict = field(default_factory=dict)  # chunks, budget, fixed_shape, entropy, extras
     weight_grad: Tensor | None = None  # what stands in it before
     support: dict | None = None  # fields of a Support
     upstream: tuple[Tensor, ...] | None = None
@@ -243,21 +243,19 @@ def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True
 
 def tiles(draw, options: dict) -> dict:
     """Options of tiles and shape, at most one kind of them."""
-    kind = one(draw, "none", "chunks", "chunks", "fixed", "invariant")
+    kind = one(draw, "none", "chunks", "chunks", "fixed")
     if kind == "chunks":
         options["chunk_tokens"] = one(draw, None, 1, 7, 16, 33, 1000)
         options["chunk_vocab"] = one(draw, None, 1, 5, 64, 255, 256, 257, 4000)
     if kind == "fixed":
         options["fixed_shape"] = True
-    if kind == "invariant":
-        options["batch_invariant"] = True
     return options
 
 
 def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
     """Rows of ids, some of them repeated, most with the token's target; some empty, if that may be."""
     options, vocab, targets = case.options, case.weight.shape[0], case.targets.reshape(-1).long()
-    if one(draw, False, False, True) or "batch_invariant" in options:
+    if one(draw, False, False, True):
         return None
     # The products of an empty row are rounded to the compute dtype; for the oracle all rows' are.
     one_dtype = case.hidden.dtype == case.weight.dtype == case.compute
@@ -284,7 +282,7 @@ def head_cases(draw, device: str) -> HeadCase:
     if one(draw, False, False, True):
         options["extras"] = one(draw, EXTRAS[:1], EXTRAS, ("mean_logits",))
     tiles(draw, options)
-    case = head_inputs(draw, device, low_rank="batch_invariant" not in options)
+    case = head_inputs(draw, device)
     case.options = options
     numbers = Numbers(draw.getrandbits(62), device)
     if case.bias is None or case.bias.isfinite().all():
@@ -553,8 +551,6 @@ def fused_cases(draw, device: str) -> PolicyCase:
     if head.autocast is None and head.weight.dtype != head.hidden.dtype:
         head.autocast = BF16
     head.options = tiles(draw, {"entropy": True})
-    if head.low_rank and "batch_invariant" in head.options:
-        head.options = {"entropy": True}
     if head.bias is None or head.bias.isfinite().all():
         head.support = supports(draw, Numbers(draw.getrandbits(62), device), head)
     found = oracle.Head(head).logits.values["logps"].detach().reshape(head.targets.shape)
@@ -571,7 +567,7 @@ def fused_cases(draw, device: str) -> PolicyCase:
         head.weight_grad = numbers.normal(*head.weight.shape)
     if case.passes == "one":
         one_pass = not head.low_rank and head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
-        assume(one_pass and not {"fixed_shape", "batch_invariant"} & head.options.keys())
+        assume(one_pass and "fixed_shape" not in head.options)
         head.options.pop("chunk_vocab", None)
         o = case.objective_options
         alone = case.objective in ("PPOClip", "CISPO", "SAPO", "DPPO", "DPPOKL", "Reinforce")

@@ -21,7 +21,7 @@ from torch import Tensor
 from liger_rl.call.options import EngineOptions
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import HeadGradients
-from liger_rl.engines.dense import in_order, two_pass
+from liger_rl.engines.dense import two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import spans
@@ -40,11 +40,7 @@ class Saved(NamedTuple):
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved | None]:
     """Statistics of every token that counts. A negative target has log-probability 0."""
-    rows = head.gathered(options.compute_dtype)
-    n = rows.hidden.shape[0]
-    if options.batch_invariant:
-        rows, options = in_order.with_fixed_tiles(rows, options)
-    statistics = _statistics(rows, options).first(n)
+    statistics = _statistics(head.gathered(options.compute_dtype), options)
     saved = None
     if statistics.topk_logps is not None and statistics.topk_ids is not None:
         saved = Saved(statistics.topk_logps, statistics.topk_ids)

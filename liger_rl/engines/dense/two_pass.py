@@ -6,7 +6,6 @@ the outer loop of both passes, so that a tile of the weight is read once, and un
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
-from liger_rl.distributed import VocabShard
-from liger_rl.engines.dense import in_order
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, with_gradient
 from liger_rl.engines.shape import HeadShape
 from liger_rl.engines.tiles import Tiles, plan_tiles, spans
@@ -44,36 +41,19 @@ def forward(
     back. Only the product's epilogue makes statistics of tiles: it must apply, no chunk may be named, and there may be
     no low-rank term. Otherwise they are None, and a backward with a tolerance is exact.
     """
-    rows, n = head, head.live.count
+    rows = head
     if kept is None:
-        rows = head.gathered(options.compute_dtype)
-        if options.batch_invariant and not devices.aligned(rows.weight):
-            # The way must not depend on the address of a rank's rows: the ways have other bits and collectives.
-            rows = rows._replace(weight=rows.weight.clone(memory_format=torch.contiguous_format))
-        rows = with_factor(rows, options)
+        rows = with_factor(head.gathered(options.compute_dtype), options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
-    if epilogue is None and options.batch_invariant:
-        statistics = in_order.fold_in_order(*in_order.with_fixed_tiles(rows, options)).finish()
-    elif epilogue is None:
+    if epilogue is None:
         statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
     else:
         over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
-        targets, pieces = rows.targets, None
-        if options.batch_invariant:
-            rows = in_order.padded_rows(rows, in_order.MULTIPLE)
-            targets, pieces = in_order.whole_targets(rows), in_order.whole_tiles(rows, epilogue.TILE_VOCAB)
-            if shard is not None:  # the tiles are gathered before they are merged
-                over_ranks = partial(_with_target_over_ranks, shard)
         statistics, tiles = epilogue.gemm_fold(
-            rows.hidden, rows.weight, rows.bias, targets, rows.transform(options, slice(None)),
+            rows.hidden, rows.weight, rows.bias, rows.targets, rows.transform(options, slice(None)),
             entropy=options.entropy, extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
-            pieces=pieces,
         )  # fmt: skip
-    return statistics if statistics.logps.shape[0] == n else statistics.first(n), tiles
-
-
-def _with_target_over_ranks(shard: VocabShard, fold: Fold) -> Fold:
-    return fold._replace(target=shard.total(fold.target))
+    return statistics, tiles
 
 
 def backward(
@@ -303,9 +283,5 @@ def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
     logit, gradient, options = 12, 12, shape.options
     if compiles(shape.device):
         logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.two_pass_epilogue_lacks is None else 4)
-    first = in_order.INVARIANT_TOKENS if options.batch_invariant else shape.tokens
-    sizes = shape.vocab, shape.hidden_size, shape.device, options
-    return (
-        plan_tiles(first, *sizes, bytes_per_logit=logit),
-        plan_tiles(shape.tokens, *sizes, bytes_per_logit=gradient),
-    )
+    sizes = shape.tokens, shape.vocab, shape.hidden_size, shape.device, options
+    return plan_tiles(*sizes, bytes_per_logit=logit), plan_tiles(*sizes, bytes_per_logit=gradient)

@@ -22,7 +22,7 @@ from liger_rl.distributed import VocabShard
 from liger_rl.engines.dense import two_pass
 from liger_rl.engines.interface import Gradients, Head, Needs
 from liger_rl.engines.sparse import slots
-from liger_rl.kernels.devices import compiles, realigned
+from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.segments import Entries, Factors, Rows, Slots, ones_of
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
@@ -75,8 +75,7 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]
     """Statistics of all N tokens; `head.targets` are ids of the whole vocabulary.
 
     A token with one id has log-probability 0 and entropy 0, and so has a token that does not count. With a shard there
-    are two collectives, a maximum and a sum (with `batch_invariant` two sums), and those of two passes if a row is
-    empty.
+    are two collectives, a maximum and a sum, and two more if a row is empty.
     """
     listed = head.listed
     assert listed is not None
@@ -101,16 +100,9 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
     """Statistics over the tokens' listed ids; 0 for a token whose row is empty."""
     slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
-    factors = _factors(head)
-    if options.batch_invariant:
-        # Triton compiles another order of a row's sum for rows at addresses that 16 does not divide.
-        factors = Factors._make(part if part is None else realigned(part.contiguous()) for part in factors)
-    logits = kernels.dots(factors, slots, options.transform.of_tokens(head.temperatures))
+    logits = kernels.dots(_factors(head), slots, options.transform.of_tokens(head.temperatures))
     outputs = {"entropy": options.entropy, "extras": options.extras}
-    if shard is not None and options.batch_invariant:
-        logits, whole = _over_shards(logits, slots, shard)
-        statistics, sizes = kernels.statistics(logits, whole, targets, **outputs)
-    elif shard is None:
+    if shard is None:
         statistics, sizes = kernels.statistics(logits, slots, targets, **outputs)
     else:
         fold, sizes = kernels.fold(logits, slots, targets, **outputs)
@@ -120,15 +112,6 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
         whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
         statistics = statistics._replace(sum_logits=whole)
     return statistics, Saved(logits, sizes)
-
-
-def _over_shards(logits: Tensor, slots: Slots, shard: VocabShard) -> tuple[Tensor, Slots]:
-    """Two collectives: the logits of all slots, and the slots as one rank with the whole vocabulary has them."""
-    here = slots.ids < slots.rows
-    logits = shard.total(torch.where(here, logits, 0.0))
-    ids = shard.total(torch.where(here, slots.ids + slots.first, 0))
-    ids = torch.where(slots.ids > slots.rows, shard.vocab + 1, ids)
-    return logits, slots._replace(ids=ids, rows=shard.vocab, first=0)
 
 
 def _factors(head: Head) -> Factors:
