@@ -11,7 +11,7 @@ from liger_rl.call.dtensors import low_rank_tensors
 from liger_rl.call.head_call import shared_errors
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
-from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.engines.pair.run import BETA, Divergence, DivergenceCall, divergence_of, measure_of
@@ -46,7 +46,6 @@ def linear_divergence(
     lse: bool = False,
     topk: int | None = None,
     extras: Collection[str] = (),
-    grad_tolerance: Tolerance = "auto",
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
@@ -78,8 +77,7 @@ def linear_divergence(
         student_ids: (V,) the teacher's id of each row of `weight`, a draft head. Its rows are copied after a host
             sync, renormalised.
         teacher_lse: (B, T) or (N,), for "tv": the teacher's lse over its whole vocabulary, not renormalised.
-        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`. A
-            tolerance of "auto" is exact here.
+        transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab, fixed_shape: also fields.
 
     Returns:
@@ -98,9 +96,8 @@ def linear_divergence(
                 raise ValueError("vocab, vocab_parallel and gather must be None with student_ids")
             teacher_weight, teacher_bias = _rows_of(student_ids, weight, teacher_weight, teacher_bias)
         options = HeadOptions(
-            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
-            compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-            fixed_shape=fixed_shape,
+            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
+            gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab, fixed_shape=fixed_shape,
         )  # fmt: skip
     return divergence_of(
         DivergenceCall(

@@ -23,7 +23,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
-from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
 from liger_rl.engines.pair import epilogue as pair_epilogue
 from liger_rl.engines.pair import kept_triton as kept_pair_triton
 from liger_rl.engines.pair import tiles_triton
@@ -31,7 +30,6 @@ from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
-    TILE_VOCAB,
     TV,
     KeptPair,
     Measure,
@@ -41,7 +39,6 @@ from liger_rl.engines.pair.reference import (
     PairStatistics,
     PairTile,
     Tile,
-    TileSums,
 )
 from liger_rl.engines.sparse import bounds_triton as sparse_triton
 from liger_rl.engines.sparse import listing_triton, slots_triton
@@ -232,14 +229,12 @@ def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5), Measure(TV)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
-        sums = TileSums.unwritten(N, V, CPU, measure) if entropy else None
         tile = PairTile(student, teacher, targets, 0, measure)
-        tiles_triton.fold_pair(tile, state, sums)
+        tiles_triton.fold_pair(tile, state)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         tiles_triton.grad_pair(tile, tokens, ones(N, V, dtype=torch.bfloat16))
         if measure.second_step:
-            sums = None if measure.kind == TV else sums
-            tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
+            tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
 
 
 def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
@@ -255,14 +250,9 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     teacher = HeadFactors(*wider, bias, transform)
     kept = KeptPair.empty(N, vocab, CPU)
     for measure in (Measure(REVERSE), Measure(FORWARD), Measure(MIXTURE, 0.5))[: None if everything else 1]:
-        squares = entropy and measure.kind != MIXTURE
-        given = {"entropy": entropy, "targets": entropy, "squares": squares}
-        parts = pair_epilogue.unwritten_tiles(N, V, CPU, measure, **given)
-        pair_epilogue.fold_pair(student, teacher, targets, 0, measure, parts, None if squares else kept)
+        parts = pair_epilogue.unwritten_tiles(N, V, CPU, measure, entropy=entropy, targets=entropy)
+        pair_epilogue.fold_pair(student, teacher, targets, 0, measure, parts, kept)
         pair_epilogue.merged(parts, measure)
-        if measure.kind != MIXTURE:
-            whole = pair_epilogue.unwritten_tiles(N, V, CPU, measure, entropy=False, targets=False, squares=True)
-            pair_epilogue.write_tile_sums(whole, measure, TileSums.unwritten(N, V, CPU, measure))
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         pair_epilogue.grad_pair(student, teacher, targets, 0, measure, tokens)
         if transform.softcap is None:
@@ -270,26 +260,6 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
             kept_pair_triton.grad_kept_pair(kept, targets, transform, measure, tokens, out)
     for measure in (Measure(REVERSE), Measure(MIXTURE, 0.5)):
         kept_pair_triton.sum_kept(kept, measure, PairStatistics(*(ones(N) for _ in PairStatistics._fields)))
-
-
-def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
-    """With biases and gradients of log-probabilities where there are entropies elsewhere."""
-    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
-    bias = ones(V, dtype=torch.bfloat16) if entropy else None
-    head, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
-    tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
-    sparse_triton.tail_rows(tail, weight, torch.bfloat16)
-    span, parts = picked_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, TILE_VOCAB, CPU)
-    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
-        tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
-        bounds = sparse_pair_triton.part_bounds(TileSums.unwritten(N, V, CPU, measure), measure, tokens, targets)
-        given = 1e-3, transform, torch.bfloat16
-        chosen, _ = sparse_triton.choose_parts(bounds, tail, *given, signed=True)
-        of_tiles = picked_triton.list_tiles(chosen, span)
-        sparse_pair_triton.make_parts(head, head, targets, measure, tokens, chosen, of_tiles, span, parts)
-    starts = torch.arange(N + 1)
-    before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
-    listing_triton.write_lists(parts, chosen, of_tiles, tail, None, span, transform, before, found, starts)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
@@ -325,7 +295,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 EVERYWHERE = (
     tile_by_tile, whole_rows, kept_exponentials, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
-WITH_EPILOGUE = (in_the_epilogue, found_ids, parts_of_pairs)  # where the product of our own applies
+WITH_EPILOGUE = (in_the_epilogue, found_ids)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 

@@ -1,7 +1,6 @@
 """Which options of a head exclude each other, and why: one table, and the errors from it."""
 
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
-IN_FORWARD = "one pass makes the gradient before it is known which parts of it are negligible"
 CHUNK = "a chunk of one pass holds the whole vocabulary"
 # Feature -> option that must keep its default with the feature -> why. A grad_tolerance must be 0 or "auto".
 NOT_TOGETHER: dict[str, dict[str, str]] = {
@@ -26,7 +25,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
     # Two heads, whose gradients are made in the forward.
     "with token_weights": {
         "fixed_shape": "the host has to know which rows make a chunk",
-        "grad_tolerance": IN_FORWARD,
         "chunk_vocab": CHUNK,
     },
     "with two heads": {

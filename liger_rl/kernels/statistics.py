@@ -149,8 +149,7 @@ class TileStatistics(NamedTuple):
 class PartBounds(NamedTuple):
     """Bounds of each token's dL/dz in each tile, in units of `unit`, from which the parts to keep are chosen.
 
-    `most` and `rest` include the target only if `at_target` is None. No bound includes scale / temperature, the
-    constant part of dz/dx.
+    `most` and `rest` leave the target out. No bound includes scale / temperature, the constant part of dz/dx.
     """
 
     most: Tensor  # (tiles, n) float32, upper bound of the norm of dL/dz over a tile
@@ -158,14 +157,14 @@ class PartBounds(NamedTuple):
     least: Tensor  # (n,) float32, lower bound of the sum of squares of dL/dz over the vocabulary, target included
     unit: Tensor  # (n,) float32, scale of the token's bounds; 0 without a gradient
     size: Tensor  # (n,) float64, unit * sum of |rest| over tiles; 0 without a gradient, or if not finite
-    at_target: Tensor | None  # (n,) float32, dL/dx at the target, not in `unit`; None if parts include targets
+    at_target: Tensor  # (n,) float32, dL/dx at the target, not in `unit`
 
     @classmethod
-    def empty(cls, n: int, tiles: int, device: torch.device, *, targets: bool) -> "PartBounds":
+    def empty(cls, n: int, tiles: int, device: torch.device) -> "PartBounds":
         def part(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        tokens = part(n), part(n), part(n, dtype=torch.float64), part(n) if targets else None
+        tokens = part(n), part(n), part(n, dtype=torch.float64), part(n)
         return cls(part(tiles, n), part(tiles, n), *tokens)
 
 

@@ -87,7 +87,6 @@ ENGINES = [
     for wide in ("", "both", {"forward_kl": "student's", "reverse_kl": "teacher's"}.get(kind, "both"))
     for way in ("two passes", "one pass", *(() if wide else ("fixed shape",)))
 ]
-ENGINES += [("reverse_kl", wide, "tolerance") for wide in ("", "both")]
 
 
 @pytest.mark.parametrize(("kind", "wide", "way"), dict.fromkeys(ENGINES))
@@ -105,7 +104,7 @@ def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
     options |= {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
     options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
     ways = {"one pass": {"token_weights": factors}, "fixed shape": {"fixed_shape": True}}
-    options |= (ways | {"tolerance": {"grad_tolerance": 1e-3}}).get(way, {})
+    options |= ways.get(way, {})
     monkeypatch.setattr(pair_epilogue, "MERGE_TILES", 2)  # fewer than there are
     # The spans of copied weights are smaller than all there is.
     monkeypatch.setattr(pair_products, "COPIED_BYTES", 2 * (32 + 16) * 2 * BLOCK_VOCAB)
@@ -140,8 +139,7 @@ def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
             assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 
-@pytest.mark.parametrize("options", [{"entropy": True}, {"grad_tolerance": 1e-3}], ids=["exact", "a tolerance"])
-def test_an_infinite_divergence_without_a_gradient(options, tiles_and_epilogue):
+def test_an_infinite_divergence_without_a_gradient(tiles_and_epilogue):
     """The teacher alone bans ids. The gradient is that of the log-probabilities and entropies."""
     n, vocab = (512, 1024) if DEVICE.type == "cuda" else (16, 300)
     (hidden, weight, *teacher), bias = heads(n, 16, 16, vocab), torch.zeros(vocab, device=DEVICE)
@@ -149,11 +147,11 @@ def test_an_infinite_divergence_without_a_gradient(options, tiles_and_epilogue):
 
     def grads(call, *teacher, **more):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        found = call(*leaves, *teacher, targets=targets, **options, **more)
+        found = call(*leaves, *teacher, targets=targets, entropy=True, **more)
         divergence = torch.zeros_like(found.logps) if call is linear_logprobs else found.divergence
         assert divergence.isinf().all() == (call is not linear_logprobs)
         loss = found.logps + torch.where(divergence.isfinite(), divergence, 0.0)
-        (loss if found.entropy is None else loss - 0.3 * found.entropy).sum().backward()
+        (loss - 0.3 * found.entropy).sum().backward()
         return [leaf.grad.double() for leaf in leaves]
 
     expected = grads(linear_logprobs)
@@ -244,7 +242,7 @@ def test_targets_past_the_last_id():
     """Those of another rank, though a tile of this one's would have room for them."""
     hidden, weight, other, other_weight = heads(3, 48, 24, 700)
     targets = torch.tensor([5, 700, 703], device=DEVICE)
-    parts = pair_epilogue.unwritten_tiles(3, 700, DEVICE, Measure(FORWARD), entropy=False, targets=True, squares=False)
+    parts = pair_epilogue.unwritten_tiles(3, 700, DEVICE, Measure(FORWARD), entropy=False, targets=True)
     factors = (HeadFactors(*head, None, LogitTransform()) for head in ((hidden, weight), (other, other_weight)))
     pair_epilogue.fold_pair(*factors, targets, 0, Measure(FORWARD), parts, None)
     for mine, own, of in ((parts.target, hidden, weight), (parts.teacher_target, other, other_weight)):

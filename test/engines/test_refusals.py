@@ -187,7 +187,6 @@ DIVERGENCE = [
     ({"beta": 0.3}, ValueError, 'beta is an option of kind="jsd" alone'),
     ({"vocab": 132}, ValueError, "vocab must be at most the 131"),
     ({"vocab": 0}, ValueError, "vocab must be at least 1"),
-    ({"grad_tolerance": 1.0}, ValueError, "grad_tolerance must be in"),
     ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
     ({"teacher_transform": 1.0}, TypeError, "transform must be"),

@@ -1,6 +1,4 @@
-"""Properties of a backward with a tolerance, asked of one head and of two. Certificates: test_sparse.py and
-test_divergence_tolerance.py.
-"""
+"""Properties of a backward with a tolerance. The certificate: test_sparse.py."""
 
 import math
 
@@ -15,31 +13,26 @@ from tolerances import (
     TOKENS,
     distance,
     interpret,
-    interpret_pairs,
     one_head,
     recorded_plans,
-    two_heads,
 )
 
-HEADS = {"one head": (one_head, interpret), "two heads": (two_heads, interpret_pairs)}
 EPS = torch.finfo(LOW).eps
-FEW = TOKENS if DEVICE.type == "cuda" else 16  # of which one head drops parts
+FEW = TOKENS if DEVICE.type == "cuda" else 16  # of which a head drops parts
 
 
-@pytest.fixture(params=HEADS)
-def made(request, monkeypatch):
-    """-> a function that makes heads, the plans of their backwards."""
-    make, patch = HEADS[request.param]
-    patch(monkeypatch)
-    return make, recorded_plans(monkeypatch)
+@pytest.fixture
+def plans(monkeypatch):
+    interpret(monkeypatch)
+    return recorded_plans(monkeypatch)
 
 
-def test_two_backwards_of_one_forward(made):
+def test_two_backwards_of_one_forward(plans):
     """Lists are each one's own, with the same bits; without a gradient of the hidden states they are made, too.
 
     The tolerance is of dL/dlogits; the products with weight and hidden enlarge an error by no more than 4.
     """
-    heads = made[0]()
+    heads = one_head()
     leaves, exact = heads.trained(), heads.gradients(0.0)
     loss = heads.loss(leaves, grad_tolerance=1e-2)
     found, again = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
@@ -48,22 +41,22 @@ def test_two_backwards_of_one_forward(made):
         assert mine.dtype == other.dtype == LOW
         assert distance(mine, other) <= 0.04 + 1.2 * EPS
     heads.gradients(1e-2, frozen=0)
-    assert len(made[1]) == 3
+    assert len(plans) == 3
 
 
-def test_frozen_inputs(made):
-    heads = made[0](FEW)
+def test_frozen_inputs(plans):
+    heads = one_head(FEW)
     everything = heads.gradients(1e-1)
     for frozen in range(3):
         expected = [part for place, part in enumerate(everything) if place != frozen]
         assert all(map(torch.equal, heads.gradients(1e-1, frozen), expected)), frozen
-    assert len(made[1]) == 4
+    assert len(plans) == 4
 
 
 @pytest.mark.parametrize("dead", ["both", "all", *(pytest.param(k, marks=NEEDS_GPU) for k in ("mask", "gradient"))])
-def test_tokens_that_do_not_count(dead, made):
+def test_tokens_that_do_not_count(dead, plans):
     """They take part in nothing: NaN among them stays where it is."""
-    heads = made[0]()
+    heads = one_head()
     places = torch.arange(heads.grad.numel(), device=DEVICE)
     masked, zero = (places % step == 1 for step in (3, 5))
     if dead == "all":
@@ -72,8 +65,6 @@ def test_tokens_that_do_not_count(dead, made):
     heads.grad[zero] = 0.0
     found, exact = (heads.gradients(tolerance, mask=~masked) for tolerance in (1e-2, 0.0))
     heads.leaves[0][masked | zero] = math.nan
-    if heads.teacher is not None:
-        heads.teacher[0][masked] = math.inf
     again = heads.gradients(1e-2, mask=~masked)
     for mine, truth, same in zip(found, exact, again, strict=True):
         assert torch.equal(mine, same)
@@ -81,19 +72,19 @@ def test_tokens_that_do_not_count(dead, made):
     assert not found[0][masked | zero].any()
 
 
-def test_no_token_counts(made):
+def test_no_token_counts(plans):
     """Gradients of zero, not an error: a micro-batch may hold masked tokens alone, or none."""
     for tokens in (0, FEW):
-        heads = made[0](tokens)
+        heads = one_head(tokens)
         for mine, leaf in zip(heads.gradients(0.1, mask=torch.zeros(tokens, device=DEVICE)), heads.leaves, strict=True):
             assert torch.equal(mine, torch.zeros_like(leaf))
 
 
-def test_a_gradient_of_nan_is_not_left_out(made):
-    heads = made[0](FEW)
+def test_a_gradient_of_nan_is_not_left_out(plans):
+    heads = one_head(FEW)
     heads.grad[3] = math.nan
     found = heads.gradients(0.5)
-    assert made[1][0].share < 0.8
+    assert plans[0].share < 0.8
     assert found[0][3].isnan().all()
     assert not found[0][4].isnan().any()
     assert found[1].isnan().all()
@@ -101,47 +92,41 @@ def test_a_gradient_of_nan_is_not_left_out(made):
 
 @NEEDS_GPU  # float16 has no such numbers
 @pytest.mark.parametrize("size", [1e-25, 1e-20, 1e25])
-def test_gradients_whose_squares_leave_float32(size, made):
+def test_gradients_whose_squares_leave_float32(size, plans):
     """The tolerance is relative: a tiny loss keeps its gradient, a huge one too."""
-    heads = made[0]()
+    heads = one_head()
     heads = heads._replace(grad=heads.grad * size)
     exact, found = (heads.gradients(tolerance) for tolerance in (0.0, 1e-2))
-    assert made[1][0].share < 1.0
+    assert plans[0].share < 1.0
     for mine, truth in zip(found, exact, strict=True):
         assert distance(mine / size, truth / size) <= 0.04 + 1.2 * EPS
 
 
-def test_a_named_chunk_keeps_the_backward_exact(made):
-    heads = made[0](FEW)
+def test_a_named_chunk_keeps_the_backward_exact(plans):
+    heads = one_head(FEW)
     found, exact = (heads.gradients(tolerance, chunk_vocab=512) for tolerance in (0.5, 0.0))
     assert all(map(torch.equal, found, exact))
-    assert not made[1]
+    assert not plans
 
 
-@pytest.mark.parametrize("kind", ["flat", "equal", "long lists"])
-def test_where_much_is_kept_the_gradient_is_exact(kind, made, monkeypatch):
-    """To the last bit. The gradient of equal heads is rounding, of which nothing can be promised but itself."""
-    heads = made[0](FEW) if made[0] is one_head else two_heads(16, (48, 48))
+@pytest.mark.parametrize("kind", ["flat", "long lists"])
+def test_where_much_is_kept_the_gradient_is_exact(kind, plans, monkeypatch):
+    """To the last bit."""
+    heads = one_head(FEW)
     if kind == "long lists":
         monkeypatch.setattr(lists, "most_ids", lambda vocab: 1)
     else:
         monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 0.7)
     if kind == "flat":
         heads.leaves[1].mul_(0.1)
-    if kind == "equal":
-        if heads.teacher is None:
-            pytest.skip("one head equals no other")
-        heads.leaves[2].zero_()
-        heads = heads._replace(teacher=tuple(heads.leaves[:2]))
     heads.grad[:3] = 0.0
     found, exact = (heads.gradients(tolerance) for tolerance in (1e-2 if kind != "flat" else 1e-5, 0.0))
-    assert made[1][0].pays == (kind == "long lists")
+    assert plans[0].pays == (kind == "long lists")
     assert all(map(torch.equal, found, exact))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [one_head, two_heads])
-def test_without_an_epilogue_the_gradient_is_exact(make, dtype):
+def test_without_an_epilogue_the_gradient_is_exact(dtype):
     """To the last bit: on CPU a tolerance changes nothing."""
-    heads = make(16, dtype=dtype, device="cpu")
+    heads = one_head(16, dtype=dtype, device="cpu")
     assert all(map(torch.equal, heads.gradients(0.5), heads.gradients(0.0)))

@@ -206,7 +206,7 @@ def test_rows_that_are_far_apart(way, monkeypatch):
 def test_more_parts_than_16_bits_number():
     """Each of two tokens keeps all parts but the first."""
     tiles, tokens = 2**15 + 9, 2
-    bounds = PartBounds.empty(tokens, tiles, DEVICE, targets=False)
+    bounds = PartBounds.empty(tokens, tiles, DEVICE)
     for part, value in zip(bounds[:5], (1.0, 0.0, float(tiles), 1.0, 0.0), strict=True):
         part.fill_(value)
     bounds.most[0] = 0.0

@@ -11,15 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair.reference import (
-    FORWARD,
-    TILE_VOCAB,
-    KeptPair,
-    Measure,
-    PairFold,
-    PairGradients,
-    TileSums,
-)
+from liger_rl.engines.pair.reference import KeptPair, Measure, PairFold, PairGradients
 from liger_rl.engines.pair.tile_epilogues import REVERSE, around, fold_pair_tile, grad_pair_tile, store_sums
 from liger_rl.kernels.devices import empty_rows, on
 from liger_rl.kernels.epilogue import TWO_HEADS_VOCAB as PRODUCT_VOCAB
@@ -30,17 +22,16 @@ from liger_rl.kernels.statistics import each
 from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
 PARTS = 2  # of a tile's columns, one after the other
-JOINED_TOKENS, JOINING_WARPS = 128, 4  # of a program that joins a few tiles
 
 
 def unwritten_tiles(
-    n: int, vocab: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool, squares: bool
+    n: int, vocab: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool
 ) -> PairFold:
-    """Separate folds (tiles, n) of tiles of PRODUCT_VOCAB entries; `squares`: with sums of products."""
+    """Separate folds (tiles, n) of tiles of PRODUCT_VOCAB entries."""
     fields = PairFold.start(0, device, measure, entropy=entropy, targets=targets)._asdict()
     names = [name for name, part in fields.items() if part is not None and "target" not in name]
     # Separate tensors: Triton compiles a kernel anew for each pattern of aligned and other addresses.
-    for name in names + ["xx", "xy", "yy"] * squares:
+    for name in names:
         fields[name] = torch.empty(-(-vocab // PRODUCT_VOCAB), n, dtype=torch.float32, device=device)
     if targets:
         # The tile that holds the target writes its logits. A shard of the vocabulary may hold no such tile.
@@ -50,45 +41,20 @@ def unwritten_tiles(
 
 def merged(tiles: PairFold, measure: Measure) -> PairFold:
     """The fold of the whole vocabulary, (n,) each; tiles are added up in a fixed order."""
-    of_tiles = tiles._replace(target=None, teacher_target=None, xx=None, xy=None, yy=None)
+    of_tiles = tiles._replace(target=None, teacher_target=None)
     whole = each(of_tiles, lambda part: torch.empty_like(part[0]))
-    _merge(tiles, whole, measure, 1, 1, tiles.peak.shape[0], MERGE_TOKENS, MERGE_TILES, MERGE_WARPS)
+    count, n = tiles.peak.shape
+    with on(tiles.peak.device):
+        _merge_pair_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
+            tiles, whole, count, n, measure.kind, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
+        )
     return whole._replace(target=tiles.target, teacher_target=tiles.teacher_target)
 
 
-def write_tile_sums(tiles: PairFold, measure: Measure, sums: TileSums) -> None:
-    """Write the sums (n, tiles of TILE_VOCAB) from which bounds are made."""
-    y = (sums.y, None) if measure.kind == FORWARD else (None, sums.y)
-    fields = sums.peak, sums.x, sums.teacher_peak, *y, None, None, None, sums.xx, sums.xy, sums.yy
-    out = PairFold._make(fields)
-    (_, groups), several = sums.x.shape, TILE_VOCAB // PRODUCT_VOCAB
-    _merge(tiles, out, measure, groups, sums.x.stride(0), several, JOINED_TOKENS, several, JOINING_WARPS)
-
-
-def _merge(
-    tiles: PairFold,
-    out: PairFold,
-    measure: Measure,
-    groups: int,
-    stride: int,  # elements between two tokens of `out`
-    several: int,  # tiles of a group
-    tokens_per_program: int,
-    tiles_per_step: int,
-    warps: int,
-) -> None:
-    count, n = tiles.peak.shape
-    with on(tiles.peak.device):
-        _merge_pair_kernel[(triton.cdiv(n, tokens_per_program), groups)](
-            tiles, out, stride, several, count, n, measure.kind, tokens_per_program, tiles_per_step, num_warps=warps
-        )
-
-
-@triton.jit(do_not_specialize=["several", "tiles", "tokens"])
+@triton.jit(do_not_specialize=["tiles", "tokens"])
 def _merge_pair_kernel(
     parts,  # `PairFold` (tiles, tokens); targets are not read
-    out,  # `PairFold` (tokens, groups), written: a group is `several` tiles; without targets
-    stride,  # elements between two tokens of `out`
-    several,
+    out,  # `PairFold` (tokens,), written; without targets
     tiles,
     tokens,
     KIND: tl.constexpr,
@@ -97,13 +63,11 @@ def _merge_pair_kernel(
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
-    start = tl.program_id(1) * several
-    end = tl.minimum(start + several, tiles)
     peak = tl.full((TOKENS,), LOWEST, tl.float32)
     teacher_peak = tl.full((TOKENS,), LOWEST, tl.float32)
-    for first in range(start, end, TILES):
+    for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
-        inside = (tile < end)[:, None] & live[None, :]
+        inside = (tile < tiles)[:, None] & live[None, :]
         place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
         peak = tl.maximum(peak, tl.max(tl.load(parts.peak + place, mask=inside, other=LOWEST), 0))
         tile_peak = tl.load(parts.teacher_peak + place, mask=inside, other=LOWEST)
@@ -112,12 +76,9 @@ def _merge_pair_kernel(
     teacher_total = tl.zeros((TOKENS,), tl.float32)
     gap = tl.zeros((TOKENS,), tl.float32)
     moment = tl.zeros((TOKENS,), tl.float32)
-    sum_xx = tl.zeros((TOKENS,), tl.float32)
-    sum_xy = tl.zeros((TOKENS,), tl.float32)
-    sum_yy = tl.zeros((TOKENS,), tl.float32)
-    for first in range(start, end, TILES):
+    for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
-        inside = (tile < end)[:, None] & live[None, :]
+        inside = (tile < tiles)[:, None] & live[None, :]
         place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
         lower = tl.load(parts.peak + place, mask=inside, other=LOWEST) - peak[None, :]
         teacher_lower = tl.load(parts.teacher_peak + place, mask=inside, other=LOWEST) - teacher_peak[None, :]
@@ -136,26 +97,9 @@ def _merge_pair_kernel(
         if out.moment is not None:
             tile_moment = tl.load(parts.moment + place, mask=inside, other=0.0)
             moment += tl.sum(around(tile_moment, kept, lower, tile_total), 0)
-        if out.xx is not None:
-            xx = kept * kept * tl.load(parts.xx + place, mask=inside, other=0.0)
-            xy = kept * tl.load(parts.xy + place, mask=inside, other=0.0)
-            yy = tl.load(parts.yy + place, mask=inside, other=0.0)
-            if KIND == REVERSE:
-                # y = x (a - b), and relative to the new peaks a - b is larger by `shift`. Where `kept` is 0, x is 0 and
-                # the difference may be infinite.
-                shift = tl.where(kept > 0.0, lower - teacher_lower, 0.0)
-                yy = kept * kept * yy + shift * (2.0 * kept * xy + shift * xx)
-                xy = kept * xy + shift * xx
-            else:
-                xy *= teacher_kept
-                yy *= teacher_kept * teacher_kept
-            sum_xx += tl.sum(xx, 0)
-            sum_xy += tl.sum(xy, 0)
-            sum_yy += tl.sum(yy, 0)
-    place = token.to(tl.int64) * stride + tl.program_id(1)
-    tl.store(out.peak + place, peak, mask=live)
-    tl.store(out.teacher_peak + place, teacher_peak, mask=live)
-    store_sums(out, place, total, teacher_total, gap, moment, sum_xx, sum_xy, sum_yy, live)
+    tl.store(out.peak + token, peak, mask=live)
+    tl.store(out.teacher_peak + token, teacher_peak, mask=live)
+    store_sums(out, token, total, teacher_total, gap, moment, live)
 
 
 class KeptPeaks(NamedTuple):

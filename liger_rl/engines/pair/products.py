@@ -22,7 +22,6 @@ from liger_rl.engines.pair.reference import (
     PairStatistics,
     PairTile,
     Tile,
-    TileSums,
 )
 from liger_rl.engines.tiles import (
     MAX_CHUNK_TOKENS,
@@ -168,18 +167,16 @@ class PairRows:
         tiles = self.student.whole_tile(part, self.vocab), self.teacher.whole_tile(part, self.vocab)
         return PairTile(*tiles, self.targets[part], 0, self.measure)
 
-    def fold_whole(
-        self, part: slice, state: PairFold, sums: MixtureSums | None, tile_sums: TileSums | None = None
-    ) -> PairTile:
-        """Add the tokens `part` over the whole vocabulary to `state` and `sums` of these tokens; write `tile_sums`.
+    def fold_whole(self, part: slice, state: PairFold, sums: MixtureSums | None) -> PairTile:
+        """Add the tokens `part` over the whole vocabulary to `state` and `sums` of these tokens.
 
         -> the `whole_tile`, which takes both steps of a mixture.
         """
         tile = self.whole_tile(part)
-        self.kernels.fold_pair(tile, state, tile_sums)
+        self.kernels.fold_pair(tile, state)
         if sums is not None:
             known = self.known(state, part)
-            self.kernels.mix_pair(tile, known.lse, known.teacher_lse, sums, tile_sums)
+            self.kernels.mix_pair(tile, known.lse, known.teacher_lse, sums)
         return tile
 
     def known(self, state: PairFold, part: slice = slice(None)) -> PairStatistics:
@@ -221,24 +218,22 @@ class PairRows:
         most = min(WORKSPACE_BYTES[kind] // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
         return Tiles(chunk, min(whole_waves(chunk, most, device_programs(self.device)), self.vocab))
 
-    def fold(self, epilogue: ModuleType, tile_sums: TileSums | None) -> PairFold:
-        """The fold of all tokens; `tile_sums` are written."""
+    def fold(self, epilogue: ModuleType) -> PairFold:
+        """The fold of all tokens."""
         # Twice as many tokens at a time if weights are copied, because each time copies both weights.
         parts = (slice(*span) for span in spans(self.count, MERGED_TOKENS * (2 if self.copied_bytes else 1)))
-        folds = [self._fold(epilogue, part, tile_sums, None) for part in parts]
+        folds = [self._fold(epilogue, part, None) for part in parts]
         return PairFold._make(None if part[0] is None else torch.cat(part) for part in zip(*folds, strict=True))
 
-    def _fold(self, epilogue: ModuleType, part: slice, tile_sums: TileSums | None, kept: KeptPair | None) -> PairFold:
-        """The fold of the tokens `part` over the vocabulary; `kept` and their rows of `tile_sums` are written."""
+    def _fold(self, epilogue: ModuleType, part: slice, kept: KeptPair | None) -> PairFold:
+        """The fold of the tokens `part` over the vocabulary; `kept` is written."""
         tiles = epilogue.unwritten_tiles(
             part.stop - part.start, self.vocab, self.device, self.measure,
-            entropy=self.pair.options.entropy, targets=self.pair.targets, squares=tile_sums is not None,
+            entropy=self.pair.options.entropy, targets=self.pair.targets,
         )  # fmt: skip
         columns = COPIED_BYTES // self.copied_bytes // BLOCK_VOCAB * BLOCK_VOCAB if self.copied_bytes else self.vocab
         for first, last in spans(self.vocab, max(columns, BLOCK_VOCAB)):
             epilogue.fold_pair(*self.factors(part, first, last), tiles, kept)
-        if tile_sums is not None:
-            epilogue.write_tile_sums(tiles, self.measure, tile_sums.part(part, 0))
         return epilogue.merged(tiles, self.measure)
 
     def kept_rows(self, epilogue: ModuleType, part: slice) -> ValuesAndGradient:
@@ -247,7 +242,7 @@ class PairRows:
 
         options, measure = self.pair.options, self.measure
         kept = KeptPair.empty(part.stop - part.start, self.vocab, self.device)
-        known = PairStatistics.of(self._fold(epilogue, part, None, kept), measure)
+        known = PairStatistics.of(self._fold(epilogue, part, kept), measure)
         if measure.kind != FORWARD:
             known = known.with_sums(measure, kept_triton.sum_kept(kept, measure, known))
 

@@ -12,9 +12,6 @@ With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + b
 
 One fold gives the forward and the reverse divergence. A mixture and the total variation need both normalisers at every
 entry, so they take a second step, `mix_pair`.
-
-For a backward with a tolerance the same steps write sums of each token over each tile of TILE_VOCAB entries, see
-`TileSums`.
 """
 
 from collections.abc import Callable
@@ -22,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.reference import entropy_term, put, times_derivative, transformed
@@ -31,7 +27,6 @@ from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE, TV = 0, 1, 2, 3
 PART_ENTRIES = BLOCK_VOCAB // 2  # entries of a part of a `KeptPair`, and of a tile of a product of two heads
-TILE_VOCAB = 1024  # entries of a tile of `TileSums`, and of a block of `tiles_triton`
 
 
 class Measure(NamedTuple):
@@ -79,10 +74,6 @@ class PairFold(NamedTuple):
     moment: Tensor | None  # sum_v exp(a_v) a_v, kept for the student's entropy
     target: Tensor | None  # z at the target id, once its tile has passed; None without targets
     teacher_target: Tensor | None  # t at the target id
-    # Sums of products of the x and y of `TileSums`; None unless an epilogue writes them.
-    xx: Tensor | None = None
-    xy: Tensor | None = None
-    yy: Tensor | None = None
 
     @classmethod
     def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
@@ -100,7 +91,7 @@ class PairFold(NamedTuple):
         return each(self, lambda values: values[rows])
 
     def around(self, measure: Measure, peak: Tensor, teacher_peak: Tensor) -> "PairFold":
-        """The same sums relative to higher peaks, in new tensors, without sums of products."""
+        """The same sums relative to higher peaks, in new tensors."""
         lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
         kept, teacher_kept = lower.exp(), teacher_lower.exp()
         gap, moment = self.gap, self.moment
@@ -171,47 +162,6 @@ class MixtureSums(NamedTuple):
 
     def take(self, rows: slice) -> "MixtureSums":
         return each(self, lambda values: values[rows])
-
-
-class TileSums(NamedTuple):
-    """Sums of each token over each tile of TILE_VOCAB entries, (n, tiles) float32, written by the step that computes y.
-
-    Each measure has an x_v and a y_v. From their sums `bounds_triton` makes the gradient's sum and sum of squares:
-
-        forward   x = exp(z - peak), y = exp(t - teacher_peak)                      in `fold_pair`
-        reverse   x = exp(z - peak), y = x ((z - peak) - (t - teacher_peak))        in `fold_pair`
-        mixture   x = p, y = p (log p - log m)                                      in `mix_pair`
-    """
-
-    x: Tensor  # sum_v x_v
-    y: Tensor  # sum_v y_v
-    xx: Tensor  # sum_v x_v^2
-    xy: Tensor  # sum_v x_v y_v
-    yy: Tensor  # sum_v y_v^2
-    peak: Tensor | None  # the peak in x and y: a running peak or the tile's own; None for a mixture
-    teacher_peak: Tensor | None
-
-    @classmethod
-    def unwritten(cls, n: int, vocab: int, device: torch.device, measure: Measure) -> "TileSums":
-        fields = 5 if measure.kind == MIXTURE else 7
-        parts = torch.empty(fields, n, -(-vocab // TILE_VOCAB), dtype=torch.float32, device=device).unbind()
-        return cls(*parts[:5], *(parts[5:] or (None, None)))
-
-    def part(self, tokens: slice, first: int) -> "TileSums":
-        """Views of these tokens, from the tile whose first entry is `first` to the last tile."""
-        assert first % TILE_VOCAB == 0
-        at = first // TILE_VOCAB
-        return each(self, lambda part: part[tokens, at:])
-
-    def write(self, x: Tensor, y: Tensor, peaks: tuple[Tensor, Tensor] | None = None) -> None:
-        """Write the sums of x and y (n, v) to the first ceil(v / TILE_VOCAB) tiles, and the peaks (n,)."""
-        x, y = (pad(part, (0, -part.shape[1] % TILE_VOCAB)).unflatten(1, (-1, TILE_VOCAB)) for part in (x, y))
-        for out, values in zip(self, (x, y, x * x, x * y, y * y), strict=False):
-            assert out is not None
-            out[:, : values.shape[1]] = values.sum(-1)
-        for out, peak in zip(self[5:], peaks or (), strict=False):
-            assert out is not None
-            out[:, : x.shape[1]] = peak[:, None]
 
 
 class KeptPair(NamedTuple):
@@ -287,8 +237,8 @@ class PairGradients(NamedTuple):
         return each(self, Tensor.contiguous)
 
 
-def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> None:
-    """Add a pair of tiles to the fold `state`; `sums`, from the tile's first entry on, are written."""
+def fold_pair(tile: PairTile, state: PairFold) -> None:
+    """Add a pair of tiles to the fold `state`."""
     student, teacher, targets, first, measure = tile
     z, t = transformed(*student), transformed(*teacher)
     fold = state.around(measure, torch.maximum(state.peak, z.amax(-1)), torch.maximum(state.teacher_peak, t.amax(-1)))
@@ -300,9 +250,6 @@ def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> 
         fold.moment.add_(_weighted(exp, a))
     if fold.gap is not None:
         fold.gap.add_(_weighted(teacher_exp, b - a) if measure.kind == FORWARD else _weighted(exp, a - b))
-    if sums is not None and not measure.second_step:
-        y = teacher_exp if measure.kind == FORWARD else torch.where(exp > 0, exp * (a - b), 0.0)
-        sums.write(exp, y, (fold.peak, fold.teacher_peak))
     for out, values in zip(state[:6], fold[:6], strict=True):
         if out is not None and values is not None:
             out.copy_(values)
@@ -324,10 +271,8 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
     return torch.where(weight > 0, weight * values, 0.0).sum(-1)
 
 
-def mix_pair(
-    tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums, tiles: TileSums | None = None
-) -> None:
-    """The second step, with both normalisers known: update `sums`, and write `tiles` as in `fold_pair`."""
+def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
+    """The second step, with both normalisers known: update `sums`."""
     log_p, log_q = transformed(*tile.student) - lse[:, None], transformed(*tile.teacher) - teacher_lse[:, None]
     if tile.measure.kind == TV:
         p, gap = log_p.exp(), log_q - log_p
@@ -335,9 +280,6 @@ def mix_pair(
         sums.teacher.add_(_weighted(p, -torch.expm1(gap.clamp(max=0.0))))  # without cancellation where p is near q
         return
     over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, tile.measure.beta)
-    if tiles is not None:
-        p = log_p.exp()
-        tiles.write(p, torch.where(p > 0, p * over_mixture, 0.0))
     sums.student.add_(_weighted(log_p.exp(), over_mixture))
     sums.teacher.add_(_weighted(log_q.exp(), teacher_over_mixture))
 

@@ -21,7 +21,6 @@ from liger_rl.engines.autograd import EngineFunction
 from liger_rl.engines.dense.one_pass import WithGradients
 from liger_rl.engines.graphs import outside_of_graphs
 from liger_rl.engines.interface import Gradients, Head, Needs, whole_head
-from liger_rl.engines.pair import certified
 from liger_rl.engines.pair import two_heads as engine
 from liger_rl.engines.pair.products import Pair
 from liger_rl.engines.pair.reference import (
@@ -32,7 +31,6 @@ from liger_rl.engines.pair.reference import (
     Measure,
     PairGradients,
     PairStatistics,
-    TileSums,
 )
 from liger_rl.engines.pair.two_heads import PairGradientsOf
 from liger_rl.engines.run import head_of, mask_selection, start_selection
@@ -237,8 +235,7 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         )
         returns_logps = global_call.targets is not None
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
-        # A tolerance of "auto" is exact here.
-        options = resolved(call.options, dtype, grad_tolerance=0.0 if call.options.grad_tolerance == "auto" else None)
+        options = resolved(call.options, dtype, grad_tolerance=0.0)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         whole = None if call.teacher_lse is None else call.teacher_lse.detach().float().reshape(-1)
         pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps, whole)
@@ -263,13 +260,12 @@ def _divergence_of(global_call: DivergenceCall) -> Divergence:
 
 def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
     student = pair.student
-    bounded = student.wants_gradient and certified.applies(pair)
     with torch.no_grad(), gemm.without_autocast(call.hidden.device):
-        statistics, tile_sums = engine.forward(pair, bounded=bounded)
+        statistics = engine.forward(pair)
     values = _results(statistics)
     if student.wants_gradient:
         known = statistics._replace(divergence=None, teacher_logps=None)  # the backward does not read them
-        saved = student.targets, *pair.teacher[:3], *known, *(tile_sums or ())
+        saved = student.targets, *pair.teacher[:3], *known
         backward = partial(_backward, student[6:], pair[2:])
         values = EngineFunction.apply(*student.differentiable, values, 3, saved, backward)
     return _spread(call, pair, values)
@@ -282,7 +278,7 @@ def in_one_pass(call: DivergenceCall, pair: Pair, gradients_of: PairGradientsOf)
         if any(needs):
             statistics, gradients = engine.one_pass(pair, gradients_of, needs)
         else:
-            statistics, _ = engine.forward(pair)
+            statistics = engine.forward(pair)
     return _spread(call, pair, _results(statistics)), gradients
 
 
@@ -375,12 +371,12 @@ def _backward(
     """The backward of `EngineFunction`. It enters `options.gather` once for each head."""
     if all(grad is None for grad in grads):
         return Gradients()
-    student, end = Head(*saved[:6], *rest_of_student), 9 + len(PairStatistics._fields)
+    student = Head(*saved[:6], *rest_of_student)
     teacher_hidden, teacher_weight, teacher_bias = saved[6:9]
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, student.targets, student.live)
     pair = Pair(student, teacher, *rest_of_pair)
     whole = whole_head(pair.options.gather, student.weight, student.bias)
     whole_teacher = whole_head(pair.options.gather, teacher.weight, teacher.bias)
     with gemm.without_autocast(student.hidden.device), whole, whole_teacher:
-        tokens = PairGradients.of(PairStatistics._make(saved[9:end]), *grads)
-        return certified.backward(pair, TileSums._make(saved[end:]) if saved[end:] else None, tokens, needs)
+        tokens = PairGradients.of(PairStatistics._make(saved[9:]), *grads)
+        return engine.backward(pair, tokens, needs)

@@ -96,19 +96,14 @@ def _weighted(weight, values, BANS: tl.constexpr):
 
 
 @triton.jit
-def store_sums(out, place, total, teacher_total, gap, moment, xx, xy, yy, live):
+def store_sums(out, place, total, teacher_total, gap, moment, live):
     """Write the sums of a `PairFold`. A sum that it does not have is not read."""
     tl.store(out.sum_exp + place, total, mask=live)
-    if out.teacher_sum_exp is not None:
-        tl.store(out.teacher_sum_exp + place, teacher_total, mask=live)
+    tl.store(out.teacher_sum_exp + place, teacher_total, mask=live)
     if out.gap is not None:
         tl.store(out.gap + place, gap, mask=live)
     if out.moment is not None:
         tl.store(out.moment + place, moment, mask=live)
-    if out.xx is not None:
-        tl.store(out.xx + place, xx, mask=live)
-        tl.store(out.xy + place, xy, mask=live)
-        tl.store(out.yy + place, yy, mask=live)
 
 
 @triton.jit
@@ -155,7 +150,6 @@ def fold_pair_tile(
         tl.store(tops.peaks + at, peak, mask=live)
         tl.store(tops.teacher_peaks + at, top, mask=live)
     total, teacher_total, gap, moment = 0.0, 0.0, 0.0, 0.0
-    sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         a = part_of(z, part, PARTS) - peak[:, None]
         b = part_of(t, part, PARTS) - top[:, None]
@@ -168,17 +162,11 @@ def fold_pair_tile(
         if KIND == FORWARD:
             gap -= tl.sum(_weighted(y, a - b, BANS), 1)
         elif KIND == REVERSE:
-            weighted = _weighted(x, a - b, BANS)
-            gap += tl.sum(weighted, 1)
-        if tiles.xx is not None:
-            of_y = y if KIND == FORWARD else weighted
-            sum_xx += tl.sum(x * x, 1)
-            sum_xy += tl.sum(x * of_y, 1)
-            sum_yy += tl.sum(of_y * of_y, 1)
+            gap += tl.sum(_weighted(x, a - b, BANS), 1)
         if tops.peaks is not None:
             store(larger_out, first_token, first + part * WIDTH, tl.maximum(x, y))
             store(gaps, first_token, first + part * WIDTH, a - b)
-    store_sums(tiles, place, total, teacher_total, gap, moment, sum_xx, sum_xy, sum_yy, live)
+    store_sums(tiles, place, total, teacher_total, gap, moment, live)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair.reference import TILE_VOCAB, MixtureSums, PairFold, PairGradients, PairTile, Tile, TileSums
+from liger_rl.engines.pair.reference import MixtureSums, PairFold, PairGradients, PairTile, Tile
 from liger_rl.engines.pair.tile_epilogues import (
     FORWARD,
     REVERSE,
@@ -30,8 +30,6 @@ from liger_rl.kernels.softmax import (
 )
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
-
-NO_SUMS = TileSums._make([None] * 7)
 
 
 class TileArgument(NamedTuple):
@@ -70,19 +68,9 @@ def _weighted(weight, values):
 
 
 @triton.jit
-def _store_sums(tiles, place, x, y):
-    """Store the sums of one block, which is a tile of `TileSums`."""
-    tl.store(tiles.x + place, tl.sum(x))
-    tl.store(tiles.y + place, tl.sum(y))
-    tl.store(tiles.xx + place, tl.sum(x * x))
-    tl.store(tiles.xy + place, tl.sum(x * y))
-    tl.store(tiles.yy + place, tl.sum(y * y))
-
-
-@triton.jit
 def _fold_block(
     student, teacher, token, column, inside,
-    peak, total, teacher_peak, teacher_total, gap, moment, tiles, place, KIND: tl.constexpr, MOMENT: tl.constexpr,
+    peak, total, teacher_peak, teacher_total, gap, moment, KIND: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `PairFold`, without targets, after one more block."""
     z, t, _square = _pair(student, teacher, token, column, inside)
@@ -103,10 +91,6 @@ def _fold_block(
         gap = around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
     elif KIND == REVERSE:
         gap = around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
-    if tiles.x is not None:
-        tl.store(tiles.peak + place, new_peak)
-        tl.store(tiles.teacher_peak + place, new_teacher_peak)
-        _store_sums(tiles, place, exp, teacher_exp if KIND == FORWARD else tl.where(exp > 0.0, exp * (a - b), 0.0))
     total = total * kept + tl.sum(exp)
     teacher_total = teacher_total * teacher_kept + tl.sum(teacher_exp)
     return new_peak, total, new_teacher_peak, teacher_total, gap, moment
@@ -118,8 +102,6 @@ def _fold_pair_kernel(
     teacher,
     targets,
     state,  # `PairFold`, updated
-    tiles,  # `TileSums` with a tile for each block of columns, or of Nones
-    tiles_stride,
     columns,
     first,
     KIND: tl.constexpr,
@@ -143,23 +125,22 @@ def _fold_pair_kernel(
         z, t, _square = _pair(student, teacher, token, target, hit)
         tl.store(state.target + token, z, mask=hit)
         tl.store(state.teacher_target + token, t, mask=hit)
-    place = token * tiles_stride
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
             student, teacher, token, start + tl.arange(0, BLOCK), None,
-            peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
+            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
         )  # fmt: skip
     # The last, partial block is separate, so that the loop above needs no mask.
     for start in range(whole, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
             student, teacher, token, column, column < columns,
-            peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
+            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
         )  # fmt: skip
     tl.store(state.peak + token, peak)
     tl.store(state.teacher_peak + token, teacher_peak)
-    store_sums(state, token, total, teacher_total, gap, moment, 0.0, 0.0, 0.0, True)
+    store_sums(state, token, total, teacher_total, gap, moment, True)
 
 
 @triton.jit
@@ -169,8 +150,6 @@ def _mix_pair_kernel(
     lse,
     teacher_lse,
     sums,  # `MixtureSums`, updated
-    tiles,  # as in `_fold_pair_kernel`
-    tiles_stride,
     columns,
     beta,
     KIND: tl.constexpr,
@@ -194,8 +173,6 @@ def _mix_pair_kernel(
             teacher_sum += tl.sum(tl.where(log_q < log_p, p * one_minus_exp(log_q - log_p), 0.0))
         else:
             over, teacher_over = over_mixture(log_q - log_p, beta)
-            if tiles.x is not None:
-                _store_sums(tiles, token * tiles_stride + start // BLOCK, p, tl.where(p > 0.0, p * over, 0.0))
             student_sum += _weighted(p, over)
             teacher_sum += _weighted(tl.exp(log_q), teacher_over)
     tl.store(sums.student + token, student_sum)
@@ -230,7 +207,7 @@ def _grad_pair_kernel(
     tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> None:
+def fold_pair(tile: PairTile, state: PairFold) -> None:
     """As `reference.fold_pair`. The last dimension of logits must be contiguous, also in `mix_pair` and `grad_pair`."""
     student, teacher, targets, first, measure = tile
     n, columns = student.logits.shape
@@ -238,21 +215,19 @@ def fold_pair(tile: PairTile, state: PairFold, sums: TileSums | None = None) -> 
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
                 TileArgument.of(student), TileArgument.of(teacher), targets.contiguous(), state,
-                *_sum_arguments(None if measure.second_step else sums), columns, first,
+                columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
 
-def mix_pair(
-    tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums, tiles: TileSums | None = None
-) -> None:
+def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
     """As `reference.mix_pair`."""
     n, columns = tile.student.logits.shape
     if n:
         with on(lse.device):
             _mix_pair_kernel[(n,)](
                 TileArgument.of(tile.student), TileArgument.of(tile.teacher), lse, teacher_lse, sums,
-                *_sum_arguments(tiles), columns, tile.measure.beta, KIND=tile.measure.kind, BLOCK=_block(columns),
+                columns, tile.measure.beta, KIND=tile.measure.kind, BLOCK=_block(columns),
                 num_warps=WARPS,
             )  # fmt: skip
 
@@ -269,12 +244,6 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
                 TileArgument.of(student), TileArgument.of(teacher), out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
-
-
-def _sum_arguments(sums: TileSums | None) -> tuple[TileSums, int]:
-    """The arguments of a kernel for tile sums: the sums, and the elements between two tokens of them."""
-    assert BLOCK == TILE_VOCAB
-    return (NO_SUMS, 0) if sums is None else (sums, sums.x.stride(0))
 
 
 def _block(columns: int) -> int:

@@ -19,15 +19,7 @@ from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Needs, with_gradient
 from liger_rl.engines.pair.products import Pair, PairRows
-from liger_rl.engines.pair.reference import (
-    TILE_VOCAB,
-    TV,
-    MixtureSums,
-    PairGradients,
-    PairStatistics,
-    PairTile,
-    TileSums,
-)
+from liger_rl.engines.pair.reference import TV, MixtureSums, PairGradients, PairStatistics, PairTile
 from liger_rl.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
 from liger_rl.kernels.devices import compiles
 
@@ -41,49 +33,38 @@ MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; la
 PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None]]
 
 
-def forward(pair: Pair, *, bounded: bool = False) -> tuple[PairStatistics, TileSums | None]:
-    """Statistics of every token that counts; if `bounded`, also the sums over tiles from which bounds are made."""
+def forward(pair: Pair) -> PairStatistics:
+    """Statistics of every token that counts."""
     rows, measure, shard = PairRows(pair, pair.student.live), pair.measure, pair.student.shard
-    tile_sums = TileSums.unwritten(rows.count, rows.vocab, rows.device, measure) if bounded else None
     epilogue = None if measure.second_step else rows.epilogue
     if epilogue is not None:
-        state, sums = rows.fold(epilogue, tile_sums), None
+        state, sums = rows.fold(epilogue), None
     else:
         state, sums = rows.empty_fold(rows.count)
         tokens = None if sums is None else _whole_rows(rows)
         if sums is not None and tokens is not None:
             for part in (slice(*span) for span in spans(rows.count, tokens)):
-                written = None if tile_sums is None else tile_sums.part(part, 0)
-                rows.fold_whole(part, state.take(part), sums.take(part), written)
-            return rows.known(state).with_sums(measure, sums), tile_sums
-        _sweep(rows, tile_sums, lambda tile, part, written: rows.kernels.fold_pair(tile, state.take(part), written))
+                rows.fold_whole(part, state.take(part), sums.take(part))
+            return rows.known(state).with_sums(measure, sums)
+        _sweep(rows, lambda tile, part: rows.kernels.fold_pair(tile, state.take(part)))
     if shard is not None:
         state = state.over_ranks(measure, shard.maximum, shard.total)
     known = rows.known(state)
     if sums is None:
-        return known, tile_sums
+        return known
     norms = known.lse, known.teacher_lse
-
-    def mix(tile: PairTile, part: slice, written: TileSums | None) -> None:
-        rows.kernels.mix_pair(tile, norms[0][part], norms[1][part], sums.take(part), written)
-
-    _sweep(rows, tile_sums, mix)
+    _sweep(rows, lambda tile, part: rows.kernels.mix_pair(tile, norms[0][part], norms[1][part], sums.take(part)))
     total = sums if shard is None else MixtureSums(*shard.total(torch.stack(sums)))
-    return known.with_sums(measure, total), tile_sums
+    return known.with_sums(measure, total)
 
 
-def _sweep(
-    rows: PairRows,
-    tile_sums: TileSums | None,
-    step: Callable[[PairTile, slice, TileSums | None], None],  # the last argument: the tile's part of `tile_sums`
-) -> None:
-    tiles = _tiles(rows, whole=tile_sums is not None)
+def _sweep(rows: PairRows, step: Callable[[PairTile, slice], None]) -> None:
+    tiles = _tiles(rows)
     for first, last in spans(rows.vocab, tiles.vocab):
         factors = rows.factor_tiles(first, last)
         for part in (slice(*span) for span in spans(rows.count, tiles.tokens)):
-            written = None if tile_sums is None else tile_sums.part(part, first)
             # No name for the tile, so that it is freed before the next one is allocated.
-            step(rows.tile(part, factors, first), part, written)
+            step(rows.tile(part, factors, first), part)
 
 
 def _bytes_per_logit(device: torch.device) -> int:
@@ -91,15 +72,12 @@ def _bytes_per_logit(device: torch.device) -> int:
     return 8 if compiles(device) else 48
 
 
-def _tiles(rows: PairRows, *, bytes_per_gradient: int = 0, whole: bool = False) -> Tiles:
-    """Tiles of both heads; `whole`: with a width that is a multiple of TILE_VOCAB, for `TileSums`."""
+def _tiles(rows: PairRows, *, bytes_per_gradient: int = 0) -> Tiles:
+    """Tiles of both heads."""
     hidden_size = rows.student.rows.hidden.shape[1] + rows.teacher.rows.hidden.shape[1]
     bytes_per_logit = _bytes_per_logit(rows.device) + bytes_per_gradient
     options = rows.pair.options
-    tiles = plan_tiles(rows.count, rows.vocab, hidden_size, rows.device, options, bytes_per_logit=bytes_per_logit)
-    if not whole or tiles.vocab == rows.vocab:
-        return tiles
-    return tiles._replace(vocab=max(tiles.vocab // TILE_VOCAB, 1) * TILE_VOCAB)
+    return plan_tiles(rows.count, rows.vocab, hidden_size, rows.device, options, bytes_per_logit=bytes_per_logit)
 
 
 def _whole_rows(rows: PairRows) -> int | None:
@@ -115,11 +93,9 @@ def backward(
     pair: Pair,
     tokens: PairGradients,  # of the tokens that count
     needs: Needs,
-    *,
-    count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
     """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
-    live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient, count)
+    live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient)
     # No name for the rows, so that they are freed before the gradients of all tokens are allocated.
     return _gradients(PairRows(pair, live), tokens, needs).of_all_tokens(live, pair.student)
 
@@ -171,7 +147,7 @@ def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[P
         del tile
         statistics.append(known)
     if not statistics:
-        return forward(pair)[0], totals.finish()
+        return forward(pair), totals.finish()
     joined = PairStatistics._make(
         None if parts[0] is None else torch.cat(parts) for parts in zip(*statistics, strict=True)
     )

@@ -201,12 +201,12 @@ def part_bounds(
     targets: Tensor,  # (n,)
     transform: LogitTransform,
 ) -> PartBounds:
-    """Bounds of one head's gradient, without the targets' entries. With P a tile's largest probability and Q its mass,
+    """Bounds of the gradient, without the targets' entries. With P a tile's largest probability and Q its mass,
 
     sum_v p_v^2 <= P Q,    sum_v (p_v (log p_v + H))^2 <= Q sup_{p <= P} p (log p + H)^2
     """
     tiles, n = known.peaks.shape
-    bounds = PartBounds.empty(n, tiles, targets.device, targets=True)
+    bounds = PartBounds.empty(n, tiles, targets.device)
     with on(targets.device):
         _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
             known, log_probabilities, tokens.contiguous(), targets.contiguous(), bounds, tiles, n,
@@ -291,7 +291,7 @@ def draw_tokens(bounds: PartBounds, index: Tensor | None) -> Drawn:
 
 
 @triton.jit
-def store_shares(tail, size, tile, vocab, TILE_VOCAB: tl.constexpr, CUTS: tl.constexpr):
+def _store_shares(tail, size, tile, vocab, TILE_VOCAB: tl.constexpr, CUTS: tl.constexpr):
     """Write the shares of a tile's entries, from sums (TILE_VOCAB,) of their gradients' sizes."""
     known = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1)
     # Tokens list the few large entries of a tile. A share of a rest on a listed entry would replace nothing.
@@ -339,7 +339,7 @@ def _shares_kernel(
     not_target = known[:, None] & (tl.load(targets + row)[None, :] != entry[:, None])
     # One token's NaN must not reach other tokens' gradients.
     size = tl.sum(tl.where(not_target & (grad < float("inf")), grad, 0.0), 1)
-    store_shares(tail, size, tile, vocab, TILE_VOCAB, CUTS)
+    _store_shares(tail, size, tile, vocab, TILE_VOCAB, CUTS)
 
 
 @triton.jit

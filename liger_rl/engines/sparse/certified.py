@@ -56,7 +56,6 @@ def backward(
         weight.shape[1],
     )
     at_target = bounds.at_target
-    assert at_target is not None
     del bounds
     selection, finite = lists.readable(live, drawn)
     hidden = gathered(head.hidden, selection, dtype)

@@ -6,8 +6,7 @@
 - `write_lists` finds, for each token, the largest size up to which all entries may be dropped together. It lists the
   larger entries, and writes the sum of the dropped entries as the part's rest.
 
-A token's list has its target first, then its other ids, tile by tile, ascending. If parts include targets, a target is
-listed among the other ids, if it is large enough.
+A token's list has its target first, then its other ids, tile by tile, ascending.
 
 Each result is written by one program, in a fixed order: no atomics, the same bits on every run.
 """
@@ -60,7 +59,7 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def store_parts(parts, place, values, mask):
+def _store_parts(parts, place, values, mask):
     bits = values.to(tl.int32, bitcast=True)
     tl.store(parts.high + place, (bits >> 16).to(tl.int16), mask=mask)
     tl.store(parts.low + place, (bits >> 8).to(tl.uint8), mask=mask)
@@ -112,7 +111,7 @@ def _parts_kernel(
         if steps.cap is not None:
             grad *= 1.0 - square
         grad = tl.where(known & (column[None, :] != target), grad * per_scale, 0.0)
-        store_parts(out, part[:, None] * TILE_VOCAB + column[None, :], grad, inside[:, None])
+        _store_parts(out, part[:, None] * TILE_VOCAB + column[None, :], grad, inside[:, None])
 
 
 def make_parts(
@@ -218,7 +217,7 @@ def _write_kernel(
     chosen,  # `ChosenParts`
     tile_lists,  # `TileLists`
     entries,  # (V,) shares of the tail
-    targets,  # (n,) ids; None if parts include the targets' entries
+    targets,  # (n,) ids
     at_target,  # (n,) float32
     limits,  # (n,) int32
     before,  # (parts of all spans + 1,) int64: number of listed entries in all earlier parts, without targets
@@ -245,12 +244,11 @@ def _write_kernel(
         listed = row < end
         reached = row <= end
         start = tl.load(before + tl.load(chosen.starts + row, mask=reached, other=0), mask=reached, other=0)
-        if targets is not None:
-            start += row
-            listed = listed & (start < most)
-            tl.store(lists.ids + start, tl.load(targets + row, mask=listed, other=0).to(tl.int32), mask=listed)
-            tl.store(lists.coefficients + start, tl.load(at_target + row, mask=listed, other=0.0), mask=listed)
-            tl.store(lists.tokens + start, row, mask=listed)
+        start += row
+        listed = listed & (start < most)
+        tl.store(lists.ids + start, tl.load(targets + row, mask=listed, other=0).to(tl.int32), mask=listed)
+        tl.store(lists.coefficients + start, tl.load(at_target + row, mask=listed, other=0.0), mask=listed)
+        tl.store(lists.tokens + start, row, mask=listed)
         tl.store(starts + row, start, mask=reached)
     elif tl.program_id(0) * PARTS < count:
         part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
@@ -273,9 +271,7 @@ def _write_kernel(
         helps = tl.sum(away * away, 1) <= tl.sum(left * left, 1)
         rest = times_slope(tl.where(helps, rest, 0.0), steps).to(chosen.rest.dtype.element_ty)
         tl.store(chosen.rest + token.to(tl.int64) * width + tile, rest, mask=inside)
-        at = tl.load(before + base + part, mask=inside, other=0)
-        if targets is not None:
-            at += token + 1
+        at = tl.load(before + base + part, mask=inside, other=0) + token + 1
         number = kept.to(tl.int32)
         place = at[:, None] + (tl.cumsum(number, 1) - number)
         kept = kept & (place < most)
@@ -289,7 +285,7 @@ def write_lists(
     chosen: ChosenParts,  # `chosen.rest` gets the sums that are dropped from kept parts
     of_parts: TileLists,
     tail: Tail,
-    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx; None if parts include the targets' entries
+    targets: tuple[Tensor, Tensor],  # (n,) ids and dL/dx
     span: Span,
     transform: LogitTransform,
     before: Tensor,  # (parts + 1,) int64: number of listed entries in all earlier parts, without targets; zeros
@@ -313,7 +309,7 @@ def write_lists(
         if span.base:
             sums += before[span.base]
         _write_kernel[(triton.cdiv(span.room, together) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
-            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits, before, out, starts,
+            parts, chosen, of_parts, tail.entries, *targets, limits, before, out, starts,
             out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
             TILE_VOCAB=width, PARTS=together, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From bounds of a gradient's parts to sums over each token's ids, for the sparse backwards of one head and of two.
+"""From bounds of a gradient's parts to sums over each token's ids, for the sparse backward.
 
 The Triton kernels are imported only when a backward has bounds, that is, if the forward's product has an epilogue.
 """
@@ -117,7 +117,7 @@ def list_gradients(
     choice: Choice,
     tail: Tail,
     make_parts: Callable[..., None],  # (chosen, lists of tiles, span, out): writes the kept parts of a span of tokens
-    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx, always listed; None if parts include the targets
+    targets: tuple[Tensor, Tensor],  # (n,) ids and dL/dx, always listed
     needs: Needs,
 ) -> tuple[Gradients | None, Kept]:
     """-> gradients of hidden (n, H), weight and bias; None if the exact backward is faster. And the numbers of parts.
@@ -130,7 +130,7 @@ def list_gradients(
 
     (hidden, weight, bias, transform), finite, vocab, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
-    (tiles, n), targets_per_token = chosen.rank.shape, int(targets is not None)
+    tiles, n = chosen.rank.shape
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
 
     def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Entries, HostAnswer]:
@@ -162,7 +162,7 @@ def list_gradients(
         finite_hidden = hidden if finite is None or kept.wanted == n else hidden[finite]
         weight_base = Base(gemm.matmul(chosen.rest.T, finite_hidden), tail.entries, width)
         del finite_hidden
-    listed = int(counted.wait()) + targets_per_token * n
+    listed = int(counted.wait()) + n
     if listed > entries.ids.numel():
         return None, kept
     entries = Entries._make(values[:listed] for values in entries)
