@@ -4,8 +4,8 @@ A function that is a collective says so.
 Every rank of the group enters it the same number of times, whatever tensors the rank has.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # A row index after the last row of any shard. No kernel's last tile reaches it.
 BEYOND = torch.iinfo(torch.int32).max
-
-Signature = Mapping[str, object]  # values that must be the same on every rank, by name
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class VocabParallel:
     same on every rank of the group. Targets are ids of the whole vocabulary. Results and the gradient of hidden are the
     same on every rank. docs/distributed.md lists the collectives, and what a sharded head does not go with.
 
-    The first call with a weight checks that the arguments of the ranks fit together. It waits for the device, even with
-    fixed_shape, so give the same weight object in each call. The mesh of a DTensor weight says all this by itself.
+    The first call with a weight is one more collective, in which the ranks tell each other their rows, so give the same
+    weight object in each call. Each rank checks its own arguments, and raises by itself.
 
     With sum_hidden_grad the gradient of hidden (and of a low-rank term's `a`) is summed over the group. Without it, it
     is this rank's part, for a caller whose own backward adds the parts, such as Megatron's sequence parallelism.
@@ -47,41 +45,17 @@ class VocabParallel:
         if not isinstance(self.sum_hidden_grad, bool):
             raise TypeError(f"vocab_parallel.sum_hidden_grad must be a bool, got {type(self.sum_hidden_grad).__name__}")
 
-    def shard_of(self, weight: Tensor, signature: Callable[[], Signature], *, known_by: Tensor) -> "VocabShard":
-        """`weight` (rows, H) as a checked shard. The first call with a weight is a collective that compares the ranks.
+    def shard_of(self, weight: Tensor, *, known_by: Tensor) -> "VocabShard":
+        """`weight` (rows, H) as a checked shard. The first call with a weight is a collective, whose sum of rows is V.
 
-        `known_by` is the same object in each call: the weight, or the tensor that it was cut from. `signature` runs in
-        the first call alone. If it raises, if shards do not fit or if signatures differ, every rank raises the error.
+        `known_by` is the same object in each call: the weight, or the tensor that it was cut from.
         """
-        shards = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
+        shards = _SHARDS.setdefault(known_by, {})
         if self not in shards:
-            described: Signature = {}
-            rows, problem = 0, None
-            try:
-                described = {**signature(), "vocab_parallel.sum_hidden_grad": self.sum_hidden_grad}
-                rows = weight.shape[0]
-            except (TypeError, ValueError) as error:
-                problem = error
-            ranks = gathered_objects((problem, described, self.vocab_start, rows), self.group, weight)
+            rows = weight.shape[0]
+            ranks = gathered_objects((self.vocab_start, rows), self.group, weight)
             shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
         return shards[self]
-
-    @contextmanager
-    def shared_errors(self, weight: Tensor) -> Iterator[None]:
-        """A context: every rank raises an error that one rank raises in it. Collective if there is an error.
-
-        The other ranks wait in `shard_of`, which passes the error on. `weight` is the `known_by` of their `shard_of`.
-        """
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            problem = error
-
-            def signature() -> Signature:
-                raise problem
-
-            self.shard_of(weight, signature, known_by=weight)
-            raise
 
 
 # Weight -> {its place: its checked shard}.
@@ -99,22 +73,12 @@ def gathered_objects(value: object, group: "dist.ProcessGroup", like: object) ->
     return values
 
 
-def _checked_vocab(ranks: list[tuple[Exception | None, Signature, int, int]]) -> int:
-    """V of all shards together. Raises if a rank reports a problem, signatures differ, or shards do not fit."""
-    for rank, (problem, *_) in enumerate(ranks):
-        if problem is not None:
-            raise type(problem)(f"{problem} (rank {rank} of vocab_parallel.group)")
-    for name in ranks[0][1]:
-        values = [signature[name] for _, signature, *_ in ranks]
-        if any(value != values[0] for value in values):
-            description = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"{name} must be the same on every rank of vocab_parallel.group, got {description}")
+def _checked_vocab(ranks: list[tuple[int, int]]) -> int:
+    """(first id, rows) of each rank -> V of all shards together. Raises if shards do not fit."""
     vocab = 0
-    for start, rows in sorted((start, rows) for _, _, start, rows in ranks):
+    for start, rows in sorted(ranks):
         if start != vocab:
-            description = ", ".join(
-                f"[{start}, {start + rows}) on rank {r}" for r, (*_, start, rows) in enumerate(ranks)
-            )
+            description = ", ".join(f"[{start}, {start + rows}) on rank {r}" for r, (start, rows) in enumerate(ranks))
             raise ValueError(f"the shards of weight must cover the vocabulary and not overlap, got ids {description}")
         vocab = start + rows
     return vocab

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_dense, check_shape
-from liger_rl.call.dtensors import low_rank_tensors
-from liger_rl.call.head_call import shared_errors
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions
@@ -88,17 +86,15 @@ def linear_divergence(
             tensor that requires a gradient.
         torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True).
     """
-    tokens = hidden, teacher_hidden, targets, mask, token_weights, teacher_lse, *low_rank_tensors(low_rank)
-    with shared_errors(vocab_parallel, weight, *tokens):
-        measure = measure_of(kind, beta)
-        if student_ids is not None:
-            if vocab is not None or vocab_parallel is not None or gather is not None:
-                raise ValueError("vocab, vocab_parallel and gather must be None with student_ids")
-            teacher_weight, teacher_bias = _rows_of(student_ids, weight, teacher_weight, teacher_bias)
-        options = HeadOptions(
-            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
-            gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab, fixed_shape=fixed_shape,
-        )  # fmt: skip
+    measure = measure_of(kind, beta)
+    if student_ids is not None:
+        if vocab is not None or vocab_parallel is not None or gather is not None:
+            raise ValueError("vocab, vocab_parallel and gather must be None with student_ids")
+        teacher_weight, teacher_bias = _rows_of(student_ids, weight, teacher_weight, teacher_bias)
+    options = HeadOptions(
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
+        gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab, fixed_shape=fixed_shape,
+    )  # fmt: skip
     return divergence_of(
         DivergenceCall(
             hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, teacher_hidden=teacher_hidden,

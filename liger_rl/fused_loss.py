@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.call.checks import Passes, check_passes
-from liger_rl.call.dtensors import low_rank_tensors
-from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HOW, HeadOptions, Tolerance
@@ -67,19 +66,17 @@ class FusedLinearLoss(nn.Module):
     def _loss(self, call: HeadCall, batch: PolicyBatch) -> PolicyLoss:
         """The loss of a call, which is not checked yet. `batch.mask` is the call's."""
         weight, ids, mask, vocab_parallel = call.weight, call.targets, call.mask, call.vocab_parallel
-        tensors = call.hidden, ids, mask, *low_rank_tensors(call.low_rank)
-        with shared_errors(vocab_parallel, weight, *tensors):
-            if self.options.fixed_shape and vocab_parallel is not None:
-                raise ValueError(
-                    "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
-                    "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
-                )
-            compute_dtype = call.check_tensors()
-            call.check_weight_grad(weight)
-            ids = ids.long().contiguous()
-            aligned = self.terms.check(batch, ids.shape, ids.device)
-            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
-            shape = one_pass_shape(call, self.terms, aligned, self.passes, compute_dtype)
+        if self.options.fixed_shape and vocab_parallel is not None:
+            raise ValueError(
+                "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
+                "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
+            )
+        compute_dtype = call.check_tensors()
+        call.check_weight_grad(weight)
+        ids = ids.long().contiguous()
+        aligned = self.terms.check(batch, ids.shape, ids.device)
+        call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
+        shape = one_pass_shape(call, self.terms, aligned, self.passes, compute_dtype)
 
         if shape is not None:
             return loss_in_one_pass(call, shape, self.terms, aligned)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from liger_rl.call.checks import Passes
-from liger_rl.call.dtensors import low_rank_tensors
-from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import Tolerance
@@ -139,16 +138,15 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
 
         Raises:
             TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
-                needs. With a sharded head, the first call with the weight raises on every rank that has a part of it.
+                needs. With a sharded head, each rank raises by itself.
         """
-        with shared_errors(vocab_parallel, weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)):
-            batch = batch_of(
-                "FusedLinearGRPOLoss", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
-                ref_per_token_logps=ref_per_token_logps, sampling_per_token_logps=sampling_per_token_logps,
-                importance_ratio=importance_ratio, segments=segments, num_sequences=num_sequences,
-                num_items_in_batch=num_items_in_batch,
-            )  # fmt: skip
-            mask = batch.mask
+        batch = batch_of(
+            "FusedLinearGRPOLoss", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
+            ref_per_token_logps=ref_per_token_logps, sampling_per_token_logps=sampling_per_token_logps,
+            importance_ratio=importance_ratio, segments=segments, num_sequences=num_sequences,
+            num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
+        mask = batch.mask
         call = HeadCall(
             hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
             support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,

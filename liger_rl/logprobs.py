@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_flag
-from liger_rl.call.dtensors import low_rank_tensors
-from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
+from liger_rl.call.head_call import HeadCall, LogProbs
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
@@ -80,12 +79,11 @@ def linear_logprobs(
         ValueError: shapes, devices, values or options that do not fit, such as a live target outside [0, V).
         NotImplementedError, RuntimeError: a forward-mode derivative or a second derivative is asked for.
     """
-    with shared_errors(vocab_parallel, weight, hidden, targets, mask, bias, *low_rank_tensors(low_rank)):
-        head_options = HeadOptions(
-            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
-            compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-            fixed_shape=fixed_shape,
-        )  # fmt: skip
+    head_options = HeadOptions(
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+        fixed_shape=fixed_shape,
+    )  # fmt: skip
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,
         vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, may_be_several=True,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import Passes, check_dense, check_shape
-from liger_rl.call.dtensors import low_rank_tensors
-from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
@@ -57,20 +56,17 @@ class _Judged(FusedLinearLoss):
         super().__init__(terms, passes, head)
 
     def _judged_loss(self, call: HeadCall, reference: ReferenceHead | None, **columns: Any) -> PolicyLoss:
-        tensors = call.hidden, call.targets, call.mask, *low_rank_tensors(call.low_rank)
-        with shared_errors(call.vocab_parallel, call.weight, *tensors):
-            call.check_tensors()
-            if reference is not None:
-                if columns["ref_logps"] is not None:
-                    raise ValueError("ref_logps must be None with a reference, whose head gives them")
-                if not isinstance(reference, ReferenceHead):
-                    raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
+        call.check_tensors()
+        if reference is not None:
+            if columns["ref_logps"] is not None:
+                raise ValueError("ref_logps must be None with a reference, whose head gives them")
+            if not isinstance(reference, ReferenceHead):
+                raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
         if reference is not None:
             head: dict[str, Any] = {"hidden": reference.hidden, "weight": reference.weight, "bias": reference.bias}
             of_reference = replace(call, **head, low_rank=(), weight_grad=None)
             columns["ref_logps"] = self._logps(of_reference, reference.transform)
-        with shared_errors(call.vocab_parallel, call.weight, *tensors):
-            batch = self.batch(call.targets, call.mask, **columns)
+        batch = self.batch(call.targets, call.mask, **columns)
         return self._loss(replace(call, mask=batch.mask), batch)
 
 

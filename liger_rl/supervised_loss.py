@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import Passes, check_dense, check_shape
-from liger_rl.call.dtensors import low_rank_tensors
-from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
@@ -189,16 +188,15 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank,
             vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
         )  # fmt: skip
-        with shared_errors(vocab_parallel, weight, hidden, targets, mask, *low_rank_tensors(low_rank)):
-            call.check_tensors()
-            if self.class_weights is not None and vocab_parallel is None:
-                expected = f"(V,) = ({weight.shape[0]},) from weight"
-                check_shape("class_weights", self.class_weights, weight.shape[:1], expected)
-            columns: dict[str, Any] = {
-                "token_weights": token_weights, "segments": segments, "num_sequences": num_sequences,
-                "num_items_in_batch": num_items_in_batch,
-            }  # fmt: skip
-            batch = self.batch(targets, mask, **columns)
+        call.check_tensors()
+        if self.class_weights is not None and vocab_parallel is None:
+            expected = f"(V,) = ({weight.shape[0]},) from weight"
+            check_shape("class_weights", self.class_weights, weight.shape[:1], expected)
+        columns: dict[str, Any] = {
+            "token_weights": token_weights, "segments": segments, "num_sequences": num_sequences,
+            "num_items_in_batch": num_items_in_batch,
+        }  # fmt: skip
+        batch = self.batch(targets, mask, **columns)
         if not isinstance(self.terms.objective, _ClassSmoothed):
             return self._loss(call, batch)
         assert self.class_weights is not None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_dense, check_floating
-from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
-from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
+from liger_rl.call.dtensors import is_dtensor
+from liger_rl.call.head_call import HeadCall, LogProbs
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
@@ -92,19 +92,17 @@ def topk_divergence(
         ValueError: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient, and for a
             DTensor among teacher_ids, teacher_logps and mask.
     """
-    tensors = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
-    with shared_errors(vocab_parallel, weight, *tensors):
-        head_options = HeadOptions(
-            transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
-            compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-            fixed_shape=fixed_shape,
-        )  # fmt: skip
-        for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
-            if is_dtensor(tensor):
-                raise ValueError(f"{name} must be no DTensor; call full_tensor()")
-        measure = _check_formula(kind, beta, tail)
-        _check_lists(lists, topk, teacher_ids, teacher_logps)
-        check_dense("hidden", hidden)
+    head_options = HeadOptions(
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+        fixed_shape=fixed_shape,
+    )  # fmt: skip
+    for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
+        if is_dtensor(tensor):
+            raise ValueError(f"{name} must be no DTensor; call full_tensor()")
+    measure = _check_formula(kind, beta, tail)
+    _check_lists(lists, topk, teacher_ids, teacher_logps)
+    check_dense("hidden", hidden)
     targets = teacher_ids
     if targets is None:
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)

@@ -1,21 +1,19 @@
 """A call of the head: its tensors and options, and their checks."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.call.checks import check_dense, check_head, check_shape, check_temperature, check_tokens
-from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors, place_of
+from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors
 from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support, check_usable
-from liger_rl.call.tokens import counted_tokens, improper_temperatures
 from liger_rl.distributed import VocabParallel
 from liger_rl.kernels.transform import check_type
 
@@ -134,6 +132,8 @@ class HeadCall:
     def check_tensors(self) -> torch.dtype:
         """Check types, dtypes, shapes and devices of the tensors. No value is read. -> dtype of the products."""
         hidden, weight = self.hidden, self.weight
+        if self.vocab_parallel is not None:
+            check_type("vocab_parallel", self.vocab_parallel, VocabParallel, "a VocabParallel or None")
         dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
         check_low_rank(self.low_rank, hidden, weight)
         first = self._first_targets() if self.several else self.targets
@@ -180,30 +180,6 @@ class HeadCall:
                 raise ValueError(f"weight_grad must have memory of its own, got a tensor whose storage overlaps {name}")
         _check_reduced(weight_grad, weight)
 
-    def facts(self) -> dict[str, object]:
-        """The values that ranks with a shared vocabulary must agree on, by name. Waits for the device."""
-        dtype = self.check_tensors()
-        targets = self.targets.amax(-1) if self.several else self.targets
-        live = counted_tokens(targets, self.mask, self.needed_mask)
-        mask, ids = self.mask, None if self.support is None else self.support.token_ids
-        heat = improper_temperatures(self.options.transform.temperature, targets, mask)
-        return {
-            **self.options.facts(),
-            "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
-            "the dtype of weight": self.weight.dtype,
-            "compute_dtype": dtype,
-            "bias": None if self.bias is None else self.bias.dtype,
-            "low_rank": [term.a.shape[0] for term in self.low_rank],
-            "targets": tuple(self.targets.shape),
-            "the number of tokens that count": int(live.sum()),
-            "the sum of targets": int(torch.where(live, targets, 0).sum()),
-            "requires_grad of hidden": self.hidden.requires_grad,
-            # Values that a rank refuses after the ranks have compared: here all ranks hear of them.
-            "the number of mask values other than 0 and 1": mask is not None and int(((mask != 0) & (mask != 1)).sum()),
-            "the number of temperatures that are not positive and finite": [int(count) for count in heat],
-            "the ids of support": None if ids is None else f"{ids.numel()} of sum {int(ids.sum())}",
-        }
-
 
 def check_topk(topk: int | None, vocab: int) -> None:
     if topk is not None and topk > min(vocab, MOST_IDS):
@@ -222,17 +198,3 @@ def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
             "weight_grad must be weight.grad within DistributedDataParallel, which reduces no other tensor over its "
             "ranks, got another; where you reduce it, call the model in no_sync()"
         )
-
-
-def shared_errors(vocab_parallel: VocabParallel | None, weight: Any, *others: object) -> AbstractContextManager:
-    """A context: an error that one rank raises in it is raised on every rank that has a part of the weight.
-
-    With a DTensor weight that holds if the ranks can compare arguments before any collective of the call: on a mesh of
-    one dimension, and if `others`, the call's other tensors, are no DTensors.
-    """
-    if vocab_parallel is not None:
-        check_type("vocab_parallel", vocab_parallel, VocabParallel, "a VocabParallel or None")
-    place: VocabParallel | None = vocab_parallel
-    if place is None and is_dtensor(weight) and not has_dtensor(*others) and weight.device_mesh.ndim == 1:
-        place = place_of(weight)
-    return nullcontext() if place is None else place.shared_errors(weight)

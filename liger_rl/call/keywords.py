@@ -5,7 +5,6 @@ from functools import wraps
 from inspect import signature
 from typing import ParamSpec, TypeVar
 
-from liger_rl.call.head_call import shared_errors
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.keywords import hint
 
@@ -14,22 +13,15 @@ Result = TypeVar("Result")
 
 
 def named_keywords(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorator: the TypeError for a keyword that the function does not have names the right one, or lists all.
-
-    With a sharded head it is raised on every rank, as `shared_errors` does.
-    """
+    """Decorator: the TypeError for a keyword that the function does not have names the right one, or lists all."""
     known = tuple(name for name in signature(function).parameters if name != "self")
 
     @wraps(function)
     def checked(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
         for name, value in keywords.items():
             if name not in known:
-                fitting = {key: keywords[key] for key in known if key in keywords}
-                call = signature(function).bind_partial(*args, **fitting)
-                vocab_parallel, weight = (call.arguments.pop(key, None) for key in ("vocab_parallel", "weight"))
-                with shared_errors(vocab_parallel, weight, *call.arguments.values()):
-                    called = function.__qualname__
-                    raise TypeError(f"{called} got an unexpected argument {name!r}{_right(name, value, known)}")
+                called = function.__qualname__
+                raise TypeError(f"{called} got an unexpected argument {name!r}{_right(name, value, known)}")
         return function(*args, **keywords)
 
     return checked

@@ -22,11 +22,9 @@ AUTO_TOLERANCE = checks.auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE")
 def row(
     check: Callable[[str, Any], object],  # check(name, value) raises for a bad value
     operator: str | None = None,  # type of the option in the schema of torch.compile's operator; None: not in it
-    *,
-    agreed: bool = False,  # ranks with a shared vocabulary must give the same value
 ) -> dict[str, Any]:
     """A row of the table of options, the fields of `HeadOptions`."""
-    return {"check": check, "operator": operator, "agreed": agreed}
+    return {"check": check, "operator": operator}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +56,16 @@ class HeadOptions:
     """
 
     transform: LogitTransform = field(default=IDENTITY, metadata=row(lambda _, value: checks.check_transform(value)))
-    entropy: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
-    lse: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
-    topk: int | None = field(default=None, metadata=row(checks.check_chunk, agreed=True))
+    entropy: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
+    lse: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
+    topk: int | None = field(default=None, metadata=row(checks.check_chunk))
     extras: Collection[str] = field(default=(), metadata=row(checks.check_extras))
     grad_tolerance: Tolerance = field(default="auto", metadata=row(checks.check_tolerance, "float"))
     compute_dtype: torch.dtype | None = field(default=None, metadata=row(checks.check_compute_dtype, "ScalarType"))
     gather: Gather | None = field(default=None, metadata=row(checks.check_gather))
     chunk_tokens: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
     chunk_vocab: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
-    fixed_shape: bool = field(default=False, metadata=row(checks.check_flag, "bool", agreed=True))
+    fixed_shape: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
 
     def __post_init__(self) -> None:
         for name, columns in TABLE.items():
@@ -75,12 +73,6 @@ class HeadOptions:
         for name in EXCLUDING:
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
-
-    def facts(self) -> dict[str, object]:
-        """The options that ranks with a shared vocabulary must agree on, by name."""
-        transform = "a temperature for each token" if self.transform.per_token else self.transform
-        agreed = {name: getattr(self, name) for name, columns in TABLE.items() if columns["agreed"]}
-        return {"transform": transform, "extras": sorted(self.extras), **agreed}
 
     @property
     def names_chunk(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.dtensors import localized
-from liger_rl.call.head_call import HeadCall, LogProbs, check_topk, shared_errors
+from liger_rl.call.head_call import HeadCall, LogProbs, check_topk
 from liger_rl.call.host_answer import HostAnswer
 from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
@@ -59,22 +59,16 @@ def _in_graph(call: HeadCall) -> tuple[LogProbs, Tensor | None]:
 
 def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> tuple[LogProbs, Tensor | None]:
     original_weight = original_call.weight
-    with shared_errors(original_call.vocab_parallel, original_weight, *original_call.tensors):
-        call = localized(original_call)
-    with shared_errors(call.vocab_parallel, original_weight):
-        call.check_together()
+    call = localized(original_call)
+    call.check_together()
     options, shard = call.options, None
 
-    def rank_signature() -> dict[str, object]:
-        call.check_weight_grad(original_weight)
-        return call.facts()
-
     with whole_head(options.gather, call.weight, call.bias):
-        if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight, rank_signature, known_by=original_weight)
         if dtype is None or call is not original_call:
             dtype = call.check_tensors()
         call.check_weight_grad(original_weight)
+        if call.vocab_parallel is not None:
+            shard = call.vocab_parallel.shard_of(call.weight, known_by=original_weight)
         targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = call.weight.shape[0] if shard is None else shard.vocab
         check_topk(options.topk, vocab)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_rl.call.head_call import shared_errors
 from liger_rl.distributed import VocabParallel
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.transform import LogitTransform
@@ -42,24 +41,22 @@ def linear_cross_entropy(
     if dist_process_group is not None and dist.get_world_size(dist_process_group) > 1:
         start = dist.get_rank(dist_process_group) * weight.shape[0]
         place = VocabParallel(dist_process_group, start, sum_hidden_grad=False)
-    with shared_errors(place, weight):
-        for name, tensor in (("hidden", hidden), ("labels", labels)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if hidden.dim() < 2:
-            raise ValueError(f"hidden must be (..., H) with at least two dimensions, got {tuple(hidden.shape)}")
-        rows = hidden.shape[:-1].numel()
-        several = labels.numel() > rows == labels.shape[:-1].numel() and labels.dim() > 1
-        if labels.numel() != rows and not several:
-            raise ValueError(
-                f"labels must have {rows} elements, one per row of hidden {tuple(hidden.shape)}, "
-                f"got {tuple(labels.shape)}"
-            )
-        if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
-        if isinstance(temperature, Tensor):
-            temperature = temperature.reshape(-1)
-        transform = LogitTransform(temperature=temperature)
+    for name, tensor in (("hidden", hidden), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden must be (..., H) with at least two dimensions, got {tuple(hidden.shape)}")
+    rows = hidden.shape[:-1].numel()
+    several = labels.numel() > rows == labels.shape[:-1].numel() and labels.dim() > 1
+    if labels.numel() != rows and not several:
+        raise ValueError(
+            f"labels must have {rows} elements, one per row of hidden {tuple(hidden.shape)}, got {tuple(labels.shape)}"
+        )
+    if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1)
+    transform = LogitTransform(temperature=temperature)
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,

@@ -82,7 +82,7 @@ def assert_whole(results: list[dict], expected: dict, tolerance: float = 1e-6, g
 
 @contextmanager
 def sent() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Name and shape of every collective that is entered meanwhile; notes that ranks compare have no shape."""
+    """Name and shape of every collective that is entered meanwhile; objects have no shape."""
     calls: list[tuple[str, tuple[int, ...]]] = []
 
     def counted(name: str, place: int):

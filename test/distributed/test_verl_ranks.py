@@ -105,29 +105,6 @@ def test_what_does_not_fit_is_refused_by_name(ranks):
         assert message.startswith(beginning)
 
 
-# What one rank alone has otherwise, and the error of every rank.
-OF_ONE_RANK = [
-    ({"labels": LABELS[:, 1:]}, "ValueError: labels must have 16 elements"),
-    ({"hidden": [0.0]}, "TypeError: hidden must be a tensor"),
-    ({"reduction": None}, "ValueError: reduction must be one of"),
-    ({"temperature": 0.0}, "ValueError: temperature must be"),
-]
-
-
-def refusals_of_one_rank(rank):
-    return [
-        message_of(partial(linear_cross_entropy, **right_call(rank) | (changed if rank.index == 1 else {})))
-        for changed, _ in OF_ONE_RANK
-    ]
-
-
-def test_what_one_rank_refuses_is_refused_on_all(ranks):
-    for messages in ranks.run(refusals_of_one_rank):
-        for message, (_, beginning) in zip(messages, OF_ONE_RANK, strict=True):
-            assert message.startswith(beginning)
-            assert message.endswith("(rank 1 of vocab_parallel.group)")
-
-
 def uneven(rank):
     weight = torch.ones(5 + rank.index, 4)
     return message_of(lambda: linear_cross_entropy(torch.ones(3, 4), weight, LABELS[0, :3], 1.0, "none", rank.group))

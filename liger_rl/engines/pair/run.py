@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.call.checks import check_count, check_dense, check_floating, check_head, check_shape, check_transform
-from liger_rl.call.dtensors import has_dtensor, localized, low_rank_tensors
-from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.dtensors import has_dtensor, localized
+from liger_rl.call.head_call import HeadCall
 from liger_rl.call.options import IDENTITY, resolved
 from liger_rl.call.rules import check_left_alone, lacks
 from liger_rl.call.tokens import TokenSelection
@@ -193,16 +193,6 @@ class DivergenceCall(HeadCall):
             )
         return vocab
 
-    def facts(self) -> dict[str, object]:
-        return {
-            **super().facts(),
-            "kind and beta": self.measure,
-            "teacher_transform": self.teacher_transform,
-            "vocab": self.vocab,
-            "teacher_hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
-            "the dtype of the teacher's products": self.teacher_dtype,
-        }
-
     def _check_token_weights(self, token_weights: Tensor, dtype: torch.dtype) -> None:
         self._check_of_tokens("token_weights", token_weights)
         if token_weights.requires_grad:
@@ -216,19 +206,16 @@ class DivergenceCall(HeadCall):
 @contextmanager
 def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
     """A context in which both heads are whole: the checked call on this rank, and its `Pair`."""
-    names = ("hidden", "teacher_hidden", "targets", "mask", "token_weights", "teacher_lse")
-    tokens = *(getattr(global_call, name) for name in names), *low_rank_tensors(global_call.low_rank)
-    with shared_errors(global_call.vocab_parallel, global_call.weight, *tokens):
-        global_call.check_before_gather()
-        call = localized(global_call).with_ids()
+    global_call.check_before_gather()
+    call = localized(global_call).with_ids()
     gather = call.options.gather
     with whole_head(gather, call.weight, call.bias), whole_head(gather, call.teacher_weight, call.teacher_bias):
         shard = teacher_shard = None
-        if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=global_call.weight)
-            # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
-            teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=global_call.teacher_weight)
         dtype, teacher_dtype = call.check_tensors(), call.teacher_dtype
+        if call.vocab_parallel is not None:
+            shard = call.vocab_parallel.shard_of(call.weight, known_by=global_call.weight)
+            # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
+            teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight, known_by=global_call.teacher_weight)
         vocab = call.entries(
             call.weight.shape[0] if shard is None else shard.vocab,
             call.teacher_weight.shape[0] if teacher_shard is None else teacher_shard.vocab,
