@@ -107,7 +107,7 @@ def grpo_loss_from_logits(
     aligned = terms.check(batch, ids.shape, ids.device)
     raise_if_wrong = None
     if not fixed_shape:
-        raise_if_wrong = live_tokens(ids, mask, logits.shape[-1], "logits", targets_name=IDS, temperature=temperature)
+        raise_if_wrong = live_tokens(ids, mask, logits.shape[-1], "logits", targets_name=IDS)
     logps, _, lse = LogitRows.apply(logits, ids, mask, transform, False)
     logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
     columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)

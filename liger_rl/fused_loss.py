@@ -33,7 +33,7 @@ TRANSFORM = ("temperature", "softcap", "scale")
 class HeadKeywords(TypedDict, total=False):
     """The options of the head that every loss has."""
 
-    temperature: float | Tensor
+    temperature: float
     softcap: float | None
     scale: float
     grad_tolerance: Tolerance

@@ -71,7 +71,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         kl_estimator: str = "k3",
         importance_weighted: bool = False,
         entropy_coef: float = 0.0,
-        temperature: float | Tensor = 1.0,
+        temperature: float = 1.0,
         softcap: float | None = None,
         scale: float = 1.0,
         grad_tolerance: Tolerance = "auto",

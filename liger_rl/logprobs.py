@@ -119,7 +119,7 @@ def logits_logprobs(
     check_logits(logits, targets, mask, transform)
     raise_if_wrong = None
     if not fixed_shape:
-        raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits", temperature=transform.temperature)
+        raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits")
     logps, entropies, _ = LogitRows.apply(logits, targets, mask, transform, entropy)
     if raise_if_wrong is not None:
         raise_if_wrong()

@@ -212,7 +212,6 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
     factors = Factors(hidden, weight, *factors)
-    transform = transform.of_tokens(ones(N) if entropy else None)
     logits = segments_triton.dots(factors, slots, transform)
     slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
     slots_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)

@@ -163,7 +163,6 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, T)
     ids: Tensor  # (B, T, K)
     mask: Tensor  # (B, T)
-    temperature: Tensor  # (B, T)
     advantages: Tensor  # (B, T)
     teacher_logps: Tensor  # (B, T, K)
 
@@ -192,8 +191,8 @@ def batch(shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="
     mask[..., 0] = True
     return Batch(
         *x[:2], *x[3:], random(*shape, hidden_size + 8).to(dtype), random(vocab, hidden_size + 8).to(dtype) / 4,
-        random(*shape, vocab).to(dtype), x.targets, ids.to(device), mask.to(device), 0.5 + random(*shape).abs(),
-        random(*shape), random(*shape, count).log_softmax(-1),
+        random(*shape, vocab).to(dtype), x.targets, ids.to(device), mask.to(device), random(*shape),
+        random(*shape, count).log_softmax(-1),
     )  # fmt: skip
 
 
@@ -213,8 +212,8 @@ class PublicCall(NamedTuple):
         return [part.detach() for part in values], {name: getattr(leaves, name).grad for name in self.inputs}
 
 
-def _logprobs(x: Batch, *, several=False, low_rank=False, temperatures=False, listed=None, **options):
-    given = {"transform": LogitTransform(temperature=x.temperature, softcap=9.0)} if temperatures else {}
+def _logprobs(x: Batch, *, several=False, low_rank=False, transformed=False, listed=None, **options):
+    given = {"transform": LogitTransform(temperature=0.7, softcap=9.0)} if transformed else {}
     if low_rank:
         given["low_rank"] = [LowRank(a=x.a, b=x.b, scaling=SCALING)]
     if listed is not None and "support" not in options:
@@ -249,8 +248,8 @@ def _loss(x: Batch, **options):
     return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias, **given).loss,)
 
 
-def _given_logits(x: Batch, *, temperatures=False, **options):
-    given = {"transform": LogitTransform(temperature=x.temperature, softcap=9.0)} if temperatures else {}
+def _given_logits(x: Batch, *, transformed=False, **options):
+    given = {"transform": LogitTransform(temperature=0.7, softcap=9.0)} if transformed else {}
     return logits_logprobs(x.logits, x.targets, mask=x.mask, entropy=True, **given, **options)[:2]
 
 
@@ -267,7 +266,7 @@ CALLS = {
         partial(_logprobs, low_rank=True), ("hidden", "weight", "bias", "a", "b"),
         _EVERY - {"autocast"},
     ),
-    "a temperature for each token": PublicCall(partial(_logprobs, temperatures=True), takes=_EVERY),
+    "a temperature and a softcap": PublicCall(partial(_logprobs, transformed=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
     "a teacher's lists": PublicCall(
         _topk_divergence, takes=frozenset(("chunks", "fixed_shape", "autocast", "weight_grad"))
@@ -284,8 +283,8 @@ CALLS = {
     "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"gather"}),
     "loss in one pass": PublicCall(partial(_loss, passes="one"), takes=frozenset()),
     "given logits": PublicCall(_given_logits, ("logits",), frozenset(("fixed_shape",))),
-    "given logits, a temperature for each token": PublicCall(
-        partial(_given_logits, temperatures=True), ("logits",), frozenset(("fixed_shape",))
+    "given logits, a temperature and a softcap": PublicCall(
+        partial(_given_logits, transformed=True), ("logits",), frozenset(("fixed_shape",))
     ),
     "policy of given logits": PublicCall(_policy_of_given_logits, ("logits",), frozenset(("fixed_shape",))),
 }  # fmt: skip

@@ -83,14 +83,6 @@ def check_transform(transform: LogitTransform) -> None:
     check_type("transform", transform, LogitTransform, "a LogitTransform")
 
 
-def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: str) -> None:
-    """Raise if per-token temperatures have another shape or device than the targets. No value is read."""
-    if isinstance(transform.temperature, Tensor):
-        expected = f"a number or {tuple(targets.shape)} from {targets_name}"
-        check_shape("temperature", transform.temperature, targets.shape, expected)
-        check_dense("temperature", transform.temperature, targets, targets_name)
-
-
 def check_tolerance(_name: str, grad_tolerance: Any) -> None:
     if grad_tolerance == "auto":
         return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_rl.call.checks import check_dense, check_head, check_shape, check_temperature, check_tokens
+from liger_rl.call.checks import check_dense, check_head, check_shape, check_tokens
 from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors
 from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions
@@ -122,7 +122,6 @@ class HeadCall:
             ("a weight_grad", self.weight_grad is not None),
             ("topk", options.topk is not None),
             ("gather", options.gather is not None),
-            ("a temperature for each token", options.transform.per_token),
             ("a sharded head", self.vocab_parallel is not None or has_dtensor(*self.tensors)),
         ):
             if used:
@@ -140,7 +139,6 @@ class HeadCall:
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):
             self.support.check_together(first, self.targets_name)
-        check_temperature(self.options.transform, first, self.targets_name)
         return dtype
 
     def _first_targets(self) -> Tensor:

@@ -122,7 +122,6 @@ OP_OPTIONS = ", ".join(
 def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
     """The arguments of OP_OPTIONS; `targets_name` is the caller's name of the targets, for messages."""
     transform = options.transform
-    assert not transform.per_token  # a call with temperatures of tokens breaks the graph before it gets here
     extras = ",".join([name for name in EXTRAS if name in options.extras])
     values = [getattr(options, name) for name in IN_OPERATORS]
     return (transform.temperature, transform.softcap, transform.scale, extras, targets_name, *values)

@@ -78,7 +78,6 @@ def live_tokens(
     source: str,
     *,
     wanted: Tensor | None = None,  # shaped like targets or (B, 1)
-    temperature: float | Tensor = 1.0,
     counts: Sequence[Tensor] = (),  # integers (k,) each, read in the same host sync
     targets_name: str = "targets",  # the caller's name for the targets, for messages
 ) -> Callable[[], tuple[TokenSelection, list[int]]]:
@@ -87,12 +86,11 @@ def live_tokens(
     The device starts counting here. Calling the result is the forward's one host sync. The host's work in between is
     free.
 
-    The result raises ValueError if an unmasked target is >= vocab, even at a token that is not wanted, if the mask has
-    a value other than 0 and 1, or if a temperature of a token that counts is not positive and finite.
+    The result raises ValueError if an unmasked target is >= vocab, even at a token that is not wanted, or if the mask
+    has a value other than 0 and 1.
     """
     positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
-    improper_heat, total = improper_temperatures(temperature, targets, mask), targets.numel()
-    answer = HostAnswer(torch.cat([numbers, *improper_heat, *counts]) if improper_heat or counts else numbers)
+    total, answer = targets.numel(), HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
 
     def wait() -> tuple[TokenSelection, list[int]]:
         n, outside, largest, improper, *values = answer.wait().tolist()
@@ -103,16 +101,6 @@ def live_tokens(
                 f"{targets_name} must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
                 f"{outside} of them are not, the largest is {largest}"
             )
-        if improper_heat and values[0] > 0:
-            raise ValueError(f"temperature must be positive and finite at each token; {values[0]} are not")
-        return TokenSelection(total, None if n == total else positions[:n]), values[len(improper_heat) :]
+        return TokenSelection(total, None if n == total else positions[:n]), values
 
     return wait
-
-
-def improper_temperatures(temperature: float | Tensor, targets: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """[(1,) number of tokens that count with a temperature that is not positive and finite]; [] for one number."""
-    if not isinstance(temperature, Tensor):
-        return []
-    improper = counted_tokens(targets, mask) & ~((temperature > 0) & temperature.isfinite())
-    return [improper.sum()[None]]

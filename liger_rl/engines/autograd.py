@@ -63,9 +63,8 @@ def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Hea
     if not head.wants_gradient:
         return values
     # The backward does not read the extras.
-    token_values = head.temperatures, statistics.logps, statistics.lse, statistics.entropy
-    rest_of_head = head._replace(temperatures=None)[6:]
-    tensors, backward = (head.targets, *token_values, *(saved or ())), partial(_backward, rest_of_head, options, engine)
+    token_values = statistics.logps, statistics.lse, statistics.entropy
+    tensors, backward = (head.targets, *token_values, *(saved or ())), partial(_backward, head[6:], options, engine)
     count = len(HeadGradients._fields)
     return HeadValues._make(EngineFunction.apply(*head.differentiable, values, count, tensors, backward))
 
@@ -101,9 +100,9 @@ def _backward(
     grads: Sequence[Tensor | None],
     needs: Needs,
 ) -> Gradients:
-    head = Head(*saved[:6], *rest_of_head)._replace(temperatures=saved[6])
-    statistics = TokenStatistics(*saved[7:10])
-    return token_gradients(engine, head, options, statistics, saved[10:] or None, HeadGradients(*grads), needs)
+    head = Head(*saved[:6], *rest_of_head)
+    statistics = TokenStatistics(*saved[6:9])
+    return token_gradients(engine, head, options, statistics, saved[9:] or None, HeadGradients(*grads), needs)
 
 
 def token_gradients(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_floating, check_temperature, check_tokens, check_transform
+from liger_rl.call.checks import check_floating, check_tokens, check_transform
 from liger_rl.kernels import for_device
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -22,12 +22,10 @@ class LogitRows(torch.autograd.Function):
     def forward(ctx, logits, targets, mask, transform, entropy):
         ctx.set_materialize_grads(False)
         kernels = for_device(logits.device)
-        temperatures = transform.temperature.float() if transform.per_token else None
-        transform = transform.of_tokens(temperatures)
         statistics = kernels.fold_rows(_with_contiguous_rows(logits), targets, mask, transform, entropy=entropy)
         ctx.transform = transform
         saved = statistics.logps, statistics.lse, statistics.entropy
-        ctx.save_for_backward(logits, targets, mask, temperatures, *saved)
+        ctx.save_for_backward(logits, targets, mask, *saved)
         lse = statistics.lse.float()
         ctx.mark_non_differentiable(lse)
         # We return copies, because the caller may write to its results and the backward reads the saved ones.
@@ -37,14 +35,13 @@ class LogitRows(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad_logps, grad_entropy, _):
-        logits, targets, mask, temperatures, *statistics = saved
+        logits, targets, mask, *statistics = saved
         if grad_logps is None and grad_entropy is None:
             return None, None, None, None, None
         grads = torch.zeros_like(grad_entropy) if grad_logps is None else grad_logps.float(), grad_entropy
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         rows, forward_statistics = _with_contiguous_rows(logits), TokenStatistics(*statistics)
-        transform = ctx.transform.of_tokens(temperatures)
-        for_device(logits.device).grad_rows(rows, targets, mask, transform, forward_statistics, grads, out)
+        for_device(logits.device).grad_rows(rows, targets, mask, ctx.transform, forward_statistics, grads, out)
         return out, None, None, None, None
 
 
@@ -70,4 +67,3 @@ def check_logits(
     if spare_position and len(shape) == 2 and isinstance(targets, Tensor) and targets.shape == (shape[0], shape[1] - 1):
         shape = torch.Size(targets.shape)
     check_tokens(targets, mask, shape, logits, "logits", targets_name)
-    check_temperature(transform, targets, targets_name)

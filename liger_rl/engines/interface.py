@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.options import EngineOptions, Gather
+from liger_rl.call.options import Gather
 from liger_rl.call.support import ListedIds
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
 from liger_rl.kernels import reference
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TokenGradients
-from liger_rl.kernels.transform import LogitTransform
 
 
 class Head(NamedTuple):
@@ -47,7 +46,6 @@ class Head(NamedTuple):
     weight_grad: Tensor | None = None  # (V, H) float32: the weight's gradient is added to it, not returned
     # Set if the weight holds a part of the vocabulary. Targets (N,) are then rows of the weight, (N, K) are global ids.
     shard: VocabShard | None = None
-    temperatures: Tensor | None = None  # (N,) float32, if each token has its own temperature
     listed: ListedIds | None = None  # for the support engine, whose targets are global ids
     weight_dtype: torch.dtype | None = None  # dtype of the weight's gradient, if `weight` is a copy in another dtype
 
@@ -70,15 +68,8 @@ class Head(NamedTuple):
         live = live or self.live
         low_inputs = None if self.low_inputs is None else gathered(self.low_inputs, live, self.low_inputs.dtype)
         hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
-        temperatures = self.temperatures
-        if temperatures is not None:  # masked rows get temperature 1, not 0, because logits are divided by it
-            all_temperatures, temperatures = temperatures, live.gather(temperatures)
-            if live.mask is not None:
-                temperatures = torch.where(live.mask, all_temperatures, 1.0)
         all_rows = TokenSelection(hidden.shape[0])
-        return self._replace(
-            hidden=hidden, low_inputs=low_inputs, targets=targets, live=all_rows, temperatures=temperatures
-        )
+        return self._replace(hidden=hidden, low_inputs=low_inputs, targets=targets, live=all_rows)
 
     def with_weight_in(self, dtype: torch.dtype) -> "Head":
         """The head with its weight in `dtype`. A converted weight is contiguous, as our own product needs it."""
@@ -86,10 +77,6 @@ class Head(NamedTuple):
             return self
         copy = self.weight.to(dtype, memory_format=torch.contiguous_format)
         return self._replace(weight=copy, weight_dtype=self.weight.dtype)
-
-    def transform(self, options: EngineOptions, rows: slice) -> LogitTransform:
-        """The transform of the tokens in `rows`, with their temperatures."""
-        return options.transform.of_tokens(None if self.temperatures is None else self.temperatures[rows])
 
 
 def gathered(values: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from liger_rl.call.host_answer import HostAnswer
 from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
 from liger_rl.call.support import ListedIds, Support
-from liger_rl.call.tokens import TokenSelection, counted_tokens, improper_temperatures, live_tokens
+from liger_rl.call.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import linear_values
 from liger_rl.engines.compile import logprobs_in_graph
@@ -125,8 +125,7 @@ def _start_check(
     call: HeadCall, ids: Tensor, vocab: int, support: Support, counts: Tensor
 ) -> Callable[[], tuple[list[int], int]]:
     """Ask the device for `counts`, which are `Slots.numbers`. The result is the check of a `ListedIds`, and waits."""
-    improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
-    answer = HostAnswer(torch.cat([counts, *improper]) if improper else counts)
+    answer = HostAnswer(counts)
 
     def check() -> tuple[list[int], int]:
         numbers = answer.wait().tolist()
@@ -141,10 +140,7 @@ def start_selection(
     call: HeadCall, ids: Tensor, vocab: int, source: str = "weight"
 ) -> Callable[[], tuple[TokenSelection, list[int]]]:
     """`live_tokens` of the call."""
-    return live_tokens(
-        ids, call.mask, vocab, source, wanted=call.needed_mask, temperature=call.options.transform.temperature,
-        targets_name=call.targets_name,
-    )  # fmt: skip
+    return live_tokens(ids, call.mask, vocab, source, wanted=call.needed_mask, targets_name=call.targets_name)
 
 
 def mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
@@ -163,6 +159,4 @@ def head_of(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabS
     """The Head of a call, with tokens flattened to N. `targets` (N,) or (N, K) are flat already."""
     hidden = call.hidden.flatten(0, -2)
     inputs, weight = low_rank_factors(call.low_rank, call.hidden, live)
-    temperature = call.options.transform.temperature
-    temperatures = temperature.reshape(-1).float() if isinstance(temperature, Tensor) else None
-    return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard, temperatures)
+    return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard)

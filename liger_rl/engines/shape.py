@@ -65,9 +65,7 @@ class HeadShape:
     @property
     def epilogue_lacks(self) -> str | None:
         """The first thing that one pass or a tolerance needs of a product with an epilogue; None if it applies."""
-        return ("one temperature for all tokens" if self.options.transform.per_token else None) or self._product_lacks(
-            self.tokens
-        )
+        return self._product_lacks(self.tokens)
 
     @property
     def fold_lacks(self) -> str | None:

@@ -84,7 +84,7 @@ def swap_lm_head(model: Model) -> Model:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
         shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
-        temperature: float > 0 that divides the logits; or (B, T), at the places of the log-probabilities.
+        temperature: float > 0 that divides the logits.
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
             per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
@@ -282,8 +282,6 @@ def _fused_forward(
     if shift_labels is None:
         targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
         support = None if support is None else _shifted_support(support)
-        if isinstance(temperature, Tensor):
-            temperature = temperature.roll(-1, -1)  # the first is last, where nothing counts
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
@@ -298,7 +296,7 @@ def _fused_forward(
             targets.to(hidden.device),
             bias=head.bias(),
             low_rank=head.low_rank(hidden),
-            transform=transform.of_tokens(temperature.to(hidden.device) if transform.per_token else None),
+            transform=transform,
             entropy=entropy,
             support=None if support is None else support.to(hidden.device),
             **options,

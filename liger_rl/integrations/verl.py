@@ -22,7 +22,7 @@ def linear_cross_entropy(
     hidden: Tensor,  # (..., H): (N, H), (1, N, H) or Megatron's (N, 1, H)
     weight: Tensor,  # (V, H)
     labels: Tensor,  # N ids in any shape, or K ids for each row, (..., K)
-    temperature: float | Tensor = 1.0,  # > 0; a tensor has N elements
+    temperature: float = 1.0,  # > 0
     reduction: str = "none",  # of the log-probabilities: "none", "sum", or "mean" over all N tokens
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,8 +54,6 @@ def linear_cross_entropy(
         )
     if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
-    if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1)
     transform = LogitTransform(temperature=temperature)
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -75,7 +73,7 @@ def fused_linear_for_ppo(
     hidden_states: Tensor,  # (N, H) or (B, T, H)
     vocab_weights: Tensor,  # (V, H)
     input_ids: Tensor,  # (N,) or (B, T), the predicted ids; or K for each, (N, K) or (B, T, K)
-    temperature: float | Tensor = 1.0,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """verl's `FusedLinearForPPO.forward`, all in float32, whatever the module's chunk_size.
 

@@ -190,8 +190,7 @@ def gemm_fold(
     vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
     tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
     step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
-    cap, heat = transform.softcap, transform.temperature
-    levelled = cap is not None and not isinstance(heat, Tensor) and cap / heat <= MOST_LEVELLED
+    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
     variant = LEVELLED.value * levelled + BOUNDED.value * with_tiles + SCARCE.value * (family.parts > 1)
@@ -202,9 +201,8 @@ def gemm_fold(
         part, tiles = state.take(rows), None  # so that the last rows' tiles are freed before the next are allocated
         shape = vocab_tiles, part.peak.shape[0]
         tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
-        of_rows = transform.of_tokens(heat[rows] if isinstance(heat, Tensor) else None)
         run_product(
-            fold_tile, HeadFactors(hidden[rows], weight, bias, of_rows), targets[rows], (tiles, known),
+            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known),
             outs=(None if kept is None else kept.values[rows], None), variant=variant, whole=vocab % TILE_VOCAB == 0,
             parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
         )  # fmt: skip

@@ -140,19 +140,13 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) 
         z = (x * (transform.scale / transform.softcap)).tanh_().mul_(transform.softcap)
     elif transform.scale != 1.0:
         z = x * transform.scale
-    temperature = _of_rows(transform.temperature)
-    return z / temperature if isinstance(temperature, Tensor) or temperature != 1.0 else z
-
-
-def _of_rows(values: float | Tensor) -> float | Tensor:
-    """A number, or (n,) -> (n, 1)."""
-    return values[:, None] if isinstance(values, Tensor) else values
+    return z / transform.temperature if transform.temperature != 1.0 else z
 
 
 def tanh_square(z: Tensor, transform: LogitTransform) -> Tensor:
     """tanh^2 of transformed logits z under a softcap."""
     assert transform.softcap is not None
-    return (z * _of_rows(transform.temperature / transform.softcap)).square_()
+    return (z * (transform.temperature / transform.softcap)).square_()
 
 
 def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
@@ -160,7 +154,7 @@ def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Te
     if transform.softcap is not None:
         grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
     factor = transform.scale / transform.temperature
-    return grad_z.mul_(_of_rows(factor)) if isinstance(factor, Tensor) or factor != 1.0 else grad_z
+    return grad_z.mul_(factor) if factor != 1.0 else grad_z
 
 
 class Kept(NamedTuple):
@@ -261,7 +255,7 @@ def fold_rows(
     lse = torch.empty(targets.numel(), dtype=torch.float64, device=logits.device)
     for tokens, rows in _pieces(logits, targets):
         state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
-        fold(logits[rows], flat_targets[tokens], 0, None, _token_transform(transform, tokens), state)
+        fold(logits[rows], flat_targets[tokens], 0, None, transform, state)
         piece = state.finish()
         for column, values in zip((lse, *columns), (piece.lse, piece.logps, piece.entropy), strict=False):
             column[tokens] = values
@@ -286,16 +280,10 @@ def grad_rows(
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy).with_float32_lse()
     for tokens, rows in _pieces(logits, targets):
         gradient = torch.empty(len(rows[0]), logits.shape[-1], dtype=torch.float32, device=logits.device)
-        tokens_transform = _token_transform(transform, tokens)
-        grad(logits[rows], flat_targets[tokens], 0, None, tokens_transform, gradients.take(tokens), gradient)
+        grad(logits[rows], flat_targets[tokens], 0, None, transform, gradients.take(tokens), gradient)
         out[rows] = gradient.masked_fill_(~has_gradient[tokens, None], 0.0).to(out.dtype)
     if logits.dim() == 3:
         out[:, targets.shape[1] :] = 0
-
-
-def _token_transform(transform: LogitTransform, tokens: slice) -> LogitTransform:
-    temperature = transform.temperature
-    return transform.of_tokens(temperature.flatten()[tokens]) if isinstance(temperature, Tensor) else transform
 
 
 def _counted(logits: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:

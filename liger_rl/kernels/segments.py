@@ -61,11 +61,6 @@ class Slots(NamedTuple):
     def by_token(self) -> "Segments":
         return Segments(self.starts, self.tokens)
 
-    def transform(self, transform: LogitTransform) -> LogitTransform:
-        """The transform of the slots, from the transform of the tokens."""
-        temperature = transform.temperature
-        return transform.of_tokens(temperature[self.tokens.long()] if isinstance(temperature, Tensor) else None)
-
 
 class Factors(NamedTuple):
     """The factors of logits: hidden @ weight.T + low_inputs @ low_weight.T + bias, in float32."""
@@ -134,7 +129,7 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform) -> Tensor:
         for piece in _pieces(row.numel(), left.shape[1]):
             x[piece] += (left[token[piece]].float() * right[row[piece]].float()).sum(1)
     bias = None if factors.bias is None or slots.rows == 0 else factors.bias[row, None]
-    return transformed(x[:, None], bias, slots.transform(transform)).squeeze(1)
+    return transformed(x[:, None], bias, transform).squeeze(1)
 
 
 def ones_of(hidden: Tensor) -> Tensor:

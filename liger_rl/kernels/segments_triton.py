@@ -104,8 +104,6 @@ def _dots_kernel(
             if factors.bias is not None:
                 x += tl.load(factors.bias + row, mask=has_row, other=0.0).to(tl.float32)
             z, _square = transformed(x, steps)
-            if steps.temperatures is not None:
-                z = z / tl.load(steps.temperatures + token)
             tl.store(logits + slot, z, mask=has_row)
 
 

@@ -142,19 +142,6 @@ def cooled(z, steps):
 
 
 @triton.jit
-def per_token(z, steps, token, live):
-    """z (M, N) -> z by the temperatures of tokens (M,), if each has its own."""
-    if steps.temperatures is not None:
-        temperature = tl.load(steps.temperatures + token, mask=live, other=1.0)
-        # As in `LogitSteps`: a reciprocal that is cut, so that the remainder is above 0.
-        bits = (1.0 / temperature).to(tl.int32, bitcast=True) - 1
-        inverse = bits.to(tl.float32, bitcast=True)
-        rest = tl.fma(-inverse, temperature, 1.0) * inverse
-        z = tl.fma(z, inverse[:, None], z * rest[:, None])
-    return z
-
-
-@triton.jit
 def times_derivative(grad, square, steps):
     """dL/dz and tanh^2 -> dL/dx."""
     if steps.cap is not None:

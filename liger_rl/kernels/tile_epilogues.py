@@ -17,7 +17,6 @@ from liger_rl.kernels.softmax import (
     exp_of_steps,
     flushed_exp,
     gradient,
-    per_token,
     times_derivative,
     token_terms,
     transformed,
@@ -126,7 +125,6 @@ def fold_tile(
     place = vocab_tile.to(tl.int64) * tokens + token
     if tiles.sum_logits is not None:
         z, _ = transformed(logits, steps)
-        z = per_token(z, steps, token, live)
         tl.store(tiles.sum_logits + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
     full = 0.0
     # `level` is cap - z in units of the cap, or z itself.
@@ -141,7 +139,6 @@ def fold_tile(
         peak = tl.maximum(_under_cap(least, full), LOWEST)
     else:
         level, _ = transformed(logits, steps)
-        level = per_token(level, steps, token, live)
         if not WHOLE:
             level = tl.where(inside, level, float("-inf"))
         # The lowest finite number where every id is banned: -inf minus -inf is NaN.
@@ -250,7 +247,6 @@ def grad_tile(
         x = part_of(logits, part, PARTS)
         column = part * x.shape[1] + tl.arange(0, x.shape[1])
         z, square = transformed(x, steps)
-        z = per_token(z, steps, token, live)
         log_p = z - tl.load(gradients.lse + token, mask=live, other=0.0)[:, None]
         p = flushed_exp(log_p)
         g, e, entropy = token_terms(gradients, token, live)
@@ -261,5 +257,4 @@ def grad_tile(
         hit = column[None, :] == target[:, None]
         grad = gradient(p, log_p, hit, at_target[:, None], g[:, None], e, entropy, ENTROPY)
         grad = times_derivative(with_uniform(grad, gradients, token[:, None], live[:, None]), square, steps)
-        grad = per_token(grad, steps, token, live)
         store(out, first_token, vocab_tile * logits.shape[1] + part * x.shape[1], grad)

@@ -57,13 +57,11 @@ def loaded(logits, bias, column, inside):
 
 @triton.jit
 def _fold_block(
-    logits, bias, column, inside, target, steps, temperature, peak, total, moment, sum_sq, sum_logits, rival,
+    logits, bias, column, inside, target, steps, peak, total, moment, sum_sq, sum_logits, rival,
     MOMENT: tl.constexpr, SUM_SQ: tl.constexpr, SUM_LOGITS: tl.constexpr, RIVAL: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `Fold`, without the target, after one more block."""
     z, _ = transformed(loaded(logits, bias, column, inside), steps)
-    if steps.temperatures is not None:
-        z /= temperature
     if SUM_LOGITS:
         sum_logits += tl.sum(z if inside is None else tl.where(inside, z, 0.0))
     if inside is not None:
@@ -101,10 +99,6 @@ def _fold_kernel(
     if counts | PART:
         logits += token // length * batch_stride + token % length * row_stride
         target_z, _square = transformed(loaded(logits, bias, target, counts), steps)
-        temperature = 1.0
-        if steps.temperatures is not None:
-            temperature = tl.load(steps.temperatures + token)
-            target_z /= temperature
         peak = LOWEST
         total = 0.0
         moment = 0.0
@@ -126,14 +120,14 @@ def _fold_kernel(
         whole = columns // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
             peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
-                logits, bias, start + tl.arange(0, BLOCK), None, target, steps, temperature,
+                logits, bias, start + tl.arange(0, BLOCK), None, target, steps,
                 peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
             )  # fmt: skip
         # What is left of the row apart, so that the loop needs no mask.
         for start in range(whole, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
-                logits, bias, column, column < columns, target, steps, temperature,
+                logits, bias, column, column < columns, target, steps,
                 peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
             )  # fmt: skip
         if PART:
@@ -200,18 +194,12 @@ def _grad_kernel(
     if (counts & here & wanted) | (logps is None):
         x = loaded(logits + batch * batch_stride + position * row_stride, bias, column, inside)
         z, square = transformed(x, steps)
-        temperature = 1.0
-        if steps.temperatures is not None:
-            temperature = tl.load(steps.temperatures + token)
-            z /= temperature
         log_p = log_probabilities(z, tl.load(tokens.lse + token))
         # 1 - p from the forward's logp, as in `TokenGradients.of`.
         at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
         ENTROPY: tl.constexpr = tokens.grad_entropy is not None
         grad = gradient(tl.exp(log_p), log_p, column == target, at_target, g, e, entropy, ENTROPY)
         grad = times_derivative(with_uniform(grad, tokens, token, here), square, steps)
-        if steps.temperatures is not None:
-            grad /= temperature
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + column, tl.zeros((BLOCK,), out.dtype.element_ty), mask=inside)
@@ -354,8 +342,6 @@ def _largest_kernel(
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         z, _square = transformed(loaded(logits, bias, column, inside), steps)
-        if steps.temperatures is not None:
-            z /= tl.load(steps.temperatures + token)
         bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         block_keys = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))

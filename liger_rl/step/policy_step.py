@@ -195,10 +195,7 @@ class PolicySteps(Iterator[PolicyStep]):
             if aligned is not None and loss.terms.nll_weight:  # the NLL term may have tokens of its own
                 mask = aligned.mask.view(ids.shape) != 0
             self._ids, self._mask = ids, mask
-            obstacle, temperature = None, loss.transform.temperature
-            if isinstance(temperature, Tensor):
-                check_shape("temperature", temperature, ids.shape, f"a number or {tuple(ids.shape)} from input_ids")
-                obstacle = "a temperature for each token has the batch's layout"
+            obstacle = None
             if batch.get("segments") is not None:
                 obstacle = "its segments are one packed row"
             elif loss.options.fixed_shape:

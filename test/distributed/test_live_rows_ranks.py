@@ -148,10 +148,6 @@ MISTAKES = {
     "another loss": (
         {"loss": FusedLinearGRPOLoss("grpo", softcap=3.0)}, "ValueError: softcap must be left out of the loss"
     ),
-    "temperatures": (
-        {"loss": FusedLinearGRPOLoss("grpo", temperature=torch.ones(3))},
-        "ValueError: temperature must be a number or (2, 12) from input_ids, got (3,)",
-    ),
     "no model": ({"model": "llama"}, "TypeError: model must be a causal LM of transformers, got str"),
     "its own error": ({}, "Error: objective must be told more"),
 }  # fmt: skip
@@ -203,8 +199,11 @@ def trials(rank, changes):
         part = {name: column[2:, :10] if column.dim() == 2 else column[2:] for name, column in part.items()}
     calls, numbers = [], []
     model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    # A rank whose batch stays as it is takes part in the trial, too.
-    loss = FusedLinearGRPOLoss("grpo", temperature=torch.ones(2, 12) if rank.index == 1 else 1.0)
+    if rank.index == 1:  # a rank whose batch stays as it is takes part in the trial, too
+        length = part["input_ids"].shape[1]
+        allowed = torch.ones(length, length, dtype=torch.bool).tril() & part["attention_mask"].bool()[:, None, None]
+        part["attention_mask"] = allowed | torch.eye(length, dtype=torch.bool)
+    loss = FusedLinearGRPOLoss("grpo")
     for packing in (rank.index == 0, rank.index == 0 or None):
         completion_logps(model, part, loss, packing=packing)
         numbers.append(len(calls))

@@ -190,7 +190,6 @@ def test_a_backward_twice_of_results_that_were_written_to():
 
 
 BROKEN_OUT: list[tuple[str, str, Callable[[Batch], dict]]] = [
-    *((name, name, lambda _: {}) for name in ("a temperature for each token",)),
     *((name, "a support", lambda _: {}) for name in ("support", "support with empty rows")),
     *((name, "linear_divergence", lambda _: {}) for name in ("forward KL", "reverse KL", "JSD", "JSD in one pass")),
     ("given logits", "logits_logprobs", lambda _: {}),

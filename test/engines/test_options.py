@@ -1,5 +1,6 @@
-"""Options of the head that change how, not what is computed: `fixed_shape`, `weight_grad`, and a temperature for each
-token. Their values are the fuzzer's, properties of every call test_properties.py's.
+"""Options of the head that change how, not what is computed: `fixed_shape` and `weight_grad`.
+
+Their values are the fuzzer's, properties of every call test_properties.py's.
 """
 
 from collections.abc import Callable
@@ -10,26 +11,20 @@ import torch
 
 from devices import NEEDS_GPU
 from head_calls import (
-    assert_close,
     batch,
     call,
-    finish,
     functional,
     problem,
-    run_triton,
     solve,
-    truth,
 )
 from host_reads import host_reads
 from liger_rl import (
     PRESETS,
     FusedLinearGRPOLoss,
-    LogitTransform,
     Segments,
     TopEntropyMask,
     grpo_loss_from_logits,
     linear_logprobs,
-    plan_linear_logprobs,
 )
 
 # --- losses with fixed_shape never wait for the device ----------------------------------------------------------------
@@ -117,50 +112,3 @@ def test_memory_of_an_input_is_refused(of, through):
     with pytest.raises(ValueError, match=rf"weight_grad must have memory of its own.*overlaps {of}"):
         function(**inputs, **ids, weight_grad=memory[:129])
     assert torch.equal(memory, before)
-
-
-# --- a temperature for each token -------------------------------------------------------------------------------------
-
-
-def test_a_tolerance_computes_exactly(device):
-    """And the plan says why."""
-    transform = LogitTransform(temperature=0.5 + torch.rand(23, device=device))
-    leaves = [problem((23,), device=device).leaves() for _ in range(2)]
-    options = {"transform": transform, "entropy": True}
-    found, exact = (finish(call(x, **options, grad_tolerance=t), x) for x, t in zip(leaves, (0.1, 0.0), strict=True))
-    assert_close(found, exact, 1e-6)
-    plan = plan_linear_logprobs(4096, 129, 16, device="cuda", transform=transform, grad_tolerance=0.1)
-    assert plan.path == "two passes"
-    assert "one temperature for all tokens" in plan.reason
-
-
-@pytest.mark.parametrize("softcap", [None, 4.0])
-def test_in_the_products_epilogue(softcap, monkeypatch):
-    """Forward and backward without tiles of logits: the float64 values, and gradients beside those of tiles."""
-    on_gpu = torch.cuda.is_available()
-    dtype, tokens = (torch.bfloat16, 900) if on_gpu else (torch.float16, 9)
-    if not on_gpu:
-        run_triton(monkeypatch, epilogue=True)
-    epilogue = pytest.importorskip("liger_rl.kernels.epilogue")
-    inputs = problem((tokens,), 64, 700, dtype, "cuda" if on_gpu else "cpu", bias=True)
-    heats = torch.rand(tokens, device=inputs.hidden.device) + 0.4
-    transform = LogitTransform(temperature=heats, softcap=softcap)
-    folds, gradients = [], []
-    for name, calls in (("gemm_fold", folds), ("gemm_grad", gradients)):
-        kernel = getattr(epilogue, name)
-        monkeypatch.setattr(
-            epilogue, name, lambda *a, kernel=kernel, calls=calls, **k: calls.append(1) or kernel(*a, **k)
-        )
-    found = solve(inputs, transform=transform)
-    assert folds
-    assert gradients
-    exact = truth(inputs, temperature=heats[:, None].double(), softcap=softcap)
-    tiles = solve(inputs, transform=transform, chunk_vocab=700)
-    assert len(folds) == 1
-    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-4, atol=1e-4)
-    for name, mine in found[-1].items():
-        expected = exact[-1][name]
-        error, other = ((x[-1][name].double() - expected).norm() / expected.norm() for x in (found, tiles))
-        assert mine is not None
-        assert error < 2 * other + 1e-3

@@ -63,7 +63,6 @@ def test_nothing_under_the_mask_matters(name, options, garbage, wrong, device):
         hidden=clean.hidden.masked_fill(masked[..., None], garbage),
         logits=clean.logits.masked_fill(masked[..., None], garbage),
         teacher_hidden=clean.teacher_hidden.masked_fill(masked[..., None], garbage),
-        temperature=clean.temperature.masked_fill(masked, 0.0),
         advantages=clean.advantages.masked_fill(masked, garbage) if name not in WITH_TEACHER else clean.advantages,
         targets=clean.targets.masked_fill(masked, wrong),
     )
@@ -72,11 +71,10 @@ def test_nothing_under_the_mask_matters(name, options, garbage, wrong, device):
 
 @calls()
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
-def test_dtypes_of_mask_targets_and_temperatures_agree(name, dtype, device):
+def test_dtypes_of_mask_and_targets_agree(name, dtype, device):
     x, call = batch(device=device), CALLS[name]
-    x = x._replace(temperature=x.temperature.bfloat16().float())
-    expected, heat = call.solve(x), x.temperature.to(dtype) if dtype.is_floating_point else x.temperature
-    assert_same(call.solve(x._replace(mask=x.mask.to(dtype), temperature=heat)), expected)
+    expected = call.solve(x)
+    assert_same(call.solve(x._replace(mask=x.mask.to(dtype))), expected)
     if not dtype.is_floating_point:
         smaller = {torch.int64: torch.int32, torch.uint8: torch.uint8}[dtype]
         ids = x.ids if "support" in name else x.ids.to(smaller)
@@ -153,7 +151,7 @@ def test_strided_inputs_and_inputs_left_alone(name, device):
         bias=torch.stack([x.bias, x.bias * 0], -1)[:, 0], a=strided(x.a), b=strided(x.b),
         teacher_hidden=strided(x.teacher_hidden), teacher_weight=strided(x.teacher_weight), logits=strided(x.logits),
         targets=torch.cat([x.targets, x.targets], 1)[:, :5], mask=x.mask.T.contiguous().T,
-        advantages=strided(x.advantages), temperature=strided(x.temperature),
+        advantages=strided(x.advantages),
     )  # fmt: skip
     assert not any(getattr(views, part).is_contiguous() for part in ("hidden", "weight", "bias", "targets", "mask"))
     before = [part.clone() for part in views]

@@ -127,13 +127,6 @@ def transforms(draw) -> dict:
     }
 
 
-def heat(draw, numbers: Numbers, case) -> None:
-    """A fifth of the cases get a temperature for each token, whatever it is at tokens that do not count."""
-    if rarely(draw):
-        chosen = 0.3 + numbers.normal(*case.targets.shape).abs()
-        case.transform["temperature"] = torch.where(case.live, chosen, 0.0)
-
-
 def masks(draw, numbers: Numbers, shape) -> Tensor | None:
     kept = one(draw, None, 0.7, 0.7, 0.2, 0.0)
     mask = None if kept is None else numbers.share(shape, kept)
@@ -291,7 +284,6 @@ def head_cases(draw, device: str) -> HeadCase:
     case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(4))
     if case.wants["weight"] and rarely(draw):
         case.weight_grad = numbers.normal(*case.weight.shape)
-    heat(draw, numbers, case)
     return case
 
 
@@ -355,8 +347,6 @@ def logits_cases(draw, device: str, banned: bool = True, of_loss: bool = False) 
     if one(draw, False, True):
         rows = logits[:, :-1] if spare else logits
         rows[~case.live] = torch.nan
-    if not of_loss:
-        heat(draw, numbers, case)
     return case
 
 

@@ -55,13 +55,10 @@ class Call:
     def __call__(self, rows=slice(None), **more):
         case = self.case
         targets = case.targets if case.ids is None else case.ids
-        transform = case.transform
-        if isinstance(transform["temperature"], Tensor):
-            transform = transform | {"temperature": transform["temperature"][rows]}
         with self.autocast:
             return linear_logprobs(
                 self.hidden[rows], self.weight, targets[rows], mask=None if case.mask is None else case.mask[rows],
-                bias=self.bias, low_rank=self.low_rank, transform=LogitTransform(**transform),
+                bias=self.bias, low_rank=self.low_rank, transform=LogitTransform(**case.transform),
                 compute_dtype=case.compute_dtype, weight_grad=self.weight_grad,
                 support=self.support, **(case.options | more),
             )  # fmt: skip

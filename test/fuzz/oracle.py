@@ -78,7 +78,7 @@ def listed_of(case) -> tuple[Tensor, Tensor]:
     return listed, missing
 
 
-def transformed(x: Tensor, temperature: float | Tensor, softcap: float | None, scale: float) -> Tensor:
+def transformed(x: Tensor, temperature: float, softcap: float | None, scale: float) -> Tensor:
     z = scale * x
     return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
 
@@ -93,8 +93,6 @@ class Logits:
         self.listed = torch.ones_like(raw, dtype=torch.bool) if listed is None else listed
         self.raw, self.targets, self.live = raw, targets.clamp(min=0), live
         self.temperature, self.softcap, self.scale = transform["temperature"], transform["softcap"], transform["scale"]
-        if isinstance(self.temperature, Tensor):
-            self.temperature = torch.where(live, self.temperature.reshape(-1), 1.0).double()[:, None]
         self.z = transformed(raw, self.temperature, self.softcap, self.scale).masked_fill(~self.listed, -torch.inf)
         found = statistics(self.z, self.targets, self.listed)
         self.values = {k: v.masked_fill(~live, 0.0) for k, v in found.items()}

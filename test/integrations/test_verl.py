@@ -70,7 +70,7 @@ def test_logits_far_under_zero():
 def test_several_ids_of_a_row():
     hidden, weight, _ = problem()
     ids = torch.randint(VOCAB, (1, TOKENS, 3))
-    logps, entropy = linear_cross_entropy(hidden, weight, ids, torch.full((TOKENS,), 0.7))
+    logps, entropy = linear_cross_entropy(hidden, weight, ids, 0.7)
     apart = [linear_cross_entropy(hidden, weight, of_one, 0.7) for of_one in ids.unbind(-1)]
     torch.testing.assert_close(logps, torch.stack([values for values, _ in apart], dim=-1))
     torch.testing.assert_close(entropy, apart[0][1])

@@ -231,8 +231,6 @@ def _options_lack(shape: HeadShape) -> str | None:
     lacking = rule_lacks(options, "in one pass", ignored="grad_tolerance" if shape.auto_tolerance else None)
     if lacking is not None:
         return lacking
-    if transform.per_token:
-        return "one temperature for all tokens"
     if transform.softcap is not None and transform.softcap < transform.temperature:
         return (
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "

@@ -71,7 +71,7 @@ def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
     if rows.targets.dim() == 2:
         targets = _Targets(rows, options)
         rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
-    largest = None if options.topk is None else _Largest(rows, options.topk)
+    largest = None if options.topk is None else _Largest(rows, options.topk, options.transform)
     seen = [collector.look for collector in (targets, largest) if collector is not None]
     state = two_pass.fold_tiles(rows, options, seen=seen)
     statistics = state.finish()
@@ -92,14 +92,12 @@ class _Targets:
     """The logits of K targets per token, gathered while tiles are folded."""
 
     def __init__(self, rows: Head, options: EngineOptions) -> None:
-        self.rows, self.transform = rows, rows.transform(options, slice(None))
+        self.rows, self.transform = rows, options.transform
         self.ids = rows.targets if rows.shard is None else rows.shard.local(rows.targets)
         self.on_rank = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
         self.x = torch.zeros(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
-    def look(
-        self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None, transform: LogitTransform
-    ) -> None:
+    def look(self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None) -> None:
         column, width = self.ids[token_rows] - first, logits.shape[1]
         clamped_values = logits.gather(1, column.clamp(0, width - 1))
         self.x[token_rows] = torch.where((column >= 0) & (column < width), clamped_values, self.x[token_rows])
@@ -116,15 +114,13 @@ class _Targets:
 class _Largest:
     """The K largest logits of each token, kept while tiles are folded."""
 
-    def __init__(self, rows: Head, count: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: Head, count: int, transform: LogitTransform) -> None:
+        self.rows, self.transform = rows, transform
         self.start = 0 if rows.shard is None else rows.shard.place.vocab_start
         self.keys = no_keys(rows.hidden.shape[0], count, rows.hidden.device)
 
-    def look(
-        self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None, transform: LogitTransform
-    ) -> None:
-        for_device(logits.device).keep_largest(logits, self.start + first, bias, transform, self.keys[token_rows])
+    def look(self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None) -> None:
+        for_device(logits.device).keep_largest(logits, self.start + first, bias, self.transform, self.keys[token_rows])
 
     def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
         """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
@@ -142,14 +138,12 @@ def backward(
 ) -> Gradients:
     if head.targets.dim() == 2:
         ids, logps = head.live.gather(head.targets), statistics.logps
-        temperatures = None if head.temperatures is None else head.live.gather(head.temperatures)
-        transform = options.transform.of_tokens(temperatures)
         # Column K, if there is one, is -dL/dlse.
         listed = torch.where(ids >= 0, tokens.grad_logps[:, : ids.shape[1]], 0.0)
         gradients = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1)
         total = gradients.sum(1)
         at_targets = _at_targets(ids, logps, listed, total, tokens)
-        at_targets = times_derivative(at_targets, (logps + tokens.lse[:, None]).float(), transform)
+        at_targets = times_derivative(at_targets, (logps + tokens.lse[:, None]).float(), options.transform)
         tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=(gradients != 0).any(1))
     return two_pass.backward(head, options, statistics, None, tokens, needs)
 

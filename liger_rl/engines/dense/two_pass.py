@@ -20,12 +20,11 @@ from liger_rl.kernels import devices, epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
-from liger_rl.kernels.transform import LogitTransform
 
 NOWHERE = -1  # stands for a target outside of all tiles
 
-# (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry, its bias (v,), its transform)
-Seen = Callable[[Tensor, slice, int, Tensor | None, LogitTransform], None]
+# (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry, its bias (v,))
+Seen = Callable[[Tensor, slice, int, Tensor | None], None]
 
 
 def forward(
@@ -50,7 +49,7 @@ def forward(
     else:
         over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
         statistics, tiles = epilogue.gemm_fold(
-            rows.hidden, rows.weight, rows.bias, rows.targets, rows.transform(options, slice(None)),
+            rows.hidden, rows.weight, rows.bias, rows.targets, options.transform,
             entropy=options.entropy, extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
         )  # fmt: skip
     return statistics, tiles
@@ -117,12 +116,11 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
         for start, stop in spans(n, tiles.tokens):
             token_rows = slice(start, stop)
             logits = gemm.matmul(hidden[token_rows], weight_tile.T)
-            transform = rows.transform(options, token_rows)
-            kernels.fold(logits, targets[token_rows], first, bias_tile, transform, state.take(token_rows))
+            kernels.fold(logits, targets[token_rows], first, bias_tile, options.transform, state.take(token_rows))
             if kept is not None:
                 kernels.keep(logits, first, bias_tile, options.transform, kept.rows(token_rows))
             for look in seen:
-                look(logits, token_rows, first, bias_tile, transform)
+                look(logits, token_rows, first, bias_tile)
             del logits  # so that it is freed before the next tile is allocated
     shard = rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
@@ -200,13 +198,12 @@ def gradients(
                 ids, tile_tokens = targets[token_rows], tokens.take(token_rows)
                 if epilogue is not None:
                     tile = epilogue.gemm_grad(
-                        factor[token_rows], factor_tile, bias_tile, ids, first, rows.transform(options, token_rows),
-                        tile_tokens,
-                    )  # fmt: skip
+                        factor[token_rows], factor_tile, bias_tile, ids, first, options.transform, tile_tokens
+                    )
                 else:
                     logits = gemm.matmul(factor[token_rows], factor_tile.T)
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-                    kernels.grad(logits, ids, first, bias_tile, rows.transform(options, token_rows), tile_tokens, tile)
+                    kernels.grad(logits, ids, first, bias_tile, options.transform, tile_tokens, tile)
                     del logits
             if several is not None:
                 kernels.put(tile, several[0][token_rows], several[1][token_rows], first)

@@ -115,9 +115,6 @@ class DivergenceCall(HeadCall):
         """Raise for errors that show before sharded tensors are gathered."""
         check_left_alone(self.options, "with two heads")
         check_transform(self.teacher_transform)
-        for name, transform in (("transform", self.options.transform), ("teacher_transform", self.teacher_transform)):
-            if transform.per_token:
-                raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
         for name in ("hidden", "weight", "bias") if not self.teacher_may_require_grad else ():

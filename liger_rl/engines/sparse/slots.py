@@ -201,5 +201,5 @@ def slot_gradients(
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad_z = grad_z - tokens.grad_entropy[token] * entropy_term(log_p, tokens.entropy[token])
     grad_z = grad_z if uniform is None else grad_z + uniform[token]
-    grad = times_derivative(grad_z[:, None], z[:, None], slots.transform(transform)).squeeze(1)
+    grad = times_derivative(grad_z[:, None], z[:, None], transform).squeeze(1)
     return torch.where(needed, grad, 0.0)

@@ -363,10 +363,6 @@ def _slot_gradients_kernel(
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
     grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY) + uniform
-    if steps.temperatures is not None:
-        temperature = tl.load(steps.temperatures + token, mask=needed, other=1.0)
-        grad = grad / temperature
-        z *= temperature
     square = 0.0
     if steps.cap is not None:
         square = tanh_square(z, steps)

@@ -100,7 +100,7 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
     """Statistics over the tokens' listed ids; 0 for a token whose row is empty."""
     slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
-    logits = kernels.dots(_factors(head), slots, options.transform.of_tokens(head.temperatures))
+    logits = kernels.dots(_factors(head), slots, options.transform)
     outputs = {"entropy": options.entropy, "extras": options.extras}
     if shard is None:
         statistics, sizes = kernels.statistics(logits, slots, targets, **outputs)
@@ -170,8 +170,7 @@ def _by_ids(
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
-    transform = options.transform.of_tokens(head.temperatures)
-    coefficients = kernels.slot_gradients(saved.logits, slots, statistics, tokens, transform)
+    coefficients = kernels.slot_gradients(saved.logits, slots, statistics, tokens, options.transform)
 
     def sum_by_token(table: Tensor | None, values: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or values is None or not needed:
