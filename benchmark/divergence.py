@@ -31,7 +31,7 @@ SHAPES = {
     "cuda": (Shape(8192, 151936, 2048, 4096), Shape(8192, 151936, 4096, 4096)),
     "cpu": (Shape(64, 500, 16, 32),),  # to see that everything runs
 }
-KINDS = ("forward_kl", "jsd", "tv")
+KINDS = ("forward_kl", "jsd")
 TRLS_BETAS = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
 
 

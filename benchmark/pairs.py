@@ -34,9 +34,6 @@ def value_and_slopes(log_p: Tensor, log_q: Tensor, kind: str) -> tuple[Tensor, T
     if kind == "reverse_kl":
         value = (p * (log_p - log_q)).sum(-1)
         return value, p * (log_p - log_q - value[:, None])
-    if kind == "tv":
-        above = (p > q).to(p.dtype)
-        return (p - q).abs().sum(-1) / 2, p * (above - (p * above).sum(-1, keepdim=True))
     log_m = ((p + q) / 2).log()
     own = (p * (log_p - log_m)).sum(-1)
     return (own + (q * (log_q - log_m)).sum(-1)) / 2, p * (log_p - log_m - own[:, None]) / 2

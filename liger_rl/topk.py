@@ -14,7 +14,7 @@ from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure
+from liger_rl.engines.pair.reference import FORWARD, REVERSE, Measure
 from liger_rl.engines.pair.run import BETA, measure_of
 from liger_rl.engines.run import log_probs_and_mask
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY
@@ -24,7 +24,7 @@ Tail = Literal["bucket", "none", "renormalized"]
 TAILS: tuple[str, ...] = get_args(Tail)
 Lists = Literal["teacher", "student", "union"]
 LISTS: tuple[str, ...] = get_args(Lists)
-Kind = Literal["forward_kl", "reverse_kl", "jsd", "tv"]
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 LARGEST_LOG_MASS = -1e-7  # TRL's bound of the listed ids' log mass: the log-probability of all other ids is then finite
 
 
@@ -150,7 +150,6 @@ def list_divergence(
         forward_kl   sum u (log u - log v)
         reverse_kl   sum v (log v - log u)
         jsd          beta sum u (log u - log m) + (1 - beta) sum v (log v - log m)
-        tv           sum |u - v| / 2
 
     "bucket" is the divergence over K + 1 outcomes, a lower bound of the divergence over the whole vocabulary. Without
     the rest of the mass ("none") a KL divergence may be negative. "renormalized" does not see the mass of the other
@@ -242,10 +241,8 @@ def _divergence(logps: Tensor, teacher_logps: Tensor, listed: Tensor, measure: M
     if measure.kind == REVERSE:
         return _kl(log_p, log_q)
     p, q = log_p.exp(), log_q.exp()
-    if measure.kind == MIXTURE:
-        log_m = ((1 - measure.beta) * p + measure.beta * q).clamp(min=torch.finfo(p.dtype).tiny).log()
-        return measure.beta * _kl(log_q, log_m) + (1 - measure.beta) * _kl(log_p, log_m)
-    return (p - q).abs().sum(-1) / 2
+    log_m = ((1 - measure.beta) * p + measure.beta * q).clamp(min=torch.finfo(p.dtype).tiny).log()
+    return measure.beta * _kl(log_q, log_m) + (1 - measure.beta) * _kl(log_p, log_m)
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:

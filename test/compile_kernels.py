@@ -30,7 +30,6 @@ from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
-    TV,
     KeptPair,
     Measure,
     MixtureSums,
@@ -226,7 +225,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     student = Tile(ones(N, V), ones(V) if entropy else None, transform)
     teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
-    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5), Measure(TV)):
+    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
         tile = PairTile(student, teacher, targets, 0, measure)
         tiles_triton.fold_pair(tile, state)

@@ -278,7 +278,6 @@ CALLS = {
     "forward KL": PublicCall(partial(_divergence, kind="forward_kl"), takes=_TWO_HEADS),
     "reverse KL": PublicCall(partial(_divergence, kind="reverse_kl"), takes=_TWO_HEADS),
     "JSD": PublicCall(partial(_divergence, kind="jsd", beta=0.3), takes=_TWO_HEADS),
-    "TV": PublicCall(partial(_divergence, kind="tv"), takes=_TWO_HEADS),
     "JSD in one pass": PublicCall(partial(_divergence, kind="jsd", weighted=True), takes=frozenset(("gather",))),
     "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"gather"}),
     "loss in one pass": PublicCall(partial(_loss, passes="one"), takes=frozenset()),

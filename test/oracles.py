@@ -48,8 +48,6 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5) -> Te
         return (q * (log_q - log_p)).sum(-1)
     if kind == "reverse_kl" or (kind, beta) == ("jsd", 1):
         return (p * (log_p - log_q)).sum(-1)
-    if kind == "tv":
-        return (p - q).abs().sum(-1) / 2
     log_m = torch.log((1 - beta) * p + beta * q)
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
 

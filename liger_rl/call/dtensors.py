@@ -43,7 +43,7 @@ def low_rank_tensors(low_rank: object) -> list[object]:
 
 # The tensors of a call of one head or two, in which each row is a token, and those in which each row is an id. Low-rank
 # terms are apart.
-TOKENS = ("hidden", "targets", "mask", "needed_mask", "teacher_hidden", "token_weights", "teacher_lse")
+TOKENS = ("hidden", "targets", "mask", "needed_mask", "teacher_hidden", "token_weights")
 ROWS = ("weight", "bias", "teacher_weight", "teacher_bias")
 
 

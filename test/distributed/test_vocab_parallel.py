@@ -103,7 +103,6 @@ CASES = [
     Case(kind="forward_kl", shards=1),
     Case(kind="jsd", shards=1, bias=True, softcap=3.0),
     Case(kind="jsd", fixed_shape=True),
-    Case(kind="tv", shards=1, bias=True),
     Case(kind="reverse_kl", padding=9, vocab=VOCAB, shards=1, bias=True),
     Case(kind="jsd", padding=3, vocab=340),  # the last ranks' rows are padding, some of them all
     Case(kind="reverse_kl", rank=3, chunk_vocab=64, shards=1),

@@ -83,7 +83,7 @@ def tiles_and_epilogue(monkeypatch):
 
 ENGINES = [
     (kind, wide, way)
-    for kind in ("forward_kl", "reverse_kl", "jsd", "tv")
+    for kind in ("forward_kl", "reverse_kl", "jsd")
     for wide in ("", "both", {"forward_kl": "student's", "reverse_kl": "teacher's"}.get(kind, "both"))
     for way in ("two passes", "one pass", *(() if wide else ("fixed shape",)))
 ]
@@ -120,7 +120,7 @@ def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "banned"),
     [("forward_kl", "student's"), ("reverse_kl", "student's")]
-    + [(kind, head) for kind in ("forward_kl", "reverse_kl", "jsd", "tv") for head in ("teacher's", "both")],
+    + [(kind, head) for kind in ("forward_kl", "reverse_kl", "jsd") for head in ("teacher's", "both")],
 )
 def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
     """In whole tiles, with a bias of that head alone: as from tiles in memory, infinite values and all."""

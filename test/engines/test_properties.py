@@ -24,7 +24,7 @@ VOCAB, HIDDEN = 129, 16
 FIXED = ({}, {"fixed_shape": True})
 LOSSES = {name for name in CALLS if "loss" in name or "one pass" in name}  # their results are scalars
 GIVEN_LOGITS = {name for name in CALLS if "given logits" in name}  # no head
-WITH_TEACHER = {"forward KL", "reverse KL", "JSD", "TV", "JSD in one pass"}
+WITH_TEACHER = {"forward KL", "reverse KL", "JSD", "JSD in one pass"}
 SUPPORTS = {"support", "support with empty rows"}
 
 

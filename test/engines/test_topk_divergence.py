@@ -102,7 +102,7 @@ def test_probabilities_of_0():
     torch.testing.assert_close(found, torch.tensor([0.5 * math.log(1.5), math.inf]))
 
 
-KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("tv", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
+KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
 
 
 def of_lists(p: Tensor, q: Tensor, here: Tensor, kind: str, beta: float, tail: str) -> Tensor:
@@ -116,8 +116,6 @@ def of_lists(p: Tensor, q: Tensor, here: Tensor, kind: str, beta: float, tail: s
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return (a * (torch.where(a > 0, a, 1.0) / torch.where(a > 0, b, 1.0)).log()).sum(-1)
 
-    if kind == "tv":
-        return (p - q).abs().sum(-1) / 2
     if kind == "jsd" and 0 < beta < 1:
         m = (1 - beta) * p + beta * q
         return beta * kl(q, m) + (1 - beta) * kl(p, m)

@@ -118,7 +118,7 @@ def _grad_kept_pair_kernel(
     # For an exponential that underflowed any finite logarithm will do, because its factor p is 0.
     log_p = tl.maximum(rough_log(p), LOWEST_LOG_PROBABILITY)
     hit = column == tl.load(targets + row)
-    grad = pair_gradient(p, q, log_p, gap, 0.0, row, True, hit, tokens, beta, KIND)
+    grad = pair_gradient(p, q, log_p, gap, row, True, hit, tokens, beta, KIND)
     tl.store(out + row * out_stride + column, times_slope(grad, steps).to(out.dtype.element_ty), mask=inside)
 
 

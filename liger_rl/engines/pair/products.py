@@ -51,7 +51,6 @@ class Pair(NamedTuple):
     teacher_options: EngineOptions  # the student's, except for transform and dtype
     measure: Measure
     targets: bool  # whether to compute log-probabilities at the targets
-    teacher_lse: Tensor | None = None  # (N,) of a vocabulary of which the teacher's head is a part; for TV
 
     def epilogue_applies(self, tokens: int) -> bool:
         """Whether the products of both heads have an epilogue, for `tokens` rows that will be aligned."""
@@ -132,7 +131,6 @@ class PairRows:
         self.targets, self.device = self.student.rows.targets, self.student.factor.device
         self.count = self.targets.numel()  # of tokens
         self.kernels = for_device(self.device)
-        self.teacher_lse = None if pair.teacher_lse is None else live.gather(pair.teacher_lse)
         # For each entry of the vocabulary.
         self.copied_bytes = self.student.bytes_per_entry + self.teacher.bytes_per_entry
 
@@ -175,14 +173,9 @@ class PairRows:
         tile = self.whole_tile(part)
         self.kernels.fold_pair(tile, state)
         if sums is not None:
-            known = self.known(state, part)
+            known = PairStatistics.of(state, self.measure)
             self.kernels.mix_pair(tile, known.lse, known.teacher_lse, sums)
         return tile
-
-    def known(self, state: PairFold, part: slice = slice(None)) -> PairStatistics:
-        """The statistics of the tokens `part`, before a second step."""
-        known = PairStatistics.of(state, self.measure)
-        return known if self.teacher_lse is None else known._replace(teacher_lse=self.teacher_lse[part])
 
     def tile_gradient(self, tile: PairTile, tokens: PairGradients) -> Tensor:
         """-> dL/dx of the student's logits, in their memory if they have the compute dtype."""
@@ -195,7 +188,7 @@ class PairRows:
         """Values and gradient from float32 rows of both heads. A float32 gradient overwrites the student's rows."""
         state, sums = self.empty_fold(part.stop - part.start)
         tile = self.fold_whole(part, state, sums)
-        known = self.known(state, part)
+        known = PairStatistics.of(state, self.measure)
         known = known if sums is None else known.with_sums(self.measure, sums)
         return known, lambda tokens: self.tile_gradient(tile, tokens)
 

@@ -7,11 +7,9 @@ With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + b
     reverse   sum_v p_v (log p_v - log q_v)                                      dz = p (log p - log q - reverse)
     mixture   beta sum_v q_v (log q_v - log m_v) + (1 - beta) S                  dz = (1 - beta) p (log p - log m - S)
               with S = sum_v p_v (log p_v - log m_v)
-    tv        sum_v max(p_v - q_v, 0)                                            dz = p (1[p > q] - S)
-              with S = sum_v p_v 1[p_v > q_v]
 
-One fold gives the forward and the reverse divergence. A mixture and the total variation need both normalisers at every
-entry, so they take a second step, `mix_pair`.
+One fold gives the forward and the reverse divergence. A mixture needs both normalisers at every entry, so it takes
+a second step, `mix_pair`.
 """
 
 from collections.abc import Callable
@@ -25,20 +23,20 @@ from liger_rl.kernels.reference import entropy_term, put, times_derivative, tran
 from liger_rl.kernels.statistics import BLOCK_VOCAB, each
 from liger_rl.kernels.transform import LogitTransform
 
-FORWARD, REVERSE, MIXTURE, TV = 0, 1, 2, 3
+FORWARD, REVERSE, MIXTURE = 0, 1, 2
 PART_ENTRIES = BLOCK_VOCAB // 2  # entries of a part of a `KeptPair`, and of a tile of a product of two heads
 
 
 class Measure(NamedTuple):
     """The kind of a divergence, and the weight of a mixture."""
 
-    kind: int  # FORWARD, REVERSE, MIXTURE or TV
+    kind: int  # FORWARD, REVERSE or MIXTURE
     beta: float = 0.0  # the teacher's share of a mixture, in (0, 1)
 
     @property
     def second_step(self) -> bool:
         """Whether entries need both normalisers."""
-        return self.kind in (MIXTURE, TV)
+        return self.kind == MIXTURE
 
 
 class Tile(NamedTuple):
@@ -143,9 +141,7 @@ class PairStatistics(NamedTuple):
     def with_sums(self, measure: Measure, sums: "MixtureSums") -> "PairStatistics":
         """`sums` are those of a second step, or of the `KeptPair` of a reverse KL divergence."""
         divergence = self.divergence
-        if measure.kind == TV:
-            divergence = sums.teacher
-        elif divergence is None:
+        if divergence is None:
             divergence = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
         return self._replace(divergence=divergence, value=sums.student)
 
@@ -153,8 +149,8 @@ class PairStatistics(NamedTuple):
 class MixtureSums(NamedTuple):
     """Running sums over the vocabulary of a second step, (n,) float32 each, updated in place."""
 
-    student: Tensor  # S: sum_v p_v (log p_v - log m_v); TV: sum_v p_v 1[p_v > q_v]
-    teacher: Tensor  # sum_v q_v (log q_v - log m_v); TV: sum_v max(p_v - q_v, 0)
+    student: Tensor  # S: sum_v p_v (log p_v - log m_v)
+    teacher: Tensor  # sum_v q_v (log q_v - log m_v)
 
     @classmethod
     def start(cls, like: Tensor) -> "MixtureSums":
@@ -274,11 +270,6 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
 def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
     """The second step, with both normalisers known: update `sums`."""
     log_p, log_q = transformed(*tile.student) - lse[:, None], transformed(*tile.teacher) - teacher_lse[:, None]
-    if tile.measure.kind == TV:
-        p, gap = log_p.exp(), log_q - log_p
-        sums.student.add_(_weighted(p, (gap < 0).to(p.dtype)))
-        sums.teacher.add_(_weighted(p, -torch.expm1(gap.clamp(max=0.0))))  # without cancellation where p is near q
-        return
     over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, tile.measure.beta)
     sums.student.add_(_weighted(log_p.exp(), over_mixture))
     sums.teacher.add_(_weighted(log_q.exp(), teacher_over_mixture))
@@ -308,7 +299,7 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
         if measure.kind == MIXTURE:
             over, share = _over_mixture(log_q - log_p, measure.beta)[0], 1.0 - measure.beta
         else:
-            over, share = log_p - log_q if measure.kind == REVERSE else (log_q < log_p).to(p.dtype), 1.0
+            over, share = log_p - log_q, 1.0
         # An infinite divergence may have no gradient, and 0 * inf is NaN.
         counts = (p > 0) & (tokens.grad != 0)[:, None]
         grad_z = torch.where(counts, p * (over - tokens.value[:, None]), 0.0).mul_(share)

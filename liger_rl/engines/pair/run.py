@@ -27,7 +27,6 @@ from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
-    TV,
     Measure,
     PairGradients,
     PairStatistics,
@@ -37,7 +36,7 @@ from liger_rl.engines.run import head_of, mask_selection, start_selection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import LogitTransform
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
+KINDS = ("forward_kl", "reverse_kl", "jsd")
 BETA = 0.5
 
 
@@ -73,7 +72,7 @@ def measure_of(kind: str, beta: float) -> Measure:
     if kind != "jsd":
         if beta != BETA:
             raise ValueError(f'beta is an option of kind="jsd" alone, got {beta} with kind={kind!r}')
-        return Measure({"forward_kl": FORWARD, "reverse_kl": REVERSE, "tv": TV}[kind])
+        return Measure({"forward_kl": FORWARD, "reverse_kl": REVERSE}[kind])
     # Kernels take beta in float32, where a beta very near to 0 or 1 is 0 or 1.
     (share,) = struct.unpack("f", struct.pack("f", beta))
     if share in (0.0, 1.0):
@@ -93,14 +92,13 @@ class DivergenceCall(HeadCall):
     measure: Measure
     vocab: int | None = None
     token_weights: Tensor | None = None  # (B, T) or (N,)
-    teacher_lse: Tensor | None = None  # (B, T) or (N,)
     # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
 
     @property
     def tensors(self) -> tuple[object, ...]:
         """All fields that may be tensors."""
-        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.teacher_lse
+        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
         return (*super().tensors, self.token_weights, *teacher)
 
     def with_ids(self) -> "DivergenceCall":
@@ -138,21 +136,7 @@ class DivergenceCall(HeadCall):
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
         if self.token_weights is not None:
             self._check_token_weights(self.token_weights, dtype)
-        if self.teacher_lse is not None:
-            self._check_teacher_lse(self.teacher_lse)
         return dtype
-
-    def _check_teacher_lse(self, teacher_lse: Tensor) -> None:
-        if self.measure.kind != TV:
-            raise ValueError('teacher_lse must be None but with kind="tv"; docs/distillation.md has the KLs')
-        self._check_of_tokens("teacher_lse", teacher_lse)
-
-    def _check_of_tokens(self, name: str, values: Tensor) -> None:
-        """Raise unless these are floating-point numbers, one for each token."""
-        shape = self.hidden.shape[:-1]
-        check_floating(name, values)
-        check_shape(name, values, shape, f"{tuple(shape)} from hidden")
-        check_dense(name, values, self.hidden, "hidden")
 
     def one_pass_lacks(self, dtype: torch.dtype) -> str | None:
         """The first thing that one pass needs and this call lacks, or None. `dtype`: of the student's products."""
@@ -191,7 +175,10 @@ class DivergenceCall(HeadCall):
         return vocab
 
     def _check_token_weights(self, token_weights: Tensor, dtype: torch.dtype) -> None:
-        self._check_of_tokens("token_weights", token_weights)
+        shape = self.hidden.shape[:-1]
+        check_floating("token_weights", token_weights)
+        check_shape("token_weights", token_weights, shape, f"{tuple(shape)} from hidden")
+        check_dense("token_weights", token_weights, self.hidden, "hidden")
         if token_weights.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
         check_left_alone(self.options, "with token_weights")
@@ -221,8 +208,7 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
         options = resolved(call.options, dtype, grad_tolerance=0.0)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        whole = None if call.teacher_lse is None else call.teacher_lse.detach().float().reshape(-1)
-        pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps, whole)
+        pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps)
         yield call, pair
 
 

@@ -20,7 +20,6 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.tile_epilogues import at_column, part_of
 
 FORWARD, REVERSE = tl.constexpr(reference.FORWARD), tl.constexpr(reference.REVERSE)
-TV = tl.constexpr(reference.TV)
 # Of a tile of 128 entries, in `at_column`: before Hopper a product spreads 32 of the columns over the threads.
 HALVINGS = tl.constexpr(2)
 
@@ -51,10 +50,10 @@ def per_token(values, token, live):
 
 
 @triton.jit
-def pair_gradient(p, q, log_p, above, below, token, live, hit, tokens, beta, KIND: tl.constexpr):
+def pair_gradient(p, q, log_p, gap, token, live, hit, tokens, beta, KIND: tl.constexpr):
     """-> dL/dz of the student, from the gradients of the divergence, of log-probabilities and of entropies.
 
-    `above` - `below` is log p - log q. FORWARD does not read it, and the other kinds do not read q. `token` is one or
+    `gap` is log p - log q. FORWARD does not read it, and the other kinds do not read q. `token` is one or
     several.
     """
     factor = per_token(tokens.grad, token, live)
@@ -66,11 +65,9 @@ def pair_gradient(p, q, log_p, above, below, token, live, hit, tokens, beta, KIN
     elif KIND == REVERSE:
         # An infinite divergence may have no gradient, and 0 * inf is NaN.
         counts = tl.where(factor != 0.0, p, 0.0) > 0.0
-        grad = tl.where(counts, p * ((above - below) - value), 0.0)
-    elif KIND == TV:
-        grad = tl.where(p > 0.0, p * (tl.where(above > below, 1.0, 0.0) - value), 0.0)
+        grad = tl.where(counts, p * (gap - value), 0.0)
     else:
-        over, _teacher_over = over_mixture(below - above, beta)
+        over, _teacher_over = over_mixture(-gap, beta)
         grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - value), 0.0)
     grad *= factor
     ENTROPY: tl.constexpr = tokens.grad_entropy is not None
@@ -191,6 +188,6 @@ def grad_pair_tile(
         column = part * WIDTH + tl.arange(0, WIDTH)
         hit = column[None, :] == target[:, None]
         grad = pair_gradient(
-            flushed_exp(log_p), flushed_exp(log_q), log_p, log_p, log_q, token, live, hit, gradients, beta, KIND
+            flushed_exp(log_p), flushed_exp(log_q), log_p, log_p - log_q, token, live, hit, gradients, beta, KIND
         )
         store(out, first_token, vocab_tile * student.shape[1] + part * WIDTH, times_derivative(grad, square, steps))

@@ -14,7 +14,6 @@ from liger_rl.engines.pair.reference import MixtureSums, PairFold, PairGradients
 from liger_rl.engines.pair.tile_epilogues import (
     FORWARD,
     REVERSE,
-    TV,
     around,
     over_mixture,
     pair_gradient,
@@ -24,7 +23,6 @@ from liger_rl.kernels.devices import on
 from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
     moment_around,
-    one_minus_exp,
     times_derivative,
     transformed,
 )
@@ -152,7 +150,6 @@ def _mix_pair_kernel(
     sums,  # `MixtureSums`, updated
     columns,
     beta,
-    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -167,14 +164,9 @@ def _mix_pair_kernel(
         log_p = z - norm
         log_q = t - teacher_norm
         p = tl.exp(log_p)
-        if KIND == TV:
-            student_sum += tl.sum(tl.where(log_q < log_p, p, 0.0))
-            # Without cancellation where p is near q.
-            teacher_sum += tl.sum(tl.where(log_q < log_p, p * one_minus_exp(log_q - log_p), 0.0))
-        else:
-            over, teacher_over = over_mixture(log_q - log_p, beta)
-            student_sum += _weighted(p, over)
-            teacher_sum += _weighted(tl.exp(log_q), teacher_over)
+        over, teacher_over = over_mixture(log_q - log_p, beta)
+        student_sum += _weighted(p, over)
+        teacher_sum += _weighted(tl.exp(log_q), teacher_over)
     tl.store(sums.student + token, student_sum)
     tl.store(sums.teacher + token, teacher_sum)
 
@@ -201,7 +193,7 @@ def _grad_pair_kernel(
     log_q = t - tl.load(tokens.teacher_lse + token)
     hit = column == tl.load(targets + token).to(tl.int64) - first
     grad = pair_gradient(
-        tl.exp(log_p), tl.exp(log_q), log_p, log_p, log_q, token, True, hit, tokens, beta, KIND
+        tl.exp(log_p), tl.exp(log_q), log_p, log_p - log_q, token, True, hit, tokens, beta, KIND
     )  # fmt: skip
     grad = times_derivative(grad, square, student.steps)
     tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
@@ -227,7 +219,7 @@ def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums
         with on(lse.device):
             _mix_pair_kernel[(n,)](
                 TileArgument.of(tile.student), TileArgument.of(tile.teacher), lse, teacher_lse, sums,
-                columns, tile.measure.beta, KIND=tile.measure.kind, BLOCK=_block(columns),
+                columns, tile.measure.beta, BLOCK=_block(columns),
                 num_warps=WARPS,
             )  # fmt: skip
 

@@ -19,7 +19,7 @@ from liger_rl.engines.dense import two_pass
 from liger_rl.engines.dense.totals import Totals
 from liger_rl.engines.interface import Gradients, Needs, with_gradient
 from liger_rl.engines.pair.products import Pair, PairRows
-from liger_rl.engines.pair.reference import TV, MixtureSums, PairGradients, PairStatistics, PairTile
+from liger_rl.engines.pair.reference import MixtureSums, PairGradients, PairStatistics, PairTile
 from liger_rl.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
 from liger_rl.kernels.devices import compiles
 
@@ -45,11 +45,11 @@ def forward(pair: Pair) -> PairStatistics:
         if sums is not None and tokens is not None:
             for part in (slice(*span) for span in spans(rows.count, tokens)):
                 rows.fold_whole(part, state.take(part), sums.take(part))
-            return rows.known(state).with_sums(measure, sums)
+            return PairStatistics.of(state, measure).with_sums(measure, sums)
         _sweep(rows, lambda tile, part: rows.kernels.fold_pair(tile, state.take(part)))
     if shard is not None:
         state = state.over_ranks(measure, shard.maximum, shard.total)
-    known = rows.known(state)
+    known = PairStatistics.of(state, measure)
     if sums is None:
         return known
     norms = known.lse, known.teacher_lse
@@ -166,13 +166,8 @@ def even_spans(n: int, most: int) -> list[tuple[int, int]]:
 
 
 def _keeps_pairs(pair: Pair) -> bool:
-    """Whether one pass keeps a `KeptPair`.
-
-    Not under a softcap: if both numbers underflow, its derivative is lost. Not for a total variation, whose gradient
-    depends on which of p and q is larger: float16 does not say it where they are near.
-    """
-    served = pair.options.transform.softcap is None and pair.measure.kind != TV
-    return served and pair.epilogue_applies(pair.student.live.count)
+    """Whether one pass keeps a `KeptPair`. Not under a softcap: if both numbers underflow, its derivative is lost."""
+    return pair.options.transform.softcap is None and pair.epilogue_applies(pair.student.live.count)
 
 
 def one_pass_tokens(pair: Pair) -> int:
