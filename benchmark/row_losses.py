@@ -147,7 +147,7 @@ def _liger(in_place: bool) -> LossOf:
     return loss
 
 
-def _ours(**options: bool) -> LossOf:
+def _ours() -> LossOf:
     from liger_rl import grpo_loss_from_logits
 
     def loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -162,7 +162,6 @@ def _ours(**options: bool) -> LossOf:
             epsilon_low=EPSILON_LOW,
             epsilon_high=EPSILON_HIGH,
             beta=BETA,
-            **options,
         ).loss
 
     return loss
@@ -178,8 +177,7 @@ VARIANTS: dict[str, Callable[[], LossOf]] = {
     "Helion": _helion,
     "Liger Triton": lambda: _liger(False),
     "Liger Triton, in place": lambda: _liger(True),
-    "liger_rl": lambda: _ours(),
-    "liger_rl, fixed shape": lambda: _ours(fixed_shape=True),
+    "liger_rl": _ours,
 }
 
 

@@ -6,7 +6,6 @@ and uniform ones of growing mean. Ways:
 liger_rl                 `linear_logprobs(..., support=)`, called from Python
 ..., in place            the weight's gradient added to a float32 tensor
 ..., one thread          under `torch.autograd.set_multithreading_enabled(False)`: no other thread takes the backward
-liger_rl, CUDA graph     with fixed_shape, replayed: the time without the host
 whole vocabulary         `linear_logprobs` without a support, which is another distribution
 TRL                      its chunked operator of log-probabilities, over the whole vocabulary, too
 masked logits            the operations of prime-rl and slime: the whole product, a mask of the vocabulary, a softmax
@@ -16,7 +15,6 @@ Errors are those against float64, each against its own distribution: of all toke
 """
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +80,7 @@ def make_problem(shape: tuple[int, int, int], mean: int | str, device: str) -> P
     within = torch.arange(int(offsets[-1]), device=device) - offsets[:-1].repeat_interleave(sizes)
     ids = (first.repeat_interleave(sizes) + 37 * within) % vocab
     picked = torch.minimum((uniform() * sizes).long(), sizes - 1)
-    support = Support(ids, offsets, may_be_empty=False, distinct=True)
+    support = Support(ids, offsets, distinct=True)
     hidden, weight = normal(n, hidden_size).bfloat16(), (normal(vocab, hidden_size) / hidden_size**0.5).bfloat16()
     return Problem(hidden, weight, support, ids[offsets[:-1] + picked], normal(n) / n)
 
@@ -124,7 +122,6 @@ class Way(NamedTuple):
     logps: Logps
     whole: bool = False  # over the whole vocabulary
     in_place: bool = False
-    graph: bool = False  # on CUDA alone
     one_thread: bool = False
 
 
@@ -133,8 +130,6 @@ WAYS = {
     "liger_rl, in place": Way(_ours, in_place=True),
     "liger_rl, one thread": Way(_ours, one_thread=True),
     "liger_rl, one thread, in place": Way(_ours, in_place=True, one_thread=True),
-    "liger_rl, CUDA graph": Way(partial(_ours, fixed_shape=True), graph=True),
-    "liger_rl, CUDA graph, in place": Way(partial(_ours, fixed_shape=True), in_place=True, graph=True),
     "whole vocabulary": Way(_whole, whole=True),
     "TRL": Way(_trl, whole=True),
     "masked logits": Way(_masked),
@@ -219,20 +214,8 @@ def measure(way: Way, given: Problem, truth: Truth, device: str) -> dict[str, An
     del held
     for kind, run in (("forward", forward), ("step", step)):
         with torch.autograd.set_multithreading_enabled(not way.one_thread):
-            numbers[f"{kind}_ms"] = measure_ms(_replayed(run) if way.graph else run, device).median_ms
+            numbers[f"{kind}_ms"] = measure_ms(run, device).median_ms
     return {"status": "ok", "reason": None, **numbers}
-
-
-def _replayed(run: Callable[[], object]) -> Callable[[], object]:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 def rows_of(mean: int | str, shape: tuple[int, int, int], device: str) -> list[dict[str, Any]]:
@@ -247,7 +230,7 @@ def rows_of(mean: int | str, shape: tuple[int, int, int], device: str) -> list[d
             del truth
             truth = over_whole_vocabulary(given, sampled)
         for name, way in WAYS.items():
-            if way.whole == whole and (device == "cuda" or not way.graph):
+            if way.whole == whole:
                 rows.append({"mean": mean, "pairs": pairs, "variant": name, **measure(way, given, truth, device)})
     return rows
 

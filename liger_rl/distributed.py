@@ -26,8 +26,8 @@ class VocabParallel:
     same on every rank of the group. Targets are ids of the whole vocabulary. Results and the gradient of hidden are the
     same on every rank. docs/distributed.md lists the collectives, and what a sharded head does not go with.
 
-    The first call with a weight is one more collective, in which the ranks tell each other their rows, so give the same
-    weight object in each call. Each rank checks its own arguments, and raises by itself.
+    The first call with a weight is one more collective, in which the ranks tell each other their rows,
+    so give the same weight object in each call. Each rank checks its own arguments, and raises by itself.
 
     With sum_hidden_grad the gradient of hidden (and of a low-rank term's `a`) is summed over the group. Without it, it
     is this rank's part, for a caller whose own backward adds the parts, such as Megatron's sequence parallelism.

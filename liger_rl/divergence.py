@@ -10,15 +10,15 @@ from liger_rl.call.keywords import named_keywords
 from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions
 from liger_rl.distributed import VocabParallel
-from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.engines.pair.run import BETA, Divergence, DivergenceCall, divergence_of, measure_of
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 
 __all__ = ["Divergence", "linear_divergence"]
 
 
+@outside_of_graphs
 @named_keywords
-@never_in_a_graph
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -45,7 +45,6 @@ def linear_divergence(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
-    fixed_shape: bool = False,
 ) -> Divergence:
     """Per-token divergence of a student's distribution from a teacher's, without either's logits in memory.
 
@@ -69,7 +68,7 @@ def linear_divergence(
         teacher_transform: as `transform`, which is the student's.
         vocab: number of rows of both weights before padding.
         transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab, fixed_shape: also fields.
+        chunk_tokens, chunk_vocab: also fields.
 
     Returns:
         Divergence. With token_weights only the loss has gradients.
@@ -77,12 +76,11 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: as `linear_logprobs`; also for extras, lse or topk, and for a teacher's
             tensor that requires a gradient.
-        torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True).
     """
     measure = measure_of(kind, beta)
     options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
-        gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab, fixed_shape=fixed_shape,
+        gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     return divergence_of(
         DivergenceCall(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.checks import check_flag
 from liger_rl.call.tokens import live_tokens
 from liger_rl.engines.given_logits import LogitRows, check_logits
-from liger_rl.engines.graphs import never_in_a_graph
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses import fused
 from liger_rl.losses.batch import PolicyBatch, batch_of
@@ -48,8 +47,8 @@ def clip_indicator_of(name: str, token_loss: TokenLoss, advantages: Tensor) -> T
     return low | high if name == "active" else outside & ~(low | high) & (advantages != 0)
 
 
+@outside_of_graphs
 @shows(ObjectiveKeywords)
-@never_in_a_graph
 def grpo_loss_from_logits(
     logits: Tensor,
     selected_token_ids: Tensor,
@@ -58,7 +57,6 @@ def grpo_loss_from_logits(
     *,
     loss_type: str = "grpo",
     clip_indicator: str = "active",
-    fixed_shape: bool = False,
     temperature: float = 1.0,
     beta: float = 0.0,
     kl_estimator: str = "k3",
@@ -71,8 +69,6 @@ def grpo_loss_from_logits(
 ) -> PerTokenLoss:
     """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
 
-    Under torch.compile the graph breaks around the call, and `fullgraph=True` raises.
-
     Args:
         logits: (B, T, V), packed (N, V), or (B, T + 1, V), whose last position is left out; float32, bfloat16 or
             float16. The gradient has the same dtype.
@@ -83,7 +79,6 @@ def grpo_loss_from_logits(
         loss_type: the name of a preset, such as "gspo" for one ratio per sequence.
         clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
             is out of bounds (Fast-LLM). "helion": r A < clip(r) A, out of bounds where no gradient is cut (Helion).
-        fixed_shape: as in `linear_logprobs`.
         temperature: divides the logits, > 0.
         beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
         old_per_token_logps, ref_per_token_logps, importance_ratio, segments: the columns of `PolicyBatch`.
@@ -94,7 +89,6 @@ def grpo_loss_from_logits(
             and a mask or column together with a `PolicyBatch`.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
-    check_flag("fixed_shape", fixed_shape)
     batch = batch_of(
         "grpo_loss_from_logits", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
         ref_per_token_logps=ref_per_token_logps, importance_ratio=importance_ratio, segments=segments,
@@ -105,9 +99,7 @@ def grpo_loss_from_logits(
     ids, mask = selected_token_ids, batch.mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
     aligned = terms.check(batch, ids.shape, ids.device)
-    raise_if_wrong = None
-    if not fixed_shape:
-        raise_if_wrong = live_tokens(ids, mask, logits.shape[-1], "logits", targets_name=IDS)
+    raise_if_wrong = live_tokens(ids, mask, logits.shape[-1], "logits", targets_name=IDS)
     logps, _, lse = LogitRows.apply(logits, ids, mask, transform, False)
     logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
     columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)
@@ -119,8 +111,7 @@ def grpo_loss_from_logits(
             is_clipped = None if is_clipped is None else is_clipped & aligned.mask
             kl_values = None if values.kl is None else torch.where(aligned.mask, values.kl.detach(), 0.0)
             columns = values.loss, kl_values, is_clipped
-    if raise_if_wrong is not None:
-        raise_if_wrong()
+    raise_if_wrong()
     return PerTokenLoss(*columns)
 
 

@@ -17,6 +17,7 @@ from liger_rl.call.support import Support
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.run import log_probs
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
@@ -39,7 +40,6 @@ class HeadKeywords(TypedDict, total=False):
     grad_tolerance: Tolerance
     chunk_tokens: int | None
     chunk_vocab: int | None
-    fixed_shape: bool
 
 
 class FusedLinearLoss(nn.Module):
@@ -66,11 +66,6 @@ class FusedLinearLoss(nn.Module):
     def _loss(self, call: HeadCall, batch: PolicyBatch) -> PolicyLoss:
         """The loss of a call, which is not checked yet. `batch.mask` is the call's."""
         weight, ids, mask, vocab_parallel = call.weight, call.targets, call.mask, call.vocab_parallel
-        if self.options.fixed_shape and vocab_parallel is not None:
-            raise ValueError(
-                "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
-                "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
-            )
         compute_dtype = call.check_tensors()
         call.check_weight_grad(weight)
         ids = ids.long().contiguous()
@@ -104,6 +99,7 @@ class FusedLinearLoss(nn.Module):
         options = replace(self.options, entropy=False, lse=False, topk=None, extras=(), transform=transform)
         return log_probs(replace(call, options=options)).logps
 
+    @outside_of_graphs
     @named_keywords
     def reference_logps(
         self,

@@ -14,6 +14,7 @@ from liger_rl.call.options import Tolerance
 from liger_rl.call.support import Support
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, keywords_of
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.losses.batch import PolicyBatch, batch_of
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.loss import PolicyLoss
@@ -44,7 +45,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
         entropy_coef: the field of `EntropyBonus`.
         temperature, softcap, scale: the fields of `LogitTransform`.
-        grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape: as in `linear_logprobs`. In one pass,
+        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`. In one pass,
             chunk_tokens bounds the tokens whose gradients are made together over the whole vocabulary.
         options: the fields of the preset's objective, such as `epsilon_low`, `epsilon_high` and `delta`, and of its
             reduction, `world_size` or `max_completion_length`. Their defaults are the preset's: "gmpo" has 0.4 where
@@ -77,7 +78,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         grad_tolerance: Tolerance = "auto",
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
-        fixed_shape: bool = False,
         **options: "Unpack[PresetKeywords]",
     ) -> None:
         penalties = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
@@ -87,13 +87,14 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         )  # fmt: skip
         head: HeadKeywords = {
             "temperature": temperature, "softcap": softcap, "scale": scale, "grad_tolerance": grad_tolerance,
-            "chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab, "fixed_shape": fixed_shape,
+            "chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab,
         }  # fmt: skip
         super().__init__(terms, passes, head)
 
     def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
         return PolicyBatch(mask=mask, **columns)
 
+    @outside_of_graphs
     @named_keywords
     def forward(
         self,

@@ -14,13 +14,14 @@ from liger_rl.call.support import Support
 from liger_rl.call.tokens import live_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.given_logits import LogitRows, check_logits
-from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.engines.run import log_probs
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 
 __all__ = ["LogProbs", "linear_logprobs", "logits_logprobs"]
 
 
+@outside_of_graphs
 @named_keywords
 def linear_logprobs(
     hidden: Tensor,
@@ -43,7 +44,6 @@ def linear_logprobs(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
-    fixed_shape: bool = False,
 ) -> LogProbs:
     """Log-probabilities of the targets from an lm_head, without the logits in memory.
 
@@ -62,14 +62,14 @@ def linear_logprobs(
             (B, T, K) or (N, K), repeats allowed (docs/targets.md): logps has this shape, 0 at negative ids; a
             token with only negative ids is masked.
         mask: (B, T) or (N,), bool or 0/1: the tokens that count. Others get 0, whatever they hold. Other values
-            raise; with fixed_shape and under torch.compile they count as 1.
+            raise.
         bias: (V,), added before the transform; hidden's dtype or float32.
         low_rank: terms that are added like the bias, such as adapters, never in shape (V, H).
         support: ids that each token could have been drawn from (docs/support.md).
         weight_grad: (V, H) float32, such as `weight.grad`, to which each backward adds the weight's gradient.
         vocab_parallel: the place in a sharded head.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab, fixed_shape: the same.
+        chunk_tokens, chunk_vocab: the same.
 
     Returns:
         LogProbs, with None for results that are not asked for.
@@ -82,7 +82,6 @@ def linear_logprobs(
     head_options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-        fixed_shape=fixed_shape,
     )  # fmt: skip
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,
@@ -91,8 +90,8 @@ def linear_logprobs(
     return log_probs(call)
 
 
+@outside_of_graphs
 @named_keywords
-@never_in_a_graph
 def logits_logprobs(
     logits: Tensor,
     targets: Tensor,
@@ -100,27 +99,21 @@ def logits_logprobs(
     mask: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
-    fixed_shape: bool = False,
 ) -> LogProbs:
     """log_softmax(transform(logits)) at the targets, in float32, without a float32 copy of the logits.
 
-    For callers who already hold logits. The gradient has the logits' dtype, and is exactly 0 at masked tokens. Under
-    torch.compile the graph breaks around the call, and `fullgraph=True` raises.
+    For callers who already hold logits. The gradient has the logits' dtype, and is exactly 0 at masked tokens.
 
     Args:
         logits: (B, T, V) or (N, V), float32, bfloat16 or float16. A slice such as `logits[:, :-1]` is not copied.
         targets: (B, T) or (N,) integer token ids in [0, V). A negative id masks its token.
-        mask, transform, entropy, fixed_shape: as in `linear_logprobs`.
+        mask, transform, entropy: as in `linear_logprobs`.
 
     Returns, raises: as `linear_logprobs`.
     """
     check_flag("entropy", entropy)
-    check_flag("fixed_shape", fixed_shape)
     check_logits(logits, targets, mask, transform)
-    raise_if_wrong = None
-    if not fixed_shape:
-        raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits")
+    raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits")
     logps, entropies, _ = LogitRows.apply(logits, targets, mask, transform, entropy)
-    if raise_if_wrong is not None:
-        raise_if_wrong()
+    raise_if_wrong()
     return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))

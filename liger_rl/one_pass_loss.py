@@ -49,8 +49,6 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
 
     `liger_rl.engines.dense.one_pass.lacks` checks the shapes.
     """
-    if torch.compiler.is_compiling():
-        return "a call outside torch.compile, which traces gradients in the backward"
     if call.support is not None:
         return "support = None: tokens that list their ids have no chunk of the vocabulary"
     if call.vocab_parallel is not None:
@@ -78,11 +76,8 @@ def _name(term: Any) -> str:
 
 
 def prepared_loss(terms: PolicyTerms, aligned: AlignedBatch, call: HeadCall) -> PreparedLoss:
-    """The loss of the tokens that count. With fixed_shape an id of at least V does not count."""
+    """The loss of the tokens that count."""
     counted = counted_tokens(call.targets, call.mask)
-    if call.options.fixed_shape:
-        # In int64, because in int8 the vocabulary's size would wrap around.
-        counted = counted & (call.targets.long() < call.weight.shape[0])
     return terms.prepared(replace(aligned, mask=counted), torch.float32)
 
 

@@ -14,6 +14,7 @@ from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, built, keywords_of
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PreferenceBatch
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
@@ -82,7 +83,7 @@ class FusedLinearPreferenceLoss(_Judged):
             `chosen_logps`, `rejected_logps` and `nll`.
         passes: as in `FusedLinearGRPOLoss`. One pass needs a chunk with room for a pair, and no sorted pairs ("aot").
         options: the fields of the objective (`DPO`, `CPO`, `ORPO`), such as beta; and temperature, softcap, scale,
-            grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, as in `FusedLinearGRPOLoss`.
+            grad_tolerance, chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
 
     Raises:
         TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.
@@ -143,6 +144,7 @@ class FusedLinearPreferenceLoss(_Judged):
             pairs=ids.dim() == 2, nll_mask=nll_mask,
         )  # fmt: skip
 
+    @outside_of_graphs
     @named_keywords
     def forward(
         self,
@@ -192,7 +194,7 @@ class FusedLinearPreferenceLoss(_Judged):
             named = torch.cat([nll_targets, torch.full_like(nll_targets, -1)])
             counted, nll_mask = counted_tokens(targets, mask), named >= 0
             # The one host sync that these ids cost.
-            if not torch.compiler.is_compiling() and bool((counted & nll_mask & (targets != named)).any()):
+            if bool((counted & nll_mask & (targets != named)).any()):
                 raise ValueError("nll_targets must be the ids of targets where both count, got others")
             targets = torch.where(counted, targets, named)
             mask = counted
@@ -271,6 +273,7 @@ class FusedLinearUnpairedLoss(_Judged):
             ref_per_token_logps=_per_token(ref_logps, counted), segments=segments, num_sequences=num_sequences,
         )  # fmt: skip
 
+    @outside_of_graphs
     @named_keywords
     def forward(
         self,

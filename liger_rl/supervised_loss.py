@@ -15,6 +15,7 @@ from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.divergence import linear_divergence
 from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, built, keywords_of
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.loss import PolicyLoss, ppo_loss_fn
 from liger_rl.losses.metrics import MetricsLevel
@@ -82,7 +83,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             a mean over the tokens with a weight.
         passes: as in `FusedLinearGRPOLoss`.
         options: the fields of the objective, such as label_smoothing and z_loss; world_size, of the reduction; and
-            temperature, softcap, scale, grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, as in
+            temperature, softcap, scale, grad_tolerance, chunk_tokens, chunk_vocab, as in
             `FusedLinearGRPOLoss`.
 
     Raises:
@@ -149,6 +150,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             weights = weights.expand(ids.shape)
         return PolicyBatch(advantages=weights, mask=mask, num_items_in_batch=num_items_in_batch, **columns)
 
+    @outside_of_graphs
     @named_keywords
     def forward(
         self,

@@ -16,7 +16,8 @@ from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.pair.reference import FORWARD, REVERSE, Measure
 from liger_rl.engines.pair.run import BETA, measure_of
-from liger_rl.engines.run import log_probs_and_mask
+from liger_rl.engines.run import log_probs
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY
 from liger_rl.kernels.transform import LogitTransform
 
@@ -38,6 +39,7 @@ class TopKDivergence(NamedTuple):
     teacher_logps: Tensor  # (..., L) the teacher's
 
 
+@outside_of_graphs
 @named_keywords
 def topk_divergence(
     hidden: Tensor,
@@ -64,7 +66,6 @@ def topk_divergence(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
-    fixed_shape: bool = False,
 ) -> TopKDivergence:
     """Divergence of a student from a teacher over a list of ids of each token, from one forward of the student's head.
 
@@ -83,7 +84,7 @@ def topk_divergence(
             teacher_logps is a function.
         kind, beta, tail: as in `list_divergence`.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab, fixed_shape: the same.
+        chunk_tokens, chunk_vocab: the same.
 
     Returns:
         TopKDivergence.
@@ -95,7 +96,6 @@ def topk_divergence(
     head_options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-        fixed_shape=fixed_shape,
     )  # fmt: skip
     for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
         if is_dtensor(tensor):
@@ -111,11 +111,9 @@ def topk_divergence(
         vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, targets_name="teacher_ids",
         may_be_several=True,
     )  # fmt: skip
-    student, counted = log_probs_and_mask(call)
+    student = log_probs(call)
     ids, logps = _lists(student, teacher_ids, lists)
     listed = counted_tokens(ids, None if mask is None else mask[..., None])
-    if counted is not None:
-        listed = listed & counted.view(*logps.shape[:-1], 1)  # with fixed_shape, an id outside [0, V) masks
     if not isinstance(teacher_logps, Tensor):
         with torch.no_grad():
             teacher_logps = _floats("teacher_logps(ids)", teacher_logps(ids), ids, "ids").detach()

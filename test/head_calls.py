@@ -220,7 +220,7 @@ def _logprobs(x: Batch, *, several=False, low_rank=False, transformed=False, lis
         rows = x.ids.clone()
         if listed == "or not":
             rows[:, ::2] = -1
-        given["support"] = Support.from_padded(rows, may_be_empty=listed == "or not")
+        given["support"] = Support.from_padded(rows)
     if several:
         given["lse"] = True
     options = {"entropy": True, **given, **options}
@@ -257,8 +257,8 @@ def _policy_of_given_logits(x: Batch, **options):
     return (grpo_loss_from_logits(x.logits, x.targets, x.advantages, x.mask, loss_type="gpg", **options).loss,)
 
 
-_EVERY = frozenset(("chunks", "fixed_shape", "autocast", "gather", "weight_grad"))
-_TWO_HEADS = frozenset(("chunks", "fixed_shape", "autocast", "gather"))
+_EVERY = frozenset(("chunks", "autocast", "gather", "weight_grad"))
+_TWO_HEADS = frozenset(("chunks", "autocast", "gather"))
 CALLS = {
     "dense": PublicCall(_logprobs, takes=_EVERY),
     "label smoothing": PublicCall(partial(_logprobs, lse=True, extras=("mean_logits",)), takes=_EVERY),
@@ -268,9 +268,7 @@ CALLS = {
     ),
     "a temperature and a softcap": PublicCall(partial(_logprobs, transformed=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
-    "a teacher's lists": PublicCall(
-        _topk_divergence, takes=frozenset(("chunks", "fixed_shape", "autocast", "weight_grad"))
-    ),
+    "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("chunks", "autocast", "weight_grad"))),
     "support": PublicCall(partial(_logprobs, listed="all"), takes=_EVERY - {"chunks", "autocast"}),
     "support with empty rows": PublicCall(
         partial(_logprobs, listed="or not"), takes=frozenset(("gather", "weight_grad"))
@@ -281,11 +279,9 @@ CALLS = {
     "JSD in one pass": PublicCall(partial(_divergence, kind="jsd", weighted=True), takes=frozenset(("gather",))),
     "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"gather"}),
     "loss in one pass": PublicCall(partial(_loss, passes="one"), takes=frozenset()),
-    "given logits": PublicCall(_given_logits, ("logits",), frozenset(("fixed_shape",))),
-    "given logits, a temperature and a softcap": PublicCall(
-        partial(_given_logits, transformed=True), ("logits",), frozenset(("fixed_shape",))
-    ),
-    "policy of given logits": PublicCall(_policy_of_given_logits, ("logits",), frozenset(("fixed_shape",))),
+    "given logits": PublicCall(_given_logits, ("logits",)),
+    "given logits, a temperature and a softcap": PublicCall(partial(_given_logits, transformed=True), ("logits",)),
+    "policy of given logits": PublicCall(_policy_of_given_logits, ("logits",)),
 }  # fmt: skip
 
 

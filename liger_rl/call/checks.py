@@ -109,11 +109,8 @@ def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source
     check_dense(name, tensor, like, source)
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
-    # The level comes first because reading it costs nothing. Under torch.compile a tensor does not show its tangent, so
-    # any level raises.
-    if forward_ad._current_level >= 0 and (
-        torch.compiler.is_compiling() or forward_ad.unpack_dual(tensor).tangent is not None
-    ):
+    # The level comes first because reading it costs nothing.
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(f"{name} must have no tangent: there is no forward-mode derivative, only a backward")
 
 

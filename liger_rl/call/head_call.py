@@ -13,7 +13,7 @@ from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors
 from liger_rl.call.low_rank import LowRank, check_low_rank
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import check_left_alone
-from liger_rl.call.support import Support, check_usable
+from liger_rl.call.support import Support
 from liger_rl.distributed import VocabParallel
 from liger_rl.kernels.transform import check_type
 
@@ -107,26 +107,11 @@ class HeadCall:
             if used:
                 check_left_alone(self.options, feature)
         if self.support is not None:
-            check_usable(self.support, fixed_shape=self.options.fixed_shape)
+            check_type("support", self.support, Support, "a Support or None")
             if self.several:
                 raise ValueError("support must be None with several targets for each token, got a Support")
         if self.several and "is_top1" in self.options.extras:
             raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
-
-    @property
-    def outside_of_graphs(self) -> str | None:
-        """The feature of the call that a graph of torch.compile does not hold; None if a graph holds the call."""
-        options = self.options
-        for feature, used in (
-            ("a support", self.support is not None),
-            ("a weight_grad", self.weight_grad is not None),
-            ("topk", options.topk is not None),
-            ("gather", options.gather is not None),
-            ("a sharded head", self.vocab_parallel is not None or has_dtensor(*self.tensors)),
-        ):
-            if used:
-                return f"linear_logprobs with {feature}"
-        return None
 
     def check_tensors(self) -> torch.dtype:
         """Check types, dtypes, shapes and devices of the tensors. No value is read. -> dtype of the products."""

@@ -42,8 +42,7 @@ class LowRank:
             dtype = torch.get_autocast_dtype(kind)
         else:
             dtype = torch.promote_types(x.dtype, self.a.dtype)
-        product = _product_in_graph if torch.compiler.is_compiling() else _Inputs.apply
-        return product(x.reshape(-1, x.shape[-1]), self.a, live, dtype) * self.scaling
+        return _Inputs.apply(x.reshape(-1, x.shape[-1]), self.a, live, dtype) * self.scaling
 
 
 def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
@@ -93,14 +92,6 @@ class _Inputs(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_a = gemm.matmul(grad_rows.T, live.gather(hidden).to(dtype)).to(a.dtype)
         return grad_hidden, grad_a, None, None
-
-
-def _product_in_graph(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    """`_Inputs` in plain PyTorch, for a graph that differentiates it. `live` has a mask."""
-    rows = live.gather(hidden).to(dtype)
-    # Both factors become float32, because PyTorch would round a product of 16-bit factors.
-    with torch.autocast(hidden.device.type, enabled=False):
-        return rows.float() @ a.to(dtype).float().T
 
 
 def low_rank_factors(

@@ -1,7 +1,7 @@
-"""The options of a call of the head: as users give them, as engines take them, and as operators take them."""
+"""The options of a call of the head: as users give them, and as engines take them."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -10,21 +10,12 @@ import torch
 
 from liger_rl.call import checks
 from liger_rl.call.rules import NOT_TOGETHER, check_left_alone
-from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
 AUTO_TOLERANCE = checks.auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
-
-
-def row(
-    check: Callable[[str, Any], object],  # check(name, value) raises for a bad value
-    operator: str | None = None,  # type of the option in the schema of torch.compile's operator; None: not in it
-) -> dict[str, Any]:
-    """A row of the table of options, the fields of `HeadOptions`."""
-    return {"check": check, "operator": operator}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +39,27 @@ class HeadOptions:
         gather: for DeepSpeed ZeRO-3. `gather(weight)` or `gather(weight, bias)` returns a context in which both are
             whole. It is entered once in the forward and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
-        fixed_shape: for CUDA graphs: never wait for the device. Every token goes through every product. A target
-            outside [0, V) masks its token and does not raise.
 
     Raises:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.
     """
 
-    transform: LogitTransform = field(default=IDENTITY, metadata=row(lambda _, value: checks.check_transform(value)))
-    entropy: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
-    lse: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
-    topk: int | None = field(default=None, metadata=row(checks.check_chunk))
-    extras: Collection[str] = field(default=(), metadata=row(checks.check_extras))
-    grad_tolerance: Tolerance = field(default="auto", metadata=row(checks.check_tolerance, "float"))
-    compute_dtype: torch.dtype | None = field(default=None, metadata=row(checks.check_compute_dtype, "ScalarType"))
-    gather: Gather | None = field(default=None, metadata=row(checks.check_gather))
-    chunk_tokens: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
-    chunk_vocab: int | None = field(default=None, metadata=row(checks.check_chunk, "SymInt?"))
-    fixed_shape: bool = field(default=False, metadata=row(checks.check_flag, "bool"))
+    transform: LogitTransform = field(
+        default=IDENTITY, metadata={"check": lambda _, value: checks.check_transform(value)}
+    )
+    entropy: bool = field(default=False, metadata={"check": checks.check_flag})
+    lse: bool = field(default=False, metadata={"check": checks.check_flag})
+    topk: int | None = field(default=None, metadata={"check": checks.check_chunk})
+    extras: Collection[str] = field(default=(), metadata={"check": checks.check_extras})
+    grad_tolerance: Tolerance = field(default="auto", metadata={"check": checks.check_tolerance})
+    compute_dtype: torch.dtype | None = field(default=None, metadata={"check": checks.check_compute_dtype})
+    gather: Gather | None = field(default=None, metadata={"check": checks.check_gather})
+    chunk_tokens: int | None = field(default=None, metadata={"check": checks.check_chunk})
+    chunk_vocab: int | None = field(default=None, metadata={"check": checks.check_chunk})
 
     def __post_init__(self) -> None:
-        for name, columns in TABLE.items():
-            columns["check"](name, getattr(self, name))
+        for name, check in CHECKS.items():
+            check(name, getattr(self, name))
         for name in EXCLUDING:
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
@@ -79,12 +69,12 @@ class HeadOptions:
         return self.chunk_tokens is not None or self.chunk_vocab is not None
 
 
-# Copies of `metadata`, which is a mapping proxy: torch.compile cannot trace one once a dictionary has been written to.
-TABLE: dict[str, dict[str, Any]] = {option.name: dict(option.metadata) for option in fields(HeadOptions)}
-KNOWN = tuple(TABLE)
+# check(name, value) raises for a bad value.
+CHECKS: dict[str, Callable[[str, Any], object]] = {f.name: f.metadata["check"] for f in fields(HeadOptions)}
+KNOWN = tuple(CHECKS)
 EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
 # Options that change how a result is computed, not which result. Frameworks pass them on.
-HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape")
+HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,34 +95,7 @@ def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance
     """
     tolerance = options.grad_tolerance if grad_tolerance is None else grad_tolerance
     if tolerance == "auto":
-        exact = options.lse or options.topk is not None or options.fixed_shape
+        exact = options.lse or options.topk is not None
         tolerance = 0.0 if exact or options.names_chunk or compute_dtype.itemsize != 2 else AUTO_TOLERANCE
     resolutions = {"grad_tolerance": tolerance, "compute_dtype": compute_dtype}
     return EngineOptions(**{**{name: getattr(options, name) for name in KNOWN}, **resolutions})
-
-
-# The options of an operator for torch.compile. A call with another option than these breaks the graph.
-IN_OPERATORS = {name: columns["operator"] for name, columns in TABLE.items() if columns["operator"]}
-OP_OPTIONS = ", ".join(
-    ("float temperature, float? softcap, float scale, str extras, str targets_name",
-     *(f"{kind} {name}" for name, kind in IN_OPERATORS.items()))
-)  # fmt: skip
-
-
-def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
-    """The arguments of OP_OPTIONS; `targets_name` is the caller's name of the targets, for messages."""
-    transform = options.transform
-    extras = ",".join([name for name in EXTRAS if name in options.extras])
-    values = [getattr(options, name) for name in IN_OPERATORS]
-    return (transform.temperature, transform.softcap, transform.scale, extras, targets_name, *values)
-
-
-def from_flat(arguments: Sequence[Any]) -> tuple[EngineOptions, str]:
-    """The inverse of `flat_options`."""
-    temperature, softcap, scale, extras, targets_name, *values = arguments
-    options = EngineOptions(
-        transform=LogitTransform(temperature=temperature, softcap=softcap, scale=scale),
-        extras=frozenset(filter(None, extras.split(","))),
-        **dict(zip(IN_OPERATORS, values, strict=True)),
-    )
-    return options, targets_name

@@ -6,7 +6,6 @@ CHUNK = "a chunk of one pass holds the whole vocabulary"
 NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with lse": {"grad_tolerance": ""},
     "with topk": {"grad_tolerance": ""},
-    "with fixed_shape": {"grad_tolerance": "the host has to know how long the lists of ids are"},
     "with weight_grad": {"grad_tolerance": "sums over lists of ids make a (V, H) gradient of their own"},
     "with vocab_parallel": {"grad_tolerance": WHOLE},
     "with a support": {
@@ -20,11 +19,9 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "topk": "a loss reads no list",
         "chunk_vocab": CHUNK,
         "grad_tolerance": "ids are left out of a second pass",
-        "fixed_shape": "the host has to know which rows make a chunk",
     },
     # Two heads, whose gradients are made in the forward.
     "with token_weights": {
-        "fixed_shape": "the host has to know which rows make a chunk",
         "chunk_vocab": CHUNK,
     },
     "with two heads": {

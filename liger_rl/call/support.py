@@ -26,24 +26,19 @@ class Support:
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.
         offsets: (N + 1,) int32 or int64, from 0 to P, never decreasing.
-        may_be_empty: False promises that no token that counts has an empty row. `fixed_shape` needs the promise. An
-            empty row then raises; with fixed_shape it masks its token.
         distinct: True promises that no row repeats an id, so that the ids need not be sorted. If the promise is broken,
             a repeated id counts twice.
 
     Raises:
         TypeError, ValueError: wrong dtypes, shapes or devices. On CPU also bad offsets and negative ids. On other
-            devices bad values raise in the call, because here the host would wait for them. With fixed_shape no value
-            raises: an id outside the vocabulary is left out.
+            devices bad values raise in the call, because here the host would wait for them.
     """
 
     token_ids: Tensor
     offsets: Tensor
-    may_be_empty: bool = True
     distinct: bool = False
 
     def __post_init__(self) -> None:
-        check_flag("may_be_empty", self.may_be_empty)
         check_flag("distinct", self.distinct)
         for name in ("token_ids", "offsets"):
             tensor = check_dense(name, getattr(self, name))
@@ -55,25 +50,27 @@ class Support:
         check_dense("offsets", self.offsets, self.token_ids, "token_ids")
         if self.offsets.numel() == 0:
             raise ValueError("offsets must be (N + 1,) with at least the 0 that it starts with, got (0,)")
-        if self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.offsets.device.type == "cpu":
             self._raise_for_values(None)
 
     @classmethod
-    def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":
-        """A support from (N, K) or (B, T, K) int32 or int64 ids, where -1 is no id. Waits for the device to count ids.
-
-        `rules` are the other fields of the support: may_be_empty and distinct.
-        """
+    def from_padded(cls, ids: Tensor, *, distinct: bool = False) -> "Support":
+        """A support from (N, K) or (B, T, K) int32 or int64 ids, where -1 is no id. Waits for the device."""
         if check_dense("ids", ids).dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
         if ids.dim() not in (2, 3):
             raise ValueError(f"ids must be (N, K) or (B, T, K), got {tuple(ids.shape)}")
         rows = ids.reshape(ids.shape[:-1].numel(), ids.shape[-1])
-        return cls(rows[rows != -1], _offsets((rows != -1).sum(1)), **rules)
+        return cls(rows[rows != -1], _offsets((rows != -1).sum(1)), distinct=distinct)
 
     @classmethod
     def from_vllm(
-        cls, mask: Any, *, length: int | None = None, device: torch.device | str | int | None = None, **rules: Any
+        cls,
+        mask: Any,
+        *,
+        length: int | None = None,
+        device: torch.device | str | int | None = None,
+        distinct: bool | None = None,
     ) -> "Support":
         """A support from the masks of an inference engine.
 
@@ -82,8 +79,7 @@ class Support:
                 a list of such objects, one per sequence; or a list of rows, one per token, each a list of ids or None.
             length: T of a (B, T) call, not for rows of ids. Each sequence is padded with empty rows.
             device: device of the support.
-            rules: may_be_empty and distinct. `distinct` defaults to True for objects, unless an object
-                says otherwise, and to False for rows of ids.
+            distinct: None is True for objects, unless an object says otherwise, and False for rows of ids.
         """
         masks = [mask] if _is_mask(mask) else mask
         if not isinstance(masks, (list, tuple)):
@@ -96,7 +92,8 @@ class Support:
                 raise ValueError(f"length must be None for rows of ids, got {length}")
             rows = [[] if row is None else list(row) for row in masks]
             sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
-            return cls(_integers("mask", [number for row in rows for number in row], device), _offsets(sizes), **rules)
+            ids = _integers("mask", [number for row in rows for number in row], device)
+            return cls(ids, _offsets(sizes), distinct=False if distinct is None else distinct)
         parts, counts = [], []
         for place, one in enumerate(masks):
             token_ids, offsets = (_integers(name, getattr(one, name), device) for name in ("token_ids", "offsets"))
@@ -107,8 +104,8 @@ class Support:
             missing = 0 if length is None else length - part.tokens
             counts.append(torch.nn.functional.pad(part.offsets.long().diff(), (0, missing)))
             parts.append(part)
-        rules.setdefault("distinct", all(part.distinct for part in parts))
-        return cls(torch.cat([part.token_ids for part in parts]), _offsets(torch.cat(counts)), **rules)
+        distinct = all(part.distinct for part in parts) if distinct is None else distinct
+        return cls(torch.cat([part.token_ids for part in parts]), _offsets(torch.cat(counts)), distinct=distinct)
 
     @classmethod
     @torch.no_grad()
@@ -120,7 +117,7 @@ class Support:
         top_k: int | None = None,
         min_p: float | None = None,
         temperature: float = 1.0,
-        **rules: Any,
+        distinct: bool = True,
     ) -> "Support":
         """A support from (N, V) or (B, T, V) logits, by the rules of Hugging Face's sampling. Waits for the device.
 
@@ -133,7 +130,7 @@ class Support:
             min_p: in [0, 1]; of these, keeps ids with at least `min_p` times the largest probability. vLLM does so
                 before top_p, so with both its sets may differ.
             temperature: above 0.
-            rules: may_be_empty and distinct, which defaults to True here.
+            distinct: as the field, but True without it.
         """
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
@@ -156,8 +153,7 @@ class Support:
         if min_p is not None:
             kept &= (ordered - ordered[:, :1]).exp() >= min_p
         kept[:, 0] = True
-        rules.setdefault("distinct", True)
-        return cls(ids[kept], _offsets(kept.sum(1)), **rules)
+        return cls(ids[kept], _offsets(kept.sum(1)), distinct=distinct)
 
     @property
     def tokens(self) -> int:
@@ -233,10 +229,7 @@ class Support:
         """
         if any(numbers[segments.BAD_STARTS : segments.BAD_IDS + 1]):
             self._raise_for_values(vocab)
-        empty = numbers[segments.FULL_ROWS]
-        if empty and not self.may_be_empty:
-            raise ValueError(f"support must have no empty row with may_be_empty=False; {empty} tokens that count have")
-        return empty
+        return numbers[segments.FULL_ROWS]
 
     def _raise_for_values(self, vocab: int | None) -> None:
         pairs, offsets = self.token_ids.numel(), self.offsets
@@ -255,16 +248,6 @@ class Support:
             if least < 0 or (vocab is not None and most >= vocab):
                 expected = "at least 0" if vocab is None else f"in [0, {vocab}) from weight"
                 raise ValueError(f"token_ids must be token ids {expected}, got {least if least < 0 else most}")
-
-
-def check_usable(support: Any, *, fixed_shape: bool) -> None:
-    """Raise if `support` is no Support, or if fixed_shape needs a promise that it does not make."""
-    check_type("support", support, Support, "a Support or None")
-    if fixed_shape and support.may_be_empty:
-        raise ValueError(
-            "support must be made with may_be_empty=False for fixed_shape: an empty row stands for the whole "
-            "vocabulary, and which rows are empty only the device knows"
-        )
 
 
 def _is_mask(value: Any) -> bool:
@@ -288,13 +271,14 @@ def _offsets(counts: Tensor) -> Tensor:
 class ListedIds:
     """The slots of a call over a support, and the results of their checks, which are waited for once."""
 
-    def __init__(self, slots: Slots, check: Callable[[], tuple[Sequence[int], int]] | None = None) -> None:
+    def __init__(self, slots: Slots, check: Callable[[], tuple[Sequence[int], int]]) -> None:
         """
         Args:
             check: waits for the device, raises for bad values of the call, and returns `Slots.numbers` and the number
-                of tokens that take the whole vocabulary. None checks nothing, and means 0 such tokens (fixed_shape).
+                of tokens that take the whole vocabulary.
         """
-        self.slots, self._check = slots, check
+        self.slots = slots
+        self._check: Callable[[], tuple[Sequence[int], int]] | None = check
         self._full: Tensor | None = None
         self.all_short = False  # True once the host knows that no token has more than LONG_ROW slots
 

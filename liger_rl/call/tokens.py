@@ -2,19 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.call.host_answer import HostAnswer
 from liger_rl.kernels import for_device
-
-# Options of a custom operator that waits for the device. No CUDA graph can capture it. The tag tells torch.compile to
-# leave the operator out of its CUDA graphs. Torch 2.8 has no such tag.
-WAITING_OPERATOR: dict[str, Any] = (
-    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
-)
 
 
 @dataclass(frozen=True)
@@ -49,11 +42,6 @@ class TokenSelection:
         elif self.index is not None:
             values = values.new_zeros(self.total, *trailing).index_copy(0, self.index, values)
         return values.view(*shape, *trailing)
-
-    def restricted(self, wanted: Tensor) -> "TokenSelection":
-        """The tokens that are in the mask and in `wanted` (N,) bool."""
-        assert self.mask is not None
-        return TokenSelection(self.total, mask=self.mask & wanted)
 
     def among(self, picked: Tensor) -> "TokenSelection":
         """The tokens at the rows `picked` (n,) of the tensors that `gather` returns."""

@@ -121,10 +121,7 @@ def with_gradient(
     selected: Tensor,  # (n,) bool: the gradient is not exactly zero
     count: int | None = None,  # number of `selected` tokens, if the caller knows it
 ) -> tuple[TokenSelection, Any]:
-    """The live tokens that are `selected`. One host sync, unless `live` is a mask or `count` is given."""
-    if live.mask is not None:
-        live = live.restricted(selected)
-        return live, tokens.silenced(live.mask)
+    """The live tokens that are `selected`. One host sync, unless `count` is given."""
     picked = picked_rows(selected, count)
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 

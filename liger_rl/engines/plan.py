@@ -1,7 +1,7 @@
 """Chooses the engine and the tiles of a call of the head from shapes alone, and says why.
 
 `ENGINES` is ordered: the first engine whose `lacks(shape)` is None runs. Plans and calls both use `path_for`, but for
-calls with a support (`run.py`) and under torch.compile (`compile.py`).
+calls with a support (`run.py`).
 """
 
 from collections.abc import Collection
@@ -127,7 +127,6 @@ def plan_linear_logprobs(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
-    fixed_shape: bool = False,
 ) -> LinearPlan:
     """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, and the reason.
 
@@ -155,7 +154,7 @@ def plan_linear_logprobs(
             loss of rows (B, T), N for any other loss.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab, fixed_shape: the same.
+        chunk_tokens, chunk_vocab: the same.
 
     Raises:
         TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
@@ -175,7 +174,6 @@ def plan_linear_logprobs(
     head_options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-        fixed_shape=fixed_shape,
     )  # fmt: skip
     if weight_grad:
         check_left_alone(head_options, "with weight_grad")

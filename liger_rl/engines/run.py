@@ -14,8 +14,6 @@ from liger_rl.call.support import ListedIds, Support
 from liger_rl.call.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import linear_values
-from liger_rl.engines.compile import logprobs_in_graph
-from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.interface import Head, whole_head
 from liger_rl.engines.plan import ENGINES, path_for
 from liger_rl.engines.shape import HeadShape
@@ -23,41 +21,12 @@ from liger_rl.engines.sparse import support as support_engine
 from liger_rl.kernels.segments import BAD_MASKS, BAD_TARGETS, COUNTED
 
 
-def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
+def log_probs(original_call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
     """Log-probabilities where `needed_mask` is set. Other tokens get 0 like masked ones; their ids are still checked.
 
     Args:
-        dtype: the result of `call.check_tensors()`, if the caller has already checked these tensors.
+        dtype: the result of `original_call.check_tensors()`, if the caller has already checked these tensors.
     """
-    return log_probs_and_mask(call, dtype)[0]
-
-
-def log_probs_and_mask(call: HeadCall, dtype: torch.dtype | None = None) -> tuple[LogProbs, Tensor | None]:
-    """As `log_probs`, and a mask (N,) of the tokens that count; None without fixed_shape, and with a support."""
-    if torch.compiler.is_compiling():
-        feature = call.outside_of_graphs
-        if feature is None:
-            return _in_graph(call)
-        break_graph(feature)
-    return outside_of_graphs(_in_eager_mode)(call, dtype)
-
-
-def _in_graph(call: HeadCall) -> tuple[LogProbs, Tensor | None]:
-    """The log-probabilities from the custom operator, while torch.compile traces."""
-    call.check_together()
-    dtype = call.check_tensors()
-    targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
-    ids = targets.amax(-1) if call.several else targets
-    options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
-    live = mask_selection(call, ids, call.weight.shape[0])
-    head = head_of(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
-    values = logprobs_in_graph(head, options, wants_gradient=any(call.needs), targets_name=call.targets_name)
-    # Without fixed_shape the operator has already put 0 at tokens that do not count.
-    filled = live if call.options.fixed_shape else TokenSelection(live.total)
-    return _log_probs(values, filled, ids.shape), live.mask
-
-
-def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> tuple[LogProbs, Tensor | None]:
     original_weight = original_call.weight
     call = localized(original_call)
     call.check_together()
@@ -76,19 +45,17 @@ def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> tuple[
         ids = targets.amax(-1) if call.several else targets
         engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
         if call.support is not None:
-            return _over_support(call, call.support, ids, engine_options, shard), None
-        wait_for_selection = None
-        if not options.fixed_shape:
-            wait_for_selection = start_selection(call, ids, vocab)
+            return _over_support(call, call.support, ids, engine_options, shard)
+        wait_for_selection = start_selection(call, ids, vocab)
         engine = ENGINES[path_for(HeadShape.of(call, engine_options))[0]]
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
         if call.several:
             flat_targets = targets.view(-1, targets.shape[-1])
         # We wait as late as possible: after this sync the device is idle until the host launches the product.
-        live = mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection()[0]
+        live, _ = wait_for_selection()
         head = head_of(call, flat_targets, live, shard)
         values = linear_values(head, engine_options, engine)
-    return _log_probs(values._asdict(), live, ids.shape), live.mask
+    return _log_probs(values._asdict(), live, ids.shape)
 
 
 def _log_probs(values: dict[str, Tensor | None], live: TokenSelection, shape: torch.Size) -> LogProbs:
@@ -110,7 +77,7 @@ def _over_support(
     shape = call.targets.shape
     mask, needed = (None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask))
     slots = support_engine.support_slots(support, flat, mask, needed, call.weight, options, shard)
-    listed = ListedIds(slots, None if options.fixed_shape else _start_check(call, ids, vocab, support, slots.numbers))
+    listed = ListedIds(slots, _start_check(call, ids, vocab, support, slots.numbers))
     # Only the products of low-rank terms read this mask.
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = head_of(call, flat, TokenSelection(n, mask=mask), shard)
@@ -141,18 +108,6 @@ def start_selection(
 ) -> Callable[[], tuple[TokenSelection, list[int]]]:
     """`live_tokens` of the call."""
     return live_tokens(ids, call.mask, vocab, source, wanted=call.needed_mask, targets_name=call.targets_name)
-
-
-def mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
-    """The tokens that count, as a mask (N,)."""
-    needed = call.needed_mask
-    if not call.options.fixed_shape and needed is not None:
-        # The operator must see every id outside the vocabulary to raise for it, so tokens with such ids are needed too.
-        needed = torch.logical_or(ids >= vocab, needed)
-    mask = counted_tokens(ids, call.mask, needed)
-    if call.options.fixed_shape:
-        mask = mask & (ids < vocab)
-    return TokenSelection(ids.numel(), mask=mask.reshape(-1))
 
 
 def head_of(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:

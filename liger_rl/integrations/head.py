@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from liger_rl.call.checks import FLOAT_DTYPES
 from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.tokens import TokenSelection
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.integrations.peft import Head, read_head
 from liger_rl.kernels import reference
 from liger_rl.kernels.transform import LogitTransform
@@ -67,6 +68,7 @@ def _is_sharded(linear: nn.Module) -> bool:
     return is_dtensor(linear.weight) or plain_type(linear) is not type(linear)
 
 
+@outside_of_graphs
 def current_head(model: Any, linear_type: type) -> Head:
     """The head as it is now, listening. Raises if it is no longer as it was tried out at swap time."""
     name = type(model).__name__
@@ -140,8 +142,7 @@ class Request:
     output: Tensor | None = None  # answer(hidden)
 
 
-# Not a ContextVar, which torch.compile cannot trace, nor a class with a default, which torch 2.11 takes for the value
-# of every thread. A forward never awaits, so a thread runs one at a time.
+# Not a ContextVar, which torch.compile cannot trace. A forward never awaits, so a thread runs one at a time.
 _thread = threading.local()
 
 
@@ -182,17 +183,21 @@ class _NoTokens(Tensor):
 def _answer_request(head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
     """The head's last forward pre-hook."""
     request = _request_to(head)
-    if request is None:
-        return None
+    return None if request is None else _answered(request, *args, in_a_graph=torch.compiler.is_compiling())
+
+
+@outside_of_graphs
+def _answered(request: Request, hidden: Tensor, *, in_a_graph: bool) -> Tensor:
     if request.hidden is not None:
         raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
-    (request.hidden,) = args
-    request.output = request.answer(request.hidden)
-    # The head's own forward runs in any case.
-    if torch.compiler.is_compiling():
-        return request.hidden[..., :0, :]
-    none = torch.empty(0, request.hidden.shape[-1], dtype=request.hidden.dtype, device=request.hidden.device)
-    return none.as_subclass(_NoTokens)
+    request.hidden = hidden
+    request.output = request.answer(hidden)
+    # The head's own forward runs in any case. Adapters' products of a _NoTokens fit into no graph.
+    if in_a_graph:
+        return hidden[..., :0, :]
+    none = torch.empty(0, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+    # Not by `as_subclass`, which makes a view: torch.compile looks for the bases of its base without end.
+    return torch.Tensor._make_subclass(_NoTokens, none)
 
 
 def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
@@ -219,11 +224,6 @@ def listen(head: nn.Module) -> None:
     the end and to the front. Hooks that shard logits do not run for an answer.
     """
     pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
-    if torch.compiler.is_compiling() and not pre_hooks and not hooks:
-        # A graph can give a module other dicts, but not change those it has.
-        head._forward_pre_hooks = OrderedDict([(LISTENER, _answer_request)])
-        head._forward_hooks = OrderedDict([(LISTENER, _give_answer)])
-        return
     if list(pre_hooks)[-1:] != [LISTENER]:
         pre_hooks[LISTENER] = _answer_request
         pre_hooks.move_to_end(LISTENER)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from liger_rl.call.checks import check_shape
 from liger_rl.call.head_call import HeadCall
 from liger_rl.fused_loss import FusedLinearLoss
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.integrations.liger_head import head_factors, label_ids
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.loss import PolicyTerms
@@ -104,6 +105,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         terms = PolicyTerms(objective=objective, reduction=REDUCTIONS[self.reduction])
         return FusedLinearLoss(terms, "two" if self.reduction == "none" else "auto", {"softcap": self.softcap})
 
+    @outside_of_graphs
     def forward(
         self,
         lin_weight: Tensor,  # (V, H)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from liger_rl.call.checks import check_dense
 from liger_rl.call.options import HeadOptions
-from liger_rl.engines.graphs import break_graph
 from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.integrations.liger_head import kept_whole, label_ids
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -45,6 +45,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         super().__init__()
         self._check()  # so that a mistake shows here
 
+    @outside_of_graphs
     def forward(
         self,
         student_input: Tensor,  # (N, H) or (B, T, H)
@@ -56,7 +57,6 @@ class LigerFusedLinearJSDLoss(nn.Module):
         teacher_bias: Tensor | None = None,  # (V,)
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. No gradient for the teacher."""
-        break_graph(type(self).__name__)
         self._check()
         check_dense("student_input", student_input)
         check_dense("student_weight", student_weight, student_input, "student_input")

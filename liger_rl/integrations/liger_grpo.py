@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_rl.call.checks import check_chunk, check_dense
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.integrations.liger_head import check_shape, head_factors
 from liger_rl.losses.objectives import SAPO, VESPO
@@ -54,6 +55,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         super().__init__()
         self._fused()  # so that a mistake shows here
 
+    @outside_of_graphs
     def forward(
         self,
         _input: Tensor,  # (B, T, H)

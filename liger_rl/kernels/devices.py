@@ -88,7 +88,6 @@ def gpu_of(device: torch.device) -> Gpu:
     return _KNOWN[index]
 
 
-# We do not use functools.cache, because torch.compile warns about it when it traces a plan.
 _KNOWN: dict[int | None, Gpu] = {}
 
 
@@ -237,5 +236,4 @@ def aligned(matrix: Tensor) -> bool:
     """Whether rows are contiguous and start at multiples of 16 bytes, as TMA needs."""
     if matrix.stride(1) != 1 or matrix.stride(0) * matrix.element_size() % ALIGNMENT_BYTES != 0:
         return False
-    # Tensors have no address while torch.compile traces. They then count as aligned.
-    return torch.compiler.is_compiling() or matrix.data_ptr() % ALIGNMENT_BYTES == 0
+    return matrix.data_ptr() % ALIGNMENT_BYTES == 0

@@ -236,9 +236,3 @@ class TokenGradients(NamedTuple):
 
     def take(self, rows: Tensor | slice) -> "TokenGradients":
         return each(self, lambda values: values[rows])
-
-    def silenced(self, live: Tensor) -> "TokenGradients":
-        """With zero gradients where the mask `live` (n,) is False, for any finite logits of these rows."""
-        silent = each(self, lambda values: torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0.0))
-        # With lse = inf, p = exp(z - lse) is 0 for every finite z. With lse = 0, p might overflow, and inf * 0 is NaN.
-        return silent._replace(lse=torch.where(live, self.lse, math.inf))

@@ -92,7 +92,7 @@ class _Launch(torch.autograd.Function):
 def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
     """`fused_triton`, if it has the formulas of the terms and can read the batch's columns; else None."""
     device = batch.advantages.device
-    if device.type not in DEVICES or torch.compiler.is_compiling():
+    if device.type not in DEVICES:
         return None
     if device.type == "cuda" and not compiles(device):
         return None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.graphs import outside_of_graphs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_mask_values
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
@@ -92,7 +93,7 @@ class PolicyTerms(Options):
     def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
         """The batch's columns in `shape`, unread. Raises for columns that do not fit together, or that are missing."""
         self.kl.check(batch)
-        if batch.ref_per_token_logps is not None and not self.reads_reference and not torch.compiler.is_compiling():
+        if batch.ref_per_token_logps is not None and not self.reads_reference:
             warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
         aligned = batch.checked(shape, device)
         if self.sampler_correction is not None:
@@ -282,6 +283,7 @@ class PreparedLoss(NamedTuple):
         return PolicyLoss(loss, metrics)
 
 
+@outside_of_graphs
 def ppo_loss_fn(
     per_token_logps: Tensor,
     batch: PolicyBatch,

@@ -325,8 +325,7 @@ class ClipCov(Options):
         eligible = eligible & ~(plain.clip_low | plain.clip_high)
         lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device, dtype=torch.float32)
         cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
-        _, *rest = plain  # not by _replace, which torch.compile of 2.8 does not trace
-        return TokenLoss(torch.where(cut, 0.0, plain.loss), *rest)  # type: ignore[arg-type]
+        return plain._replace(loss=torch.where(cut, 0.0, plain.loss))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ SUPERVISED: Mapping[str, Preset] = {
 }
 """The names that the loss_type of a `FusedLinearCrossEntropyLoss` may have."""
 
-# Made here, because torch.compile does not trace `fields`.
+# The options of each class that presets are made of.
 FIELDS = {
     cls: fields(cls)
     for presets in (PRESETS, PREFERENCES, UNPAIRED, SUPERVISED)

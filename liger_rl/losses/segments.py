@@ -39,7 +39,7 @@ class Segments:
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens must be (S + 1,) cumulative lengths, got {tuple(cu_seqlens.shape)}")
         whole_number("num_tokens", num_tokens, least=0)
-        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if cu_seqlens.device.type == "cpu":
             if cu_seqlens[0] != 0:
                 raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}")
             if (cu_seqlens[1:] < cu_seqlens[:-1]).any():

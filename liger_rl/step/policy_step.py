@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.call.checks import check_dense, check_shape
-from liger_rl.call.support import check_usable
+from liger_rl.call.support import Support
 from liger_rl.fused_loss import FusedLinearLoss
+from liger_rl.kernels.transform import check_type
 from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
@@ -190,7 +191,7 @@ class PolicySteps(Iterator[PolicyStep]):
             self._inputs = inputs = model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
             ids, mask = _tokens(batch)
             if inputs.get("support") is not None:
-                check_usable(inputs["support"], fixed_shape=loss.options.fixed_shape)
+                check_type("support", inputs["support"], Support, "a Support or None")
             aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
             if aligned is not None and loss.terms.nll_weight:  # the NLL term may have tokens of its own
                 mask = aligned.mask.view(ids.shape) != 0
@@ -198,8 +199,6 @@ class PolicySteps(Iterator[PolicyStep]):
             obstacle = None
             if batch.get("segments") is not None:
                 obstacle = "its segments are one packed row"
-            elif loss.options.fixed_shape:
-                obstacle = "a loss of fixed_shape reads no value"
             body = body_of(model, swapped, inputs, ids, obstacle)
             packs = wants_packing(body, row_options)
             counts[0] = packs and needs_trial(swapped, body, "packing")

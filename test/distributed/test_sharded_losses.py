@@ -142,7 +142,6 @@ LOSS_MISTAKES = {
     "advantages": ({"advantages": torch.ones(3)}, r"ValueError: advantages must be \(B, T\) = \(2, 3\)"),
     "items": ({"columns": {"num_items_in_batch": "6"}}, "TypeError: num_items_in_batch must be a number"),
     "column": ({"columns": {"ratio": 1.0}}, "TypeError: FusedLinearGRPOLoss.forward got an unexpected argument"),
-    "fixed_shape": ({"options": {"fixed_shape": True}}, "ValueError: fixed_shape must be False with vocab_parallel"),
     "passes": ({"options": {"passes": "one"}}, 'ValueError: passes="one" needs vocab_parallel = None'),
 }
 

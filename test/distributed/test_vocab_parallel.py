@@ -48,7 +48,6 @@ class Case:
     chunk_vocab: int | None = None
     ids_below: int = VOCAB  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
-    fixed_shape: bool = False
     support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
     several: int = 0  # ids of each token, 0 for its target alone
     topk: int | None = None
@@ -76,8 +75,6 @@ CASES = [
     Case(tokens=0, masked="none"),
     Case(frozen="hidden"),
     Case(tokens=48, dtype=torch.bfloat16, temperature=0.8, shards=1),
-    Case(fixed_shape=True, shards=1),
-    Case(fixed_shape=True, rank=2, bias=True, chunk_vocab=100),
     Case(support=(1, 2, 7, 50, 600), temperature=0.7, softcap=3.0, bias=True, rank=2),
     Case(support=(3, 0, 1, 40), shards=1, bias=True, rank=2),
     Case(support=(2, 0, 601), tokens=48, dtype=torch.bfloat16, shards=1),
@@ -85,7 +82,6 @@ CASES = [
     Case(support=(2, 5), ids_below=5, frozen="hidden"),
     Case(support=(2, 0), masked="all"),
     Case(support=(2,), tokens=0, masked="none"),
-    Case(support=(1, 2, 30), fixed_shape=True, shards=1),
     Case(bias=True, banned=520, shards=1),
     Case(in_place=True, entropy=False),
     Case(in_place=True, masked="all"),
@@ -93,7 +89,6 @@ CASES = [
     Case(in_place=True, support=(3, 0)),
     Case(several=7, topk=6, bias=True, softcap=9.0, temperature=0.8),
     Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
-    Case(several=7, topk=6, bias=True, fixed_shape=True),
     Case(topk=6, bias=True, shards=1, masked="none"),
     *(Case(dtensors="both", placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
     *(Case(dtensors="both", placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
@@ -102,7 +97,6 @@ CASES = [
     Case(kind="reverse_kl", bias=True, temperature=0.8),
     Case(kind="forward_kl", shards=1),
     Case(kind="jsd", shards=1, bias=True, softcap=3.0),
-    Case(kind="jsd", fixed_shape=True),
     Case(kind="reverse_kl", padding=9, vocab=VOCAB, shards=1, bias=True),
     Case(kind="jsd", padding=3, vocab=340),  # the last ranks' rows are padding, some of them all
     Case(kind="reverse_kl", rank=3, chunk_vocab=64, shards=1),
@@ -152,8 +146,6 @@ def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
         targets[6:10] = tied
     if case.tokens:
         targets[1] = -100
-    if case.fixed_shape:
-        targets[2] = VOCAB  # masked, and does not raise
     if case.several:
         targets = torch.randint(VOCAB, (case.tokens, case.several))
         targets[:, 3], targets[3, 5], targets[4] = targets[:, 1], -100, -1
@@ -167,7 +159,7 @@ def support_of(case: Case, targets: Tensor) -> Support:
     for token, target in enumerate(targets.tolist()):
         if rows[token] and 0 <= target < VOCAB and token % 7:
             rows[token][-1] = target
-    return Support.from_vllm(rows, device=targets.device, may_be_empty=0 in case.support)
+    return Support.from_vllm(rows, device=targets.device)
 
 
 def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=None) -> dict[str, Tensor]:
@@ -176,7 +168,7 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
     total = torch.ones_like(parts["weight"]) if case.in_place else None
     options = {
-        "mask": parts.get("mask"), "bias": parts.get("bias"), "entropy": case.entropy, "fixed_shape": case.fixed_shape,
+        "mask": parts.get("mask"), "bias": parts.get("bias"), "entropy": case.entropy,
         "transform": LogitTransform(temperature=case.temperature, softcap=case.softcap), "vocab_parallel": place,
         "low_rank": [LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [],
         "chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab,
@@ -404,22 +396,6 @@ def test_ids_of_tokens_without_a_say_are_not_looked_at(ranks):
         assert loss == -0.5
 
 
-def compiled_head(rank):
-    weight, ids, place = torch.randn(5, HIDDEN), torch.ones(3).long(), VocabParallel(rank.group, 5 * rank.index)
-    loss = FusedLinearGRPOLoss("dapo")
-    for head in (
-        lambda hidden: linear_logprobs(hidden, weight, ids, vocab_parallel=place).logps,
-        lambda hidden: loss(hidden, weight, ids, torch.ones(3), vocab_parallel=place).loss,
-    ):
-        refused = pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match="does not run under torch")
-        with refused:
-            torch.compile(head, backend="eager", fullgraph=True)(torch.randn(3, HIDDEN))
-
-
-def test_a_sharded_head_is_not_compiled(ranks):
-    ranks.run(compiled_head)
-
-
 def calls_seen(rank, case):
     """Ranks tell their rows once per weight and place; a call whose weight is known never waits for the device, and its
     collectives are three. -> the number of comparisons after each call, host reads, shapes that are summed or merged,
@@ -447,21 +423,19 @@ def calls_seen(rank, case):
     return counts, reads.names, [shape for _, shape in calls], len(products.factors) - marks[-1]
 
 
-@pytest.mark.parametrize("fixed_shape", [True, False])
 @pytest.mark.parametrize("masked", ["none", "some", "all"])
-def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
+def test_what_a_call_sends_and_waits_for(ranks, masked):
     for chunks in ({}, {"chunk_tokens": 8, "chunk_vocab": 32}):
-        (first, other) = ranks.run(calls_seen, Case(masked=masked, fixed_shape=fixed_shape, **chunks))
+        (first, other) = ranks.run(calls_seen, Case(masked=masked, **chunks))
         assert first == other
-        counts, reads, shapes, after = first
+        counts, _, shapes, after = first
         assert counts == [1, 1, 2, 2, 2]
-        assert not (reads and fixed_shape)
         n = shapes[0][1]
-        assert n == 37 if fixed_shape else n == {"none": 36, "all": 0}.get(masked, n)
+        assert n == {"none": 36, "all": 0}.get(masked, n)
         assert shapes[:2] == [(2, n), (5, n)]  # peak and rival; sums, target, moment, squares, logits
         assert len(shapes) == 3
         assert shapes[2][1] == HIDDEN
-        assert fixed_shape or shapes[2][0] < max(n, 1)  # tokens without a gradient are not sent
+        assert shapes[2][0] < max(n, 1)  # tokens without a gradient are not sent
         assert after == (shapes[2][0] > 0)  # the sum runs beneath the last product, of a whole tile
 
 

@@ -30,7 +30,6 @@ CASES = {
     "every other row": {"layout": ("weight", lambda t: t.repeat_interleave(2, 0)[::2])},
 }
 TWO_PASSES = CASES | {
-    "fixed shape": {"fixed_shape": True},
     "chunks": {"chunk_tokens": 200, "chunk_vocab": 700},
     "low rank": {"rank": 3},
     "float32 head under autocast": {"cast": True},
@@ -187,7 +186,6 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (AUTO_TOLERANCE | {"dtype": F32}, "two passes", False, EXACT),
         (AUTO_TOLERANCE | {"device": "cpu"}, "two passes", False, "sparse: needs a GPU"),
         (AUTO_TOLERANCE | {"weight_grad": True}, "two passes", True, "sparse: needs weight_grad = None"),
-        (AUTO_TOLERANCE | {"fixed_shape": True}, "two passes", True, EXACT),
         (AUTO_TOLERANCE | {"chunk_vocab": 8192}, "two passes", False, EXACT),
         (AUTO_TOLERANCE | ONE, "one pass", True, "summed in bfloat16"),
         (AUTO_TOLERANCE | AUTO | {"rank": 8}, "two passes", False, "one pass: needs a head without low_rank terms"),
@@ -228,7 +226,7 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
         ("transform", TypeError, LogitTransform), ("entropy", TypeError, "yes"), ("extras", TypeError, "is_top1"),
         ("extras", ValueError, ("perplexity",)), ("grad_tolerance", ValueError, -1.0),
         ("grad_tolerance", TypeError, None), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),
-        ("fixed_shape", TypeError, 1), ("passes", ValueError, ["two"]),
+        ("passes", ValueError, ["two"]),
         ("passes", ValueError, "three"), ("together", ValueError, 0), ("together", TypeError, 1.5),
     ],
 )  # fmt: skip

@@ -36,7 +36,7 @@ def folds(monkeypatch, device):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"fixed_shape": True}, {"grad_tolerance": 0.0, "lse": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"grad_tolerance": 0.0, "lse": True}], ids=str)
 def test_the_same_bits_as_the_rounded_weight(options, folds, device):
     inputs = mixed(device=device, bias=True, low=LOW)
     found = solve(inputs, **options, compute_dtype=LOW)
@@ -56,20 +56,13 @@ def assert_rounded_once(found, expected) -> None:
     assert not torch.equal(mine, mine.to(LOW).float())
 
 
-@pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_under_autocast_into_a_sum_of_the_callers(compiler, folds, device):
+def test_under_autocast_into_a_sum_of_the_callers(folds, device):
     inputs = mixed((141,), device=device, low=F32).leaves()
     total = torch.ones_like(inputs.weight)
     with torch.autocast(device.type, LOW):
         functional(call(inputs, weight_grad=total).logps).backward()
     again = mixed((141,), device=device, low=F32).leaves()
-
-    def logps(hidden, weight):
-        return call(again._replace(hidden=hidden, weight=weight), compute_dtype=LOW, grad_tolerance=0.0).logps
-
-    torch._dynamo.reset()
-    function = logps if compiler is None else torch.compile(logps, backend=compiler, fullgraph=True)
-    functional(function(again.hidden, again.weight)).backward()
+    functional(call(again, compute_dtype=LOW, grad_tolerance=0.0).logps).backward()
     assert folds == [(LOW, LOW)] * 2
     assert inputs.weight.grad is None
     torch.testing.assert_close(total - 1, again.weight.grad, rtol=1e-5, atol=1e-5)

@@ -112,7 +112,6 @@ def round_fma_once(monkeypatch):
         *itertools.product(["PyTorch", "Triton"], ["all", "several targets", "support", "given logits", "one pass"]),
         *itertools.product(["an epilogue"], ["logps", "all", "topk"]),
         *itertools.product(["lists of ids"], ["logps", "entropy"]),
-        ("PyTorch", "a graph"),
     ],
 )
 def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkeypatch):
@@ -141,7 +140,7 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
         options["support"] = Support.from_padded(torch.where(listed, torch.arange(vocab, device=device), -1))
     if of not in ("logps", "one pass"):
         options["entropy"] = True
-    if of in ("all", "several targets", "topk", "a graph"):
+    if of in ("all", "several targets", "topk"):
         options["lse"] = True
     if of == "topk":
         options["topk"] = 2
@@ -155,7 +154,7 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
             return SimpleNamespace(logps=loss(hidden, weight, targets).loss, entropy=None)
         return linear_logprobs(hidden, weight, targets, **options)
 
-    found = (torch.compile(values, fullgraph=True, backend="aot_eager") if of == "a graph" else values)(hidden, weight)
+    found = values(hidden, weight)
     outputs = [found.logps, found.entropy, getattr(found, "lse", None), getattr(found, "topk_logps", None)]
     outputs = [value for value in outputs if value is not None]
     upstream = [torch.rand(value.shape).to(device) + 0.5 for value in outputs]
@@ -285,19 +284,18 @@ def test_transform_values(option, error, value):
 
 
 CHANGED = {
-    "chunk_tokens": 64, "chunk_vocab": 64, "grad_tolerance": 0.1, "fixed_shape": True,
+    "chunk_tokens": 64, "chunk_vocab": 64, "grad_tolerance": 0.1,
     "lse": True, "topk": 3,
 }  # fmt: skip
 # Feature in the message, call of the table, its options, options that do not go with them.
 NOT_TOGETHER = [
-    ("with fixed_shape", "dense", {"fixed_shape": True}, ("grad_tolerance",)),
     ("with lse", "dense", {"lse": True}, ("grad_tolerance",)),
     ("with topk", "dense", {"topk": 3}, ("grad_tolerance",)),
     ("with weight_grad", "dense", {"weight_grad": torch.zeros(129, 16)}, ("grad_tolerance",)),
     ("with a support", "support", {}, ("lse", "topk", "grad_tolerance")),
     ("with several targets", "several targets", {"lse": False}, ("grad_tolerance",)),
     ("with several targets", "a teacher's lists", {}, ("grad_tolerance",)),
-    ("with token_weights", "JSD in one pass", {}, ("fixed_shape", "chunk_vocab")),
+    ("with token_weights", "JSD in one pass", {}, ("chunk_vocab",)),
 ]
 
 

@@ -1,7 +1,4 @@
-"""Options of the head that change how, not what is computed: `fixed_shape` and `weight_grad`.
-
-Their values are the fuzzer's, properties of every call test_properties.py's.
-"""
+"""`weight_grad`, and the reads of the host."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,48 +16,11 @@ from head_calls import (
 )
 from host_reads import host_reads
 from liger_rl import (
-    PRESETS,
     FusedLinearGRPOLoss,
-    Segments,
-    TopEntropyMask,
-    grpo_loss_from_logits,
     linear_logprobs,
 )
 
-# --- losses with fixed_shape never wait for the device ----------------------------------------------------------------
-
-LOSSES = {name: {"loss_type": name, "beta": 0.1} for name in PRESETS if name not in ("dr_grpo", "dro")}
-LOSSES["metrics, entropy"] = {
-    "loss_type": "dapo",
-    "metrics": "with_entropy",
-    "entropy_coef": 0.1,
-    "corrections": [TopEntropyMask(top_entropy_quantile=0.5)],
-}
-LOSSES["packed"] = {"loss_type": "gspo", "metrics": "basic"}
-
-
-@pytest.mark.parametrize("name", [*LOSSES, "from logits"])
-def test_losses_never_wait(name, device):
-    packed = name == "packed"
-    x = batch((24,) if packed else (3, 7), device=device).leaves(("hidden", "weight", "logits"))
-    shape = x.mask.shape
-    columns = {"old_per_token_logps": torch.full(shape, -4.0, device=device)}
-    columns["ref_per_token_logps"] = torch.full(shape, -4.5, device=device)
-    if packed:
-        columns["segments"] = Segments(index=torch.arange(24, device=device) // 6, count=4)
-
-    def loss():
-        given = x.targets, x.advantages, x.mask
-        if name == "from logits":
-            return grpo_loss_from_logits(x.logits, *given, beta=0.1, fixed_shape=True, **columns).loss.sum()
-        return FusedLinearGRPOLoss(**LOSSES[name], fixed_shape=True)(x.hidden, x.weight, *given, **columns).loss
-
-    loss().backward()  # compiles what there is to compile
-    with host_reads(device) as reads:
-        value = loss()
-        value.backward()
-    assert reads.names == []
-    assert value.isfinite()
+# --- what the host reads ----------------------------------------------------------------------------------------------
 
 
 @NEEDS_GPU

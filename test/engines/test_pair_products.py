@@ -85,7 +85,7 @@ ENGINES = [
     (kind, wide, way)
     for kind in ("forward_kl", "reverse_kl", "jsd")
     for wide in ("", "both", {"forward_kl": "student's", "reverse_kl": "teacher's"}.get(kind, "both"))
-    for way in ("two passes", "one pass", *(() if wide else ("fixed shape",)))
+    for way in ("two passes", "one pass")
 ]
 
 
@@ -103,8 +103,7 @@ def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
     options = {"compute_dtype": DTYPE} if wide else {}
     options |= {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
     options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
-    ways = {"one pass": {"token_weights": factors}, "fixed shape": {"fixed_shape": True}}
-    options |= ways.get(way, {})
+    options |= {"token_weights": factors} if way == "one pass" else {}
     monkeypatch.setattr(pair_epilogue, "MERGE_TILES", 2)  # fewer than there are
     # The spans of copied weights are smaller than all there is.
     monkeypatch.setattr(pair_products, "COPIED_BYTES", 2 * (32 + 16) * 2 * BLOCK_VOCAB)

@@ -77,7 +77,6 @@ LOGPROBS = [
     ("transform", TypeError, {"transform": 0.5}),
     ("transform", TypeError, {"transform": LogitTransform}),
     ("entropy", TypeError, {"entropy": 1}),
-    ("fixed_shape", TypeError, {"fixed_shape": "no"}),
     ("extras", TypeError, {"extras": 5}),
     ("chunk_tokens", ValueError, {"chunk_tokens": 0}),
     ("chunk_tokens", TypeError, {"chunk_tokens": 4.0}),
@@ -107,7 +106,6 @@ LOGITS = [
     ("mask", ValueError, {"mask": torch.full((3, 5), 0.5)}),
     ("logits", TypeError, {"logits": torch.zeros(3, 5, 129).to_sparse()}),
     ("entropy", TypeError, {"entropy": 1}),
-    ("fixed_shape", TypeError, {"fixed_shape": None}),
     ("transform", TypeError, {"transform": {"temperature": 1.0}}),
 ]
 LOSSES = [
@@ -227,14 +225,12 @@ SUMS = [
     (torch.zeros((129, 16), requires_grad=True), ValueError, "must require no gradient"),
 ]
 
-SUPPORT, WITHOUT_EMPTY = Support.from_vllm([[1]] * 15), "support must be made with may_be_empty=False for fixed_shape"
+SUPPORT = Support.from_vllm([[1]] * 15)
 LISTED = LINEAR | {"support": SUPPORT}
 FROZEN = {"weight": HEAD["weight"].detach(), "weight_grad": torch.zeros(129, 16)}
 # Call, arguments, type, message.
 TOGETHER = [
     (linear_logprobs, LINEAR | FROZEN, ValueError, "weight must require a gradient"),
-    (linear_logprobs, LISTED | {"fixed_shape": True}, ValueError, WITHOUT_EMPTY),
-    (FusedLinearGRPOLoss(fixed_shape=True), HEAD | LOSS | {"support": SUPPORT}, ValueError, WITHOUT_EMPTY),
     (FusedLinearGRPOLoss(passes="one"), HEAD | LOSS | {"support": SUPPORT}, ValueError, 'passes="one" needs support'),
     (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
     (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),

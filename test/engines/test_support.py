@@ -118,16 +118,13 @@ def reads_of(step, device: torch.device) -> list[str]:
     return [name for name in reads.names if device.type == "cuda" or name != "_local_scalar_dense"]
 
 
-@pytest.mark.parametrize("fixed_shape", [False, True])
 @pytest.mark.parametrize("rows", [[2, 1, 9, 4], [2, 0, 9, 0]], ids=["listed", "with empty rows"])
-def test_reads_of_the_host(rows, fixed_shape, device):
+def test_reads_of_the_host(rows, device):
     """One in the forward, which also says what is wrong with the support; of empty rows two passes have theirs."""
-    if fixed_shape and 0 in rows:
-        pytest.skip("fixed_shape takes no empty row")
     skip_without_interpreter(device)
-    case = case_of(rows_of(rows), device, bias=True, rank=2, rules={"may_be_empty": 0 in rows})
+    case = case_of(rows_of(rows), device, bias=True, rank=2)
     leaves, given, out = case.x.leaves(), case.support, []
-    options = {"support": given, "entropy": True, "extras": EXTRAS, "fixed_shape": fixed_shape}
+    options = {"support": given, "entropy": True, "extras": EXTRAS}
 
     def forward() -> None:
         out.append(call(leaves, **options))
@@ -137,7 +134,7 @@ def test_reads_of_the_host(rows, fixed_shape, device):
 
     with interpreted() if device.type == "cpu" else nullcontext():
         read, in_backward = reads_of(forward, device), reads_of(backward, device)
-    assert len(read) == (not fixed_shape), read
+    assert len(read) == 1, read
     assert len(in_backward) == (0 in rows), in_backward
 
 
@@ -151,20 +148,19 @@ def lists(support: Support) -> tuple[list, list]:
 def test_constructors(device):
     ids = [[[3, -1, 5], [-1, -1, -1]], [[1, 2, 0], [-1, 4, -1]]]
     for padded in (torch.tensor(ids), torch.tensor(ids, dtype=torch.int32).view(4, 3)):
-        found = Support.from_padded(padded.to(device), may_be_empty=False)
+        found = Support.from_padded(padded.to(device))
         assert lists(found) == ([3, 5, 1, 2, 0, 4], [0, 2, 2, 5, 6])
-        assert (found.tokens, found.may_be_empty) == (4, False)
+        assert found.tokens == 4
         assert found.token_ids.device.type == device.type
         assert not found.distinct
         assert Support.from_padded(padded, distinct=True).distinct
     mask = SimpleNamespace(token_ids=[3, 5, 1], offsets=[0, 2, 3])
     as_tensors = SimpleNamespace(token_ids=torch.tensor(mask.token_ids), offsets=torch.tensor(mask.offsets))
     for one in (mask, as_tensors):
-        found = Support.from_vllm(one, device=device, may_be_empty=False)
-        assert (lists(found), found.may_be_empty) == (([3, 5, 1], [0, 2, 3]), False)
-        found = Support.from_vllm([one, mask], length=3, device=device, may_be_empty=False)
+        found = Support.from_vllm(one, device=device)
+        assert lists(found) == ([3, 5, 1], [0, 2, 3])
+        found = Support.from_vllm([one, mask], length=3, device=device)
         assert lists(found) == ([3, 5, 1] * 2, [0, 2, 3, 3, 5, 6, 6])
-        assert not found.may_be_empty
     assert lists(Support.from_vllm([mask, mask])) == ([3, 5, 1] * 2, [0, 2, 3, 5, 6])
     assert lists(Support.from_vllm([[3, 5], None, (1,)])) == ([3, 5, 1], [0, 2, 2, 3])
     assert lists(Support.from_vllm([])) == ([], [0])
@@ -211,7 +207,6 @@ def ints(*numbers: int) -> Tensor:
         (lambda: Support(ints(1, 2), ints(0, 2, 1)), "offsets must never decrease, got 2 and then 1 at row 1"),
         (lambda: Support(ints(1, 2), ints(0, 1)), "offsets must end at the number of token_ids, 2, got 1"),
         (lambda: Support(ints(1, -2), ints(0, 2)), "token_ids must be token ids at least 0, got -2"),
-        (lambda: Support(ints(), ints(0), may_be_empty=1), "may_be_empty must be a bool, got int"),
         (lambda: Support(ints(), ints(0), distinct=1), "distinct must be a bool, got int"),
         (lambda: Support.from_padded(ints(1, 2)), r"ids must be \(N, K\) or \(B, T, K\), got \(2,\)"),
         (lambda: Support.from_padded(torch.ones(1, 2)), "ids must be int32 or int64, got torch.float32"),
@@ -254,21 +249,7 @@ class Unchecked(Support):
     ],
 )
 def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
-    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor(offsets, device=place), False)
+    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor(offsets, device=place))
     case = case_of([[1], [2]], place)
     with pytest.raises(ValueError, match=message):
         call(case.x, support=listed)
-    if "row for each" not in message:  # nobody looks, but nothing is read outside of the tensors
-        leaves = case.x.leaves()
-        call(leaves, support=listed, fixed_shape=True, entropy=True).logps.sum().backward()
-        assert leaves.weight.grad.isfinite().all()
-
-
-def test_an_id_outside_the_vocabulary_hides_no_other(place):
-    """With fixed_shape it is left out, also if it differs by 2^32 from an id of the row."""
-    case, far = case_of([[7, 5, 3], [4, 2]], place), 2**32
-    ids = [7 + far, 7, 5, 5 - far, 3 + far, 3, 4 + 7 * far, 2, 4]
-    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor([0, 6, 9], device=place), False)
-    found, expected = (call(case.x, support=s, fixed_shape=s is listed, entropy=True) for s in (listed, case.support))
-    torch.testing.assert_close(found.logps, expected.logps, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-5, atol=1e-6)

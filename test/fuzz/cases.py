@@ -162,7 +162,7 @@ class HeadCase(Shown):
     autocast: torch.dtype | None
     compute_dtype: torch.dtype | None
     wants: dict[str, bool]  # gradient wanted, by name of the input
-    options: dict = field(default_factory=dict)  # chunks, budget, fixed_shape, entropy, extras
+    options: dict = field(default_factory=dict)  # chunks, budget, entropy, extras
     weight_grad: Tensor | None = None  # what stands in it before
     support: dict | None = None  # fields of a Support
     upstream: tuple[Tensor, ...] | None = None
@@ -175,7 +175,7 @@ class HeadCase(Shown):
 
     @property
     def compute(self) -> torch.dtype:
-        if self.support is not None and not self.support["may_be_empty"]:
+        if self.support is not None and bool((self.support["offsets"].diff() > 0).all()):
             return F32  # listed ids are multiplied as they are
         return self.compute_dtype or self.autocast or self.hidden.dtype
 
@@ -236,23 +236,21 @@ def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True
 
 def tiles(draw, options: dict) -> dict:
     """Options of tiles and shape, at most one kind of them."""
-    kind = one(draw, "none", "chunks", "chunks", "fixed")
+    kind = one(draw, "none", "chunks", "chunks")
     if kind == "chunks":
         options["chunk_tokens"] = one(draw, None, 1, 7, 16, 33, 1000)
         options["chunk_vocab"] = one(draw, None, 1, 5, 64, 255, 256, 257, 4000)
-    if kind == "fixed":
-        options["fixed_shape"] = True
     return options
 
 
 def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
     """Rows of ids, some of them repeated, most with the token's target; some empty, if that may be."""
-    options, vocab, targets = case.options, case.weight.shape[0], case.targets.reshape(-1).long()
+    vocab, targets = case.weight.shape[0], case.targets.reshape(-1).long()
     if one(draw, False, False, True):
         return None
     # The products of an empty row are rounded to the compute dtype; for the oracle all rows' are.
     one_dtype = case.hidden.dtype == case.weight.dtype == case.compute
-    n, empty = targets.numel(), one(draw, False, True) and one_dtype and "fixed_shape" not in options
+    n, empty = targets.numel(), one(draw, False, True) and one_dtype
     sizes = numbers.below(one(draw, 2, 4, 12, 60), (n,))
     sizes = torch.where(numbers.share((n,), one(draw, 0.0, 0.5, 1.0)), 1, sizes)
     sizes = sizes if empty else sizes.clamp(min=1)
@@ -264,9 +262,7 @@ def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
     dtype = one(draw, torch.int64, torch.int32)
     keys = torch.repeat_interleave(torch.arange(n, device=ids.device), sizes) * vocab + ids
     distinct = one(draw, False, True) and keys.unique().numel() == keys.numel()
-    return {
-        "token_ids": ids.to(dtype), "offsets": offsets.to(dtype), "may_be_empty": empty, "distinct": distinct
-    }  # fmt: skip
+    return {"token_ids": ids.to(dtype), "offsets": offsets.to(dtype), "distinct": distinct}
 
 
 @strategy
@@ -341,7 +337,7 @@ def logits_cases(draw, device: str, banned: bool = True, of_loss: bool = False) 
     elif layout == "transposed" and len(full) == 2:
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
     case = LogitsCase(
-        logits=logits, targets=targets, mask=mask, transform=transforms(draw), options={"fixed_shape": rarely(draw)},
+        logits=logits, targets=targets, mask=mask, transform=transforms(draw), options={},
         upstream=tuple(upstreams(draw, numbers, shape) for _ in range(2)), spare_position=spare,
     )  # fmt: skip
     if one(draw, False, True):
@@ -557,7 +553,7 @@ def fused_cases(draw, device: str) -> PolicyCase:
         head.weight_grad = numbers.normal(*head.weight.shape)
     if case.passes == "one":
         one_pass = not head.low_rank and head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
-        assume(one_pass and "fixed_shape" not in head.options)
+        assume(one_pass)
         head.options.pop("chunk_vocab", None)
         o = case.objective_options
         alone = case.objective in ("PPOClip", "CISPO", "SAPO", "DPPO", "DPPOKL", "Reinforce")

@@ -158,9 +158,6 @@ def test_one_kernel_refuses_what_the_steps_refuse(device, kernel):
             pytest.raises(ValueError, match=r"1 of them are not, the largest is 131"),
         ):
             solve(logits, outside, columns)
-    masked = solve(logits, outside, columns, fixed_shape=True)
-    assert masked[0].loss[0, 0] == 0
-    assert (masked[1][0, 0] == 0).all()
     with pytest.raises(ValueError, match="ref_per_token_logps must be given"):
         solve(logits, ids, columns | {"ref_per_token_logps": None})
     with pytest.raises(ValueError, match="old_per_token_logps must be"):
@@ -169,12 +166,11 @@ def test_one_kernel_refuses_what_the_steps_refuse(device, kernel):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
 @pytest.mark.parametrize("loss_type", ["grpo", "dppo_kl"])
-@pytest.mark.parametrize("fixed_shape", [True, False])
-def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(dtype, loss_type, fixed_shape, device, kernel):
+def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(dtype, loss_type, device, kernel):
     logits, ids, columns = problem(device=device)
     logits = torch.cat([logits] * 600, -1) if dtype == torch.int16 else torch.cat([logits] * 2, -1)
-    ids, options = ids.clamp(max=127), {"loss_type": loss_type, "fixed_shape": fixed_shape}
-    found, expected = (solve(logits, of, columns, **options) for of in (ids.to(dtype), ids))
+    ids = ids.clamp(max=127)
+    found, expected = (solve(logits, of, columns, loss_type=loss_type) for of in (ids.to(dtype), ids))
     assert torch.equal(found[0].loss, expected[0].loss)
     assert torch.equal(found[1], expected[1])
 
@@ -187,5 +183,3 @@ def test_errors_speak_of_the_callers_arguments(loss_type, device, kernel):
         grpo_loss_from_logits(logits, ids + 40, advantages, loss_type=loss_type)
     with pytest.raises(ValueError, match="mask must be 0 or 1"):
         grpo_loss_from_logits(logits, ids, advantages, mask, loss_type=loss_type)
-    with pytest.raises(TypeError, match="fixed_shape"):
-        grpo_loss_from_logits(logits, ids, advantages, loss_type=loss_type, fixed_shape=1)

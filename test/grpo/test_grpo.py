@@ -93,14 +93,13 @@ def test_packed_tokens_without_segments_are_refused_before_any_product(options):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("how", ["two", "one", "compiled"])
+@pytest.mark.parametrize("how", ["two", "one"])
 def test_an_id_outside_the_vocabulary_raises_though_its_token_has_no_say(how, per_token):
     hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4)
     advantages = torch.tensor([0.0, 1.0])
     if per_token:
         advantages = advantages[:, None].repeat(1, 3)
-    loss = FusedLinearGRPOLoss("grpo", passes="auto" if how == "compiled" else how)
-    solve = torch.compile(loss, backend="aot_eager") if how == "compiled" else loss
+    solve = FusedLinearGRPOLoss("grpo", passes=how)
     ids, mask = torch.tensor([[1, 2, 9], [3, 4, 5]]), torch.ones(2, 3)
     with pytest.raises(ValueError, match="1 of them are not, the largest is 9"):
         solve(hidden, weight, ids, advantages, mask)

@@ -269,7 +269,6 @@ IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
     ("message", "loss_type", "options", "call"),
     [
         (r"grad_tolerance = 0\.0, got 0\.001", "grpo", {"grad_tolerance": 1e-3}, {}),
-        ("fixed_shape = False", "grpo", {"fixed_shape": True}, {}),
         ("chunk_vocab = None, got 64", "grpo", {"chunk_vocab": 64}, {}),
         (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
         ("a head without low_rank", "grpo", {}, ADAPTER),

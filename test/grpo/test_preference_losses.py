@@ -172,18 +172,6 @@ def test_adapters_on_the_head():
     )
 
 
-def test_compiled():
-    x = problem()
-    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA)
-    hidden = x["hidden"].requires_grad_()
-    compiled = torch.compile(
-        lambda h: loss_fn(h, x["weight"], x["targets"], ref_logps=x["ref_logps"]).loss, backend="eager"
-    )
-    plain = loss_fn(hidden, x["weight"], x["targets"], ref_logps=x["ref_logps"]).loss
-    torch.testing.assert_close(compiled(hidden), plain)
-    torch.testing.assert_close(torch.autograd.grad(compiled(hidden), hidden), torch.autograd.grad(plain, hidden))
-
-
 def test_an_objective_of_ones_own():
     """It sees 1 and -1 as advantages, and pairs as sequences."""
     from liger_rl import TokenLoss

@@ -153,8 +153,8 @@ def listed(support: Support) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_take_and_placed(dtype, device):
     rows = [[1, 2], [], [3], [4, 4, 5], [], [6]]
-    made = Support.from_vllm(rows, may_be_empty=False)
-    support = Support(made.token_ids.to(device, dtype), made.offsets.to(device, dtype), False, True)
+    made = Support.from_vllm(rows)
+    support = Support(made.token_ids.to(device, dtype), made.offsets.to(device, dtype), True)
     picked = {
         "slice": (slice(1, 3), [*rows[2:]]),
         "index": (torch.tensor([2, 0]), [*rows[4:], *rows[:2]]),
@@ -164,7 +164,7 @@ def test_take_and_placed(dtype, device):
     for sequences, expected in picked.values():
         taken = support.take(sequences, batch=3)
         assert listed(taken) == expected
-        assert (taken.token_ids.dtype, taken.may_be_empty) == (dtype, False)
+        assert taken.token_ids.dtype == dtype
         assert taken.distinct
     mask = torch.tensor([[False, True, True], [True, True, False], [False, True, True]], device=device)
     remaining = iter(rows)

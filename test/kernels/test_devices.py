@@ -153,16 +153,3 @@ def test_no_instruction_of_nvidia_for_amd():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
-
-
-def test_the_gpu_of_a_plan_is_known_while_torch_compile_traces(monkeypatch):
-    monkeypatch.setattr(limits, "_KNOWN", {})
-
-    def traced(values: torch.Tensor) -> torch.Tensor:
-        plan = plan_linear_logprobs(1024, 32000, 2048, device="cuda")
-        return values + plan.tiles.tokens
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = torch.compile(traced, backend="eager", fullgraph=True)(torch.zeros(1))
-    assert torch.equal(found, traced(torch.zeros(1)))

@@ -363,7 +363,7 @@ NEEDED = {"dr_grpo": {"max_completion_length": 3.0}, "dro": {"dro_beta": 0.1}}
 OPTIONS = {
     "beta": (0.0, 0.1), "kl_estimator": ("k1", "k3"), "importance_weighted": (True, False),
     "entropy_coef": (0.0, 0.1), "importance_sampling_level": ("token", "sequence"), "mean_advantages": (True, False),
-    "temperature": (0.7, 2), "fixed_shape": (True, False), "mean_importance_ratio": (True, False),
+    "temperature": (0.7, 2), "mean_importance_ratio": (True, False),
 }  # fmt: skip
 TERMS = {
     "sampler_correction": (SamplerCorrection(), SamplerCorrection(level="token")),

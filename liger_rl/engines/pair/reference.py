@@ -220,12 +220,6 @@ class PairGradients(NamedTuple):
         grads = self.grad, self.grad_logps, self.grad_entropy
         return torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
 
-    def silenced(self, live: Tensor) -> "PairGradients":
-        """As `TokenGradients.silenced`."""
-        tokens = each(self, lambda part: torch.where(live, part, 0.0))
-        lse, teacher_lse = (torch.where(live, part, torch.inf) for part in self[:2])
-        return tokens._replace(lse=lse, teacher_lse=teacher_lse)
-
     def take(self, rows: Tensor | slice) -> "PairGradients":
         return each(self, lambda part: part[rows])
 

@@ -19,7 +19,6 @@ from liger_rl.call.tokens import TokenSelection
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import EngineFunction
 from liger_rl.engines.dense.one_pass import WithGradients
-from liger_rl.engines.graphs import outside_of_graphs
 from liger_rl.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.engines.pair import two_heads as engine
 from liger_rl.engines.pair.products import Pair
@@ -32,7 +31,7 @@ from liger_rl.engines.pair.reference import (
     PairStatistics,
 )
 from liger_rl.engines.pair.two_heads import PairGradientsOf
-from liger_rl.engines.run import head_of, mask_selection, start_selection
+from liger_rl.engines.run import head_of, start_selection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import LogitTransform
 
@@ -214,10 +213,6 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
 
 def divergence_of(global_call: DivergenceCall) -> Divergence:
     """The results of a call."""
-    return outside_of_graphs(_divergence_of)(global_call)
-
-
-def _divergence_of(global_call: DivergenceCall) -> Divergence:
     with paired(global_call) as (call, pair):
         if call.token_weights is None:
             return in_two_passes(call, pair)
@@ -260,12 +255,7 @@ def in_one_pass_if_free(
     In one pass the values have no gradient. The second result is then a () with value 0 that carries the loss's
     gradients: add it to the loss. In two passes the second result is None.
     """
-    return outside_of_graphs(_in_one_pass_if_free)(global_call, on_divergence, on_logps)
 
-
-def _in_one_pass_if_free(
-    global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
-) -> tuple[Divergence, Tensor | None]:
     def gradients_of(_part: slice, known: PairStatistics) -> tuple[Tensor, Tensor | None]:
         grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(known.lse)
         return on_divergence.expand_as(known.lse), grad_logps
@@ -319,9 +309,7 @@ def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None, *, select
     """
     assert call.targets is not None  # `with_ids` gives them
     ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
-    if call.options.fixed_shape:
-        live = mask_selection(call, ids, vocab)
-    elif not selects and call.mask is None and call.needed_mask is None:
+    if not selects and call.mask is None and call.needed_mask is None:
         live = TokenSelection(ids.numel())
     else:
         live = start_selection(call, ids, vocab, "weight" if call.vocab is None else "vocab")()[0]

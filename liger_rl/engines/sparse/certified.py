@@ -35,8 +35,7 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """Gradients from lists of ids. If lists would be long, or with a gradient of mean_logits, exact. Two host syncs."""
-    # A graph of torch.compile passes zeros if the loss does not depend on mean_logits. Reading them is one more sync.
-    if known is None or (tokens.uniform is not None and bool(tokens.uniform.any())):
+    if known is None or tokens.uniform is not None:
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.engines.sparse import bounds_triton, listing_triton
 

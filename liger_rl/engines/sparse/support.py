@@ -2,8 +2,7 @@
 
 `README.md`, under "Given", has the steps. A product takes 2 P H operations for P ids in all; the dense engines take
 2 N H V. With few ids the host takes longer than the device. So the host first launches the forward, to which wrong
-values do no harm, and only then waits for the checks of the values. With `fixed_shape` the host never waits, so that a
-CUDA graph can capture the engine.
+values do no harm, and only then waits for the checks of the values.
 
 Results keep all N tokens in their places. This engine, and not its caller, takes the two passes for tokens with empty
 rows, so that a backward gathers the weight once for all kinds of rows.
