@@ -1,6 +1,5 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits."""
 
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.support import Support
 from liger_rl.distributed import VocabParallel, merge_over, sum_over
@@ -85,7 +84,6 @@ __all__ = [
     "LinearPlan",
     "LogProbs",
     "LogitTransform",
-    "LowRank",
     "Metric",
     "OffPolicySequenceMask",
     "PPOClip",

@@ -7,6 +7,7 @@ Every rank of the group enters it the same number of times, whatever tensors the
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,16 @@ BEYOND = torch.iinfo(torch.int32).max
 class VocabParallel:
     """This rank's place in an lm_head whose vocabulary is sharded over a group of ranks.
 
-    The rank's weight, bias and low-rank `b` are the rows of the token ids from `vocab_start` on. Shards may differ in
-    size. Everything else of a call (hidden, targets, mask, a low-rank term's `a`, options), and the loss, must be the
-    same on every rank of the group. Targets are ids of the whole vocabulary. Results and the gradient of hidden are the
-    same on every rank. docs/distributed.md lists the collectives, and what a sharded head does not go with.
+    The rank's weight and bias are the rows of the token ids from `vocab_start` on. Shards may differ in size.
+    Everything else of a call (hidden, targets, mask, options), and the loss, must be the same on every rank of the
+    group. Targets are ids of the whole vocabulary. Results and the gradient of hidden are the same on every rank.
+    docs/distributed.md lists the collectives, and what a sharded head does not go with.
 
     The first call with a weight is one more collective, in which the ranks tell each other their rows,
     so give the same weight object in each call. Each rank checks its own arguments, and raises by itself.
 
-    With sum_hidden_grad the gradient of hidden (and of a low-rank term's `a`) is summed over the group. Without it, it
-    is this rank's part, for a caller whose own backward adds the parts, such as Megatron's sequence parallelism.
+    With sum_hidden_grad the gradient of hidden is summed over the group. Without it, it is this rank's part, for a
+    caller whose own backward adds the parts, such as Megatron's sequence parallelism.
     """
 
     group: "dist.ProcessGroup"  # the ranks that hold the shards. Ranks with other tokens are not in it
@@ -113,29 +114,29 @@ class VocabShard:
         dist.all_gather(gathered, values, self.place.group)
         return torch.cat(gathered, dim=1)
 
-    def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
-        """Sums the gradients of inputs that every rank has whole. Without sum_hidden_grad it sums nothing."""
-        summed = inputs if self.place.sum_hidden_grad else ()
-        return PendingSum(self.place.group, [tensor for tensor in summed if tensor is not None])
+    def pending_sum(self, grad_hidden: Tensor | None) -> "PendingSum":
+        """Sums the gradient of hidden, which every rank has whole. Without sum_hidden_grad it sums nothing."""
+        return PendingSum(self.place.group, grad_hidden if self.place.sum_hidden_grad else None)
 
 
 class PendingSum:
-    """Sums over ranks in place, one collective for each tensor, while the device computes something else."""
+    """Sums a tensor over ranks in place, one collective, while the device computes something else. None: no sum."""
 
-    def __init__(self, group: "dist.ProcessGroup", tensors: list[Tensor]) -> None:
-        self.group, self.tensors = group, tensors
-        self.works: list | None = None
+    def __init__(self, group: "dist.ProcessGroup", tensor: Tensor | None) -> None:
+        self.group, self.tensor = group, tensor
+        self.work: Any = None
 
     def start(self) -> None:
-        """Start the collectives. Until `wait` returns, nothing may read or write the tensors."""
-        self.works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in self.tensors]
+        """Start the collective. Until `wait` returns, nothing may read or write the tensor."""
+        if self.tensor is not None:
+            self.work = dist.all_reduce(self.tensor, group=self.group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the collectives, and start them first if `start` was not called."""
-        if self.works is None:
+        """Wait for the collective, and start it first if `start` was not called."""
+        if self.work is None:
             self.start()
-        for work in self.works or ():
-            work.wait()
+        if self.work is not None:
+            self.work.wait()
 
 
 def sum_over(group: "dist.ProcessGroup") -> Callable[[Tensor], Tensor]:

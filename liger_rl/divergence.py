@@ -1,13 +1,12 @@
 """Per-token divergence of a student's next-token distribution from a teacher's: the public function."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from liger_rl.call.keywords import named_keywords
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions
 from liger_rl.distributed import VocabParallel
 from liger_rl.engines.pair.run import BETA, Divergence, DivergenceCall, divergence_of, measure_of
@@ -31,7 +30,6 @@ def linear_divergence(
     targets: Tensor | None = None,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    low_rank: Sequence[LowRank] = (),
     token_weights: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
     teacher_transform: LogitTransform = IDENTITY,
@@ -54,10 +52,10 @@ def linear_divergence(
         reverse_kl   KL(p || q)
         jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q
 
-    "jsd" is that of arXiv:2306.13649. Only hidden, weight, bias and low_rank are differentiable.
+    "jsd" is that of arXiv:2306.13649. Only hidden, weight and bias are differentiable.
 
     Args:
-        hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
+        hidden, weight, mask, bias: the student's, as in `linear_logprobs`.
         teacher_hidden: (B, T, H') or (N, H'), for the same tokens.
         teacher_weight, teacher_bias: (V', H') and (V',). V' = V without `vocab`.
         kind, beta: `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
@@ -84,7 +82,7 @@ def linear_divergence(
     )  # fmt: skip
     return divergence_of(
         DivergenceCall(
-            hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, teacher_hidden=teacher_hidden,
+            hidden=hidden, weight=weight, bias=bias, teacher_hidden=teacher_hidden,
             teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_transform=teacher_transform,
             measure=measure, mask=mask, targets=targets, vocab=vocab, token_weights=token_weights,
             vocab_parallel=vocab_parallel, options=options,

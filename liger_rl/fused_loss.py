@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from liger_rl.call.checks import Passes, check_passes
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import HOW, HeadOptions, Tolerance
 from liger_rl.call.support import Support
 from liger_rl.call.tokens import counted_tokens
@@ -109,7 +108,6 @@ class FusedLinearLoss(nn.Module):
         mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
-        low_rank: Sequence[LowRank] = (),
         support: Support | None = None,
         vocab_parallel: VocabParallel | None = None,
     ) -> Tensor:
@@ -118,7 +116,7 @@ class FusedLinearLoss(nn.Module):
         The arguments are as in `forward`, with the tensors of that policy. The logit transform is this module's.
         """
         call = HeadCall(
-            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
+            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias,
             support=support, vocab_parallel=vocab_parallel, options=self.options, targets_name="selected_token_ids",
         )  # fmt: skip
         return self._logps(call)

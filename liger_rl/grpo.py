@@ -1,6 +1,6 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, without logits in memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_rl.call.checks import Passes
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import Tolerance
 from liger_rl.call.support import Support
 from liger_rl.distributed import VocabParallel
@@ -105,7 +104,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
-        low_rank: Sequence[LowRank] = (),
         support: Support | None = None,
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
@@ -126,7 +124,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and the last seven.
             mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
                 projected if neither the loss nor a metric depends on it.
-            bias, low_rank, weight_grad: as in `linear_logprobs`.
+            bias, weight_grad: as in `linear_logprobs`.
             support: as in `linear_logprobs`; takes two passes. The metric `missing_target` is the share of the
                 projected tokens whose row lists ids, but not their own.
             vocab_parallel: as in `linear_logprobs`. The batch must be the same on every rank of its group, and so is
@@ -149,7 +147,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         )  # fmt: skip
         mask = batch.mask
         call = HeadCall(
-            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
+            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias,
             support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
             targets_name="selected_token_ids",
         )  # fmt: skip

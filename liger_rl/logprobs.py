@@ -1,6 +1,6 @@
 """Per-token log-probabilities from an lm_head or from logits: the public functions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -8,7 +8,6 @@ from torch import Tensor
 from liger_rl.call.checks import check_flag
 from liger_rl.call.head_call import HeadCall, LogProbs
 from liger_rl.call.keywords import named_keywords
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.call.support import Support
 from liger_rl.call.tokens import live_tokens
@@ -30,7 +29,6 @@ def linear_logprobs(
     *,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    low_rank: Sequence[LowRank] = (),
     support: Support | None = None,
     weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
@@ -64,7 +62,6 @@ def linear_logprobs(
         mask: (B, T) or (N,), bool or 0/1: the tokens that count. Others get 0, whatever they hold. Other values
             raise.
         bias: (V,), added before the transform; hidden's dtype or float32.
-        low_rank: terms that are added like the bias, such as adapters, never in shape (V, H).
         support: ids that each token could have been drawn from (docs/support.md).
         weight_grad: (V, H) float32, such as `weight.grad`, to which each backward adds the weight's gradient.
         vocab_parallel: the place in a sharded head.
@@ -84,7 +81,7 @@ def linear_logprobs(
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     call = HeadCall(
-        hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,
+        hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, support=support,
         vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, may_be_several=True,
     )  # fmt: skip
     return log_probs(call)

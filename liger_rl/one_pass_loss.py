@@ -131,7 +131,7 @@ def loss_in_one_pass(
         return HeadGradients(**with_gradients(prepare().take(positions), **_arguments(values))[1])
 
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
-    head = Head(hidden, call.weight, call.bias, None, None, ids, live)
+    head = Head(hidden, call.weight, call.bias, ids, live)
     gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
     values, gradients = one_pass(head, shape.options, plan, chunks, gradients_of, call.needs, select=selected)
     loss, metrics = results[0] if results else evaluate(prepare(), **_arguments(spread(values)))

@@ -10,7 +10,6 @@ from torch import Tensor
 from liger_rl.call.checks import Passes, check_dense, check_shape
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_loss import FusedLinearLoss, HeadKeywords, built, keywords_of
@@ -65,7 +64,7 @@ class _Judged(FusedLinearLoss):
                 raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
         if reference is not None:
             head: dict[str, Any] = {"hidden": reference.hidden, "weight": reference.weight, "bias": reference.bias}
-            of_reference = replace(call, **head, low_rank=(), weight_grad=None)
+            of_reference = replace(call, **head, weight_grad=None)
             columns["ref_logps"] = self._logps(of_reference, reference.transform)
         batch = self.batch(call.targets, call.mask, **columns)
         return self._loss(replace(call, mask=batch.mask), batch)
@@ -157,7 +156,6 @@ class FusedLinearPreferenceLoss(_Judged):
         reference: ReferenceHead | None = None,
         nll_targets: Tensor | None = None,
         bias: Tensor | None = None,
-        low_rank: Sequence[LowRank] = (),
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         segments: Segments | None = None,
@@ -176,7 +174,7 @@ class FusedLinearPreferenceLoss(_Judged):
             reference: the reference model's hidden states and head, in place of ref_logps. H may be another one.
             nll_targets: (B / 2, T) the ids of the NLL term, negative elsewhere: those of the chosen targets, and others
                 that count only in it, such as the prompts'. The host reads whether they agree. None: chosen targets.
-            bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
+            bias, weight_grad, vocab_parallel: as in `linear_logprobs`.
             segments: 2 P sequences of packed tokens, first the chosen ones.
             num_sequences: divisor of the mean over pairs; None is their number.
 
@@ -199,7 +197,7 @@ class FusedLinearPreferenceLoss(_Judged):
             targets = torch.where(counted, targets, named)
             mask = counted
         call = HeadCall(
-            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank,
+            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
             vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
         )  # fmt: skip
         return self._judged_loss(
@@ -288,7 +286,6 @@ class FusedLinearUnpairedLoss(_Judged):
         kl: float | Tensor | None = None,
         delta: float | Tensor | None = None,
         bias: Tensor | None = None,
-        low_rank: Sequence[LowRank] = (),
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         segments: Segments | None = None,
@@ -302,13 +299,13 @@ class FusedLinearUnpairedLoss(_Judged):
             kl: for "kto", the KL term in nats, a number, () or as labels, at least 0; 0.0 leaves it out. TRL's is the
                 mean of the policy's log-probabilities minus the reference's, of completions of other prompts.
             delta: for "bco", the running mean of the rewards beta (logp - ref), a number, () or as labels.
-            bias, low_rank, weight_grad, vocab_parallel, segments: as in `FusedLinearPreferenceLoss`.
+            bias, weight_grad, vocab_parallel, segments: as in `FusedLinearPreferenceLoss`.
             num_sequences: divisor of the mean over sequences; None is their number.
 
         Returns, raises: as `FusedLinearPreferenceLoss`.
         """
         call = HeadCall(
-            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank,
+            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
             vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
         )  # fmt: skip
         return self._judged_loss(

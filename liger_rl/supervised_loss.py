@@ -1,6 +1,5 @@
 """The lm_head and a supervised loss in one module: cross entropy and its relatives, without logits in memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ from torch import Tensor
 from liger_rl.call.checks import Passes, check_dense, check_shape
 from liger_rl.call.head_call import HeadCall
 from liger_rl.call.keywords import named_keywords
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 from liger_rl.divergence import linear_divergence
@@ -59,7 +57,7 @@ def class_smoothing(call: HeadCall, batch: PolicyBatch, class_weights: Tensor, r
     share, counted = class_weights / total, counted_tokens(call.targets, call.mask)
     divergence = linear_divergence(
         hidden, weight, hidden.new_zeros(*hidden.shape[:-1], 8), weight.new_zeros(weight.shape[0], 8),
-        teacher_bias=share.log(), bias=call.bias, low_rank=call.low_rank, transform=call.options.transform,
+        teacher_bias=share.log(), bias=call.bias, transform=call.options.transform,
         mask=counted,
     ).divergence  # fmt: skip
     assert divergence is not None
@@ -161,7 +159,6 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         mask: Tensor | None = None,
         token_weights: Tensor | None = None,
         bias: Tensor | None = None,
-        low_rank: Sequence[LowRank] = (),
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         segments: Segments | None = None,
@@ -176,7 +173,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             targets: (B, T) or (N,) token ids, negative where a token does not count, such as -100.
             mask: (B, T) or (N,), bool or 0/1, the tokens that count; None: those with an id.
             token_weights: (B,), (B, T) or (N,), factors on the tokens' losses. A token of weight 0 enters no product.
-            bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
+            bias, weight_grad, vocab_parallel: as in `linear_logprobs`.
             segments, num_sequences: as in `PolicyBatch`, for means over sequences.
             num_items_in_batch: tokens of the whole optimiser step, the divisor of `GlobalTokenMean`.
 
@@ -187,7 +184,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             TypeError, ValueError: before anything is computed; the message names the argument.
         """
         call = HeadCall(
-            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank,
+            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
             vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
         )  # fmt: skip
         call.check_tensors()

@@ -1,6 +1,6 @@
 """Distillation over lists of likely ids, of the teacher or of the student: the public functions."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -10,7 +10,6 @@ from liger_rl.call.checks import check_dense, check_floating
 from liger_rl.call.dtensors import is_dtensor
 from liger_rl.call.head_call import HeadCall, LogProbs
 from liger_rl.call.keywords import named_keywords
-from liger_rl.call.low_rank import LowRank
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
@@ -53,7 +52,6 @@ def topk_divergence(
     tail: Tail = "bucket",
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    low_rank: Sequence[LowRank] = (),
     weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
     transform: LogitTransform = IDENTITY,
@@ -72,7 +70,7 @@ def topk_divergence(
     The lists are the teacher's, the student's `topk` likeliest ids, or both. `list_divergence` has the formulas.
 
     Args:
-        hidden, weight, mask, bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
+        hidden, weight, mask, bias, weight_grad, vocab_parallel: as in `linear_logprobs`.
         teacher_ids: (B, T, K) or (N, K) integer ids in [0, V), distinct within a token. Negative ids are left out, so
             lists may differ in length. A token with only negative ids is masked. None with lists="student".
         teacher_logps: shaped like teacher_ids, float32, bfloat16 or float16, no gradient: log-probabilities in nats,
@@ -107,7 +105,7 @@ def topk_divergence(
     if targets is None:
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     call = HeadCall(
-        hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank,
+        hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
         vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, targets_name="teacher_ids",
         may_be_several=True,
     )  # fmt: skip

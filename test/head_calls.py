@@ -14,7 +14,6 @@ import oracles
 from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
-    LowRank,
     Support,
     grpo_loss_from_logits,
     linear_divergence,
@@ -23,19 +22,15 @@ from liger_rl import (
     topk_divergence,
 )
 
-SCALING = 1.5
-
 
 class Problem(NamedTuple):
     hidden: Tensor  # (B, T, H) or (N, H)
     weight: Tensor  # (V, H)
     targets: Tensor
     bias: Tensor | None = None  # (V,)
-    a: Tensor | None = None  # (r, H)
-    b: Tensor | None = None  # (V, r)
 
     def floats(self) -> dict[str, Tensor]:
-        parts = {name: getattr(self, name) for name in ("hidden", "weight", "bias", "a", "b")}
+        parts = {name: getattr(self, name) for name in ("hidden", "weight", "bias")}
         return {name: part for name, part in parts.items() if part is not None}
 
     def leaves(self, frozen=()) -> "Problem":
@@ -45,36 +40,26 @@ class Problem(NamedTuple):
     def to(self, dtype: torch.dtype) -> "Problem":
         return self._replace(**{name: t.to(dtype) for name, t in self.floats().items()})
 
-    def low_rank(self) -> list[LowRank]:
-        return [] if self.a is None else [LowRank(a=self.a, b=self.b, scaling=SCALING)]
-
     def grads(self) -> dict[str, Tensor | None]:
         return {name: t.grad for name, t in self.floats().items()}
 
 
 def problem(
-    shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="cpu", *, bias=False, rank=0,
-    adapter_dtype=None, seed=0,
-) -> Problem:  # fmt: skip
+    shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="cpu", *, bias=False, seed=0
+) -> Problem:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int, std: float) -> Tensor:
         return torch.randn(*size, generator=generator) * std
 
     hidden, weight = random(*shape, hidden_size, std=1.0), random(vocab, hidden_size, std=2 / math.sqrt(hidden_size))
-    parts = {}
-    if rank:
-        parts["a"] = random(rank, hidden_size, std=1 / math.sqrt(hidden_size))
-        parts["b"] = random(vocab, rank, std=1 / math.sqrt(rank))
-    if bias:
-        parts["bias"] = random(vocab, std=1.0)
-    found = Problem(hidden, weight, torch.randint(vocab, shape, generator=generator).to(device), **parts)
-    dtypes = {"a": adapter_dtype or dtype, "b": adapter_dtype or dtype}
-    return found._replace(**{name: t.to(device, dtypes.get(name, dtype)) for name, t in found.floats().items()})
+    offsets = random(vocab, std=1.0) if bias else None
+    found = Problem(hidden, weight, torch.randint(vocab, shape, generator=generator).to(device), offsets)
+    return found._replace(**{name: t.to(device, dtype) for name, t in found.floats().items()})
 
 
 def call(x: Problem, **options):
-    return linear_logprobs(x.hidden, x.weight, x.targets, bias=x.bias, low_rank=x.low_rank(), **options)
+    return linear_logprobs(x.hidden, x.weight, x.targets, bias=x.bias, **options)
 
 
 def functional(*outputs: Tensor | None) -> Tensor:
@@ -105,21 +90,17 @@ def solve(inputs: Problem, *, frozen=(), **options) -> Result:
 
 
 def truth(inputs: Problem, mask: Tensor | None = None, *, entropy: bool = True, **transform) -> Result:
-    """The full logits, of the merged weight, in float64."""
+    """The full logits, in float64."""
     leaves = inputs.to(torch.float64).leaves()
-    weight = leaves.weight if leaves.a is None else leaves.weight + SCALING * leaves.b @ leaves.a
-    values = oracles.logprobs(leaves.hidden, weight, leaves.targets, leaves.bias, **transform)
+    values = oracles.logprobs(leaves.hidden, leaves.weight, leaves.targets, leaves.bias, **transform)
     logps, entropies = values if mask is None else (torch.where(mask, part, 0.0) for part in values)
     return finish((logps, entropies if entropy else None), leaves)
 
 
 def eager(inputs: Problem, **transform) -> Result:
-    """What one writes without thinking; an adapter's own forward adds two products, rounded to the head's dtype."""
-    leaves, linear = inputs.leaves(), torch.nn.functional.linear
-    logits = linear(leaves.hidden, leaves.weight, leaves.bias)
-    if leaves.a is not None:
-        term = linear(linear(leaves.hidden.to(leaves.a.dtype), leaves.a), leaves.b) * SCALING
-        logits = (logits + term).to(logits.dtype)
+    """What one writes without thinking."""
+    leaves = inputs.leaves()
+    logits = torch.nn.functional.linear(leaves.hidden, leaves.weight, leaves.bias)
     return finish(oracles.logits_logprobs(logits.float(), leaves.targets, **transform), leaves)
 
 
@@ -155,8 +136,6 @@ class Batch(NamedTuple):
     hidden: Tensor  # (B, T, H)
     weight: Tensor  # (V, H)
     bias: Tensor  # (V,)
-    a: Tensor  # (r, H)
-    b: Tensor  # (V, r)
     teacher_hidden: Tensor  # (B, T, G)
     teacher_weight: Tensor  # (V, G)
     logits: Tensor  # (B, T, V)
@@ -174,12 +153,12 @@ class Batch(NamedTuple):
 
     def tokens(self, index) -> "Batch":
         """Of some sequences, or of all tokens in another order."""
-        whole = ("weight", "bias", "a", "b", "teacher_weight")
+        whole = ("weight", "bias", "teacher_weight")
         return self._replace(**{n: t[index] for n, t in self._asdict().items() if n not in whole})
 
 
 def batch(shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="cpu", *, count=4, seed=0) -> Batch:
-    x = problem(shape, hidden_size, vocab, dtype, device, bias=True, rank=3, seed=seed)
+    x = problem(shape, hidden_size, vocab, dtype, device, bias=True, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
 
     def random(*size: int) -> Tensor:
@@ -196,7 +175,7 @@ def batch(shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="
     )  # fmt: skip
 
 
-FLOATS = ("hidden", "weight", "bias", "a", "b", "teacher_hidden", "teacher_weight", "logits")
+FLOATS = ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "logits")
 
 
 class PublicCall(NamedTuple):
@@ -212,10 +191,8 @@ class PublicCall(NamedTuple):
         return [part.detach() for part in values], {name: getattr(leaves, name).grad for name in self.inputs}
 
 
-def _logprobs(x: Batch, *, several=False, low_rank=False, transformed=False, listed=None, **options):
+def _logprobs(x: Batch, *, several=False, transformed=False, listed=None, **options):
     given = {"transform": LogitTransform(temperature=0.7, softcap=9.0)} if transformed else {}
-    if low_rank:
-        given["low_rank"] = [LowRank(a=x.a, b=x.b, scaling=SCALING)]
     if listed is not None and "support" not in options:
         rows = x.ids.clone()
         if listed == "or not":
@@ -262,10 +239,6 @@ _TWO_HEADS = frozenset(("chunks", "autocast", "gather"))
 CALLS = {
     "dense": PublicCall(_logprobs, takes=_EVERY),
     "label smoothing": PublicCall(partial(_logprobs, lse=True, extras=("mean_logits",)), takes=_EVERY),
-    "low rank": PublicCall(
-        partial(_logprobs, low_rank=True), ("hidden", "weight", "bias", "a", "b"),
-        _EVERY - {"autocast"},
-    ),
     "a temperature and a softcap": PublicCall(partial(_logprobs, transformed=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
     "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("chunks", "autocast", "weight_grad"))),

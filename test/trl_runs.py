@@ -145,17 +145,17 @@ class Forward(NamedTuple):
 
 @contextmanager
 def counted_calls():
-    """-> a list that grows by the number of low-rank terms of every call of our op or our divergence."""
+    """-> a list that grows by the columns of every call of our op or our divergence: H, more with adapters."""
     calls: list[int] = []
     logprobs, divergence = integration.linear_logprobs, trl_divergence.DivergenceCall
 
-    def counting(*args, low_rank=(), **options):
-        calls.append(len(low_rank))
-        return logprobs(*args, low_rank=low_rank, **options)
+    def counting(hidden, *args, **options):
+        calls.append(hidden.shape[-1])
+        return logprobs(hidden, *args, **options)
 
     def counting_divergence(**tensors):
         made = divergence(**tensors)
-        calls.append(len(made.low_rank))
+        calls.append(made.hidden.shape[-1])
         return made
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.distributed import VocabParallel, sum_over
+from liger_rl.distributed import VocabParallel
 
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
@@ -35,14 +35,7 @@ def has_dtensor(*values: object) -> bool:
     return any(map(is_dtensor, values))
 
 
-def low_rank_tensors(low_rank: object) -> list[object]:
-    """`a`, `b` and `hidden` of each low-rank term, before anything is checked; None for a missing attribute."""
-    terms = low_rank if isinstance(low_rank, (list, tuple)) else ()
-    return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")] if terms else []
-
-
-# The tensors of a call of one head or two, in which each row is a token, and those in which each row is an id. Low-rank
-# terms are apart.
+# The tensors of a call of one head or two, in which each row is a token, and those in which each row is an id.
 TOKENS = ("hidden", "targets", "mask", "needed_mask", "teacher_hidden", "token_weights")
 ROWS = ("weight", "bias", "teacher_weight", "teacher_bias")
 
@@ -82,15 +75,6 @@ def localized(call: Any) -> Any:
     for name in ROWS:
         if hasattr(call, name):
             fields[name] = _rows(name, getattr(call, name))
-    fields["low_rank"] = [
-        replace(
-            term,
-            a=_with_summed_grad(_rows("a", term.a), group if scattered else None),
-            b=_rows("b", term.b),
-            hidden=_tokens(term.hidden, group, summed=scattered),
-        )
-        for term in (call.low_rank if isinstance(call.low_rank, (list, tuple)) else ())
-    ]
     return replace(call, **fields)
 
 
@@ -141,15 +125,6 @@ def _rows(name: str, value: Any) -> Any:
     if ranks > 1 and local.requires_grad:
         local.register_hook(lambda grad: grad / ranks)  # the mean of data parallelism: not every backend can average
     return local
-
-
-def _with_summed_grad(a: Any, group: Any) -> Any:
-    """Scattered hidden states leave this rank's part of the gradient of `a`: the sum over the group is the whole."""
-    if group is None or not (isinstance(a, Tensor) and a.requires_grad):
-        return a
-    view = a.view_as(a)
-    view.register_hook(sum_over(group))
-    return view
 
 
 def _unstrided(value: Any, strided: int) -> Tensor:

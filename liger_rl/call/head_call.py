@@ -1,6 +1,5 @@
 """A call of the head: its tensors and options, and their checks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,8 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.call.checks import check_dense, check_head, check_shape, check_tokens
-from liger_rl.call.dtensors import has_dtensor, is_dtensor, low_rank_tensors
-from liger_rl.call.low_rank import LowRank, check_low_rank
+from liger_rl.call.dtensors import has_dtensor, is_dtensor
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support
@@ -63,7 +61,6 @@ class HeadCall:
     targets: Tensor  # (B, T) or (N,); if `may_be_several`, also K ids for each token, (B, T, K) or (N, K)
     mask: Tensor | None = None  # (B, T) or (N,)
     bias: Tensor | None = None  # (V,)
-    low_rank: Sequence[LowRank] = ()
     vocab_parallel: VocabParallel | None = None
     weight_grad: Tensor | None = None
     # Shaped like mask or (B, 1): 0 where no log-probability is needed. The token's id is validated even there.
@@ -76,8 +73,7 @@ class HeadCall:
     @property
     def tensors(self) -> tuple[object, ...]:
         """Every argument that may be a tensor."""
-        tensors = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
-        return (*tensors, *low_rank_tensors(self.low_rank))
+        return self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask
 
     @property
     def several(self) -> bool:
@@ -119,7 +115,6 @@ class HeadCall:
         if self.vocab_parallel is not None:
             check_type("vocab_parallel", self.vocab_parallel, VocabParallel, "a VocabParallel or None")
         dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
-        check_low_rank(self.low_rank, hidden, weight)
         first = self._first_targets() if self.several else self.targets
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):

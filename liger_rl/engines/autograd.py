@@ -64,23 +64,23 @@ def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Hea
         return values
     # The backward does not read the extras.
     token_values = statistics.logps, statistics.lse, statistics.entropy
-    tensors, backward = (head.targets, *token_values, *(saved or ())), partial(_backward, head[6:], options, engine)
+    tensors, backward = (head.targets, *token_values, *(saved or ())), partial(_backward, head[4:], options, engine)
     count = len(HeadGradients._fields)
     return HeadValues._make(EngineFunction.apply(*head.differentiable, values, count, tensors, backward))
 
 
 class EngineFunction(torch.autograd.Function):
-    """(hidden, weight, bias, low_inputs, low_weight) -> values, the first `count` of them differentiable.
+    """(hidden, weight, bias) -> values, the first `count` of them differentiable.
 
-    `backward(saved, grads, needs)` computes the gradients. It gets these five tensors and then `saved`, and holds no
+    `backward(saved, grads, needs)` computes the gradients. It gets these three tensors and then `saved`, and holds no
     tensor itself. The caller of the forward enters `options.gather`, because it reads the shape of the whole head.
     `backward` enters it itself, once.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, values, count, saved, backward):
+    def forward(ctx, hidden, weight, bias, values, count, saved, backward):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, low_inputs, low_weight, *saved)
+        ctx.save_for_backward(hidden, weight, bias, *saved)
         ctx.count, ctx.engine_backward = count, backward
         ctx.mark_non_differentiable(*(value for value in values[count:] if value is not None))
         return *(None if value is None else value.clone() for value in values[:count]), *values[count:]
@@ -88,7 +88,7 @@ class EngineFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, *grads):
-        gradients = ctx.engine_backward(saved, grads[: ctx.count], ctx.needs_input_grad[:5])
+        gradients = ctx.engine_backward(saved, grads[: ctx.count], ctx.needs_input_grad[:3])
         return *gradients, None, None, None, None
 
 
@@ -100,9 +100,9 @@ def _backward(
     grads: Sequence[Tensor | None],
     needs: Needs,
 ) -> Gradients:
-    head = Head(*saved[:6], *rest_of_head)
-    statistics = TokenStatistics(*saved[6:9])
-    return token_gradients(engine, head, options, statistics, saved[9:] or None, HeadGradients(*grads), needs)
+    head = Head(*saved[:4], *rest_of_head)
+    statistics = TokenStatistics(*saved[4:7])
+    return token_gradients(engine, head, options, statistics, saved[7:] or None, HeadGradients(*grads), needs)
 
 
 def token_gradients(

@@ -33,14 +33,12 @@ from liger_rl.kernels.statistics import TokenGradients
 class Head(NamedTuple):
     """The factors of the logits on this rank, tokens flattened to N, and the selection of tokens that count.
 
-    logits = hidden @ weight.T + low_inputs @ low_weight.T + bias, (N, V).
+    logits = hidden @ weight.T + bias, (N, V).
     """
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
-    low_inputs: Tensor | None  # (N, r)
-    low_weight: Tensor | None  # (V, r)
     targets: Tensor  # (N,), or (N, K) if each token has K targets; see `shard` for the ids
     live: TokenSelection
     weight_grad: Tensor | None = None  # (V, H) float32: the weight's gradient is added to it, not returned
@@ -56,8 +54,8 @@ class Head(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The five tensors that may need a gradient, in the order of `Gradients`."""
-        return self.hidden, self.weight, self.bias, self.low_inputs, self.low_weight
+        """The three tensors that may need a gradient, in the order of `Gradients`."""
+        return self.hidden, self.weight, self.bias
 
     @property
     def wants_gradient(self) -> bool:
@@ -66,10 +64,9 @@ class Head(NamedTuple):
     def gathered(self, dtype: torch.dtype, live: TokenSelection | None = None) -> "Head":
         """The head of only the tokens in `live` (None: the head's own `live`), with hidden states in `dtype`."""
         live = live or self.live
-        low_inputs = None if self.low_inputs is None else gathered(self.low_inputs, live, self.low_inputs.dtype)
         hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
         all_rows = TokenSelection(hidden.shape[0])
-        return self._replace(hidden=hidden, low_inputs=low_inputs, targets=targets, live=all_rows)
+        return self._replace(hidden=hidden, targets=targets, live=all_rows)
 
     def with_weight_in(self, dtype: torch.dtype) -> "Head":
         """The head with its weight in `dtype`. A converted weight is contiguous, as our own product needs it."""
@@ -85,31 +82,22 @@ def gathered(values: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor
 
 
 class Gradients(NamedTuple):
-    """Gradients of the head's five tensors. None for a gradient that is not needed."""
+    """Gradients of the head's three tensors. None for a gradient that is not needed."""
 
     hidden: Tensor | None = None  # (N, H)
     weight: Tensor | None = None  # (V, H); None also if it was added to `weight_grad`
     bias: Tensor | None = None  # (V,)
-    low_inputs: Tensor | None = None  # (N, r)
-    low_weight: Tensor | None = None  # (V, r)
 
     def of_all_tokens(self, live: TokenSelection, head: Head) -> "Gradients":
-        """Float32 rows (n, ...) of the tokens in `live` -> rows of all N tokens in the inputs' dtypes, 0 elsewhere.
-
-        This converts the gradients of hidden and low_inputs. The other three stay as they are.
-        """
-        return self._replace(
-            hidden=_of_all_tokens(self.hidden, live, head.hidden),
-            low_inputs=_of_all_tokens(self.low_inputs, live, head.low_inputs),
-        )
-
-
-def _of_all_tokens(rows: Tensor | None, live: TokenSelection, like: Tensor | None) -> Tensor | None:
-    if rows is None or like is None or live.index is None:
-        return None if rows is None or like is None else rows.to(like.dtype)
-    out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    reference.scatter_rows(rows, live.index, out)
-    return out
+        """The gradient of hidden, float32 rows (n, H) of the tokens in `live` -> (N, H) in its dtype, 0 elsewhere."""
+        rows, like = self.hidden, head.hidden
+        if rows is None:
+            return self
+        if live.index is None:
+            return self._replace(hidden=rows.to(like.dtype))
+        out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        reference.scatter_rows(rows, live.index, out)
+        return self._replace(hidden=out)
 
 
 Needs = tuple[bool, ...]  # for each field of `Gradients`: whether it is needed

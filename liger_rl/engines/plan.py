@@ -112,7 +112,6 @@ def plan_linear_logprobs(
     weight_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     needs: tuple[bool, bool] = (True, True),
-    rank: int = 0,
     weight_grad: bool = False,
     passes: Passes = "two",
     together: int = 1,
@@ -147,7 +146,6 @@ def plan_linear_logprobs(
         dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
         device: None is this machine's GPU, or the CPU without one. "cuda" without one is compute capability 9.0.
         needs: whether hidden needs a gradient, and whether weight does.
-        rank: the sum of the low-rank terms' ranks.
         weight_grad: whether the weight's gradient is added to the caller's tensor.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
         together: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a sequence-local
@@ -159,9 +157,9 @@ def plan_linear_logprobs(
     Raises:
         TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
     """
-    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "rank": rank, "together": together}
+    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "together": together}
     for name, count in counts.items():
-        checks.check_count(name, count, least=0 if name in ("tokens", "rank") else 1)
+        checks.check_count(name, count, least=0 if name == "tokens" else 1)
     for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
         if value not in checks.FLOAT_DTYPES and (value is not None or name == "dtype"):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
@@ -180,9 +178,8 @@ def plan_linear_logprobs(
     return _plan(
         HeadShape(
             tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
-            device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs), rank=rank,
-            in_place=weight_grad, aligned=aligned,
-            passes=passes, together=together,
+            device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs),
+            in_place=weight_grad, aligned=aligned, passes=passes, together=together,
             options=resolved(head_options, head_options.compute_dtype or dtype),
             auto_tolerance=head_options.grad_tolerance == "auto",
         )

@@ -8,10 +8,9 @@ from torch import Tensor
 from liger_rl.call.dtensors import localized
 from liger_rl.call.head_call import HeadCall, LogProbs, check_topk
 from liger_rl.call.host_answer import HostAnswer
-from liger_rl.call.low_rank import low_rank_factors
 from liger_rl.call.options import EngineOptions, resolved
 from liger_rl.call.support import ListedIds, Support
-from liger_rl.call.tokens import TokenSelection, counted_tokens, live_tokens
+from liger_rl.call.tokens import TokenSelection, live_tokens
 from liger_rl.distributed import VocabShard
 from liger_rl.engines.autograd import linear_values
 from liger_rl.engines.interface import Head, whole_head
@@ -78,10 +77,7 @@ def _over_support(
     mask, needed = (None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask))
     slots = support_engine.support_slots(support, flat, mask, needed, call.weight, options, shard)
     listed = ListedIds(slots, _start_check(call, ids, vocab, support, slots.numbers))
-    # Only the products of low-rank terms read this mask.
-    mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
-    head = head_of(call, flat, TokenSelection(n, mask=mask), shard)
-    head = head._replace(listed=listed)
+    head = head_of(call, flat, TokenSelection(n), shard)._replace(listed=listed)
     named = linear_values(head, options, support_engine)._asdict() | {"missing_target": slots.missing}
     if flat.shape != shape:
         named = {name: None if tensor is None else tensor.view(shape) for name, tensor in named.items()}
@@ -113,5 +109,4 @@ def start_selection(
 def head_of(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
     """The Head of a call, with tokens flattened to N. `targets` (N,) or (N, K) are flat already."""
     hidden = call.hidden.flatten(0, -2)
-    inputs, weight = low_rank_factors(call.low_rank, call.hidden, live)
-    return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard)
+    return Head(hidden, call.weight, call.bias, targets, live, call.weight_grad, shard)

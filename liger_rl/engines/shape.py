@@ -26,8 +26,7 @@ class HeadShape:
     weight_dtype: torch.dtype
     device: torch.device
     needs: tuple[bool, bool]  # whether hidden and weight need a gradient
-    wants_gradient: bool  # whether hidden, weight, bias or a low-rank term needs one
-    rank: int  # sum of the ranks of the low-rank terms
+    wants_gradient: bool  # whether hidden, weight or bias needs one
     in_place: bool  # the weight's gradient is added to the caller's float32 tensor
     options: EngineOptions
     auto_tolerance: bool  # the tolerance is "auto", which does not rule out one pass
@@ -40,10 +39,7 @@ class HeadShape:
     @classmethod
     def of(cls, call: HeadCall, options: EngineOptions, **one_pass: Any) -> "HeadShape":
         """The shape of a call whose tensors have been checked. `one_pass` has `passes`, `together` and `loss_lacks`."""
-        needs, rank, factors_need = call.needs, 0, False
-        for term in call.low_rank:
-            rank += term.a.shape[0]
-            factors_need |= torch.is_grad_enabled() and (term.a.requires_grad or term.b.requires_grad)
+        needs = call.needs
         return cls(
             tokens=math.prod(call.hidden.shape[:-1]),
             vocab=call.weight.shape[0],
@@ -52,8 +48,7 @@ class HeadShape:
             weight_dtype=call.weight.dtype,
             device=call.hidden.device,
             needs=needs[:2],
-            wants_gradient=any(needs) or factors_need,
-            rank=rank,
+            wants_gradient=any(needs),
             in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",
@@ -81,7 +76,6 @@ class HeadShape:
         dtype = self.options.compute_dtype  # the weight's too, or that of its copy
         return (
             devices.device_lacks(self.device)
-            or ("a head without low_rank terms" if self.rank else None)
             or call_lacks(tokens, self.hidden_size, dtype, dtype)
             or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from liger_rl.call.checks import FLOAT_DTYPES
 from liger_rl.call.dtensors import is_dtensor
-from liger_rl.call.tokens import TokenSelection
 from liger_rl.graphs import outside_of_graphs
 from liger_rl.integrations.peft import Head, read_head
 from liger_rl.kernels import reference
@@ -285,12 +284,10 @@ def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
     with _keeping_random_numbers(head.module):
         seen = head.module(hidden).float()
     with _keeping_random_numbers(head.module):
-        bias, terms = head.bias(), head.low_rank(hidden)
-    expected = nn.functional.linear(hidden, head.linear.weight).float()
+        joined = head.joined(hidden, head.linear.weight)
+    bias, expected = head.bias(), nn.functional.linear(*joined).float()
     if bias is not None:
         expected += bias.float()
-    for term in terms:
-        expected += term.inputs(hidden, TokenSelection(hidden.shape[0])) @ term.b.float().T
     rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
     if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
         raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")

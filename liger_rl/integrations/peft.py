@@ -1,6 +1,11 @@
-"""LoRA adapters on an lm_head as low-rank terms of its product, never merged.
+"""LoRA adapters on an lm_head, as further columns of its hidden states and of its weight.
 
-Each call reads them anew, because adapters can be added, switched, merged and disabled between two calls. Any other
+Adding scaling * b @ a to a 16-bit weight would round the adapter away. So the head's product gets a column for each row
+of `a` instead, which is exact:
+
+    [hidden | scaling * hidden @ a.T] @ [weight | b].T = hidden @ weight.T + scaling * (hidden @ a.T) @ b.T
+
+Each call reads the adapters anew, because they can be added, switched, merged and disabled between two calls. Any other
 kind of adapter is refused by name.
 """
 
@@ -9,9 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from liger_rl.call.low_rank import LowRank
+from liger_rl.call.dtensors import has_dtensor
+
+COLUMNS = 8  # of 16 bits: rows of a multiple of 8 start at multiples of 16 bytes, which the products' kernels need
 
 
 @dataclass(frozen=True)
@@ -23,11 +31,13 @@ class Adapter:
     dropout: nn.Module
     scaling: float
 
-    def low_rank(self, hidden: Tensor) -> LowRank:
-        """The term, its dropout drawn here as PEFT draws it."""
-        drops = self.dropout.training and getattr(self.dropout, "p", 0.0) > 0
-        dropped = self.dropout(hidden.to(self.a.weight.dtype)) if drops else None
-        return LowRank(a=self.a.weight, b=self.b.weight, scaling=self.scaling, hidden=dropped)
+    def columns(self, hidden: Tensor) -> Tensor:
+        """(..., H) -> (..., r), the input of `b` times scaling. The dropout is drawn here, as PEFT draws it."""
+        a = self.a.weight
+        if self.dropout.training and getattr(self.dropout, "p", 0.0) > 0:
+            hidden = self.dropout(hidden.to(a.dtype))
+        dtype = torch.promote_types(hidden.dtype, a.dtype)
+        return nn.functional.linear(hidden.to(dtype), a.to(dtype)) * self.scaling
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Head:
 
     module: nn.Module  # the module that the model calls
     linear: Any  # the layer with the weight
-    adapters: tuple[Adapter, ...] = ()  # their terms are added to its output
+    adapters: tuple[Adapter, ...] = ()  # those that are active
 
     def bias(self) -> Tensor | None:
         """(V,) of the layer and of the adapters together, float32 if there are any of those."""
@@ -47,9 +57,18 @@ class Head:
                 total = added if total is None else total.float() + added
         return total
 
-    def low_rank(self, hidden: Tensor) -> list[LowRank]:
-        """The adapters' terms for (..., H) hidden states."""
-        return [adapter.low_rank(hidden) for adapter in self.adapters]
+    def joined(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., H) and the layer's weight (V, H) -> (..., H + r) and (V, H + r), whose product has the adapters in it.
+
+        The new columns are rounded to the dtypes of hidden and weight. Without an active adapter nothing is copied.
+        Raises ValueError for a DTensor.
+        """
+        if not self.adapters:
+            return hidden, weight
+        tables = [adapter.b.weight for adapter in self.adapters]
+        if has_dtensor(hidden, weight, *tables, *(adapter.a.weight for adapter in self.adapters)):
+            raise ValueError("a head with active adapters must be whole on this rank, got a DTensor")
+        return _beside(hidden, [adapter.columns(hidden) for adapter in self.adapters]), _beside(weight, tables)
 
     def bypassed(self) -> Iterator[nn.Module]:
         """Every module whose own forward is not run when the head is taken apart."""
@@ -57,6 +76,13 @@ class Head:
         yield self.linear
         for adapter in self.adapters:
             yield from (adapter.a, adapter.b, adapter.dropout)
+
+
+def _beside(values: Tensor, columns: list[Tensor]) -> Tensor:
+    """(..., H) -> (..., H + r), r with columns of zeros up to a multiple of COLUMNS in all."""
+    width = values.shape[-1] + sum(block.shape[-1] for block in columns)
+    zeros = values.new_zeros(*values.shape[:-1], -width % COLUMNS)
+    return torch.cat([values, *(block.to(values.dtype) for block in columns), zeros], -1)
 
 
 def base_model(model: Any) -> Any:
@@ -109,8 +135,8 @@ def _adapter(layer: Any, name: str, owner: str) -> Adapter:
     variant = layer.lora_variant.get(name)
     if variant is not None:
         raise ValueError(
-            f"adapter {name!r} on the head of {owner} is a {type(variant).__name__}, which is more than a low-rank "
-            "term of the logits; the fused head knows plain LoRA alone"
+            f"adapter {name!r} on the head of {owner} is a {type(variant).__name__}, which is more than "
+            "columns beside the weight's; the fused head knows plain LoRA alone"
         )
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     for factor, kind in ((a, nn.Linear), (b, nn.Linear), (dropout, (nn.Dropout, nn.Identity))):

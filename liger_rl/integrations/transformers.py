@@ -78,7 +78,7 @@ def swap_lm_head(model: Model) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed, and tied weights stay tied.
-    LoRA adapters on the head (PEFT) become low-rank terms of its product, read at each call.
+    LoRA adapters on the head (PEFT) become columns beside the weight's, at each call anew.
 
     Keyword args: Arguments of the fused call, beside the model's own:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
@@ -285,17 +285,18 @@ def _fused_forward(
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
+    if head.adapters and options.get("weight_grad") is not None:
+        raise ValueError("weight_grad must be None while an adapter is active on the head")
     kinds: dict[str, tuple[int, torch.dtype]] = {}  # name of a result -> its columns and dtype
 
     def per_token(hidden: Tensor) -> Tensor:
         """(..., H) -> (..., columns). It runs within the head's call, around which FSDP gathers the weight."""
-        hidden = hidden.to(head.linear.weight.device)
+        hidden, weight = head.joined(hidden.to(head.linear.weight.device), head.linear.weight)
         result = linear_logprobs(
             hidden,
-            head.linear.weight,
+            weight,
             targets.to(hidden.device),
             bias=head.bias(),
-            low_rank=head.low_rank(hidden),
             transform=transform,
             entropy=entropy,
             support=None if support is None else support.to(hidden.device),

@@ -57,12 +57,13 @@ class FusedLogProbs:
         # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
         under_autocast = torch.is_autocast_enabled(hidden.device.type)
         head = trl_adapters.adapted_head()
+        if head is not None:
+            (hidden, weight), bias = head.joined(hidden, weight), head.bias()
         result = linear_logprobs(
             hidden,
             weight,
             targets,
-            bias=bias if head is None else head.bias(),
-            low_rank=() if head is None else head.low_rank(hidden),
+            bias=bias,
             transform=LogitTransform(temperature=temperature, softcap=final_logit_softcapping, scale=logit_scale),
             entropy="entropy" in outputs,
             extras=[name for name in EXTRAS if name in outputs],

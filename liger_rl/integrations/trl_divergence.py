@@ -54,13 +54,14 @@ def _chunked_divergence_loss(
     compute_dtype = None if autocast or dtype != teacher_hidden_states.dtype else dtype
     # The mark is DeepSpeed's, on every parameter under ZeRO-3.
     sharded = any(hasattr(parameter, "ds_id") for parameter in (weight, bias, teacher_weight, teacher_bias))
-    head = trl_adapters.adapted_head()
+    hidden, head = student_hidden_states, trl_adapters.adapted_head()
+    if head is not None:
+        (hidden, weight), bias = head.joined(hidden, weight), head.bias()
     mask = completion_mask != 0
     call = DivergenceCall(
-        hidden=student_hidden_states,
+        hidden=hidden,
         weight=weight,
-        bias=bias if head is None else head.bias(),
-        low_rank=() if head is None else head.low_rank(student_hidden_states),
+        bias=bias,
         teacher_hidden=teacher_hidden_states,
         teacher_weight=teacher_weight,
         teacher_bias=teacher_bias,

@@ -63,13 +63,11 @@ class Slots(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The factors of logits: hidden @ weight.T + low_inputs @ low_weight.T + bias, in float32."""
+    """The factors of logits: hidden @ weight.T + bias, in float32."""
 
     hidden: Tensor  # (N, H) any float dtype
     weight: Tensor  # (V', H) any float dtype
     bias: Tensor | None = None  # (V',)
-    low_inputs: Tensor | None = None  # (N, r)
-    low_weight: Tensor | None = None  # (V', r)
 
 
 class Segments(NamedTuple):
@@ -123,11 +121,8 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform) -> Tensor:
     has_row = slots.ids < slots.rows
     row, token = torch.where(has_row, slots.ids, 0).long(), slots.tokens.long()
     x = torch.zeros(row.numel(), dtype=torch.float32, device=row.device)
-    for left, right in ((factors.hidden, factors.weight), (factors.low_inputs, factors.low_weight)):
-        if left is None or right is None or slots.rows == 0:
-            continue
-        for piece in _pieces(row.numel(), left.shape[1]):
-            x[piece] += (left[token[piece]].float() * right[row[piece]].float()).sum(1)
+    for piece in _pieces(row.numel(), factors.hidden.shape[1]) if slots.rows else ():
+        x[piece] += (factors.hidden[token[piece]].float() * factors.weight[row[piece]].float()).sum(1)
     bias = None if factors.bias is None or slots.rows == 0 else factors.bias[row, None]
     return transformed(x[:, None], bias, transform).squeeze(1)
 

@@ -83,12 +83,10 @@ def _dots_kernel(
     logits,
     tokens,
     columns,
-    rank,
     steps,  # LogitSteps
     PIECE: tl.constexpr,
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    RANK: tl.constexpr,
 ):
     token, first, last = _span(tl.program_id(0).to(tl.int64), slots.tokens, slots.starts, tokens, PIECE)
     for start in range(first, last, SLOTS):
@@ -98,9 +96,6 @@ def _dots_kernel(
         if tl.max(has_row.to(tl.int32)) > 0:
             hidden_row = factors.hidden + token * strides.hidden
             x = _dots(hidden_row, factors.weight, strides.weight, row, has_row, columns, SLOTS, COLUMNS)
-            if factors.low_inputs is not None:
-                low_row = factors.low_inputs + token * strides.low_inputs
-                x += _dots(low_row, factors.low_weight, strides.low_weight, row, has_row, rank, SLOTS, RANK)
             if factors.bias is not None:
                 x += tl.load(factors.bias + row, mask=has_row, other=0.0).to(tl.float32)
             z, _square = transformed(x, steps)
@@ -116,11 +111,10 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Laun
     if factors.bias is not None:
         factors = factors._replace(bias=factors.bias.contiguous())
     strides = Factors._make(None if part is None else part.stride(0) for part in factors)
-    rank = 1 if factors.low_inputs is None else factors.low_inputs.shape[1]
     with on(logits.device):
         _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
-            factors, strides, slots, logits, n, columns, rank, LogitSteps.of(transform),
-            PIECE=launch.piece, SLOTS=launch.slots, COLUMNS=_columns(columns, launch), RANK=_columns(rank, launch),
+            factors, strides, slots, logits, n, columns, LogitSteps.of(transform),
+            PIECE=launch.piece, SLOTS=launch.slots, COLUMNS=_columns(columns, launch),
             num_warps=launch.warps,
         )  # fmt: skip
     return logits

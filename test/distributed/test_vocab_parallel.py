@@ -18,7 +18,6 @@ from host_reads import host_reads
 from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
-    LowRank,
     Support,
     VocabParallel,
     linear_divergence,
@@ -40,7 +39,6 @@ class Case:
     temperature: float = 1.0
     softcap: float | None = None
     bias: bool = False
-    rank: int = 0  # of a low-rank term, 0 without
     entropy: bool = True
     dtype: torch.dtype = torch.float32
     frozen: str = ""  # "hidden" or "weight"
@@ -68,8 +66,7 @@ CASES = [
     Case(shards=1),
     Case(entropy=False, masked="none", chunk_tokens=10, chunk_vocab=64),
     Case(temperature=0.7, softcap=3.0, bias=True, shards=1, chunk_vocab=100),
-    Case(rank=3, bias=True, shards=1),
-    Case(rank=2, temperature=1.3, frozen="weight", chunk_tokens=16, chunk_vocab=50),
+    Case(temperature=1.3, frozen="weight", chunk_tokens=16, chunk_vocab=50),
     Case(ids_below=5),  # the first rank alone has targets
     Case(masked="all"),
     Case(tokens=0, masked="none"),
@@ -92,16 +89,15 @@ CASES = [
     Case(topk=6, bias=True, shards=1, masked="none"),
     *(Case(dtensors="both", placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
     *(Case(dtensors="both", placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
-    Case(dtensors="both", placement=Shard(0), bias=True, rank=2),
     Case(dtensors="both", placement=Replicate(), bias=True, several=7, topk=6),
     Case(kind="reverse_kl", bias=True, temperature=0.8),
     Case(kind="forward_kl", shards=1),
     Case(kind="jsd", shards=1, bias=True, softcap=3.0),
     Case(kind="reverse_kl", padding=9, vocab=VOCAB, shards=1, bias=True),
     Case(kind="jsd", padding=3, vocab=340),  # the last ranks' rows are padding, some of them all
-    Case(kind="reverse_kl", rank=3, chunk_vocab=64, shards=1),
+    Case(kind="reverse_kl", chunk_vocab=64, shards=1),
     Case(kind="forward_kl", masked="all"),
-    Case(kind="reverse_kl", frozen="weight", rank=2),
+    Case(kind="reverse_kl", frozen="weight"),
     Case(kind="forward_kl", frozen="hidden"),
     Case(kind="jsd", dtype=torch.bfloat16),
     *(
@@ -121,7 +117,6 @@ def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
 
     parts = {"hidden": made(case.tokens, HIDDEN) * 2, "weight": made(VOCAB, HIDDEN)}
     parts |= {"bias": made(VOCAB)} if case.bias else {}
-    parts |= {"a": made(case.rank, HIDDEN), "b": made(VOCAB, case.rank)} if case.rank else {}
     if case.masked != "none":
         parts["mask"] = (torch.rand(case.tokens) < 0.6) & (case.masked == "some")
     parts["upstream"] = torch.randn(2, case.tokens)
@@ -140,8 +135,7 @@ def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
         return {name: part.to(device) for name, part in parts.items()}
     targets = torch.randint(case.banned, case.ids_below, (case.tokens,))
     if case.ids_below == VOCAB:
-        merged = parts["weight"] + (0.5 * parts["b"] @ parts["a"] if case.rank else 0.0)
-        targets[::5] = oracles.linear_logits(parts["hidden"], merged, parts.get("bias")).argmax(-1)[::5]
+        targets[::5] = oracles.linear_logits(parts["hidden"], parts["weight"], parts.get("bias")).argmax(-1)[::5]
     if case.topk:
         targets[6:10] = tied
     if case.tokens:
@@ -164,13 +158,12 @@ def support_of(case: Case, targets: Tensor) -> Support:
 
 def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=None) -> dict[str, Tensor]:
     """Results and gradients by name; a sharded gradient is this rank's."""
-    own = {name: parts[name] for name in ("hidden", "weight", "bias", "a", "b") if name in parts}
+    own = {name: parts[name] for name in ("hidden", "weight", "bias") if name in parts}
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
     total = torch.ones_like(parts["weight"]) if case.in_place else None
     options = {
         "mask": parts.get("mask"), "bias": parts.get("bias"), "entropy": case.entropy,
         "transform": LogitTransform(temperature=case.temperature, softcap=case.softcap), "vocab_parallel": place,
-        "low_rank": [LowRank(a=parts["a"], b=parts["b"], scaling=0.5)] if case.rank else [],
         "chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab,
     }  # fmt: skip
     of_logps, of_others = parts["upstream"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from head_calls import Products
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs, plan_linear_logprobs
 from liger_rl.engines import tiles
 from liger_rl.engines.dense import one_pass
 from liger_rl.kernels import devices
@@ -17,7 +17,7 @@ SIZES = {"cpu": (9, 70, 12003, 16), "cuda": (8, 512, 32000, 2048)}
 TILES, CHUNKS = {"cpu": 1 << 20, "cuda": 32 << 20}, {"cpu": 6 << 20, "cuda": 128 << 20}  # bytes
 CAST = {"weight_dtype": F32, "compute_dtype": BF16}  # a float32 head under autocast
 TRANSFORM = {"softcap": 5.0, "temperature": 0.7, "scale": 2.0}
-# Of the loss, but for `frozen`, `bias`, `rank`, `in_place`, `cast`, and a `layout` that names an input and its strides.
+# Of the loss, but for `frozen`, `bias`, `in_place`, `cast`, and a `layout` that names an input and its strides.
 CASES = {
     "plain": {},
     "entropy": {"entropy_coef": 0.1},
@@ -31,7 +31,6 @@ CASES = {
 }
 TWO_PASSES = CASES | {
     "chunks": {"chunk_tokens": 200, "chunk_vocab": 700},
-    "low rank": {"rank": 3},
     "float32 head under autocast": {"cast": True},
     "transposed float32 head under autocast": {"cast": True, "layout": ("weight", lambda t: t.T.contiguous().T)},
     "tolerance": {"grad_tolerance": 0.05},
@@ -47,7 +46,7 @@ class Case:
         self.options, self.device = dict(options), torch.device(device)
         frozen, layout = (self.options.pop(name, None) for name in ("frozen", "layout"))
         bias, self.in_place = (self.options.pop(name, False) for name in ("bias", "in_place"))
-        rank, self.cast = self.options.pop("rank", 0), self.options.pop("cast", False)
+        self.cast = self.options.pop("cast", False)
         rows, length, vocab, size = SIZES[self.device.type]
         generator = torch.Generator().manual_seed(0)
 
@@ -56,7 +55,6 @@ class Case:
 
         leaves = {"hidden": made(rows, length, size), "weight": made(vocab, size) / size**0.5}
         leaves |= {"bias": made(vocab)} if bias else {}
-        leaves |= {"a": made(rank, size), "b": made(vocab, rank)} if rank else {}
         self.leaves = {name: t.to(self.device, F32 if self.cast else dtype) for name, t in leaves.items()}
         self.leaves["hidden"] = self.leaves["hidden"].to(dtype)
         if layout is not None:
@@ -81,7 +79,7 @@ class Case:
         with tensor_peak(self.device) as first, autocast:
             loss = loss_fn(
                 head["hidden"], head["weight"], self.ids, self.advantages, self.mask, bias=head.get("bias"),
-                low_rank=[LowRank(a=head["a"], b=head["b"])] if "a" in head else (), weight_grad=total,
+                weight_grad=total,
             ).loss  # fmt: skip
         with tensor_peak(self.device) as second:
             loss.backward()
@@ -158,7 +156,6 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         ({"topk": 3}, "several targets", False, "no epilogue, which needs topk = None"),
         ({"grad_tolerance": 1e-3}, "sparse", True, "several targets: needs several targets for each token, or topk"),
         ({"grad_tolerance": 1e-3, "dtype": F32}, "two passes", False, "sparse: needs hidden states and weight in one"),
-        ({"grad_tolerance": 1e-3, "rank": 8}, "two passes", False, "sparse: needs a head without low_rank terms"),
         ({"grad_tolerance": 1e-3, "needs": (False, False)}, "two passes", True, "sparse: needs an input that wants"),
         ({"device": "cpu", "dtype": F32}, "two passes", False, NO_TOLERANCE),
         ({"device": "cpu", "grad_tolerance": 1e-3}, "two passes", False, "sparse: needs a GPU"),
@@ -188,10 +185,8 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (AUTO_TOLERANCE | {"weight_grad": True}, "two passes", True, "sparse: needs weight_grad = None"),
         (AUTO_TOLERANCE | {"chunk_vocab": 8192}, "two passes", False, EXACT),
         (AUTO_TOLERANCE | ONE, "one pass", True, "summed in bfloat16"),
-        (AUTO_TOLERANCE | AUTO | {"rank": 8}, "two passes", False, "one pass: needs a head without low_rank terms"),
         ({"tokens": 511}, "two passes", True, "no epilogue in the backward, which needs 512 tokens or more, got 511"),
         ({"tokens": 0}, "two passes", False, "no epilogue, which needs a token"),
-        ({"rank": 8}, "two passes", False, "no epilogue, which needs a head without low_rank terms"),
         ({"hidden_size": 4100}, "two passes", False, "which needs a hidden size that is a multiple of 8, got 4100"),
         ({"aligned": False}, "two passes", False, "which needs rows of the weight that start at multiples of 16 bytes"),
         (CAST | {"aligned": False}, "two passes", True, "products read a copy of the weight"),  # whose rows are aligned
@@ -221,8 +216,7 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
         ("dtype", TypeError, "bfloat16"), ("dtype", TypeError, None), ("weight_dtype", TypeError, torch.float64),
         ("compute_dtype", TypeError, 16), ("device", ValueError, "gpu"), ("device", TypeError, 1.5),
         ("needs", TypeError, True), ("needs", TypeError, (True, True, True)), ("needs", TypeError, (1, 0)),
-        ("aligned", TypeError, 1),
-        ("rank", ValueError, -1), ("rank", TypeError, None), ("weight_grad", TypeError, torch.zeros(3)),
+        ("aligned", TypeError, 1), ("weight_grad", TypeError, torch.zeros(3)),
         ("transform", TypeError, LogitTransform), ("entropy", TypeError, "yes"), ("extras", TypeError, "is_top1"),
         ("extras", ValueError, ("perplexity",)), ("grad_tolerance", ValueError, -1.0),
         ("grad_tolerance", TypeError, None), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import oracles
 from devices import skip_without_interpreter
-from head_calls import SCALING, Problem, Products, functional, problem, run_triton
+from head_calls import Problem, Products, functional, problem, run_triton
 from liger_rl import Divergence, LogitTransform, linear_divergence
 from liger_rl.engines.pair import two_heads as engine
 from peaks import tensor_peak
@@ -40,10 +40,8 @@ class Pair(NamedTuple):
         return self._replace(own=self.own.leaves())
 
 
-def pair(
-    shape=(3, 7), sizes=(16, 24), vocab=(131, 131), dtype=torch.float32, device="cpu", *, bias=True, rank=0
-) -> Pair:
-    own = problem(shape, sizes[0], vocab[0], dtype, device, bias=bias, rank=rank, seed=5)
+def pair(shape=(3, 7), sizes=(16, 24), vocab=(131, 131), dtype=torch.float32, device="cpu", *, bias=True) -> Pair:
+    own = problem(shape, sizes[0], vocab[0], dtype, device, bias=bias, seed=5)
     other = problem(shape, sizes[1], vocab[1], dtype, device, bias=bias, seed=6)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(5)).to(device) < 0.7
     return Pair(own._replace(targets=own.targets % (min(vocab) - 11)), other, mask)
@@ -53,7 +51,7 @@ def solve(x: Pair, **options) -> tuple[Divergence, dict[str, Tensor]]:
     """Values, and gradients of a linear functional of all that is differentiable."""
     x = x.leaves()
     given = {"entropy": True, "targets": x.own.targets, "mask": x.mask, **options}
-    found = linear_divergence(**x.arguments(), low_rank=x.own.low_rank(), **given)
+    found = linear_divergence(**x.arguments(), **given)
     functional(*found[:3]).backward()
     return found, x.own.grads()
 
@@ -66,8 +64,6 @@ def exact(
     own, other = (part.to(torch.float64) if double else part for part in (x.own, x.other))
     own = own.leaves()
     logits = torch.nn.functional.linear(own.hidden, own.weight, own.bias)
-    if own.a is not None:
-        logits = logits + SCALING * (own.hidden @ own.a.mT) @ own.b.mT
     teacher = torch.nn.functional.linear(other.hidden, other.weight, other.bias)
     log_p = oracles.transformed(logits[..., :vocab].to(wide), **dict(transform)).log_softmax(-1)
     log_q = oracles.transformed(teacher[..., :vocab].to(wide), **dict(teacher_transform)).log_softmax(-1)
@@ -110,7 +106,7 @@ def kernels(request, monkeypatch):
 )
 def test_oracle(kind, transforms, options, kernels, device):
     """Of more ids than a block of a kernel has; what is padding, and what is masked, may hold anything."""
-    x = pair(vocab=(1310, 1319), rank=3, device=device)
+    x = pair(vocab=(1310, 1319), device=device)
     truth = exact(x, vocab=1300, transform=transforms[0], teacher_transform=transforms[1], **KINDS[kind])
     for part in (x.own.weight[1300:], x.other.weight[1300:], x.own.bias[1300:]):
         part.fill_(77.0)
@@ -120,7 +116,7 @@ def test_oracle(kind, transforms, options, kernels, device):
     assert_close(found, truth)
     assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0][:4])
     assert not found[0].teacher_logps.requires_grad
-    for name in ("weight", "bias", "b"):
+    for name in ("weight", "bias"):
         assert (found[1][name][1300:] == 0).all()
 
 

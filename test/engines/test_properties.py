@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from devices import skip_without_interpreter
 from head_calls import CALLS, Batch, Products, assert_close, assert_same, batch, functional
 from host_reads import host_reads
-from liger_rl import LowRank, linear_logprobs
+from liger_rl import linear_logprobs
 from liger_rl.losses import fused
 
 VOCAB, HIDDEN = 129, 16
@@ -133,7 +133,7 @@ def test_strided_inputs_and_inputs_left_alone(name, device):
     x, call = batch(device=device), CALLS[name]
     views = x._replace(
         hidden=x.hidden.transpose(0, 1).contiguous().transpose(0, 1), weight=strided(x.weight),
-        bias=torch.stack([x.bias, x.bias * 0], -1)[:, 0], a=strided(x.a), b=strided(x.b),
+        bias=torch.stack([x.bias, x.bias * 0], -1)[:, 0],
         teacher_hidden=strided(x.teacher_hidden), teacher_weight=strided(x.teacher_weight), logits=strided(x.logits),
         targets=torch.cat([x.targets, x.targets], 1)[:, :5], mask=x.mask.T.contiguous().T,
         advantages=strided(x.advantages),
@@ -162,8 +162,7 @@ def test_no_tensor_larger_than_a_tile(name, dtype, in_place):
         CALLS[name].solve(x, chunk_tokens=16, chunk_vocab=50, **options)
     allowed = max(16 * 50, tokens * 3 * width, vocab, tokens * 4 * 4)
     sizes = {(shape, kind) for shape, kind in products.made if math.prod(shape) > allowed}
-    expected = set() if in_place else {((vocab, width), dtype)}
-    assert sizes == expected | ({((vocab, 3), dtype)} if name == "low rank" else set())
+    assert sizes == (set() if in_place else {((vocab, width), dtype)})
 
 
 @calls("autocast")
@@ -235,8 +234,7 @@ def test_masked_tokens_enter_no_product(name):
         assert mine * total == all_of_them * count
 
 
-# The gradients of a and b run over all tokens that count.
-@calls(without=LOSSES | SUPPORTS | GIVEN_LOGITS | {"low rank"})
+@calls(without=LOSSES | SUPPORTS | GIVEN_LOGITS)
 def test_tokens_without_a_gradient_enter_no_product(name):
     x = batch((4, 10))
     x = x._replace(mask=torch.ones_like(x.mask))
@@ -286,7 +284,7 @@ def test_frozen_inputs_get_none_and_cost_no_product(name, frozen):
             torch.testing.assert_close(found[1][part], grad, rtol=1e-6, atol=1e-6)
     for mine, truth in zip(found[0], whole[0], strict=True):
         torch.testing.assert_close(mine, truth, rtol=1e-6, atol=1e-6)
-    if name not in SUPPORTS | {"low rank"}:
+    if name not in SUPPORTS:
         saved = sum(2 * int(x.mask.sum()) * VOCAB * HIDDEN for part in frozen if part != "bias")
         assert sum(flops(name, x)) - sum(flops(name, x, frozen=frozen)) == saved
 
@@ -416,23 +414,14 @@ def test_a_forward_mode_derivative_raises(name, frozen, device):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("place", ["hidden states of a term", "torch.func"])
-def test_a_forward_mode_derivative_raises_elsewhere(place, frozen, device):
-    x = batch(device=device).leaves(() if frozen else ("hidden", "weight", "a", "b"))
+def test_a_forward_mode_derivative_of_torch_func_raises(frozen, device):
+    x = batch(device=device).leaves(() if frozen else ("hidden", "weight"))
 
     def head(hidden: Tensor) -> Tensor:
-        if place != "hidden states of a term":
-            return linear_logprobs(hidden, x.weight, x.targets).logps.sum()
-        terms = [LowRank(a=x.a, b=x.b, hidden=hidden)]
-        return linear_logprobs(torch.ones_like(x.hidden), x.weight, x.targets, low_rank=terms).logps.sum()
+        return linear_logprobs(hidden, x.weight, x.targets).logps.sum()
 
-    refused = pytest.raises(NotImplementedError, match="must have no tangent")
-    if place == "torch.func":
-        with refused:
-            torch.func.jvp(head, (x.hidden,), (torch.ones_like(x.hidden),))
-        return
-    with forward_ad.dual_level(), refused:
-        head(forward_ad.make_dual(x.hidden, torch.ones_like(x.hidden)))
+    with pytest.raises(NotImplementedError, match="must have no tangent"):
+        torch.func.jvp(head, (x.hidden,), (torch.ones_like(x.hidden),))
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from head_calls import Products
 from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
-    LowRank,
     PPOClip,
     Support,
     TokenMean,
@@ -30,10 +29,6 @@ GRPO = {"hidden": torch.randn(4, 7, 16), "weight": HEAD["weight"], "selected_tok
 GRPO |= {"advantages": torch.ones(4), "ref_per_token_logps": torch.zeros(4, 7)}
 POLICY = {"logits": GIVEN["logits"], **LOSS, "beta": 0.1, "ref_per_token_logps": torch.zeros(3, 5)}
 LISTS = {"teacher_ids": torch.zeros(15, 2).long(), "teacher_logps": torch.zeros(15, 2)}
-
-
-def term(**changed) -> LowRank:
-    return LowRank(**{"a": torch.zeros(3, 16), "b": torch.zeros(129, 3), **changed})
 
 
 # Name in the message, type, arguments that replace good ones.
@@ -197,25 +192,7 @@ DIVERGENCE = [
 OUTSIDE = ({"selected_token_ids": IDS + 129}, ValueError, "selected_token_ids must be token ids")
 ONE_PASS = [OUTSIDE, ({"mask": torch.full((3, 5), 0.5)}, ValueError, "mask must be 0 or 1")]
 REFERENCE = [OUTSIDE, ({"selected_token_ids": IDS[:, 1:]}, ValueError, r"selected_token_ids must be \(B, T\)")]
-# A term or a sum for the weight's gradient, type, message.
-TERMS = [
-    (term(), TypeError, "low_rank must be a list or tuple of LowRank, got LowRank"),
-    ([(torch.zeros(3, 16), torch.zeros(129, 3))], TypeError, r"low_rank\[0\] must be a LowRank, got tuple"),
-    ([term(), term(a=torch.zeros(3, 15))], ValueError, r"low_rank\[1\].a must be \(r, H\) with H = 16"),
-    ([term(a=torch.zeros(16))], ValueError, r"low_rank\[0\].a must be \(r, H\)"),
-    ([term(a=torch.zeros(0, 16), b=torch.zeros(129, 0))], ValueError, r"low_rank\[0\].a must be \(r, H\)"),
-    ([term(b=torch.zeros(129, 4))], ValueError, r"low_rank\[0\].b must be \(V, r\) = \(129, 3\)"),
-    ([term(b=torch.zeros(128, 3))], ValueError, r"low_rank\[0\].b must be \(V, r\) = \(129, 3\)"),
-    ([term(b=torch.zeros(129, 3, dtype=torch.float64))], TypeError, r"low_rank\[0\].b must be float32"),
-    ([term(a=[[0.0]])], TypeError, r"low_rank\[0\].a must be a tensor"),
-    ([term(b=torch.zeros(129, 3, device="meta"))], ValueError, r"low_rank\[0\].b must be on cpu"),
-    ([term(hidden=torch.zeros(3, 4, 16))], ValueError, r"low_rank\[0\].hidden must be \(3, 5, 16\)"),
-    ([term(scaling="1")], TypeError, r"low_rank\[0\].scaling must be a number"),
-    ([term(scaling=math.nan)], ValueError, r"low_rank\[0\].scaling must be finite"),
-    ([term(scaling=10**400)], ValueError, r"low_rank\[0\].scaling must be finite"),
-    ([LowRank], TypeError, r"low_rank\[0\] must be a LowRank"),
-    ([term(a=torch.zeros(3, 16).to_sparse())], TypeError, r"low_rank\[0\].a must be a dense tensor"),
-]
+# A sum for the weight's gradient, type, message.
 SUMS = [
     ([0.0], TypeError, "must be a tensor"),
     (torch.zeros((129, 16), dtype=torch.bfloat16), TypeError, "must be float32.*bfloat16"),
@@ -250,8 +227,6 @@ REFUSED = [
     *((function, given, {name: wrong}, (TypeError, ValueError), rf"\b{name}\b")
       for function, given in REQUIRED for name in given for wrong in (None, [0]) if name != "beta"),
     *((linear_logprobs, LINEAR, changed, error, rf"\b{name}\b") for name, error, changed in LOGPROBS),
-    *((linear_logprobs, LINEAR | {"low_rank": terms}, {}, *rest) for terms, *rest in TERMS),
-    *((FusedLinearGRPOLoss(), HEAD | LOSS | {"low_rank": terms}, {}, *rest) for terms, *rest in TERMS),
     *((linear_logprobs, LINEAR | {"weight_grad": total}, {}, error, f"weight_grad .*{message}")
       for total, error, message in SUMS),
     *((FusedLinearGRPOLoss("grpo", passes="one"), HEAD | LOSS, *row) for row in ONE_PASS),

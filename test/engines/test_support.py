@@ -122,7 +122,7 @@ def reads_of(step, device: torch.device) -> list[str]:
 def test_reads_of_the_host(rows, device):
     """One in the forward, which also says what is wrong with the support; of empty rows two passes have theirs."""
     skip_without_interpreter(device)
-    case = case_of(rows_of(rows), device, bias=True, rank=2)
+    case = case_of(rows_of(rows), device, bias=True)
     leaves, given, out = case.x.leaves(), case.support, []
     options = {"support": given, "entropy": True, "extras": EXTRAS}
 

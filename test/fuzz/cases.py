@@ -157,7 +157,6 @@ class HeadCase(Shown):
     targets: Tensor
     mask: Tensor | None
     bias: Tensor | None
-    low_rank: list[dict]
     transform: dict
     autocast: torch.dtype | None
     compute_dtype: torch.dtype | None
@@ -188,7 +187,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True) -> HeadCase:
+def head_inputs(draw, device: str, *, banned: bool = True) -> HeadCase:
     numbers = Numbers(draw.getrandbits(62), device)
     shape, width, vocab = shapes(draw, device)
     tokens = math.prod(shape)
@@ -207,30 +206,20 @@ def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True
         bias = numbers.normal(vocab, dtype=one(draw, dtype, F32))
         if banned and draw.choice((False, True)):
             bias[numbers.share((vocab,), one(draw, 0.2, 0.9)) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
-    terms = []
-    for _ in range(one(draw, 0, 0, 1, 2) if low_rank else 0):
-        rank, kind = draw.randint(1, 5), one(draw, dtype, F32, *([] if autocast is None else [F16, BF16]))
-        own = numbers.normal(*shape, width, dtype=dtype) if rarely(draw) else None
-        a, b = numbers.normal(rank, width, std=width**-0.5, dtype=kind), numbers.normal(vocab, rank, dtype=kind)
-        terms.append({"a": a, "b": b, "scaling": one(draw, 0.5, 2.0, -1.0), "hidden": own})
     hidden = laid_out(hidden.reshape(*shape, width), draw.choice(LAYOUTS))
     if rarely(draw) and len(shape) == 2 and hidden.numel():
         hidden = hidden[:, :1].expand(-1, shape[1], -1)
     case = HeadCase(
         hidden=hidden, weight=laid_out(weight, draw.choice(LAYOUTS)),
         targets=laid_out(targets.reshape(shape).to(one(draw, torch.int64, torch.int64, torch.int32)), "transposed"),
-        mask=None if mask is None else laid_out(mask, "transposed"), bias=bias, low_rank=terms,
+        mask=None if mask is None else laid_out(mask, "transposed"), bias=bias,
         transform=transforms(draw), autocast=autocast, compute_dtype=compute_dtype, wants={},
     )  # fmt: skip
     names = ["hidden", "weight", *(["bias"] if bias is not None else [])]
-    names += [f"{k}{i}" for i, term in enumerate(terms) for k in ("a", "b", "hidden") if term[k] is not None]
     case.wants = {name: not rarely(draw) for name in names}
     poison = one(draw, 0.0, torch.nan, torch.inf)
     if poison != 0.0 and not case.live.all() and hidden.stride(0) != 0 and 0 not in hidden.stride():
         hidden[~case.live] = poison
-        for term in terms:
-            if term["hidden"] is not None:
-                term["hidden"][~case.live] = poison
     return case
 
 
@@ -552,7 +541,7 @@ def fused_cases(draw, device: str) -> PolicyCase:
     if head.wants["weight"] and case.passes != "one" and rarely(draw):
         head.weight_grad = numbers.normal(*head.weight.shape)
     if case.passes == "one":
-        one_pass = not head.low_rank and head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
+        one_pass = head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
         assume(one_pass)
         head.options.pop("chunk_vocab", None)
         o = case.objective_options

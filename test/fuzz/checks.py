@@ -7,7 +7,7 @@ from torch import Tensor
 
 import oracle
 from cases import HeadCase, LogitsCase
-from liger_rl import LogitTransform, LowRank, Support, linear_logprobs
+from liger_rl import LogitTransform, Support, linear_logprobs
 
 
 def within(name: str, found: Tensor, expected: Tensor, budget: Tensor | float, case) -> None:
@@ -38,12 +38,7 @@ class Call:
         self.case = case
         self.hidden, self.weight = leaf(case.hidden, "hidden"), leaf(case.weight, "weight")
         self.bias = leaf(case.bias, "bias")
-        self.low_rank = []
         self.leaves = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
-        for i, term in enumerate(case.low_rank):
-            tensors = {k: leaf(term[k], f"{k}{i}") for k in ("a", "b", "hidden")}
-            self.low_rank.append(LowRank(**tensors, scaling=term["scaling"]))
-            self.leaves |= {f"{k}{i}": tensors[k] for k in tensors}
         self.leaves = {k: x for k, x in self.leaves.items() if x is not None and x.requires_grad}
         self.weight_grad = None if case.weight_grad is None else case.weight_grad.clone()
         self.inputs = {k: x for k, x in self.leaves.items() if k != "weight" or self.weight_grad is None}
@@ -58,7 +53,7 @@ class Call:
         with self.autocast:
             return linear_logprobs(
                 self.hidden[rows], self.weight, targets[rows], mask=None if case.mask is None else case.mask[rows],
-                bias=self.bias, low_rank=self.low_rank, transform=LogitTransform(**case.transform),
+                bias=self.bias, transform=LogitTransform(**case.transform),
                 compute_dtype=case.compute_dtype, weight_grad=self.weight_grad,
                 support=self.support, **(case.options | more),
             )  # fmt: skip

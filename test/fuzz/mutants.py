@@ -28,7 +28,6 @@ MUTANTS = (
     ("bias gradient lacks a tile's first token", "engines/dense/two_pass.py", "bias_total += gemm.column_sums(tile)", "bias_total += gemm.column_sums(tile[1:])"),
     ("first token of a tile dropped from the weight's gradient", "engines/dense/two_pass.py", "gemm.accumulate(self.total, grad.T, self.rows[tokens])", "gemm.accumulate(self.total, grad[1:].T, self.rows[tokens][1:])"),
     ("one row lost between chunks", "engines/tiles.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
-    ("low-rank scaling without gradient", "call/low_rank.py", "self.a, live, dtype) * self.scaling", "self.a, live, dtype) * 1.0 + (self.scaling - 1.0) * product(x.detach().reshape(-1, x.shape[-1]), self.a.detach(), live, dtype)"),
     ("gradients of masked tokens kept", "kernels/reference.py", "has_gradient = has_gradient & _counted(logits, targets, mask)", "pass"),
     ("weight_grad overwritten", "engines/dense/two_pass.py", "self.total = self.out if self.adds else self.out.zero_()", "self.total = self.out.zero_()"),
     ("mask is multiplied", "losses/loss.py", "logps = per_token_logps.masked_fill(masked, 0.0)", "logps = per_token_logps * ~masked"),

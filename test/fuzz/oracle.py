@@ -204,28 +204,13 @@ class Head:
         self.inputs = {"hidden": case.hidden, "weight": case.weight}
         if case.bias is not None:
             self.inputs["bias"] = case.bias
-        for i, term in enumerate(case.low_rank):
-            self.inputs |= {f"{name}{i}": term[name] for name in ("a", "b", "hidden") if term[name] is not None}
         # Clean zeros in masked rows, whatever the case has there.
-        self.inputs = {
-            k: (v.reshape(-1, width).masked_fill(~self.live[:, None], 0.0) if "hidden" in k else v)
-            for k, v in self.inputs.items()
-        }
+        self.inputs["hidden"] = case.hidden.reshape(-1, width).masked_fill(~self.live[:, None], 0.0)
         self.inputs = {k: v.detach().double().requires_grad_() for k, v in self.inputs.items()}
         h, w = (_rounded(self.inputs[k], compute) for k in ("hidden", "weight"))
         raw, size = h @ w.T, h.abs() @ w.abs().T
         if case.bias is not None:
             raw, size = raw + self.inputs["bias"], size + self.inputs["bias"].abs()
-        self.inner = []
-        for i, term in enumerate(case.low_rank):
-            wide = case.autocast or torch.promote_types(case.hidden.dtype, term["a"].dtype)
-            x, a = (_rounded(self.inputs.get(k, self.inputs["hidden"]), wide) for k in (f"hidden{i}", f"a{i}"))
-            inner = term["scaling"] * (x @ a.T)
-            b = self.inputs[f"b{i}"]
-            # A factor wider than the head's dtype is the sum of two numbers of it.
-            pair = 1 + 2 * (unit(compute) ** 2 / EPS if compute != torch.float32 else 0.0)
-            raw, size = raw + inner @ b.T, size + pair * (abs(term["scaling"]) * x.abs() @ a.abs().T) @ b.abs().T
-            self.inner.append((x.detach(), a.detach(), inner.detach(), b.detach(), max(unit(wide), unit(compute))))
         self.h, self.w, self.raw = h.detach(), w.detach(), raw
         cut = raw.detach().requires_grad_()
         listed, self.missing = listed_of(case)
@@ -238,25 +223,12 @@ class Head:
         budgets = {"hidden": budget @ self.w.abs(), "weight": budget.T @ self.h.abs()}
         if "bias" in grads:
             budgets["bias"] = budget.sum(0)
-        for i, (x, a, inner, b, lost) in enumerate(self.inner):
-            scaling = abs(self.case.low_rank[i]["scaling"])
-            through = scaling * (budget + 3 * lost * dlogits.abs()) @ b.abs()
-            budgets[f"b{i}"] = (budget + 3 * lost * dlogits.abs()).T @ inner.abs()
-            budgets[f"b{i}"] += ROUNDINGS * EPS * scaling * dlogits.abs().T @ (x.abs() @ a.abs().T)
-            budgets[f"a{i}"] = through.T @ x.abs() + 2 * lost * (scaling * dlogits.abs() @ b.abs()).T @ x.abs()
-            reached = f"hidden{i}" if f"hidden{i}" in grads else "hidden"
-            # Two gradients of one tensor are rounded to its dtype before autograd adds them.
-            two = (scaling * dlogits @ b @ a).abs() * 4 * unit(self.case.hidden.dtype)
-            over = two + through @ a.abs() + 3 * lost * (scaling * dlogits.abs() @ b.abs()) @ a.abs()
-            budgets[reached] = budgets.get(reached, 0.0) + over
         # Each is a float32 sum that is rounded to its tensor's dtype at the end.
         dtypes = {"hidden": self.case.hidden.dtype, "weight": self.case.weight.dtype}
         if self.case.weight_grad is not None:
             dtypes["weight"] = torch.float32
         if self.case.bias is not None:
             dtypes["bias"] = self.case.bias.dtype
-        for i, term in enumerate(self.case.low_rank):
-            dtypes |= {f"{k}{i}": term[k].dtype for k in ("a", "b", "hidden") if term[k] is not None}
         for n in names:
             budgets[n] = budgets[n] + 2 * unit(dtypes[n]) * (grads[n].abs() + budgets[n]) + _least(dtypes[n])
         return grads, budgets

@@ -149,7 +149,7 @@ def test_fused_loss(case: PolicyCase) -> None:
         with call.autocast:
             found = module(
                 call.hidden, call.weight, head.targets, case.advantages, head.mask, bias=call.bias,
-                low_rank=call.low_rank, weight_grad=call.weight_grad, support=call.support, **columns(case),
+                weight_grad=call.weight_grad, support=call.support, **columns(case),
             )  # fmt: skip
         return found, call.gradients([found.loss], [torch.tensor(0.5, device=found.loss.device)])
 
@@ -170,8 +170,7 @@ def test_fused_loss(case: PolicyCase) -> None:
         same(f"repeated gradients of {name}", grad, grads[name], case)
     with call.autocast:
         reference = module.reference_logps(
-            call.hidden, call.weight, head.targets, head.mask, bias=call.bias, low_rank=call.low_rank,
-            support=call.support,
+            call.hidden, call.weight, head.targets, head.mask, bias=call.bias, support=call.support,
         )  # fmt: skip
     assert not reference.requires_grad
     within("reference_logps", reference, logits.values["logps"], logits.budgets["logps"], case)

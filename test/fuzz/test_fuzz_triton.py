@@ -36,9 +36,7 @@ def is_for_the_interpreter(case) -> bool:
     small = of_head.targets.numel() <= 12 and (tokens is None or tokens >= 7) and (columns is None or columns >= 64)
     if isinstance(of_head, LogitsCase):  # no kernel takes a single column that has no stride
         return small and of_head.logits.dtype != torch.bfloat16 and of_head.logits.shape[-1] > 1
-    # Beside low-rank terms the gradient of the hidden states is a sum of several that were rounded.
-    truncated = of_head.low_rank and of_head.hidden.dtype == torch.bfloat16
-    return small and of_head.compute != torch.bfloat16 and not truncated
+    return small and of_head.compute != torch.bfloat16
 
 
 def check_of(case):
@@ -59,12 +57,9 @@ def in_float16(case: HeadCase) -> HeadCase:
     def half(x: torch.Tensor) -> torch.Tensor:
         return x if x.dtype == torch.float32 else x.half()
 
-    terms = [term | {"a": padded(half(term["a"])), "b": half(term["b"])} for term in case.low_rank]
-    for term in terms:
-        term["hidden"] = None if term["hidden"] is None else padded(term["hidden"]).half()
     options = {name: value for name, value in case.options.items() if "chunk" not in name}
     return replace(
-        case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(), low_rank=terms, support=None,
+        case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(), support=None,
         bias=None if case.bias is None else half(case.bias), autocast=None, compute_dtype=None, options=options,
         weight_grad=None if case.weight_grad is None else padded(case.weight_grad),
     )  # fmt: skip

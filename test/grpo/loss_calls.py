@@ -52,7 +52,7 @@ def batch(
 
 
 def loss_of(module: FusedLinearGRPOLoss, leaves: Problem, data: Batch, **more):
-    given = {"bias": leaves.bias, "low_rank": leaves.low_rank(), **data.columns, **more}
+    given = {"bias": leaves.bias, **data.columns, **more}
     return module(leaves.hidden, leaves.weight, leaves.targets, **given)
 
 

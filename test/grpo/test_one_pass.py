@@ -13,7 +13,6 @@ from head_calls import Products
 from host_reads import host_reads
 from liger_rl import (
     FusedLinearGRPOLoss,
-    LowRank,
     OffPolicySequenceMask,
     Segments,
     TokenLoss,
@@ -261,7 +260,6 @@ class Scaled(nn.Module):
         return TokenLoss(-self.factor * batch.advantages * logps)
 
 
-ADAPTER = {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}
 IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
 
 
@@ -271,7 +269,6 @@ IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
         (r"grad_tolerance = 0\.0, got 0\.001", "grpo", {"grad_tolerance": 1e-3}, {}),
         ("chunk_vocab = None, got 64", "grpo", {"chunk_vocab": 64}, {}),
         (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
-        ("a head without low_rank", "grpo", {}, ADAPTER),
         ("a token_local or sequence_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),
         ("room in one chunk for 9 tokens that the gradient of one .* it holds 8,", "gspo", {"chunk_tokens": 8}, {}),

@@ -28,6 +28,7 @@ LORA = {
     "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"],
     "init_lora_weights": False,
 }  # fmt: skip
+PLAIN, ADAPTED = 16, 24  # columns of hidden states: the model's, and with those of adapters in a multiple of 8
 
 
 def adapted(path, **options):
@@ -79,13 +80,13 @@ def full_logits():
 
 
 def both(kind, make, directory, **options):
-    """-> the run with full logits, the patched one, and the number of low-rank terms of each call of our op."""
+    """-> the run with full logits, the patched one, and the widths of the hidden states that our op got."""
     with full_logits():
         full = trl_runs.train(kind, make(), directory, patch=False, **options)
-    with trl_runs.counted_calls() as terms:
+    with trl_runs.counted_calls() as widths:
         patched = trl_runs.train(kind, make(), directory, patch=True, **options)
     trl_runs.assert_same_run(patched, full)
-    return full, patched, set(terms[1:])  # the patch has tried its options
+    return full, patched, set(widths[1:])  # the patch has tried its options
 
 
 def factors(weights):
@@ -101,7 +102,7 @@ def test_grpo(model, trained_before, path_of, tmp_path):
     """
     options = {} if trained_before else {"peft_config": LoraConfig(**LORA)}
     make = functools.partial(adapted, path_of[model]) if trained_before else lambda: path_of[model]
-    full, patched, terms = both(
+    full, patched, widths = both(
         "GRPO", make, tmp_path, max_steps=10, num_iterations=2, beta=0.1, epsilon=0.02, entropy_coef=0.02, **options
     )
     start = dict(adapted(path_of[model]).named_parameters())
@@ -110,7 +111,7 @@ def test_grpo(model, trained_before, path_of, tmp_path):
     for mine, other, before in zip(*triples, strict=True):
         assert (other - before).norm() > 0.01 * other.norm()
         assert (mine - other).norm() < 1e-4 * (other - before).norm()
-    assert terms == ({1} if trained_before else {0, 1})
+    assert widths == ({ADAPTED} if trained_before else {PLAIN, ADAPTED})
     assert max(full.log["kl"]) > 0.002
     assert max(full.log["clip_ratio/region_mean"]) > 0.05
     assert len(set(full.log["entropy"])) == len(full.log["loss"]) == 10
@@ -119,8 +120,8 @@ def test_grpo(model, trained_before, path_of, tmp_path):
 @pytest.mark.parametrize("kind", ["RLOO", "DPO", "KTO", "SFT"])
 def test_other_trainers(kind, path_of, tmp_path):
     options = {"peft_config": LoraConfig(**LORA), "max_steps": 3}
-    full, _, terms = both(kind, lambda: path_of["qwen3"], tmp_path, **options)
-    assert terms == ({1} if kind == "SFT" else {0, 1})
+    full, _, widths = both(kind, lambda: path_of["qwen3"], tmp_path, **options)
+    assert widths == ({ADAPTED} if kind == "SFT" else {PLAIN, ADAPTED})
     assert full.log["loss"][0] != full.log["loss"][-1]
 
 
@@ -168,26 +169,26 @@ def two_adapters(model):
 
 
 STATES = {
-    "one": ({}, None, 1),
-    "two": ({}, two_adapters, 2),
-    "rslora": ({"use_rslora": True}, None, 1),
-    "biases": ({"lora_bias": True}, None, 1),
-    "disabled": ({}, lambda model: model.base_model.disable_adapter_layers(), 0),
-    "merged": ({}, lambda model: model.merge_adapter(), 0),
-    "the body alone": ({"target_modules": ["q_proj"]}, None, 0),
-    "a trained copy": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, None, 0),
+    "one": ({}, None, ADAPTED),
+    "two": ({}, two_adapters, ADAPTED),
+    "rslora": ({"use_rslora": True}, None, ADAPTED),
+    "biases": ({"lora_bias": True}, None, ADAPTED),
+    "disabled": ({}, lambda model: model.base_model.disable_adapter_layers(), PLAIN),
+    "merged": ({}, lambda model: model.merge_adapter(), PLAIN),
+    "the body alone": ({"target_modules": ["q_proj"]}, None, PLAIN),
+    "a trained copy": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, None, PLAIN),
 }
 
 
-@pytest.mark.parametrize(("options", "change", "terms"), STATES.values(), ids=STATES)
-def test_what_is_active_at_the_call(options, change, terms, path_of, device):
+@pytest.mark.parametrize(("options", "change", "width"), STATES.values(), ids=STATES)
+def test_what_is_active_at_the_call(options, change, width, path_of, device):
     with patched_trl(), trl_runs.counted_calls() as seen:
         model = fused_model(path_of["qwen3"], device=device, **options)
         assert_agrees(model, device)  # what comes next is read anew
         if change is not None:
             change(model)
             assert_agrees(model, device)
-    assert seen[-1] == terms
+    assert seen[-1] == width
 
 
 def test_dropout(path_of, device):

@@ -241,7 +241,7 @@ def _options_lack(shape: HeadShape) -> str | None:
     made_dtypes = options.compute_dtype, *(shape.dtype,) * shape.needs[0], *(shape.weight_dtype,) * shape.needs[1]
     if torch.float16 in made_dtypes:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
-    return "a head without low_rank terms" if shape.rank else None
+    return None
 
 
 def chunks_of(shape: HeadShape) -> OnePassPlan:

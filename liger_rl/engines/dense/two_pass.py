@@ -11,7 +11,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
 from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, with_gradient
 from liger_rl.engines.shape import HeadShape
@@ -34,11 +33,11 @@ def forward(
     with_tiles: bool = False,
     kept: Kept | None = None,  # (n, V), written; a named chunk must hold whole tiles of it, and the rows are gathered
 ) -> tuple[TokenStatistics, TileStatistics | None]:
-    """Statistics of every token that counts, 2 n (H + r) V operations, and with `with_tiles` the statistics of tiles.
+    """Statistics of every token that counts, 2 n H V operations, and with `with_tiles` the statistics of tiles.
 
     With `kept` the statistics include the target's logit, because a kept exponential that underflowed does not give it
-    back. Only the product's epilogue makes statistics of tiles: it must apply, no chunk may be named, and there may be
-    no low-rank term. Otherwise they are None, and a backward with a tolerance is exact.
+    back. Only the product's epilogue makes statistics of tiles: it must apply, and no chunk may be named. Otherwise
+    they are None, and a backward with a tolerance is exact.
     """
     rows = head
     if kept is None:
@@ -88,30 +87,21 @@ def with_factor(rows: Head, options: EngineOptions, *, least: int = 1) -> Head:
 
 
 def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
-    """The module that folds in the product's epilogue. None if no module applies, or the call needs tiles of logits.
-
-    The epilogue reads the whole weight. A low-rank term is joined to the weight only tile by tile, so it needs tiles.
-    """
-    unrestricted = not options.names_chunk and rows.low_inputs is None
-    return epilogue_for(rows.hidden, rows.weight, folds=True) if unrestricted else None
+    """The module that folds in the product's epilogue. None if no module applies, or the call names a chunk."""
+    return None if options.names_chunk else epilogue_for(rows.hidden, rows.weight, folds=True)
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
     """The fold of gathered rows over all ranks, from tiles of logits in memory. Each tile is passed to `seen`."""
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
-    low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     kernels = for_device(hidden.device)
-    if low_rank is not None:
-        hidden = low_rank.beside_rows(hidden)
     # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
     bytes_per_logit = 4 if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
     for first, last in spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
-        if low_rank is not None:
-            weight_tile = low_rank.beside_tile(weight_tile, first)
         bias_tile = None if bias is None else bias[first:last]
         for start, stop in spans(n, tiles.tokens):
             token_rows = slice(start, stop)
@@ -145,23 +135,18 @@ def gradients(
     The tiles take 2 n H V operations, and the gradients of hidden and of weight 2 n H V each. With K targets,
     `tokens.at_target` (n, K) is dL/dx at the targets, the same number at each repetition of an id.
 
-    The gradients of hidden and low_inputs are float32. With a sharded vocabulary they are summed over the ranks while
-    the last product for the weight runs.
+    The gradient of hidden is float32. With a sharded vocabulary it is summed over the ranks while the last product for
+    the weight runs.
     """
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
-    low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     n, vocab = hidden.shape[0], weight.shape[0] if vocab is None else vocab
     several = None
     if targets.dim() == 2:
         assert tokens is not None
         several = targets if rows.shard is None else rows.shard.local(targets), tokens.at_target
         targets, tokens = targets.new_full((n,), NOWHERE), tokens._replace(at_target=tokens.grad_logps)
-    factor = hidden  # its product with a weight tile is a tile of logits
-    if low_rank is not None and known is None:
-        factor = low_rank.beside_rows(hidden)
-        hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
-    epilogue = None if options.names_chunk else epilogue_for(factor, weight)
+    epilogue = None if options.names_chunk else epilogue_for(hidden, weight)
     dtype = options.compute_dtype
     bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -170,22 +155,15 @@ def gradients(
     if needs[1] and not in_place:
         grad_weight = unwritten(weight, vocab, rows.weight_dtype)
     grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
-    products = [_Product(hidden, weight, grad_weight, needs[0], add=in_place)]
-    if low_rank is not None:
-        grad_low = unwritten(low_rank.weight, vocab) if needs[4] else None
-        products.append(_Product(low_rank.inputs.to(dtype), low_rank.weight, grad_low, needs[3]))
+    product = _Product(hidden, weight, grad_weight, needs[0], add=in_place)
 
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
     pending = None
     if rows.shard is not None:
-        pending = rows.shard.pending_sum(*(product.grad_rows for product in products))
+        pending = rows.shard.pending_sum(product.grad_rows)
         vocab_spans.reverse()  # so that the last tile is a whole one, whose product hides the sum over ranks
     for first, last in vocab_spans:
-        for product in products:
-            product.start(first, last, parts=len(token_spans))
-        factor_tile = products[0].tile
-        if low_rank is not None and known is None:
-            factor_tile = low_rank.beside_tile(factor_tile, first)
+        product.start(first, last, parts=len(token_spans))
         bias_tile, bias_total = None if bias is None else bias[first:last], None
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
@@ -198,32 +176,28 @@ def gradients(
                 ids, tile_tokens = targets[token_rows], tokens.take(token_rows)
                 if epilogue is not None:
                     tile = epilogue.gemm_grad(
-                        factor[token_rows], factor_tile, bias_tile, ids, first, options.transform, tile_tokens
+                        hidden[token_rows], product.tile, bias_tile, ids, first, options.transform, tile_tokens
                     )
                 else:
-                    logits = gemm.matmul(factor[token_rows], factor_tile.T)
+                    logits = gemm.matmul(hidden[token_rows], product.tile.T)
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
                     kernels.grad(logits, ids, first, bias_tile, options.transform, tile_tokens, tile)
                     del logits
             if several is not None:
                 kernels.put(tile, several[0][token_rows], several[1][token_rows], first)
-            for product in products:
-                product.add_to_rows(tile, token_rows)
+            product.add_to_rows(tile, token_rows)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            for product in products:
-                product.add_to_table(tile, token_rows)
+            product.add_to_table(tile, token_rows)
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
             del tile
-        for product in products:
-            product.store()
+        product.store()
         if grad_bias is not None and bias_total is not None:
             grad_bias[first:last] = bias_total
     if pending is not None:
         pending.wait()
-    of_low_rank = (products[1].grad_rows, products[1].grad_table) if low_rank is not None else ()
-    return Gradients(products[0].grad_rows, None if in_place else grad_weight, grad_bias, *of_low_rank)
+    return Gradients(product.grad_rows, None if in_place else grad_weight, grad_bias)
 
 
 def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -234,7 +208,7 @@ def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> T
 
 
 class _Product:
-    """One of the products rows @ table.T whose sum are the logits, and the gradients of its factors.
+    """The product rows @ table.T, and the gradients of its factors.
 
     The gradient of a tile of the table is summed in float32 and rounded to the table's dtype once. With `add`, the sum
     is added to the contents of a float32 `grad_table`.

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.call.low_rank import LowRankRows
 from liger_rl.call.options import EngineOptions
 from liger_rl.call.tokens import TokenSelection
 from liger_rl.engines.interface import Head
@@ -55,8 +54,7 @@ class Pair(NamedTuple):
     def epilogue_applies(self, tokens: int) -> bool:
         """Whether the products of both heads have an epilogue, for `tokens` rows that will be aligned."""
         return not self.options.names_chunk and all(
-            head.low_inputs is None
-            and devices.pairs_apply_to(tokens, head.hidden.shape[1], options.compute_dtype, head.weight)
+            devices.pairs_apply_to(tokens, head.hidden.shape[1], options.compute_dtype, head.weight)
             for head, options in ((self.student, self.options), (self.teacher, self.teacher_options))
         )
 
@@ -66,16 +64,14 @@ class Side:
 
     def __init__(self, head: Head, live: TokenSelection, options: EngineOptions) -> None:
         self.rows, self.options = head.gathered(options.compute_dtype, live), options
-        self.low_rank = LowRankRows.of(self.rows.low_inputs, self.rows.low_weight)
-        hidden = self.rows.hidden
-        self.factor = hidden if self.low_rank is None else self.low_rank.beside_rows(hidden)
+        self.factor = self.rows.hidden
 
     @property
     def converts(self) -> bool:
-        """Whether a tile of the weight is a copy: in another dtype, or joined with a low-rank factor."""
+        """Whether a tile of the weight is a copy, in another dtype."""
         dtype, weight = self.options.compute_dtype, self.rows.weight
         as_it_is = weight.is_cuda or dtype == torch.float32  # on CPU, 16-bit products run in float32
-        return self.bytes_per_entry > 0 or self.low_rank is not None or not as_it_is
+        return self.bytes_per_entry > 0 or not as_it_is
 
     @property
     def bytes_per_entry(self) -> int:
@@ -84,20 +80,14 @@ class Side:
         return 0 if self.rows.weight.dtype == dtype else dtype.itemsize * self.rows.weight.shape[1]
 
     def weight_tile(self, first: int, last: int) -> Tensor:
-        """(v, H) in the compute dtype, without a low-rank term. A copy is contiguous, as our own products need it."""
+        """(v, H) in the compute dtype. A copy is contiguous, as our own products need it."""
         weight, dtype = self.rows.weight[first:last], self.options.compute_dtype
         return weight if weight.dtype == dtype else weight.to(dtype, memory_format=torch.contiguous_format)
-
-    def factor_tile(self, first: int, last: int) -> Tensor:
-        """(v, H), or (v, H + columns of the low-rank term) to match the columns of `factor`."""
-        weight_tile = self.weight_tile(first, last)
-        return weight_tile if self.low_rank is None else self.low_rank.beside_tile(weight_tile, first)
 
     def bias_tile(self, first: int, last: int) -> Tensor | None:
         return None if self.rows.bias is None else self.rows.bias[first:last]
 
     def factors(self, part: slice, first: int, last: int) -> HeadFactors:
-        """Without a low-rank term."""
         bias = self.bias_tile(first, last)
         return HeadFactors(self.factor[part], self.weight_tile(first, last), bias, self.options.transform)
 
@@ -106,14 +96,14 @@ class Side:
         return vocab if gemm.ADDS_TO_FLOAT32 and not self.converts else free_tile_vocab(vocab)
 
     def whole_tile(self, part: slice, vocab: int) -> Tile:
-        """The tokens' float32 logits over the whole vocabulary, without a low-rank term."""
+        """The tokens' float32 logits over the whole vocabulary."""
         logits = torch.empty(part.stop - part.start, vocab, dtype=torch.float32, device=self.factor.device)
         for first, last in spans(vocab, self.width(vocab)):
             gemm.write(logits[:, first:last], self.factor[part], self.weight_tile(first, last).T)
         return Tile(logits, self.bias_tile(0, vocab), self.options.transform)
 
-    def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
-        logits = gemm.matmul(self.factor[part], factor_tile.T)
+    def tile(self, part: slice, weight_tile: Tensor, first: int) -> Tile:
+        logits = gemm.matmul(self.factor[part], weight_tile.T)
         return Tile(logits, self.bias_tile(first, first + logits.shape[1]), self.options.transform)
 
 
@@ -146,11 +136,11 @@ class PairRows:
 
     # --- tiles of float32 logits in memory ---
 
-    def factor_tiles(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        return self.student.factor_tile(first, last), self.teacher.factor_tile(first, last)
+    def weight_tiles(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return self.student.weight_tile(first, last), self.teacher.weight_tile(first, last)
 
     def tile(self, part: slice, factors: tuple[Tensor, Tensor], first: int) -> PairTile:
-        """`factors` are the `factor_tiles` from `first` on."""
+        """`factors` are the `weight_tiles` from `first` on."""
         tiles = self.student.tile(part, factors[0], first), self.teacher.tile(part, factors[1], first)
         return PairTile(*tiles, self.targets[part], first, self.measure)
 

@@ -144,8 +144,6 @@ class DivergenceCall(HeadCall):
             return lacking
         if vanishes(dtype, self.hidden, self.weight, self.bias):
             return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
-        if self.low_rank:
-            return "a head without low_rank terms"
         if self.vocab_parallel is not None or has_dtensor(*self.tensors):
             return "tensors that are whole on this rank, got a shard or a DTensor"
         return None
@@ -231,7 +229,7 @@ def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
     if student.wants_gradient:
         known = statistics._replace(divergence=None, teacher_logps=None)  # the backward does not read them
         saved = student.targets, *pair.teacher[:3], *known
-        backward = partial(_backward, student[6:], pair[2:])
+        backward = partial(_backward, student[4:], pair[2:])
         values = EngineFunction.apply(*student.differentiable, values, 3, saved, backward)
     return _spread(call, pair, values)
 
@@ -318,7 +316,7 @@ def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None, *, select
         targets = shard.local(targets)
         here = min(max(vocab - shard.place.vocab_start, 0), call.weight.shape[0], call.teacher_weight.shape[0])
     teacher_hidden = call.teacher_hidden.flatten(0, -2).detach()
-    teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, None, None, targets, live)
+    teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, targets, live)
     return head_of(call, targets, live, shard), teacher, here
 
 
@@ -329,12 +327,12 @@ def _backward(
     """The backward of `EngineFunction`. It enters `options.gather` once for each head."""
     if all(grad is None for grad in grads):
         return Gradients()
-    student = Head(*saved[:6], *rest_of_student)
-    teacher_hidden, teacher_weight, teacher_bias = saved[6:9]
-    teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, student.targets, student.live)
+    student = Head(*saved[:4], *rest_of_student)
+    teacher_hidden, teacher_weight, teacher_bias = saved[4:7]
+    teacher = Head(teacher_hidden, teacher_weight, teacher_bias, student.targets, student.live)
     pair = Pair(student, teacher, *rest_of_pair)
     whole = whole_head(pair.options.gather, student.weight, student.bias)
     whole_teacher = whole_head(pair.options.gather, teacher.weight, teacher.bias)
     with gemm.without_autocast(student.hidden.device), whole, whole_teacher:
-        tokens = PairGradients.of(PairStatistics._make(saved[9:]), *grads)
+        tokens = PairGradients.of(PairStatistics._make(saved[7:]), *grads)
         return engine.backward(pair, tokens, needs)

@@ -61,7 +61,7 @@ def forward(pair: Pair) -> PairStatistics:
 def _sweep(rows: PairRows, step: Callable[[PairTile, slice], None]) -> None:
     tiles = _tiles(rows)
     for first, last in spans(rows.vocab, tiles.vocab):
-        factors = rows.factor_tiles(first, last)
+        factors = rows.weight_tiles(first, last)
         for part in (slice(*span) for span in spans(rows.count, tiles.tokens)):
             # No name for the tile, so that it is freed before the next one is allocated.
             step(rows.tile(part, factors, first), part)
@@ -116,7 +116,7 @@ def _gradients(rows: PairRows, tokens: PairGradients, needs: Needs) -> Gradients
             return epilogue.grad_pair(*rows.factors(part, first, last), tokens.take(part))
         if first not in factors:  # `factors` has one tile, which all spans of tokens share
             factors.clear()
-            factors[first] = rows.factor_tiles(first, last)
+            factors[first] = rows.weight_tiles(first, last)
         return rows.tile_gradient(rows.tile(part, factors[first], first), tokens.take(part))
 
     return two_pass.gradients(
@@ -125,10 +125,7 @@ def _gradients(rows: PairRows, tokens: PairGradients, needs: Needs) -> Gradients
 
 
 def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[PairStatistics, Gradients]:
-    """As `forward`, and the gradients for hidden, weight and bias; `gradients_of` gives each chunk's token gradients.
-
-    The student's head must have no low-rank term.
-    """
+    """As `forward`, and the gradients for hidden, weight and bias; `gradients_of` gives each chunk's."""
     rows, live, weight, vocab = PairRows(pair, pair.student.live), pair.student.live, pair.student.weight, pair.vocab
     chunks = even_spans(rows.count, one_pass_tokens(pair))
     one_sum = len(chunks) <= 1 and weight.dtype == pair.options.compute_dtype

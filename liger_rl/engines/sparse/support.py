@@ -135,8 +135,8 @@ def backward(
 ) -> Gradients:
     """Gradients, summed in float32 and rounded once. With an empty row, adding two passes' gradients rounds once more.
 
-    Without an empty row, only the listed rows of `weight_grad` are written. With a shard, gradients of hidden and
-    low_inputs are summed over the ranks while the sums for the weight run.
+    Without an empty row, only the listed rows of `weight_grad` are written. With a shard, the gradient of hidden is
+    summed over the ranks while the sums for the weight run.
     """
     listed = head.listed
     assert listed is not None
@@ -167,25 +167,19 @@ def _by_ids(
     needs: Needs,
 ) -> Gradients:
     """Gradients of the tokens that list ids."""
-    hidden, weight, bias, low_inputs, low_weight = _factors(head)
+    hidden, weight, bias = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
     coefficients = kernels.slot_gradients(saved.logits, slots, statistics, tokens, options.transform)
 
-    def sum_by_token(table: Tensor | None, values: Tensor | None, needed: bool) -> Tensor | None:
-        if table is None or values is None or not needed:
-            return None
-        out = torch.empty_like(values, dtype=values.dtype if shard is None else torch.float32)
+    grad_hidden = grad_weight = grad_bias = pending = None
+    if needs[0]:
+        grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if shard is None else torch.float32)
         segments = slots.by_token._replace(all_short=listed.all_short)
-        kernels.segment_sums(segments, coefficients, slots.ids, table, out)
-        return out
-
-    grad_hidden, grad_inputs = sum_by_token(weight, hidden, needs[0]), sum_by_token(low_weight, low_inputs, needs[3])
-    pending = None
+        kernels.segment_sums(segments, coefficients, slots.ids, weight, grad_hidden)
     if shard is not None:
-        pending = shard.pending_sum(grad_hidden, grad_inputs)
+        pending = shard.pending_sum(grad_hidden)
         pending.start()
-    grad_weight = grad_bias = grad_low = None
-    if needs[1] or needs[2] or needs[4]:
+    if needs[1] or needs[2]:
         by_id = kernels.order_by_id(Entries(slots.ids, coefficients, slots.tokens), slots.rows)
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*by_id, hidden, head.weight_grad, add=True)
@@ -195,13 +189,8 @@ def _by_ids(
         if bias is not None and needs[2]:
             grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
             kernels.segment_sums(*by_id, ones_of(hidden), grad_bias[:, None])
-        if low_inputs is not None and low_weight is not None and needs[4]:
-            grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
-            kernels.segment_sums(*by_id, low_inputs, grad_low)
     if pending is not None:
         pending.wait()
     if grad_hidden is not None:
         grad_hidden = grad_hidden.to(hidden.dtype)
-    if grad_inputs is not None and low_inputs is not None:
-        grad_inputs = grad_inputs.to(low_inputs.dtype)
-    return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
+    return Gradients(grad_hidden, grad_weight, grad_bias)
