@@ -18,6 +18,18 @@ if not torch.cuda.is_available():
     hasten()
 
 
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU no test of one is collected. With fewer than it needs, it is skipped."""
+    needed = [max((mark.args[0] for mark in item.iter_markers("gpus")), default=0) for item in items]
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item, gpus in zip(items, needed, strict=True) if gpus])
+        items[:] = [item for item, gpus in zip(items, needed, strict=True) if not gpus]
+        return
+    for item, gpus in zip(items, needed, strict=True):
+        if gpus > torch.cuda.device_count():
+            item.add_marker(pytest.mark.skip(reason=f"fewer than {gpus} CUDA devices"))
+
+
 def pytest_terminal_summary(terminalreporter):
     """Why tests were skipped, a line for each reason: pytest's own `-rs` has one for each place in a file."""
     skipped = terminalreporter.stats.get("skipped", ())

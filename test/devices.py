@@ -6,7 +6,7 @@ import pytest
 import torch
 
 TRUNCATES = "Triton's interpreter truncates to bfloat16, where its compiler rounds"
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NEEDS_GPU, NEEDS_GPUS = pytest.mark.gpus(1), pytest.mark.gpus(2)  # see conftest.py
 
 
 def triton_version() -> tuple[int, int]:

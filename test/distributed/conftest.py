@@ -1,11 +1,9 @@
 """Ranks for every test here: on CPU with gloo, and on two GPUs with NCCL where there are two."""
 
 import pytest
-import torch
 
+from devices import NEEDS_GPUS
 from ranks import Ranks
-
-NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 
 
 @pytest.fixture(scope="session")

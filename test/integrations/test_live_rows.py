@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from devices import NEEDS_GPU
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, gradients, transformers
 from liger_rl import PRESETS, FusedLinearGRPOLoss, Support, TopEntropyMask
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head
@@ -382,7 +383,7 @@ def test_packed_rows(name):
         assert len(steps) == 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no backward on CPU")
+@NEEDS_GPU  # flex attention has no backward on CPU
 def test_flex_attention_gets_packed_rows():
     wide = {"head_dim": 16}  # the least that it takes
     model, loss = build("Llama", "cuda", **wide), FusedLinearGRPOLoss("gspo")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import oracles
+from devices import NEEDS_GPU
 from head_calls import assert_close, call, problem, run_triton, solve, truth
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
 from liger_rl.kernels import reference
@@ -17,7 +18,6 @@ from liger_rl.kernels import epilogue, selection_triton
 
 # Where Triton compiles, it takes CUDA tensors alone; elsewhere its interpreter takes CPU tensors.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too large for Triton's interpreter")
 
 
 @pytest.fixture(params=["PyTorch", "Triton"])
