@@ -346,8 +346,6 @@ class Compiler:
         parts = (*EVERYWHERE, *WITH_EPILOGUE, *((pairs_in_the_epilogue,) if devices.runs_pairs(target.gpu) else ()))
         for part, case in itertools.product(parts, cases):
             part(*case)
-        tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)
-        whole_rows(LogitTransform(temperature=ones(12)), entropy=False)
         if self.too_large:
             raise SystemExit("\n".join(sorted(self.too_large)))
 
