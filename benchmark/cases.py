@@ -218,7 +218,7 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         for case in of_each("")
     ]
     return [
-        replace(llama, variants=(*EVERYWHERE, "ours-in-place")),
+        llama,
         replace(rl[0], variants=(*EVERYWHERE, "ours-1e-3")),
         *policy_cases(llama, policy),
         logps[0],
@@ -280,7 +280,7 @@ def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
         groups=(MODELS, TOKENS, VOCABULARY),
     )
     return [
-        replace(both, variants=(*EVERYWHERE, "ours-in-place")),
+        both,
         replace(both, name="quick-half-masked-softcap", mask_share=0.5, softcap=30.0, groups=(MODELS,)),
         replace(both, name="quick-rl", batch=8, **RL_BATCH),
         *policy_cases(both, policy),

@@ -121,7 +121,7 @@ def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> 
     compute = bench.compute(variant)
     if "memory" in quantities or "time" in quantities:
         if "memory" in quantities:
-            result |= _measure_memory(compute, variant.gradient_bytes(case), case, inputs, device)
+            result |= _measure_memory(compute, case.gradient_bytes, case, inputs, device)
         if "time" in quantities:
             result |= _measure_time(compute, bench, warm="memory" in quantities, forward="error" in quantities)
         loss = _run(compute, case, inputs).item()

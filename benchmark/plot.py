@@ -30,7 +30,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "ours": {"color": "#5b8fbf", "marker": "o"},
     "ours-one-pass": {"color": "#12507b", "marker": "h"},
     "ours-one-pass-2048": {"color": "#0f7f96", "marker": "H"},
-    "ours-in-place": {"color": "#26c6da", "marker": "p"},
     "ours-3e-4": {"color": "#0b2f55", "marker": "o"},
     "ours-1e-3": {"color": "#4aa3df", "marker": "o"},
     "ours-3e-3": {"color": "#7fc4ee", "marker": "o"},

@@ -4,7 +4,6 @@ Sets of ids per token as runs have them ("field": 46% of the tokens have one id,
 and uniform ones of growing mean. Ways:
 
 liger_rl                 `linear_logprobs(..., support=)`, called from Python
-..., in place            the weight's gradient added to a float32 tensor
 ..., one thread          under `torch.autograd.set_multithreading_enabled(False)`: no other thread takes the backward
 whole vocabulary         `linear_logprobs` without a support, which is another distribution
 TRL                      its chunked operator of log-probabilities, over the whole vocabulary, too
@@ -88,8 +87,8 @@ def make_problem(shape: tuple[int, int, int], mean: int | str, device: str) -> P
 Logps = Callable[..., Tensor]
 
 
-def _ours(hidden: Tensor, weight: Tensor, given: Problem, **options: Any) -> Tensor:
-    return linear_logprobs(hidden, weight, given.targets, support=given.support, **options).logps
+def _ours(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
+    return linear_logprobs(hidden, weight, given.targets, support=given.support).logps
 
 
 def _whole(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
@@ -121,15 +120,12 @@ def _gathered(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
 class Way(NamedTuple):
     logps: Logps
     whole: bool = False  # over the whole vocabulary
-    in_place: bool = False
     one_thread: bool = False
 
 
 WAYS = {
     "liger_rl": Way(_ours),
-    "liger_rl, in place": Way(_ours, in_place=True),
     "liger_rl, one thread": Way(_ours, one_thread=True),
-    "liger_rl, one thread, in place": Way(_ours, in_place=True, one_thread=True),
     "whole vocabulary": Way(_whole, whole=True),
     "TRL": Way(_trl, whole=True),
     "masked logits": Way(_masked),
@@ -183,18 +179,15 @@ def over_whole_vocabulary(given: Problem, rows: Tensor) -> Truth:
 
 def measure(way: Way, given: Problem, truth: Truth, device: str) -> dict[str, Any]:
     """Times, memory beside the gradients, and errors."""
-    leaves, options = given.leaves(), {}
-    if way.in_place:
-        options["weight_grad"] = torch.zeros(given.weight.shape, device=given.weight.device)
+    leaves = given.leaves()
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return way.logps(*leaves, given, **({} if way.in_place else options))
+            return way.logps(*leaves, given)
 
     def step(slopes: Tensor = given.slopes) -> tuple[Tensor, ...]:
-        logps = way.logps(*leaves, given, **options)
-        wanted = leaves[:1] if way.in_place else leaves
-        return logps.detach(), *torch.autograd.grad((logps * slopes).sum(), wanted)
+        logps = way.logps(*leaves, given)
+        return logps.detach(), *torch.autograd.grad((logps * slopes).sum(), leaves)
 
     kept = torch.zeros_like(given.slopes).index_copy(0, truth.rows, given.slopes[truth.rows])
     try:
@@ -205,7 +198,7 @@ def measure(way: Way, given: Problem, truth: Truth, device: str) -> dict[str, An
         "compared_tokens": truth.rows.numel(),
         "logp_max_error": (logps[truth.rows].double() - truth.logps).abs().max().item(),
         "grad_hidden_error": relative(grads[0][truth.rows], truth.grad_hidden),
-        "grad_weight_error": relative(options["weight_grad"] if way.in_place else grads[1], truth.grad_weight),
+        "grad_weight_error": relative(grads[1], truth.grad_weight),
     }
     del logps, grads
     with PeakMemory(device) as memory:
@@ -277,7 +270,7 @@ def summary(results: dict[str, Any]) -> str:
     return f"{environment_line(results['environment'], ())}\n\n{markdown_table(columns, list(lines.items()))}\n"
 
 
-NOT_DRAWN = ("in place", "one thread")  # lines beside others
+NOT_DRAWN = "one thread"  # a line beside another
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -289,7 +282,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     figure, panel = pyplot.subplots(figsize=(6, 4))
     names = dict.fromkeys(row["variant"] for row in results["rows"])
-    for name in (name for name in names if not any(apart in name for apart in NOT_DRAWN)):
+    for name in (name for name in names if NOT_DRAWN not in name):
         rows = [row for row in results["rows"] if row["variant"] == name and row["mean"] != FIELD]
         rows = [row for row in rows if row["status"] == "ok"]
         panel.plot([row["mean"] for row in rows], [row["step_ms"] for row in rows], marker="o", label=name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmark.cases import MIXED, STEP, SURE
 from benchmark.environment import PACKAGES, package_key, read_results
-from benchmark.variants import DEFAULT, LABELS, VARIANTS
+from benchmark.variants import DEFAULT, LABELS
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
@@ -62,12 +62,6 @@ def markdown_table(columns: Columns, rows: list[tuple[str, Row]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def notes(rows: list[Row]) -> list[str]:
-    """What belongs beneath a table of the rows."""
-    found = [VARIANTS[row["variant"]] for row in rows if row["status"] == "ok"]
-    return [f"{variant.label}: {variant.note}." for variant in found if variant.note]
-
-
 def title(row: Row) -> str:
     """Of a case's table."""
     parts = [f"{row['case']}: B={row['batch']}, T={row['tokens']}, H={row['hidden_size']}, V={row['vocab']}"]
@@ -107,7 +101,7 @@ def markdown(results: dict[str, Any], *, patterns: Sequence[str] = ("*",), timed
                     reasons.setdefault(LABELS[row["variant"]], []).append(row["reason"])
             tried = [row for row in rows if row["status"] != "unavailable"]
             table = markdown_table(columns_of(tried), [(LABELS[row["variant"]], row) for row in tried])
-            blocks += [f"**{title(rows[0])}**\n\n{table}", *notes(tried)]
+            blocks.append(f"**{title(rows[0])}**\n\n{table}")
     missing = [f"{label} ({', '.join(dict.fromkeys(texts))})" for label, texts in reasons.items()]
     above = [f"Not in every table: {'; '.join(missing)}."] if missing else []
     return "\n\n".join([environment_line(results["environment"]), *above, *blocks]) + "\n"

@@ -10,7 +10,6 @@ class Variant(NamedTuple):
     label: str
     module: str  # of benchmark.peers, with a class named Head
     options: dict[str, Any]  # of that class
-    note: str | None = None  # what its numbers do not say by themselves
 
 
 VARIANTS = {
@@ -28,13 +27,6 @@ VARIANTS = {
     "ours-one-pass-2048": Variant(
         "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
     ),
-    "ours-in-place": Variant(
-        "liger_rl, dW in place",
-        "ours",
-        {"in_place": True},
-        "adds the weight's gradient to a float32 (V, H) sum that is there before the step and not part of the extra "
-        "memory; no (V, H) gradient is allocated",
-    ),
     "ours-3e-4": Variant("liger_rl, default", "ours", {"grad_tolerance": 3e-4}),
     "ours-1e-3": Variant("liger_rl, tolerance 1e-3", "ours", {"grad_tolerance": 1e-3}),
     "ours-3e-3": Variant("liger_rl, tolerance 3e-3", "ours", {"grad_tolerance": 3e-3}),
@@ -48,7 +40,6 @@ DEFAULT = "ours-3e-4"  # what a call does that names no option
 # Not on a case that names no others: the default stands for all tolerances.
 SPECIAL = (
     "ours-one-pass-2048",
-    "ours-in-place",
     "ours-1e-3",
     "ours-3e-3",
     "ours-1e-2",

@@ -64,9 +64,8 @@ class FusedLinearLoss(nn.Module):
 
     def _loss(self, call: HeadCall, batch: PolicyBatch) -> PolicyLoss:
         """The loss of a call, which is not checked yet. `batch.mask` is the call's."""
-        weight, ids, mask, vocab_parallel = call.weight, call.targets, call.mask, call.vocab_parallel
+        ids, mask, vocab_parallel = call.targets, call.mask, call.vocab_parallel
         compute_dtype = call.check_tensors()
-        call.check_weight_grad(weight)
         ids = ids.long().contiguous()
         aligned = self.terms.check(batch, ids.shape, ids.device)
         call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))

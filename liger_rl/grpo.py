@@ -105,7 +105,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         *,
         bias: Tensor | None = None,
         support: Support | None = None,
-        weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
@@ -124,7 +123,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and the last seven.
             mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
                 projected if neither the loss nor a metric depends on it.
-            bias, weight_grad: as in `linear_logprobs`.
+            bias: as in `linear_logprobs`.
             support: as in `linear_logprobs`; takes two passes. The metric `missing_target` is the share of the
                 projected tokens whose row lists ids, but not their own.
             vocab_parallel: as in `linear_logprobs`. The batch must be the same on every rank of its group, and so is
@@ -148,7 +147,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         mask = batch.mask
         call = HeadCall(
             hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias,
-            support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
+            support=support, vocab_parallel=vocab_parallel, options=self.options,
             targets_name="selected_token_ids",
         )  # fmt: skip
         return self._loss(call, batch)

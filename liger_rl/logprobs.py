@@ -30,7 +30,6 @@ def linear_logprobs(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     support: Support | None = None,
-    weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
@@ -63,7 +62,6 @@ def linear_logprobs(
             raise.
         bias: (V,), added before the transform; hidden's dtype or float32.
         support: ids that each token could have been drawn from (docs/support.md).
-        weight_grad: (V, H) float32, such as `weight.grad`, to which each backward adds the weight's gradient.
         vocab_parallel: the place in a sharded head.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
@@ -82,7 +80,7 @@ def linear_logprobs(
     )  # fmt: skip
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, support=support,
-        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, may_be_several=True,
+        vocab_parallel=vocab_parallel, options=head_options, may_be_several=True,
     )  # fmt: skip
     return log_probs(call)
 

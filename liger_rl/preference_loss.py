@@ -64,7 +64,7 @@ class _Judged(FusedLinearLoss):
                 raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
         if reference is not None:
             head: dict[str, Any] = {"hidden": reference.hidden, "weight": reference.weight, "bias": reference.bias}
-            of_reference = replace(call, **head, weight_grad=None)
+            of_reference = replace(call, **head)
             columns["ref_logps"] = self._logps(of_reference, reference.transform)
         batch = self.batch(call.targets, call.mask, **columns)
         return self._loss(replace(call, mask=batch.mask), batch)
@@ -156,7 +156,6 @@ class FusedLinearPreferenceLoss(_Judged):
         reference: ReferenceHead | None = None,
         nll_targets: Tensor | None = None,
         bias: Tensor | None = None,
-        weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         segments: Segments | None = None,
         num_sequences: int | Tensor | None = None,
@@ -174,7 +173,7 @@ class FusedLinearPreferenceLoss(_Judged):
             reference: the reference model's hidden states and head, in place of ref_logps. H may be another one.
             nll_targets: (B / 2, T) the ids of the NLL term, negative elsewhere: those of the chosen targets, and others
                 that count only in it, such as the prompts'. The host reads whether they agree. None: chosen targets.
-            bias, weight_grad, vocab_parallel: as in `linear_logprobs`.
+            bias, vocab_parallel: as in `linear_logprobs`.
             segments: 2 P sequences of packed tokens, first the chosen ones.
             num_sequences: divisor of the mean over pairs; None is their number.
 
@@ -198,7 +197,7 @@ class FusedLinearPreferenceLoss(_Judged):
             mask = counted
         call = HeadCall(
             hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-            vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
+            vocab_parallel=vocab_parallel, options=self.options,
         )  # fmt: skip
         return self._judged_loss(
             call, reference, ref_logps=ref_logps, nll_mask=nll_mask, segments=segments, num_sequences=num_sequences
@@ -286,7 +285,6 @@ class FusedLinearUnpairedLoss(_Judged):
         kl: float | Tensor | None = None,
         delta: float | Tensor | None = None,
         bias: Tensor | None = None,
-        weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         segments: Segments | None = None,
         num_sequences: int | Tensor | None = None,
@@ -299,14 +297,14 @@ class FusedLinearUnpairedLoss(_Judged):
             kl: for "kto", the KL term in nats, a number, () or as labels, at least 0; 0.0 leaves it out. TRL's is the
                 mean of the policy's log-probabilities minus the reference's, of completions of other prompts.
             delta: for "bco", the running mean of the rewards beta (logp - ref), a number, () or as labels.
-            bias, weight_grad, vocab_parallel, segments: as in `FusedLinearPreferenceLoss`.
+            bias, vocab_parallel, segments: as in `FusedLinearPreferenceLoss`.
             num_sequences: divisor of the mean over sequences; None is their number.
 
         Returns, raises: as `FusedLinearPreferenceLoss`.
         """
         call = HeadCall(
             hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-            vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
+            vocab_parallel=vocab_parallel, options=self.options,
         )  # fmt: skip
         return self._judged_loss(
             call, reference, labels=labels, ref_logps=ref_logps, kl=kl, delta=delta, segments=segments,

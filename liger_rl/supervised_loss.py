@@ -51,8 +51,8 @@ def class_smoothing(call: HeadCall, batch: PolicyBatch, class_weights: Tensor, r
     With q = c / sum(c) the sum is sum(c) (KL(q || p) + entropy of q). A teacher's bias of log q has that distribution
     at every token.
     """
-    if call.vocab_parallel is not None or call.weight_grad is not None:
-        raise ValueError("vocab_parallel and weight_grad must be None with class_weights and label_smoothing")
+    if call.vocab_parallel is not None:
+        raise ValueError("vocab_parallel must be None with class_weights and label_smoothing")
     hidden, weight, total = call.hidden, call.weight, class_weights.sum()
     share, counted = class_weights / total, counted_tokens(call.targets, call.mask)
     divergence = linear_divergence(
@@ -159,7 +159,6 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         mask: Tensor | None = None,
         token_weights: Tensor | None = None,
         bias: Tensor | None = None,
-        weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         segments: Segments | None = None,
         num_sequences: int | Tensor | None = None,
@@ -173,7 +172,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             targets: (B, T) or (N,) token ids, negative where a token does not count, such as -100.
             mask: (B, T) or (N,), bool or 0/1, the tokens that count; None: those with an id.
             token_weights: (B,), (B, T) or (N,), factors on the tokens' losses. A token of weight 0 enters no product.
-            bias, weight_grad, vocab_parallel: as in `linear_logprobs`.
+            bias, vocab_parallel: as in `linear_logprobs`.
             segments, num_sequences: as in `PolicyBatch`, for means over sequences.
             num_items_in_batch: tokens of the whole optimiser step, the divisor of `GlobalTokenMean`.
 
@@ -185,7 +184,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         """
         call = HeadCall(
             hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-            vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
+            vocab_parallel=vocab_parallel, options=self.options,
         )  # fmt: skip
         call.check_tensors()
         if self.class_weights is not None and vocab_parallel is None:

@@ -52,7 +52,6 @@ def topk_divergence(
     tail: Tail = "bucket",
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
@@ -70,7 +69,7 @@ def topk_divergence(
     The lists are the teacher's, the student's `topk` likeliest ids, or both. `list_divergence` has the formulas.
 
     Args:
-        hidden, weight, mask, bias, weight_grad, vocab_parallel: as in `linear_logprobs`.
+        hidden, weight, mask, bias, vocab_parallel: as in `linear_logprobs`.
         teacher_ids: (B, T, K) or (N, K) integer ids in [0, V), distinct within a token. Negative ids are left out, so
             lists may differ in length. A token with only negative ids is masked. None with lists="student".
         teacher_logps: shaped like teacher_ids, float32, bfloat16 or float16, no gradient: log-probabilities in nats,
@@ -106,7 +105,7 @@ def topk_divergence(
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, targets_name="teacher_ids",
+        vocab_parallel=vocab_parallel, options=head_options, targets_name="teacher_ids",
         may_be_several=True,
     )  # fmt: skip
     student = log_probs(call)

@@ -217,9 +217,9 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     tokens = token_gradients(entropy)._replace(lse=ones(N).double(), uniform=ones(N) if entropy else None)
     coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), tokens, transform)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
-    for segments, add in ((slots.by_token, False), (by_id, entropy)):
-        out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
-        segments_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
+    for segments in (slots.by_token, by_id):
+        out = torch.empty(segments.number, H, dtype=torch.bfloat16)
+        segments_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out)
 
 
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:

@@ -220,9 +220,8 @@ def _divergence(x: Batch, *, weighted=False, **options):
 
 
 def _loss(x: Batch, **options):
-    given = {name: options.pop(name) for name in ("weight_grad",) if name in options}
     module = FusedLinearGRPOLoss("gpg", **options)
-    return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias, **given).loss,)
+    return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias).loss,)
 
 
 def _given_logits(x: Batch, *, transformed=False, **options):
@@ -234,17 +233,17 @@ def _policy_of_given_logits(x: Batch, **options):
     return (grpo_loss_from_logits(x.logits, x.targets, x.advantages, x.mask, loss_type="gpg", **options).loss,)
 
 
-_EVERY = frozenset(("chunks", "autocast", "gather", "weight_grad"))
+_EVERY = frozenset(("chunks", "autocast", "gather"))
 _TWO_HEADS = frozenset(("chunks", "autocast", "gather"))
 CALLS = {
     "dense": PublicCall(_logprobs, takes=_EVERY),
     "label smoothing": PublicCall(partial(_logprobs, lse=True, extras=("mean_logits",)), takes=_EVERY),
     "a temperature and a softcap": PublicCall(partial(_logprobs, transformed=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
-    "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("chunks", "autocast", "weight_grad"))),
+    "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("chunks", "autocast"))),
     "support": PublicCall(partial(_logprobs, listed="all"), takes=_EVERY - {"chunks", "autocast"}),
     "support with empty rows": PublicCall(
-        partial(_logprobs, listed="or not"), takes=frozenset(("gather", "weight_grad"))
+        partial(_logprobs, listed="or not"), takes=frozenset("gather")
     ),
     "forward KL": PublicCall(partial(_divergence, kind="forward_kl"), takes=_TWO_HEADS),
     "reverse KL": PublicCall(partial(_divergence, kind="reverse_kl"), takes=_TWO_HEADS),
@@ -322,7 +321,7 @@ def in_short_pieces(monkeypatch) -> None:
     from liger_rl.engines.sparse import slots_triton
     from liger_rl.kernels import merge_triton, segments_triton, selection_triton
 
-    for name in ("BY_TOKEN", "BY_LONG_TOKEN", "BY_ID", "ADDED_BY_ID"):
+    for name in ("BY_TOKEN", "BY_LONG_TOKEN", "BY_ID"):
         short = getattr(segments_triton, name)._replace(piece=8, columns=16)
         for module in (segments_triton, slots_triton):
             monkeypatch.setattr(module, name, short, raising=module is segments_triton)

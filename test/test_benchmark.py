@@ -133,7 +133,7 @@ def test_variants_compute_the_same_thing(variant, case, monkeypatch):
 
 def test_a_real_process_measures_and_gives_reasons():
     case = replace(DENSE, vocab=600)  # larger than the head that libraries are loaded with
-    jobs = [Job(case, ("eager", "cce", "ours-in-place"), "cpu", ("memory", "time", "error"))]
+    jobs = [Job(case, ("eager", "cce", "ours"), "cpu", ("memory", "time", "error"))]
     saved = []
     rows = run.collect(jobs, lambda rows: saved.append(len(rows)))
     assert saved == [1, 2, 3]
@@ -147,7 +147,6 @@ def test_a_real_process_measures_and_gives_reasons():
     text = markdown({"environment": ENVIRONMENT, "rows": rows})
     assert text.count("unavailable") == 0 < text.count("Not in every table: cut-cross-entropy (needs cuda")
     assert "| cut-cross-entropy |" not in text
-    assert text.endswith(f"\n\nliger_rl, dW in place: {variants.VARIANTS['ours-in-place'].note}.\n")
 
 
 # Answers as `benchmark.measure` does, or as the variant's name has it, which no real one can be made to.
@@ -266,7 +265,7 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path, monkeypatch)
     rows = [a_row(case, variant, **numbers) for case in cases for variant in plot.STYLES]
     # A long batch has no row of eager, and its size is among the lines' all the same.
     long = replace(cases[0], name="n16", tokens=16, groups=(TOKENS,))
-    rows += [a_row(long, variant, **numbers) for variant in ("ours", "ours-in-place")]
+    rows += [a_row(long, variant, **numbers) for variant in ("ours", "ours-one-pass")]
     (tmp_path / "some.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
     (tmp_path / "none.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": []}))
     (tmp_path / "others.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": [{"variant": "ours"}]}))

@@ -1,9 +1,7 @@
-"""liger_rl in two passes, with a tolerance, in one pass, with the weight's gradient in place."""
+"""liger_rl in two passes, with a tolerance, in one pass."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from benchmark.cases import STEP, Case
@@ -24,12 +22,9 @@ class Head(Base):
         *,
         grad_tolerance: float = 0.0,
         passes: str = "two",
-        in_place: bool = False,
         chunk_tokens: int | None = None,
     ) -> None:
-        self.grad_tolerance, self.passes, self.in_place = grad_tolerance, passes, in_place
-        self.chunk_tokens = chunk_tokens
-        self._total: Tensor | None = None
+        self.grad_tolerance, self.passes, self.chunk_tokens = grad_tolerance, passes, chunk_tokens
         self._share: float | None = None
 
     def reason(self, case: Case, device: str) -> str | None:
@@ -37,8 +32,6 @@ class Head(Base):
             return "a tolerance is of gradients"
         if self.passes != "two" and case.task != STEP:
             return "passes differ in their gradients"
-        if self.in_place and (case.task != STEP or case.frozen):
-            return "the weight has no gradient"
         return super().reason(case, device)
 
     def values(self, case: Case, inputs: Inputs, *, entropy: bool = False) -> Values:
@@ -64,7 +57,6 @@ class Head(Base):
             passes=self.passes,
             chunk_tokens=self.chunk_tokens,
         )
-        self._total = torch.zeros_like(inputs.weight, dtype=torch.float32) if self.in_place else None
         if self.grad_tolerance:
             lists.plan_parts = self._recorded
         return lambda: (
@@ -76,20 +68,8 @@ class Head(Base):
                 inputs.mask,
                 old_per_token_logps=inputs.old_logps,
                 ref_per_token_logps=inputs.ref_logps,
-                weight_grad=self._total,
             ).loss
         )
-
-    def gradient_bytes(self, case: Case) -> int:
-        return replace(case, frozen=True).gradient_bytes if self.in_place else case.gradient_bytes
-
-    def clear(self, inputs: Inputs) -> None:
-        super().clear(inputs)
-        if self._total is not None:
-            self._total.zero_()
-
-    def weight_gradient(self, inputs: Inputs) -> Tensor | None:
-        return super().weight_gradient(inputs) if self._total is None else self._total
 
     def _recorded(self, choice: Choice) -> Kept:
         """What a backward keeps, looked at on its way: the host knows its share anyway."""

@@ -57,17 +57,6 @@ class Head:
         """Forward and loss, ready for .backward()."""
         return lambda: grpo_loss(self.values(case, inputs).logps, inputs)
 
-    def gradient_bytes(self, case: Case) -> int:
-        """Of the gradients that a step makes and leaves behind."""
-        return case.gradient_bytes
-
-    def clear(self, inputs: Inputs) -> None:
-        """Forget the gradients of earlier steps."""
-        inputs.hidden.grad = inputs.weight.grad = None
-
-    def weight_gradient(self, inputs: Inputs) -> Tensor | None:
-        return inputs.weight.grad
-
     def kept_share(self) -> float | None:
         """The share of parts (a token and 256 ids) that the latest backward kept; None where nothing is left out."""
         return None

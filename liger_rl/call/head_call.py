@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from liger_rl.call.checks import check_dense, check_head, check_shape, check_tokens
-from liger_rl.call.dtensors import has_dtensor, is_dtensor
+from liger_rl.call.checks import check_head, check_tokens
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import check_left_alone
 from liger_rl.call.support import Support
@@ -46,12 +44,6 @@ class HeadCall:
     """The tensors and options of a call.
 
     Attributes:
-        weight_grad: the `weight.grad` of a float32 weight, or the `main_grad` of a mixed-precision optimiser: shaped
-            like weight, float32, contiguous, in memory that no input shares. Each backward adds the weight's gradient
-            to it in float32 and makes no other (V, H) tensor. The weight itself gets no gradient from this call. Not
-            with a grad_tolerance, nor with a DTensor weight. You reduce it over data-parallel ranks:
-            DistributedDataParallel reduces only `weight.grad`, so in its forward any other tensor is refused, except in
-            `no_sync()`.
         support: the call computes logits only at the listed ids, and no product with the whole vocabulary, except for
             tokens with an empty row.
     """
@@ -62,7 +54,6 @@ class HeadCall:
     mask: Tensor | None = None  # (B, T) or (N,)
     bias: Tensor | None = None  # (V,)
     vocab_parallel: VocabParallel | None = None
-    weight_grad: Tensor | None = None
     # Shaped like mask or (B, 1): 0 where no log-probability is needed. The token's id is validated even there.
     needed_mask: Tensor | None = None
     support: Support | None = None
@@ -90,8 +81,7 @@ class HeadCall:
     @property
     def exact(self) -> bool:
         """Whether a tolerance of "auto" becomes 0, because an argument of the call excludes a tolerance."""
-        one_head = self.support is None and self.vocab_parallel is None and self.weight_grad is None
-        return self.several or not one_head
+        return self.several or self.support is not None or self.vocab_parallel is not None
 
     def check_together(self) -> None:
         """Raise for options and arguments that exclude each other."""
@@ -132,47 +122,9 @@ class HeadCall:
             )
         return targets[..., 0]
 
-    def check_weight_grad(self, weight: Tensor) -> None:
-        """Raise if weight_grad does not fit `weight`, the caller's tensor, which may be a DTensor."""
-        weight_grad = self.weight_grad
-        if weight_grad is None:
-            return
-        check_dense("weight_grad", weight_grad)
-        if has_dtensor(weight, weight_grad):
-            raise ValueError("weight_grad must be None with a DTensor weight, and be no DTensor itself")
-        if weight_grad.dtype != torch.float32:
-            raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {weight_grad.dtype}")
-        check_shape("weight_grad", weight_grad, weight.shape, f"(V, H) = {tuple(weight.shape)} from weight")
-        check_dense("weight_grad", weight_grad, weight, "weight")
-        if not weight_grad.is_contiguous():
-            raise ValueError(f"weight_grad must be contiguous, got strides {weight_grad.stride()}")
-        if weight_grad.requires_grad:
-            raise ValueError("weight_grad must require no gradient, because it is added to in place")
-        if not weight.requires_grad:
-            raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
-        check_left_alone(self.options, "with weight_grad")
-        memory = weight_grad.untyped_storage().data_ptr()
-        for name, tensor in (("weight", weight), ("hidden", self.hidden), ("bias", self.bias)):
-            apart = tensor is None or is_dtensor(tensor) or tensor.untyped_storage().data_ptr() != memory
-            if memory and not apart:
-                raise ValueError(f"weight_grad must have memory of its own, got a tensor whose storage overlaps {name}")
-        _check_reduced(weight_grad, weight)
-
 
 def check_topk(topk: int | None, vocab: int) -> None:
     if topk is not None and topk > min(vocab, MOST_IDS):
         raise ValueError(
             f"topk must be at most {MOST_IDS}, and at most the {vocab} vocabulary entries of weight; got {topk}"
-        )
-
-
-def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
-    """Raise ValueError in the forward of a DistributedDataParallel that reduces `weight.grad` but not weight_grad."""
-    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if wrapper is None or not wrapper.require_backward_grad_sync or weight_grad is weight.grad:
-        return
-    if any(weight is parameter for parameter in wrapper.parameters()):
-        raise ValueError(
-            "weight_grad must be weight.grad within DistributedDataParallel, which reduces no other tensor over its "
-            "ranks, got another; where you reduce it, call the model in no_sync()"
         )

@@ -6,7 +6,6 @@ CHUNK = "a chunk of one pass holds the whole vocabulary"
 NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with lse": {"grad_tolerance": ""},
     "with topk": {"grad_tolerance": ""},
-    "with weight_grad": {"grad_tolerance": "sums over lists of ids make a (V, H) gradient of their own"},
     "with vocab_parallel": {"grad_tolerance": WHOLE},
     "with a support": {
         "lse": "its engine does not keep it",
@@ -49,7 +48,7 @@ def lacks(options: object, feature: str, ignored: str | None = None) -> str | No
 
 
 def check_left_alone(options: object, feature: str) -> None:
-    """Raise ValueError if an option excludes `feature`, such as "with weight_grad"."""
+    """Raise ValueError if an option excludes `feature`, such as "with lse"."""
     rule = broken(options, feature)
     if rule is not None:
         name, default, value, why = rule

@@ -41,7 +41,6 @@ class Head(NamedTuple):
     bias: Tensor | None  # (V,)
     targets: Tensor  # (N,), or (N, K) if each token has K targets; see `shard` for the ids
     live: TokenSelection
-    weight_grad: Tensor | None = None  # (V, H) float32: the weight's gradient is added to it, not returned
     # Set if the weight holds a part of the vocabulary. Targets (N,) are then rows of the weight, (N, K) are global ids.
     shard: VocabShard | None = None
     listed: ListedIds | None = None  # for the support engine, whose targets are global ids
@@ -85,7 +84,7 @@ class Gradients(NamedTuple):
     """Gradients of the head's three tensors. None for a gradient that is not needed."""
 
     hidden: Tensor | None = None  # (N, H)
-    weight: Tensor | None = None  # (V, H); None also if it was added to `weight_grad`
+    weight: Tensor | None = None  # (V, H)
     bias: Tensor | None = None  # (V,)
 
     def of_all_tokens(self, live: TokenSelection, head: Head) -> "Gradients":

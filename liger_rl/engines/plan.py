@@ -14,7 +14,6 @@ from liger_rl.call import checks
 from liger_rl.call.checks import Passes
 from liger_rl.call.keywords import named_keywords
 from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
-from liger_rl.call.rules import check_left_alone
 from liger_rl.engines.dense import one_pass, several, two_pass
 from liger_rl.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.engines.sparse import certified as sparse
@@ -112,7 +111,6 @@ def plan_linear_logprobs(
     weight_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     needs: tuple[bool, bool] = (True, True),
-    weight_grad: bool = False,
     passes: Passes = "two",
     together: int = 1,
     aligned: bool = True,
@@ -146,7 +144,6 @@ def plan_linear_logprobs(
         dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
         device: None is this machine's GPU, or the CPU without one. "cuda" without one is compute capability 9.0.
         needs: whether hidden needs a gradient, and whether weight does.
-        weight_grad: whether the weight's gradient is added to the caller's tensor.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
         together: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a sequence-local
             loss of rows (B, T), N for any other loss.
@@ -165,7 +162,7 @@ def plan_linear_logprobs(
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
     if not isinstance(needs, (tuple, list)) or len(needs) != 2:
         raise TypeError(f"needs must be a pair of bools, of hidden and of weight, got {needs!r}")
-    flags = {"weight_grad": weight_grad, "aligned": aligned, "needs[0]": needs[0], "needs[1]": needs[1]}
+    flags = {"aligned": aligned, "needs[0]": needs[0], "needs[1]": needs[1]}
     for name, flag in flags.items():
         checks.check_flag(name, flag)
     checks.check_passes(passes)
@@ -173,13 +170,11 @@ def plan_linear_logprobs(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
-    if weight_grad:
-        check_left_alone(head_options, "with weight_grad")
     return _plan(
         HeadShape(
             tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
             device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs),
-            in_place=weight_grad, aligned=aligned, passes=passes, together=together,
+            aligned=aligned, passes=passes, together=together,
             options=resolved(head_options, head_options.compute_dtype or dtype),
             auto_tolerance=head_options.grad_tolerance == "auto",
         )

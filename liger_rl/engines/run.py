@@ -34,7 +34,6 @@ def log_probs(original_call: HeadCall, *, dtype: torch.dtype | None = None) -> L
     with whole_head(options.gather, call.weight, call.bias):
         if dtype is None or call is not original_call:
             dtype = call.check_tensors()
-        call.check_weight_grad(original_weight)
         if call.vocab_parallel is not None:
             shard = call.vocab_parallel.shard_of(call.weight, known_by=original_weight)
         targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
@@ -109,4 +108,4 @@ def start_selection(
 def head_of(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
     """The Head of a call, with tokens flattened to N. `targets` (N,) or (N, K) are flat already."""
     hidden = call.hidden.flatten(0, -2)
-    return Head(hidden, call.weight, call.bias, targets, live, call.weight_grad, shard)
+    return Head(hidden, call.weight, call.bias, targets, live, shard)

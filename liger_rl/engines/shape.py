@@ -27,7 +27,6 @@ class HeadShape:
     device: torch.device
     needs: tuple[bool, bool]  # whether hidden and weight need a gradient
     wants_gradient: bool  # whether hidden, weight or bias needs one
-    in_place: bool  # the weight's gradient is added to the caller's float32 tensor
     options: EngineOptions
     auto_tolerance: bool  # the tolerance is "auto", which does not rule out one pass
     several: bool = False  # each token has a list of targets
@@ -49,7 +48,6 @@ class HeadShape:
             device=call.hidden.device,
             needs=needs[:2],
             wants_gradient=any(needs),
-            in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",
             several=call.several,

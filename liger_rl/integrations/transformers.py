@@ -23,7 +23,6 @@ from liger_rl.integrations.head import (
     asking,
     checked_head,
     current_head,
-    is_gathered,
     listen,
     plain_type,
     probed_transform,
@@ -38,7 +37,7 @@ __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"
 
 IGNORE_INDEX = -100
 LISTS = ("topk_logps", "topk_ids")  # results of K columns
-HEAD_OPTIONS = (*HOW, "weight_grad", "lse", "extras", "topk")
+HEAD_OPTIONS = (*HOW, "lse", "extras", "topk")
 FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
 # Arguments of a plain forward that the fused one reads itself.
 CHECKED = ("ignore_index", "return_dict", "logits_to_keep")
@@ -88,8 +87,7 @@ def swap_lm_head(model: Model) -> Model:
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
             per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        lse, extras, topk, grad_tolerance, chunk_tokens, chunk_vocab, weight_grad:
-            as in `linear_logprobs`.
+        lse, extras, topk, grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
     Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md).
 
@@ -271,8 +269,6 @@ def _fused_forward(
         raise ValueError("return_dict=False has no meaning with fused=True, which returns a FusedCausalLMOutput")
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
-    if options.get("weight_grad") is not None and is_gathered(model):
-        raise ValueError("weight_grad must be None under fully_shard, which has to reduce the gradient over its ranks")
     name = "labels" if shift_labels is None else "shift_labels"
     targets = _checked_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
     if support is not None:

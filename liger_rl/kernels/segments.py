@@ -144,22 +144,17 @@ def segment_sums(
     table: Tensor,  # (T, K) any float dtype
     out: Tensor,  # (M, K) any float dtype
     *,
-    add: bool = False,
     base: Base | None = None,
 ) -> None:
-    """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
+    """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32.
 
-    A `base` is added to the sum before the sum is rounded. It must be None with `add`.
-
-    The rows of empty segments become 0 (or the base). With `add` they stay as they are.
+    A `base` is added to the sum before the sum is rounded. The rows of empty segments become 0 (or the base).
 
     On CPU, PyTorch adds in the order of positions. On CUDA, where this function runs only without Triton, the order is
     undefined.
     """
-    in_place = out.dtype == torch.float32
-    total = out if in_place else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    if in_place and not add:
-        total.zero_()
+    wide = out.dtype == torch.float32
+    total = out.zero_() if wide else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     if base is not None:
         total += base.of(segments.number)
     picked = ((coefficients != 0) & (segments.of_position < segments.number)).nonzero().squeeze(1)
@@ -167,5 +162,5 @@ def segment_sums(
         positions = picked[piece]
         rows = table[indices[positions].long()].float() * coefficients[positions, None]
         total.index_add_(0, segments.of_position[positions].long(), rows)
-    if not in_place:
-        out.copy_(total + out if add else total)
+    if not wide:
+        out.copy_(total)

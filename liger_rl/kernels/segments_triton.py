@@ -38,7 +38,6 @@ BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
 BY_LONG_TOKEN = Launch(slots=32, columns=128, warps=1, piece=64)
 # Four segments for each program, because there are many ids, and most of them are in no row.
 BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
-ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
 ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program of `_by_id_kernel`
 
 
@@ -227,7 +226,6 @@ def _sums_kernel(
     count,
     columns,
     piece,
-    ADD: tl.constexpr,
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -240,16 +238,15 @@ def _sums_kernel(
     begins = tl.load(starts + segment, mask=known, other=0)
     ends = tl.load(starts + segment + 1, mask=known, other=0)
     empty = begins == ends
-    if not ADD:
-        # Most ids are in no row. All empty segments of a program are written at once and wait for memory once.
-        bases = tl.zeros((SEGMENTS, COLUMNS), tl.float32)
-        if base is not None:
-            base_rows = base + (segment // base_width)[:, None] * columns + column[None, :]
-            bases = tl.load(base_rows, mask=known[:, None] & inside[None, :], other=0.0)
-            if shares is not None:
-                bases *= tl.load(shares + segment, mask=known, other=0.0)[:, None]
-        rows = out + segment[:, None] * out_stride + column[None, :]
-        tl.store(rows, bases.to(out.dtype.element_ty), mask=(known & empty)[:, None] & inside[None, :])
+    # Most ids are in no row. All empty segments of a program are written at once and wait for memory once.
+    bases = tl.zeros((SEGMENTS, COLUMNS), tl.float32)
+    if base is not None:
+        base_rows = base + (segment // base_width)[:, None] * columns + column[None, :]
+        bases = tl.load(base_rows, mask=known[:, None] & inside[None, :], other=0.0)
+        if shares is not None:
+            bases *= tl.load(shares + segment, mask=known, other=0.0)[:, None]
+    rows = out + segment[:, None] * out_stride + column[None, :]
+    tl.store(rows, bases.to(out.dtype.element_ty), mask=(known & empty)[:, None] & inside[None, :])
     number = tl.cumsum((empty == 0).to(tl.int32), 0)
     for which in range(tl.max(number)):
         here = (number == which + 1) & (empty == 0)
@@ -270,8 +267,6 @@ def _sums_kernel(
             if shares is not None:
                 start_row *= tl.load(shares + row)
             total += start_row
-        if ADD:
-            total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
         tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -282,7 +277,6 @@ def segment_sums(
     table: Tensor,
     out: Tensor,
     *,
-    add: bool = False,
     base: Base | None = None,
     launch: Launch | None = None,
 ) -> None:
@@ -290,10 +284,7 @@ def segment_sums(
     assert base is None or base.rows.is_contiguous()
     assert table.shape[1] == 1 or table.stride(-1) == out.stride(-1) == 1
     if launch is None:
-        if segments.by_id:
-            launch = ADDED_BY_ID if add else BY_ID
-        else:
-            launch = BY_TOKEN if segments.all_short else BY_LONG_TOKEN
+        launch = BY_ID if segments.by_id else BY_TOKEN if segments.all_short else BY_LONG_TOKEN
     positions, columns = coefficients.numel(), table.shape[1]
     if segments.number == 0 or columns == 0:
         return
@@ -313,7 +304,7 @@ def segment_sums(
             )
         _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
             *common, partial, *(base or (None, None, 1)), out, out.stride(0), segments.number, columns, piece,
-            ADD=add, SEGMENTS=launch.segments, **sizes,
+            SEGMENTS=launch.segments, **sizes,
         )  # fmt: skip
 
 

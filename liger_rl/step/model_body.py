@@ -44,7 +44,7 @@ INVOCATIONS = "an adapter begins at a token of each row"  # PEFT's activated LoR
 # Inputs of single tokens that a step can rearrange.
 CARRIED = ("attention_mask", "position_ids", "support")
 # Arguments of the forward that the fused head answers itself, or that the loss gives it.
-RESERVED = {*FUSED_OPTIONS, *CHECKED, "fused", "num_logits_to_keep"} - {"support", "weight_grad"}
+RESERVED = {*FUSED_OPTIONS, *CHECKED, "fused", "num_logits_to_keep"} - {"support"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,13 +105,12 @@ def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
 
 def refused(rank):
     mesh = rank.mesh("tp")
-    hidden, weight, _, targets, advantages = problem()
+    hidden, weight, _, targets, _ = problem()
     columns = distribute_tensor(weight, mesh, [Shard(1)])
     rows = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    in_place, loss = {"weight_grad": torch.zeros(VOCAB, HIDDEN)}, FusedLinearGRPOLoss("grpo", passes="two")
+    loss = FusedLinearGRPOLoss("grpo", passes="two")
     return [
         message_of(lambda: linear_logprobs(hidden, columns, targets)),
-        message_of(lambda: loss(hidden, rows, targets, advantages[:, 0], **in_place)),
         message_of(lambda: loss(hidden, rows, targets, torch.ones(BATCH + 1))),
     ]
 
@@ -119,7 +118,6 @@ def refused(rank):
 def test_what_cannot_be_is_named(ranks):
     results = ranks.run(refused)
     assert results[0] == results[1]
-    placement, in_place, mistake = results[0]
+    placement, mistake = results[0]
     assert placement.startswith("ValueError: weight must be Shard(0) or Replicate")
-    assert in_place.startswith("ValueError: weight_grad must be None with a DTensor weight")
     assert mistake.startswith("ValueError: advantages must be (B, T) = (4, 8)")

@@ -50,7 +50,6 @@ class Case:
     several: int = 0  # ids of each token, 0 for its target alone
     topk: int | None = None
     banned: int = 0  # the first entries, whose bias is -inf: a whole shard and more
-    in_place: bool = False  # the weight's gradient is added to a tensor that holds something already
     dtensors: str = ""  # which of "student" and "both" are DTensors; the teacher's other rows are a plain shard
     placement: Shard | Replicate | None = None  # of hidden states that are DTensors
     kind: str = ""  # of a divergence from a teacher
@@ -80,10 +79,6 @@ CASES = [
     Case(support=(2, 0), masked="all"),
     Case(support=(2,), tokens=0, masked="none"),
     Case(bias=True, banned=520, shards=1),
-    Case(in_place=True, entropy=False),
-    Case(in_place=True, masked="all"),
-    Case(in_place=True, support=(3, 1)),
-    Case(in_place=True, support=(3, 0)),
     Case(several=7, topk=6, bias=True, softcap=9.0, temperature=0.8),
     Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
     Case(topk=6, bias=True, shards=1, masked="none"),
@@ -160,7 +155,6 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     """Results and gradients by name; a sharded gradient is this rank's."""
     own = {name: parts[name] for name in ("hidden", "weight", "bias") if name in parts}
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
-    total = torch.ones_like(parts["weight"]) if case.in_place else None
     options = {
         "mask": parts.get("mask"), "bias": parts.get("bias"), "entropy": case.entropy,
         "transform": LogitTransform(temperature=case.temperature, softcap=case.softcap), "vocab_parallel": place,
@@ -176,21 +170,18 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
         loss = (found.divergence * of_others.flip(0) + found.logps * of_logps + found.entropy * of_others).sum()
     else:
         found = linear_logprobs(
-            parts["hidden"], parts["weight"], parts["targets"], **options, support=support, weight_grad=total,
+            parts["hidden"], parts["weight"], parts["targets"], **options, support=support,
             extras=("mean_logits",) if case.several else () if case.banned else EXTRAS, lse=case.several > 0,
             topk=case.topk,
         )  # fmt: skip
         loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
         for part in (found.entropy, found.lse, found.mean_logits):
             loss = loss if part is None else loss + (part * of_others).sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=case.in_place)
+    grads = torch.autograd.grad(loss, list(leaves.values()))
     results = {name: part for name, part in found._asdict().items() if part is not None}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         assert getattr(grad, "placements", None) == getattr(leaf, "placements", None)
         results[f"grad_{name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    if total is not None:
-        assert results["grad_weight"] is None
-        results["grad_weight"] = total - 1
     return {name: part.detach().cpu() for name, part in results.items()}
 
 
@@ -231,7 +222,7 @@ def test_equals_the_whole_head(ranks, world, case):
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
     loose = case.topk or case.kind
     # With few ids the largest logits are the probable ones, and the last bit of 35 is 4e-6 of a probability.
-    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.in_place or case.banned or loose else 1e-6
+    grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.banned or loose else 1e-6
     assert_whole(results, expected, 1e-5 if loose else 1e-6, grad_tolerance)
     for name, truth in expected.items():
         if case.tokens and case.masked != "all":
@@ -301,11 +292,6 @@ MISTAKES = {
     "an overlap": ({}, {"start": -1}, COVER),
     "a missing start": ({"start": 1}, {}, rf"{COVER} .*\[1, 6\) on rank 0"),
     "H": ({"columns": HIDDEN + 1}, {}, r"ValueError: weight must be \(V, H\) with H = 12 "),
-    "weight_grad": (
-        {"options": {"weight_grad": torch.zeros(10, HIDDEN)}},
-        {},
-        r"ValueError: weight_grad must be \(V, H\) = \(5, 12\) from weight",
-    ),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
     # Two heads.

@@ -17,14 +17,13 @@ SIZES = {"cpu": (9, 70, 12003, 16), "cuda": (8, 512, 32000, 2048)}
 TILES, CHUNKS = {"cpu": 1 << 20, "cuda": 32 << 20}, {"cpu": 6 << 20, "cuda": 128 << 20}  # bytes
 CAST = {"weight_dtype": F32, "compute_dtype": BF16}  # a float32 head under autocast
 TRANSFORM = {"softcap": 5.0, "temperature": 0.7, "scale": 2.0}
-# Of the loss, but for `frozen`, `bias`, `in_place`, `cast`, and a `layout` that names an input and its strides.
+# Of the loss, but for `frozen`, `bias`, `cast`, and a `layout` that names an input and its strides.
 CASES = {
     "plain": {},
     "entropy": {"entropy_coef": 0.1},
     "everything": {"bias": True, "entropy_coef": 0.1, "metrics": "with_entropy"} | TRANSFORM,
     "frozen weight": {"frozen": "weight"},
     "frozen hidden": {"frozen": "hidden"},
-    "in place": {"in_place": True},
     "transposed hidden": {"layout": ("hidden", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1))},
     "transposed weight": {"layout": ("weight", lambda t: t.T.contiguous().T)},
     "every other row": {"layout": ("weight", lambda t: t.repeat_interleave(2, 0)[::2])},
@@ -36,7 +35,7 @@ TWO_PASSES = CASES | {
     "tolerance": {"grad_tolerance": 0.05},
     "small tolerance": {"grad_tolerance": 0.013, "entropy_coef": 0.1} | TRANSFORM,  # keeps many blocks
 }
-ONE_PASS = {name: case for name, case in CASES.items() if name != "in place"} | {"by sequence": {"loss_type": "gspo"}}
+ONE_PASS = CASES | {"by sequence": {"loss_type": "gspo"}}
 
 
 class Case:
@@ -45,7 +44,7 @@ class Case:
     def __init__(self, options, dtype=BF16, *, device="cpu"):
         self.options, self.device = dict(options), torch.device(device)
         frozen, layout = (self.options.pop(name, None) for name in ("frozen", "layout"))
-        bias, self.in_place = (self.options.pop(name, False) for name in ("bias", "in_place"))
+        bias = self.options.pop("bias", False)
         self.cast = self.options.pop("cast", False)
         rows, length, vocab, size = SIZES[self.device.type]
         generator = torch.Generator().manual_seed(0)
@@ -70,7 +69,6 @@ class Case:
     def run(self, **more):
         """-> peak apart from results and gradients."""
         head = self.leaves
-        total = torch.zeros(head["weight"].shape, device=self.device) if self.in_place else None
         for leaf in head.values():
             leaf.grad = None
         # Metrics that read all log-probabilities, or else tokens without an advantage would not be projected.
@@ -79,7 +77,6 @@ class Case:
         with tensor_peak(self.device) as first, autocast:
             loss = loss_fn(
                 head["hidden"], head["weight"], self.ids, self.advantages, self.mask, bias=head.get("bias"),
-                weight_grad=total,
             ).loss  # fmt: skip
         with tensor_peak(self.device) as second:
             loss.backward()
@@ -168,7 +165,6 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (ONE | {"tokens": 32768}, "one pass", True, "summed in float32"),
         (ONE | {"together": 4096}, "one pass", True, "summed in bfloat16"),
         (AUTO | {"together": 32768, "tokens": 32768}, "two passes", True, "needs room in one chunk for 32768 tokens"),
-        (AUTO | {"weight_grad": True, "tokens": 2048}, "two passes", True, "one pass: needs weight_grad = None"),
         (AUTO | {"chunk_tokens": 512}, "two passes", False, "one pass: needs no chunk to be named"),
         (AUTO | {"grad_tolerance": 1e-3}, "sparse", True, ""),
         (AUTO | {"grad_tolerance": 1e-3, "tokens": 511}, "two passes", True, "one pass: needs grad_tolerance = 0.0"),
@@ -182,7 +178,6 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (AUTO_TOLERANCE | {"tokens": 511}, "two passes", True, "sparse: needs 512 tokens or more, got 511"),
         (AUTO_TOLERANCE | {"dtype": F32}, "two passes", False, EXACT),
         (AUTO_TOLERANCE | {"device": "cpu"}, "two passes", False, "sparse: needs a GPU"),
-        (AUTO_TOLERANCE | {"weight_grad": True}, "two passes", True, "sparse: needs weight_grad = None"),
         (AUTO_TOLERANCE | {"chunk_vocab": 8192}, "two passes", False, EXACT),
         (AUTO_TOLERANCE | ONE, "one pass", True, "summed in bfloat16"),
         ({"tokens": 511}, "two passes", True, "no epilogue in the backward, which needs 512 tokens or more, got 511"),
@@ -216,7 +211,7 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
         ("dtype", TypeError, "bfloat16"), ("dtype", TypeError, None), ("weight_dtype", TypeError, torch.float64),
         ("compute_dtype", TypeError, 16), ("device", ValueError, "gpu"), ("device", TypeError, 1.5),
         ("needs", TypeError, True), ("needs", TypeError, (True, True, True)), ("needs", TypeError, (1, 0)),
-        ("aligned", TypeError, 1), ("weight_grad", TypeError, torch.zeros(3)),
+        ("aligned", TypeError, 1),
         ("transform", TypeError, LogitTransform), ("entropy", TypeError, "yes"), ("extras", TypeError, "is_top1"),
         ("extras", ValueError, ("perplexity",)), ("grad_tolerance", ValueError, -1.0),
         ("grad_tolerance", TypeError, None), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),

@@ -56,19 +56,6 @@ def assert_rounded_once(found, expected) -> None:
     assert not torch.equal(mine, mine.to(LOW).float())
 
 
-def test_under_autocast_into_a_sum_of_the_callers(folds, device):
-    inputs = mixed((141,), device=device, low=F32).leaves()
-    total = torch.ones_like(inputs.weight)
-    with torch.autocast(device.type, LOW):
-        functional(call(inputs, weight_grad=total).logps).backward()
-    again = mixed((141,), device=device, low=F32).leaves()
-    functional(call(again, compute_dtype=LOW, grad_tolerance=0.0).logps).backward()
-    assert folds == [(LOW, LOW)] * 2
-    assert inputs.weight.grad is None
-    torch.testing.assert_close(total - 1, again.weight.grad, rtol=1e-5, atol=1e-5)
-    assert torch.equal(inputs.hidden.grad, again.hidden.grad)
-
-
 def test_one_copy_in_each_direction_and_none_beside_tiles(folds, device, monkeypatch):
     copied, with_weight_in = [], Head.with_weight_in
     monkeypatch.setattr(Head, "with_weight_in", lambda *args: copied.append(args) or with_weight_in(*args))

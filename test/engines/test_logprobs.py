@@ -259,7 +259,6 @@ CHANGED = {
 NOT_TOGETHER = [
     ("with lse", "dense", {"lse": True}, ("grad_tolerance",)),
     ("with topk", "dense", {"topk": 3}, ("grad_tolerance",)),
-    ("with weight_grad", "dense", {"weight_grad": torch.zeros(129, 16)}, ("grad_tolerance",)),
     ("with a support", "support", {}, ("lse", "topk", "grad_tolerance")),
     ("with several targets", "several targets", {"lse": False}, ("grad_tolerance",)),
     ("with several targets", "a teacher's lists", {}, ("grad_tolerance",)),
@@ -276,6 +275,6 @@ def test_options_that_do_not_go_together(feature, name, options, option):
     with Products() as products, pytest.raises(ValueError, match=message):
         CALLS[name].function(x.leaves(CALLS[name].inputs), **changed)
     assert products.flops == 0
-    if feature.removeprefix("with ") in options and "weight_grad" not in options:
+    if feature.removeprefix("with ") in options:
         with pytest.raises(ValueError, match=message):
             HeadOptions(**changed)

@@ -192,22 +192,10 @@ DIVERGENCE = [
 OUTSIDE = ({"selected_token_ids": IDS + 129}, ValueError, "selected_token_ids must be token ids")
 ONE_PASS = [OUTSIDE, ({"mask": torch.full((3, 5), 0.5)}, ValueError, "mask must be 0 or 1")]
 REFERENCE = [OUTSIDE, ({"selected_token_ids": IDS[:, 1:]}, ValueError, r"selected_token_ids must be \(B, T\)")]
-# A sum for the weight's gradient, type, message.
-SUMS = [
-    ([0.0], TypeError, "must be a tensor"),
-    (torch.zeros((129, 16), dtype=torch.bfloat16), TypeError, "must be float32.*bfloat16"),
-    (torch.zeros(16, 129), ValueError, r"\(V, H\) = \(129, 16\) from weight, got \(16, 129\)"),
-    (torch.zeros((129, 16), device="meta"), ValueError, "must be on cpu from weight, got meta"),
-    (torch.zeros(16, 129).T, ValueError, "contiguous"),
-    (torch.zeros((129, 16), requires_grad=True), ValueError, "must require no gradient"),
-]
-
 SUPPORT = Support.from_vllm([[1]] * 15)
 LISTED = LINEAR | {"support": SUPPORT}
-FROZEN = {"weight": HEAD["weight"].detach(), "weight_grad": torch.zeros(129, 16)}
 # Call, arguments, type, message.
 TOGETHER = [
-    (linear_logprobs, LINEAR | FROZEN, ValueError, "weight must require a gradient"),
     (FusedLinearGRPOLoss(passes="one"), HEAD | LOSS | {"support": SUPPORT}, ValueError, 'passes="one" needs support'),
     (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
     (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
@@ -227,8 +215,6 @@ REFUSED = [
     *((function, given, {name: wrong}, (TypeError, ValueError), rf"\b{name}\b")
       for function, given in REQUIRED for name in given for wrong in (None, [0]) if name != "beta"),
     *((linear_logprobs, LINEAR, changed, error, rf"\b{name}\b") for name, error, changed in LOGPROBS),
-    *((linear_logprobs, LINEAR | {"weight_grad": total}, {}, error, f"weight_grad .*{message}")
-      for total, error, message in SUMS),
     *((FusedLinearGRPOLoss("grpo", passes="one"), HEAD | LOSS, *row) for row in ONE_PASS),
     *((FusedLinearGRPOLoss("grpo").reference_logps, HEAD, *row) for row in REFERENCE),
     *((FusedLinearGRPOLoss("grpo", beta=0.1), GRPO, changed, error, rf"\b{name}") for name, error, changed in LOSSES),

@@ -162,7 +162,6 @@ class HeadCase(Shown):
     compute_dtype: torch.dtype | None
     wants: dict[str, bool]  # gradient wanted, by name of the input
     options: dict = field(default_factory=dict)  # chunks, budget, entropy, extras
-    weight_grad: Tensor | None = None  # what stands in it before
     support: dict | None = None  # fields of a Support
     upstream: tuple[Tensor, ...] | None = None
     ids: Tensor | None = None  # (..., K), in place of the targets, which are the largest of each token's
@@ -267,8 +266,6 @@ def head_cases(draw, device: str) -> HeadCase:
         case.support = supports(draw, numbers, case)
     options["lse"] = case.support is None and draw.choice((False, True))
     case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(4))
-    if case.wants["weight"] and rarely(draw):
-        case.weight_grad = numbers.normal(*case.weight.shape)
     return case
 
 
@@ -538,8 +535,6 @@ def fused_cases(draw, device: str) -> PolicyCase:
         case.passes = "auto"  # one pass refuses such a cap
     if case.passes == "one" and head.support is not None:
         case.passes = "auto"
-    if head.wants["weight"] and case.passes != "one" and rarely(draw):
-        head.weight_grad = numbers.normal(*head.weight.shape)
     if case.passes == "one":
         one_pass = head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
         assume(one_pass)

@@ -29,7 +29,6 @@ MUTANTS = (
     ("first token of a tile dropped from the weight's gradient", "engines/dense/two_pass.py", "gemm.accumulate(self.total, grad.T, self.rows[tokens])", "gemm.accumulate(self.total, grad[1:].T, self.rows[tokens][1:])"),
     ("one row lost between chunks", "engines/tiles.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
     ("gradients of masked tokens kept", "kernels/reference.py", "has_gradient = has_gradient & _counted(logits, targets, mask)", "pass"),
-    ("weight_grad overwritten", "engines/dense/two_pass.py", "self.total = self.out if self.adds else self.out.zero_()", "self.total = self.out.zero_()"),
     ("mask is multiplied", "losses/loss.py", "logps = per_token_logps.masked_fill(masked, 0.0)", "logps = per_token_logps * ~masked"),
     ("padding counted in a sequence's length", "losses/batch.py", "self.sequence_sum(self.mask.to(self.advantages.dtype))", "self.sequence_sum(self.mask.to(self.advantages.dtype) * 0 + 1)"),
     ("sign of k1", "losses/penalties.py", "return logps - ref_per_token_logps", "return ref_per_token_logps - logps"),

@@ -225,8 +225,6 @@ class Head:
             budgets["bias"] = budget.sum(0)
         # Each is a float32 sum that is rounded to its tensor's dtype at the end.
         dtypes = {"hidden": self.case.hidden.dtype, "weight": self.case.weight.dtype}
-        if self.case.weight_grad is not None:
-            dtypes["weight"] = torch.float32
         if self.case.bias is not None:
             dtypes["bias"] = self.case.bias.dtype
         for n in names:

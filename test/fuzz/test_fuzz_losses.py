@@ -149,7 +149,7 @@ def test_fused_loss(case: PolicyCase) -> None:
         with call.autocast:
             found = module(
                 call.hidden, call.weight, head.targets, case.advantages, head.mask, bias=call.bias,
-                weight_grad=call.weight_grad, support=call.support, **columns(case),
+                support=call.support, **columns(case),
             )  # fmt: skip
         return found, call.gradients([found.loss], [torch.tensor(0.5, device=found.loss.device)])
 

@@ -61,7 +61,6 @@ def in_float16(case: HeadCase) -> HeadCase:
     return replace(
         case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(), support=None,
         bias=None if case.bias is None else half(case.bias), autocast=None, compute_dtype=None, options=options,
-        weight_grad=None if case.weight_grad is None else padded(case.weight_grad),
     )  # fmt: skip
 
 

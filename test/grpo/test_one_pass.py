@@ -260,9 +260,6 @@ class Scaled(nn.Module):
         return TokenLoss(-self.factor * batch.advantages * logps)
 
 
-IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
-
-
 @pytest.mark.parametrize(
     ("message", "loss_type", "options", "call"),
     [
@@ -273,7 +270,6 @@ IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),
         ("room in one chunk for 9 tokens that the gradient of one .* it holds 8,", "gspo", {"chunk_tokens": 8}, {}),
         ("room in one chunk for 54 tokens that the .* it holds 53,", "kl_cov", {"chunk_tokens": 53}, {}),
-        ("weight_grad = None", "grpo", {}, IN_PLACE),
     ],
 )
 def test_what_one_pass_needs_is_named(message, loss_type, options, call):

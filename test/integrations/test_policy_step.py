@@ -86,14 +86,6 @@ def test_compiled_models(compiled, expected):
     assert counts[0] == counts[1] > 0
 
 
-def test_the_heads_gradient_is_added_in_place():
-    model, batch, loss = gemma(tie_word_embeddings=False), make_batch(), FusedLinearGRPOLoss("grpo")
-    expected = gradients(model, policy_step(model, batch, loss).loss)
-    total = torch.zeros_like(model.lm_head.weight)
-    found = gradients(model, policy_step(model, batch, loss, weight_grad=total).loss)
-    assert_same_gradients(found | {"lm_head.weight": total}, expected)
-
-
 def test_lora_on_the_head():
     peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"])

@@ -11,8 +11,8 @@ H = 70
 
 
 @pytest.mark.parametrize("shape", [(4, 2048, 4, 16, 1), (2, 16, 2, 8, 4), (4, 32, 1, 1, 4)])
-@pytest.mark.parametrize(("dtype", "add"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_sums_of_segments(shape, dtype, add):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_segments(shape, dtype):
     """Segments of none to many positions, in pieces that start anywhere; positions after the last belong to none."""
     sizes = torch.tensor([0, 3, 40, 0, 0, 17, 1, 1, 16, 0])
     starts = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
@@ -24,17 +24,17 @@ def test_sums_of_segments(shape, dtype, add):
     indices[coefficients == 0] = -1  # which nothing may read
     table = torch.randn(6, H, device=DEVICE)
     outs = [torch.ones(10, H, dtype=dtype, device=DEVICE) for _ in range(3)]
-    listed.segment_sums(segments, coefficients, indices, table, outs[0], add=add)
+    listed.segment_sums(segments, coefficients, indices, table, outs[0])
     for out in outs[1:]:
         launch = segments_triton.Launch(*shape)
-        segments_triton.segment_sums(segments, coefficients, indices, table, out, add=add, launch=launch)
+        segments_triton.segment_sums(segments, coefficients, indices, table, out, launch=launch)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
     assert torch.equal(outs[1], outs[2])
-    untouched = torch.ones_like(outs[0])
+    ordered = torch.ones_like(outs[0])
     by_id = segments._replace(by_id=True)
-    segments_triton.segment_sums(by_id, coefficients, indices, table, untouched, add=add, launch=launch)
-    assert torch.equal(untouched, outs[1])
-    assert (untouched[sizes == 0] == (1 if add else 0)).all()
+    segments_triton.segment_sums(by_id, coefficients, indices, table, ordered, launch=launch)
+    assert torch.equal(ordered, outs[1])
+    assert (ordered[sizes == 0] == 0).all()
 
 
 def test_sums_of_pieces_fit_their_memory():

@@ -204,7 +204,7 @@ def lacks(shape: HeadShape) -> str | None:
     """The first thing that one pass needs to be possible, or to pay with passes="auto"; None if it takes the call."""
     if shape.passes == "two":
         return 'passes="auto" or "one"'
-    lacking = shape.loss_lacks or ("weight_grad = None" if shape.in_place else _options_lack(shape))
+    lacking = shape.loss_lacks or _options_lack(shape)
     if lacking is not None:
         return lacking
     room = _room(shape)

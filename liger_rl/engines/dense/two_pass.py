@@ -150,12 +150,9 @@ def gradients(
     dtype = options.compute_dtype
     bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
-    in_place = rows.weight_grad is not None
-    grad_weight = rows.weight_grad if needs[1] else None
-    if needs[1] and not in_place:
-        grad_weight = unwritten(weight, vocab, rows.weight_dtype)
+    grad_weight = unwritten(weight, vocab, rows.weight_dtype) if needs[1] else None
     grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
-    product = _Product(hidden, weight, grad_weight, needs[0], add=in_place)
+    product = _Product(hidden, weight, grad_weight, needs[0])
 
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
     pending = None
@@ -197,7 +194,7 @@ def gradients(
             grad_bias[first:last] = bias_total
     if pending is not None:
         pending.wait()
-    return Gradients(product.grad_rows, None if in_place else grad_weight, grad_bias)
+    return Gradients(product.grad_rows, grad_weight, grad_bias)
 
 
 def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -210,12 +207,11 @@ def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> T
 class _Product:
     """The product rows @ table.T, and the gradients of its factors.
 
-    The gradient of a tile of the table is summed in float32 and rounded to the table's dtype once. With `add`, the sum
-    is added to the contents of a float32 `grad_table`.
+    The gradient of a tile of the table is summed in float32 and rounded to the table's dtype once.
     """
 
-    def __init__(self, rows: Tensor, table: Tensor, grad_table: Tensor | None, needs_rows: bool, *, add: bool = False):
-        self.rows, self.table, self.grad_table, self.adds = rows, table, grad_table, add
+    def __init__(self, rows: Tensor, table: Tensor, grad_table: Tensor | None, needs_rows: bool):
+        self.rows, self.table, self.grad_table = rows, table, grad_table
         self.grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if needs_rows else None
 
     def start(self, first: int, last: int, *, parts: int) -> None:
@@ -224,7 +220,7 @@ class _Product:
         self.out = None if self.grad_table is None else self.grad_table[first:last]
         self.total: Tensor | None = None
         if self.out is not None and self.out.dtype == torch.float32:
-            self.total = self.out if self.adds else self.out.zero_()
+            self.total = self.out.zero_()
         elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != self.rows.dtype):
             self.total = torch.zeros_like(self.out, dtype=torch.float32)
 

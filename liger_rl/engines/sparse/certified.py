@@ -77,4 +77,4 @@ def lacks(shape: HeadShape) -> str | None:
         return exact if shape.auto_tolerance else "a grad_tolerance above 0"
     if not shape.wants_gradient:
         return NO_GRADIENT
-    return "weight_grad = None" if shape.in_place else shape.two_pass_epilogue_lacks
+    return shape.two_pass_epilogue_lacks

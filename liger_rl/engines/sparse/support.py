@@ -135,8 +135,8 @@ def backward(
 ) -> Gradients:
     """Gradients, summed in float32 and rounded once. With an empty row, adding two passes' gradients rounds once more.
 
-    Without an empty row, only the listed rows of `weight_grad` are written. With a shard, the gradient of hidden is
-    summed over the ranks while the sums for the weight run.
+    With a shard, the gradient of hidden
+    is summed over the ranks while the sums for the weight run.
     """
     listed = head.listed
     assert listed is not None
@@ -181,9 +181,7 @@ def _by_ids(
         pending.start()
     if needs[1] or needs[2]:
         by_id = kernels.order_by_id(Entries(slots.ids, coefficients, slots.tokens), slots.rows)
-        if needs[1] and head.weight_grad is not None:
-            kernels.segment_sums(*by_id, hidden, head.weight_grad, add=True)
-        elif needs[1]:
+        if needs[1]:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             kernels.segment_sums(*by_id, hidden, grad_weight)
         if bias is not None and needs[2]:
