@@ -12,15 +12,10 @@ from liger_rl.kernels import for_device
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Which of `total` tokens count: all, those of an index, or those of a mask.
-
-    With a mask every token stays in its place, as a row of zeros if it does not count. This costs products, but the
-    host need not know how many tokens count.
-    """
+    """Which of `total` tokens count: all, or those of an index."""
 
     total: int  # N
     index: Tensor | None = None  # (n,) int64
-    mask: Tensor | None = None  # (N,) bool; never together with an index
 
     @property
     def count(self) -> int:
@@ -29,17 +24,12 @@ class TokenSelection:
 
     def gather(self, values: Tensor) -> Tensor:
         """(N, ...) -> (count, ...)."""
-        if self.mask is not None:
-            # We do not multiply by the mask: 0 * NaN is NaN, and NaN times a gradient of 0 is NaN again.
-            return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
         return values if self.index is None else values[self.index]
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """(count, ...) -> (*shape, ...) with `shape` that of all N tokens; 0 at tokens that do not count."""
         trailing = values.shape[1:]
-        if self.mask is not None:
-            values = values.masked_fill(~self.mask.view(-1, *[1] * len(trailing)), 0)
-        elif self.index is not None:
+        if self.index is not None:
             values = values.new_zeros(self.total, *trailing).index_copy(0, self.index, values)
         return values.view(*shape, *trailing)
 

@@ -54,8 +54,7 @@ class HeadValues(NamedTuple):
 def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> HeadValues:
     """The values of the live tokens.
 
-    The fields of `HeadGradients` are differentiable if `head.wants_gradient`. If `head.live` is a mask, values cover
-    all N tokens. Entries of tokens that do not count are undefined.
+    The fields of `HeadGradients` are differentiable if `head.wants_gradient`.
     """
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
         statistics, saved = engine.forward(head, options)
