@@ -122,7 +122,9 @@ class Logits:
             "logps": unit_row + EPS * at["logps"].abs().nan_to_num(posinf=0.0),
             "entropy": unit_row * (1 + 2 * at["entropy"]),
             "log_sum_sq_probs": 2 * unit_row,
-            "mean_logits": unit_row + 3 * EPS * mean_of(self.z.abs().nan_to_num(posinf=0.0), self.listed),
+            # Tiles of an entry each add one number after the other.
+            "mean_logits": unit_row
+            + (3 + self.z.shape[-1] ** 0.5 / 2) * EPS * mean_of(self.z.abs().nan_to_num(posinf=0.0), self.listed),
             "is_top1": near_tie.double(),
         }
         self._log_p = torch.where(p > 0, log_p, 0.0).abs()
