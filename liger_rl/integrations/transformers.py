@@ -281,8 +281,6 @@ def _fused_forward(
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
-    if head.adapters and options.get("weight_grad") is not None:
-        raise ValueError("weight_grad must be None while an adapter is active on the head")
     kinds: dict[str, tuple[int, torch.dtype]] = {}  # name of a result -> its columns and dtype
 
     def per_token(hidden: Tensor) -> Tensor:

@@ -234,14 +234,6 @@ def test_nothing_is_copied_without_an_active_adapter():
         assert read_head(layer, "the model").joined(hidden, weight) == (hidden, weight)
 
 
-def test_a_weight_grad_is_refused_beside_an_adapter():
-    """It has the columns of the head's own weight alone."""
-    model = swap_lm_head(adapted())
-    weight_grad = torch.zeros_like(head_of(model).base_layer.weight)
-    with pytest.raises(ValueError, match="weight_grad must be None while an adapter is active on the head"):
-        model(**make_batch(), fused=True, weight_grad=weight_grad)
-
-
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_virtual_tokens(kind):
     """The labels grow with the prompt, the log-probabilities with them."""
