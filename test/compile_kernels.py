@@ -209,7 +209,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     given = {"part": Rows(V, 0, V), "keep_single": entropy, "distinct": entropy}
     slots = slots_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
-    factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
+    factors = (ones(V),) if entropy else ()
     factors = Factors(hidden, weight, *factors)
     logits = segments_triton.dots(factors, slots, transform)
     slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
