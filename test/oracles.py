@@ -1,4 +1,9 @@
-"""What the results should be: full logits and plain loops, float64. Imports nothing of the package under test."""
+"""What the results should be: full logits and plain formulas, float64; gradients are autograd's.
+
+Imports nothing of the package under test. Of policy losses: fuzz/oracle.py.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +18,30 @@ def transformed(
     return z / temperature
 
 
+class Values(NamedTuple):
+    """Of each token, (...); log-probabilities of several targets (..., K)."""
+
+    logps: Tensor
+    entropy: Tensor
+    lse: Tensor
+    log_sum_sq_probs: Tensor
+    mean_logits: Tensor
+    is_top1: Tensor  # whether the target is the first of the largest
+
+
+def values(z: Tensor, targets: Tensor) -> Values:
+    """Of transformed logits (..., V), -inf where an id is banned, and ids (...) or (..., K); in the dtype of `z`."""
+    log_p, ids = z.log_softmax(-1), targets.long() if targets.dim() == z.dim() else targets.long()[..., None]
+    known = log_p.masked_fill(z == -torch.inf, 0.0)
+    return Values(
+        log_p.gather(-1, ids).view(targets.shape), -(log_p.exp() * known).sum(-1), z.logsumexp(-1),
+        (2 * log_p).logsumexp(-1), z.mean(-1), (z.argmax(-1, keepdim=True) == ids).view(targets.shape),
+    )  # fmt: skip
+
+
 def logits_logprobs(logits: Tensor, targets: Tensor, **transform) -> tuple[Tensor, Tensor]:
     """-> log-probability of each target and entropy, in the dtype of `logits`; (..., V) and (...)."""
-    log_p = transformed(logits, **transform).log_softmax(-1)
-    logps = log_p.gather(-1, targets.long()[..., None]).squeeze(-1)
-    p = log_p.exp()
-    return logps, -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    return values(transformed(logits, **transform), targets)[:2]
 
 
 def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **transform):
@@ -52,9 +75,21 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5) -> Te
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
 
 
-def logits_extras(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-> log sum p^2, mean of the logits, whether the target is the first of the largest; z (..., V) transformed."""
-    return (2 * z.log_softmax(-1)).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
+def list_divergence(p: Tensor, q: Tensor, listed: Tensor, kind: str, beta: float, tail: str) -> Tensor:
+    """Of probabilities (..., K) of listed ids, a student's and its teacher's -> (...); lists are not empty."""
+    p, q = torch.where(listed, p, 0.0), torch.where(listed, q, 0.0)
+    if tail == "bucket":
+        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+    elif tail == "renormalized":
+        p, q = (x / x.sum(-1, keepdim=True) for x in (p, q))
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (torch.where(a > 0, a, 1.0) / torch.where(a > 0, b, 1.0)).log()).sum(-1)
+
+    if kind == "jsd" and 0 < beta < 1:
+        m = (1 - beta) * p + beta * q
+        return beta * kl(q, m) + (1 - beta) * kl(p, m)
+    return kl(q, p) if kind == "forward_kl" or (kind, beta) == ("jsd", 0) else kl(p, q)
 
 
 def error_budget(eager: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

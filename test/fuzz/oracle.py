@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import oracles
+
 EPS = 2.0**-23
 CUDA = torch.cuda.is_available()
 # Of float32: sums of some hundred terms, exp, log, and the transform. On a GPU sums have up to 900 terms and may be
@@ -45,20 +47,6 @@ def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return wide if dtype is None else wide + (x.detach().to(dtype).double() - x.detach().double())
 
 
-def statistics(z: Tensor, targets: Tensor, listed: Tensor) -> dict[str, Tensor]:
-    """(N, V) transformed logits, -inf where banned or not listed -> the fields of LogProbs."""
-    banned = z == -torch.inf
-    log_p = z.log_softmax(-1)
-    known = log_p.masked_fill(banned, 0.0)
-    return {
-        "logps": log_p.gather(-1, targets[:, None]).squeeze(-1),
-        "entropy": -(log_p.exp() * known).sum(-1),
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "mean_logits": mean_of(z, listed),
-        "is_top1": (log_p.gather(-1, targets[:, None]).squeeze(-1) >= log_p.amax(-1)).double(),
-    }
-
-
 def mean_of(z: Tensor, listed: Tensor) -> Tensor:
     return torch.where(listed, z, 0.0).sum(-1) / listed.sum(-1)
 
@@ -78,11 +66,6 @@ def listed_of(case) -> tuple[Tensor, Tensor]:
     return listed, missing
 
 
-def transformed(x: Tensor, temperature: float, softcap: float | None, scale: float) -> Tensor:
-    z = scale * x
-    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-
-
 class Logits:
     """Transformed logits (N, V) of float64 raw ones, and how far rounding may put what is made of them."""
 
@@ -93,9 +76,10 @@ class Logits:
         self.listed = torch.ones_like(raw, dtype=torch.bool) if listed is None else listed
         self.raw, self.targets, self.live = raw, targets.clamp(min=0), live
         self.temperature, self.softcap, self.scale = transform["temperature"], transform["softcap"], transform["scale"]
-        self.z = transformed(raw, self.temperature, self.softcap, self.scale).masked_fill(~self.listed, -torch.inf)
-        found = statistics(self.z, self.targets, self.listed)
-        self.values = {k: v.masked_fill(~live, 0.0) for k, v in found.items()}
+        self.z = oracles.transformed(raw, **transform).masked_fill(~self.listed, -torch.inf)
+        found = oracles.values(self.z, self.targets)
+        found = found._replace(mean_logits=mean_of(self.z, self.listed), is_top1=found.is_top1.double())
+        self.values = {k: v.masked_fill(~live, 0.0) for k, v in found._asdict().items()}
         with torch.no_grad():
             self.slope = torch.ones_like(raw)
             arg = torch.zeros_like(raw)
@@ -121,6 +105,7 @@ class Logits:
         budgets = {
             "logps": unit_row + EPS * at["logps"].abs().nan_to_num(posinf=0.0),
             "entropy": unit_row * (1 + 2 * at["entropy"]),
+            "lse": unit_row + EPS * at["lse"].abs(),
             "log_sum_sq_probs": 2 * unit_row,
             # Tiles of an entry each add one number after the other.
             "mean_logits": unit_row
@@ -184,8 +169,6 @@ def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = No
     nothing, ids = torch.zeros_like(e, dtype=torch.float64), None
     values, budgets = ({k: v.detach() for k, v in x.items()} for x in (logits.values, logits.budgets))
     unit_row = (ROUNDINGS * EPS * logits.amp).masked_fill(~live, 0.0)
-    values["lse"] = logits.z.detach().logsumexp(-1).masked_fill(~live, 0.0)
-    budgets["lse"] = unit_row + EPS * values["lse"].abs()
     if case.ids is not None:
         ids = case.ids.flatten(0, -2).long()
         log_p, listed = logits.z.detach().log_softmax(-1), (ids >= 0) & live[:, None]

@@ -53,7 +53,8 @@ def add_full_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("
         mask = labels[:, 1:] != -100
         logps, entropy, log_sum_sq, mean_logits, is_top1 = (
             torch.where(mask, values, 0)
-            for values in (*oracles.logits_logprobs(z, targets), *oracles.logits_extras(z, targets))
+            for values in oracles.values(z, targets)._replace(lse=None)
+            if values is not None
         )
         return trl_utils.FusedCausalLMOutput(
             loss=-logps.sum() / (mask.sum() if num_items_in_batch is None else num_items_in_batch),
