@@ -42,7 +42,7 @@ def heads(n, size, other_size, vocab, spread=3.0):
 
 def test_a_rank_of_padding_alone_takes_tiles(monkeypatch):
     monkeypatch.setattr(pair_products.Pair, "epilogue_applies", lambda *_: True)
-    head = Head(torch.ones(3, 8), torch.ones(4, 8), None, None, None, torch.zeros(3), TokenSelection(3))
+    head = Head(torch.ones(3, 8), torch.ones(4, 8), None, torch.zeros(3), TokenSelection(3))
     options = resolved(HeadOptions(), torch.float32)
     pair = pair_products.Pair(head, head, 0, options, options, Measure(FORWARD), targets=False)
     assert pair_products.PairRows(pair, head.live).epilogue is None
