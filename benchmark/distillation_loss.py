@@ -31,7 +31,7 @@ def _trl() -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _patched() -> Callable[..., tuple[Tensor, ...]]:
-    from liger_rl.integrations import trl_divergence
+    from liger_rl.integrations.trl import distillation as trl_divergence
 
     return trl_divergence._chunked_divergence_loss
 

@@ -40,9 +40,9 @@ from trl.trainer.utils import selective_log_softmax_and_entropy
 from benchmark import texts
 from benchmark.memory import PeakMemory
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.engines.sparse import lists
-from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.head.sparse import lists
 from liger_rl.integrations.trl import patched_trl
+from liger_rl.models.swap import swap_lm_head
 from liger_rl.step.policy_step import policy_steps
 
 SEED = 0

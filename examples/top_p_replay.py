@@ -20,7 +20,7 @@ from tqdm import trange
 from train_grpo import sample, small_policy, warm_start
 
 from liger_rl import FusedLinearGRPOLoss, Support
-from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.models.swap import swap_lm_head
 from liger_rl.step.policy_step import policy_step
 
 matplotlib.use("Agg")

@@ -25,7 +25,7 @@ from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.models.swap import swap_lm_head
 from liger_rl.step.policy_step import completion_logps, policy_step
 
 matplotlib.use("Agg")

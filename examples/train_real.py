@@ -23,7 +23,7 @@ from train_grpo import encode, sample
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.models.swap import swap_lm_head
 from liger_rl.step.policy_step import policy_steps
 
 matplotlib.use("Agg")

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_rl.integrations import liger
-from liger_rl.logprobs import logits_logprobs
+from liger_rl.head.logprobs import logits_logprobs
+from liger_rl.integrations.liger import liger_patch as liger
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):

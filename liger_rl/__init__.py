@@ -1,14 +1,17 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits."""
 
-from liger_rl.call.options import HeadOptions
-from liger_rl.call.support import Support
 from liger_rl.distributed import VocabParallel, merge_over, sum_over
-from liger_rl.divergence import Divergence, linear_divergence
-from liger_rl.engines.plan import LinearPlan, plan_linear_logprobs
-from liger_rl.from_logits import PerTokenLoss, grpo_loss_from_logits
-from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.fused_linear.cross_entropy import FusedLinearCrossEntropyLoss
+from liger_rl.fused_linear.from_logits import PerTokenLoss, grpo_loss_from_logits
+from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
+from liger_rl.fused_linear.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
+from liger_rl.head.divergence import Divergence, linear_divergence
+from liger_rl.head.head_options import HeadOptions
+from liger_rl.head.logprobs import LogProbs, linear_logprobs, logits_logprobs
+from liger_rl.head.plan import LinearPlan, plan_linear_logprobs
+from liger_rl.head.support import Support
+from liger_rl.head.topk import TopKDivergence, list_divergence, topk_divergence
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.corrections import OffPolicySequenceMask, SamplerCorrection, TopEntropyMask
 from liger_rl.losses.loss import PolicyLoss, ppo_loss_fn
@@ -40,9 +43,6 @@ from liger_rl.losses.reductions import (
 )
 from liger_rl.losses.segments import Segments
 from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
-from liger_rl.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
-from liger_rl.supervised_loss import FusedLinearCrossEntropyLoss
-from liger_rl.topk import TopKDivergence, list_divergence, topk_divergence
 
 __version__ = "0.1.0"
 

@@ -23,10 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
-from liger_rl.engines.pair import epilogue as pair_epilogue
-from liger_rl.engines.pair import kept_triton as kept_pair_triton
-from liger_rl.engines.pair import tiles_triton
-from liger_rl.engines.pair.reference import (
+from liger_rl.head.pair import epilogue as pair_epilogue
+from liger_rl.head.pair import kept_triton as kept_pair_triton
+from liger_rl.head.pair import tiles_triton
+from liger_rl.head.pair.pair_reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
@@ -39,8 +39,8 @@ from liger_rl.engines.pair.reference import (
     PairTile,
     Tile,
 )
-from liger_rl.engines.sparse import bounds_triton as sparse_triton
-from liger_rl.engines.sparse import listing_triton, slots_triton
+from liger_rl.head.sparse import bounds_triton as sparse_triton
+from liger_rl.head.sparse import listing_triton, slots_triton
 from liger_rl.kernels import (
     compiled,
     devices,
@@ -50,7 +50,7 @@ from liger_rl.kernels import (
     softmax,
 )
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.segments import Base, Entries, Factors, Rows, Segments
+from liger_rl.kernels.segment_sums import Base, Entries, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     EXTRAS,

@@ -296,8 +296,8 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     """All kernels are Triton's, on CPU in its interpreter; with `epilogue` 16-bit products of any tokens have one."""
     import pytest
 
-    from liger_rl.engines.pair import run as divergence
-    from liger_rl.engines.sparse import support
+    from liger_rl.head.pair import pair_call as divergence
+    from liger_rl.head.sparse import listed as support
     from liger_rl.kernels import devices
 
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -318,7 +318,7 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
 
 def in_short_pieces(monkeypatch) -> None:
     """Segments, rows of ids, columns and masks in pieces that are short enough for a test to have several."""
-    from liger_rl.engines.sparse import slots_triton
+    from liger_rl.head.sparse import slots_triton
     from liger_rl.kernels import merge_triton, segments_triton, selection_triton
 
     for name in ("BY_TOKEN", "BY_LONG_TOKEN", "BY_ID"):

@@ -160,7 +160,7 @@ def test_every_preset_has_its_row():
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", "docs/choosing.md"])
 def test_files_that_a_page_names_exist(page):
-    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "engines", "engines/sparse"))]
+    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "head", "head/sparse"))]
     names = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|/))`", (ROOT / page).read_text(encoding="utf-8")))
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
 

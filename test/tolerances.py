@@ -11,7 +11,7 @@ from torch import Tensor
 
 from head_calls import run_triton
 from liger_rl import linear_logprobs
-from liger_rl.engines.sparse import lists
+from liger_rl.head.sparse import lists
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
@@ -22,7 +22,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit calls of one token or more take the lists of ids. A small vocabulary is one of which most is kept."""
     monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     if DEVICE.type == "cpu":
-        from liger_rl.kernels import segments, segments_triton
+        from liger_rl.kernels import segment_sums as segments
+        from liger_rl.kernels import segments_triton
 
         run_triton(monkeypatch, epilogue=True)
         # The sums have tests of their own; interpreted, they take a hundred times as long as all else here.

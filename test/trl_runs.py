@@ -13,9 +13,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from liger_rl.integrations import trl as integration
-from liger_rl.integrations import trl_divergence
+from liger_rl.integrations.trl import distillation as trl_divergence
 from liger_rl.integrations.trl import patched_trl
+from liger_rl.integrations.trl import patches as integration
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
 SIZES = {

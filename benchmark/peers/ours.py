@@ -10,8 +10,8 @@ from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
-from liger_rl.engines.sparse import lists
-from liger_rl.engines.sparse.lists import Choice, Kept, plan_parts
+from liger_rl.head.sparse import lists
+from liger_rl.head.sparse.lists import Choice, Kept, plan_parts
 
 
 class Head(Base):

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
+from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["is_patched", "linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
 

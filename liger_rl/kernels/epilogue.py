@@ -1,7 +1,7 @@
 """Fold and gradient in the epilogue of a persistent Triton product, so that no logit reaches memory.
 
 Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. An epilogue
-is a function of one tile of logits. `tile_epilogues` has the epilogues of one head, `engines/pair` has those of two.
+is a function of one tile of logits. `tile_epilogues` has the epilogues of one head, `head/pair` has those of two.
 """
 
 from collections.abc import Callable, Collection

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.segments import LONG_ROW, PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
+from liger_rl.kernels.segment_sums import LONG_ROW, PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.once import differentiable_once
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.loss import NOTHING, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.metrics import Metric, loss_metrics
-from liger_rl.once import differentiable_once
 
 DIFFERENTIABLE = ("logps", "entropy", "lse", "mean_logits")  # values of the head
 DEVICES = ("cuda",)  # on other devices launches cost little

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.graphs import outside_of_graphs
+from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_mask_values
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from liger_rl.keywords import hint
+from liger_rl.kernels.public_call import hint
 from liger_rl.losses import objectives
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip

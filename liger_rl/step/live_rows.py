@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from liger_rl.call.checks import check_count
+from liger_rl.head.checks import check_count
 from liger_rl.losses.options import Options
 from liger_rl.step import tree_attention
 from liger_rl.step.model_body import Body

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.call.options import HOW
-from liger_rl.fused_loss import FusedLinearLoss
-from liger_rl.integrations.head import is_gathered
-from liger_rl.integrations.transformers import (
+from liger_rl.fused_linear.loss_module import FusedLinearLoss
+from liger_rl.head.head_options import HOW
+from liger_rl.models.lm_head import is_gathered
+from liger_rl.models.swap import (
     CHECKED,
     FUSED_OPTIONS,
     IGNORE_INDEX,
@@ -24,7 +24,7 @@ from liger_rl.integrations.transformers import (
     swap_lm_head,
     swapped_inside,
 )
-from liger_rl.integrations.transformers import router_loss as router_loss
+from liger_rl.models.swap import router_loss as router_loss
 from liger_rl.step import tree_attention
 
 # Attention that takes the ends of packed sequences.

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_rl.call.checks import check_dense, check_shape
-from liger_rl.call.support import Support
-from liger_rl.fused_loss import FusedLinearLoss
+from liger_rl.fused_linear.loss_module import FusedLinearLoss
+from liger_rl.head.checks import check_dense, check_shape
+from liger_rl.head.support import Support
 from liger_rl.kernels.transform import check_type
 from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate

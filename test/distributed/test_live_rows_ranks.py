@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="the models are transf
 from test_models import VOCAB, shard, tiny_llama  # noqa: E402
 
 from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Support, TokenLoss  # noqa: E402
-from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+from liger_rl.models.swap import swap_lm_head  # noqa: E402
 from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from ranks import message_of  # noqa: E402
 
@@ -243,7 +243,7 @@ def trl_steps(rank, wrapper, whole_step, long):
     """-> gradients after two steps, and the shapes of the first layer's runs."""
     from trl.trainer import utils
 
-    from liger_rl.integrations import trl_batches
+    from liger_rl.integrations.trl import batches as trl_batches
     from liger_rl.integrations.trl import patched_trl
 
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4} if long else None

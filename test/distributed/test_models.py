@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
-from liger_rl.integrations.transformers import swap_lm_head, unswap_lm_head  # noqa: E402
+from liger_rl.models.swap import swap_lm_head, unswap_lm_head  # noqa: E402
 from liger_rl.step.policy_step import completion_logps, policy_step  # noqa: E402
 from ranks import sent  # noqa: E402
 

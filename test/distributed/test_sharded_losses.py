@@ -110,7 +110,7 @@ def test_other_losses(ranks, kind, sharded):
 def loss_of_trl(rank, patched, chunk_vocab):
     from trl.trainer import distillation_trainer
 
-    from liger_rl.integrations import trl_divergence
+    from liger_rl.integrations.trl import distillation as trl_divergence
 
     trl_divergence.chunks = {"chunk_vocab": chunk_vocab}
     loss = vars(trl_divergence if patched else distillation_trainer)[trl_divergence.LOSS]

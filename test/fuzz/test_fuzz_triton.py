@@ -22,7 +22,7 @@ from cases import (
 )
 from head_calls import in_short_pieces, run_triton
 from liger_rl import linear_logprobs
-from liger_rl.call import options
+from liger_rl.head import head_options as options
 from liger_rl.kernels import epilogue
 from liger_rl.losses import fused
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 # Imported from here, so that tests of models are skipped without it.
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
-from liger_rl.integrations.transformers import FusedCausalLMOutput, is_swapped, swap_lm_head  # noqa: E402
+from liger_rl.models.swap import FusedCausalLMOutput, is_swapped, swap_lm_head  # noqa: E402
 
 VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 14
 SIZES = {

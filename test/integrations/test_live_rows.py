@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from devices import NEEDS_GPU
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, gradients, transformers
 from liger_rl import PRESETS, FusedLinearGRPOLoss, Support, TopEntropyMask
-from liger_rl.integrations.transformers import is_swapped, swap_lm_head
+from liger_rl.models.swap import is_swapped, swap_lm_head
 from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps
 from step_calls import (
     BATCH,

@@ -21,8 +21,8 @@ from hf_models import (
     transformers,
 )
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.integrations.peft import read_head
-from liger_rl.integrations.transformers import is_swapped, swap_lm_head, unswap_lm_head
+from liger_rl.models.adapters import read_head
+from liger_rl.models.swap import is_swapped, swap_lm_head, unswap_lm_head
 from liger_rl.step.policy_step import completion_logps
 
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")

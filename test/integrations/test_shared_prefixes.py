@@ -10,7 +10,7 @@ import torch
 
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build
 from liger_rl import FusedLinearGRPOLoss, Support
-from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.models.swap import swap_lm_head
 from liger_rl.step import tree_attention
 from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps
 from step_calls import Calls, assert_same_metrics, run, small_llama, with_columns

@@ -15,9 +15,10 @@ from trl.kernels import ChunkedLogProbFunction as THEIRS
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations import trl as integration
-from liger_rl.integrations import trl_adapters, trl_divergence
+from liger_rl.integrations.trl import distillation as trl_divergence
+from liger_rl.integrations.trl import lm_head_adapters as trl_adapters
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
+from liger_rl.integrations.trl import patches as integration
 
 NAME = "_ChunkedLogProbFunction"
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

@@ -17,10 +17,10 @@ from trl import DistillationTrainer
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations import trl_divergence
+from liger_rl.integrations.trl import distillation as trl_divergence
 from liger_rl.integrations.trl import patched_trl
-from liger_rl.integrations.trl_divergence import LOSS, METHOD, RefusedStudentLayer
-from liger_rl.integrations.trl_divergence import _chunked_divergence_loss as patched_loss
+from liger_rl.integrations.trl.distillation import LOSS, METHOD, RefusedStudentLayer
+from liger_rl.integrations.trl.distillation import _chunked_divergence_loss as patched_loss
 
 NAME = "ChunkedDivergenceFunction"
 THEIR_LOSS = vars(module)[LOSS]

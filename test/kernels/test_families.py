@@ -15,8 +15,8 @@ from liger_rl.kernels.transform import HeadFactors
 from tolerances import interpret, stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.engines.sparse import bounds_triton as sparse_triton
-from liger_rl.engines.sparse import listing_triton
+from liger_rl.head.sparse import bounds_triton as sparse_triton
+from liger_rl.head.sparse import listing_triton
 from liger_rl.kernels import epilogue
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

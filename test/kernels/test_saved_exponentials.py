@@ -12,13 +12,13 @@ import oracles
 from devices import TRUNCATES, skip_where_misread, skip_without_interpreter
 from head_calls import problem, run_triton
 from liger_rl import FusedLinearGRPOLoss, HeadOptions, LogitTransform, Reinforce, TokenSum
-from liger_rl.call.head_call import HeadCall
-from liger_rl.call.options import resolved
-from liger_rl.call.tokens import TokenSelection
-from liger_rl.engines.autograd import HeadGradients, HeadValues
-from liger_rl.engines.dense import one_pass
-from liger_rl.engines.interface import Head
-from liger_rl.engines.shape import HeadShape
+from liger_rl.head.autograd import HeadGradients, HeadValues
+from liger_rl.head.dense import one_pass
+from liger_rl.head.head_call import HeadCall
+from liger_rl.head.head_options import resolved
+from liger_rl.head.head_shape import HeadShape
+from liger_rl.head.interface import Head
+from liger_rl.head.live_tokens import TokenSelection
 from liger_rl.kernels import gemm, reference
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import EXTRAS

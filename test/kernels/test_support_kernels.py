@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_rl.kernels import segments as listed
+from liger_rl.kernels import segment_sums as listed
 from liger_rl.kernels import segments_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

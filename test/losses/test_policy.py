@@ -37,7 +37,7 @@ from liger_rl import (
     ppo_loss_fn,
     topk_divergence,
 )
-from liger_rl.call.options import HOW
+from liger_rl.head.head_options import HOW
 from liger_rl.losses.presets import build_loss
 
 LENGTHS = [6, 1, 4, 0, 5]  # one full sequence, one fully masked

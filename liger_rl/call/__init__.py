@@ -1,1 +1,0 @@
-"""A call: its tensors and options, checked once."""

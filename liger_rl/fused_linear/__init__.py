@@ -1,0 +1,1 @@
+"""A head and a loss in one module."""

@@ -1,0 +1,120 @@
+"""GRPO and similar losses from logits that a caller already holds: per-token loss, KL and clip indicator, unreduced."""
+
+import math
+from dataclasses import replace
+from inspect import signature
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.given_logits import LogitRows, check_logits
+from liger_rl.head.live_tokens import live_tokens
+from liger_rl.kernels.public_call import outside_of_graphs
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses import fused
+from liger_rl.losses.batch import PolicyBatch, batch_of
+from liger_rl.losses.loss import PreparedLoss
+from liger_rl.losses.objectives import TokenLoss
+from liger_rl.losses.options import one_of
+from liger_rl.losses.presets import ObjectiveKeywords, build_loss, shows
+from liger_rl.losses.segments import Segments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class PerTokenLoss(NamedTuple):
+    """Unreduced results, (B, T) or (N,) each, 0 or False at masked tokens."""
+
+    loss: Tensor  # float32, differentiable
+    kl: Tensor | None  # float32 in nats, without gradient; None without a KL penalty
+    is_clipped: Tensor | None  # bool, by `clip_indicator`; None if the objective does not clip
+
+
+CLIP_INDICATORS = ("active", "range", "helion")
+IDS = "selected_token_ids"
+
+
+def clip_indicator_of(name: str, token_loss: TokenLoss, advantages: Tensor) -> Tensor | None:
+    """bool for each token, or None if the objective does not clip."""
+    low, high, outside = token_loss.clip_low, token_loss.clip_high, token_loss.outside
+    if low is None or high is None or outside is None:
+        return None
+    if name == "range":
+        return outside
+    # "helion" is r A < clip(r) A: out of bounds, on the side where the sign of A cuts no gradient.
+    return low | high if name == "active" else outside & ~(low | high) & (advantages != 0)
+
+
+@outside_of_graphs
+@shows(ObjectiveKeywords)
+def grpo_loss_from_logits(
+    logits: Tensor,
+    selected_token_ids: Tensor,
+    advantages: Tensor | PolicyBatch,
+    mask: Tensor | None = None,
+    *,
+    loss_type: str = "grpo",
+    clip_indicator: str = "active",
+    temperature: float = 1.0,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    importance_weighted: bool = False,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    importance_ratio: Tensor | None = None,
+    segments: Segments | None = None,
+    **options: "Unpack[ObjectiveKeywords]",
+) -> PerTokenLoss:
+    """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
+
+    Args:
+        logits: (B, T, V), packed (N, V), or (B, T + 1, V), whose last position is left out; float32, bfloat16 or
+            float16. The gradient has the same dtype.
+        selected_token_ids: (B, T) or (N,). A negative id masks its token.
+        advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and the columns below. Its
+            sampling log-probabilities and divisors change nothing here.
+        mask: (B, T) or (N,), the tokens that count.
+        loss_type: the name of a preset, such as "gspo" for one ratio per sequence.
+        clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
+            is out of bounds (Fast-LLM). "helion": r A < clip(r) A, out of bounds where no gradient is cut (Helion).
+        temperature: divides the logits, > 0.
+        beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
+        old_per_token_logps, ref_per_token_logps, importance_ratio, segments: the columns of `PolicyBatch`.
+        options: the fields of the preset's objective, such as `epsilon_high`.
+
+    Raises:
+        ValueError: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
+            and a mask or column together with a `PolicyBatch`.
+    """
+    one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
+    batch = batch_of(
+        "grpo_loss_from_logits", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps, importance_ratio=importance_ratio, segments=segments,
+    )  # fmt: skip
+    penalty = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
+    terms = build_loss(loss_type, {**options, **penalty}, per_token=True, keywords=KEYWORDS, metrics="none")
+    transform = LogitTransform(temperature=temperature)
+    ids, mask = selected_token_ids, batch.mask
+    check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
+    aligned = terms.check(batch, ids.shape, ids.device)
+    raise_if_wrong = live_tokens(ids, mask, logits.shape[-1], "logits", targets_name=IDS)
+    logps, _, lse = LogitRows.apply(logits, ids, mask, transform, False)
+    logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
+    columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)
+    if columns is None:
+        prepared = terms.prepared(aligned, torch.float32)
+        values = prepared.per_token(logps)
+        with torch.no_grad():
+            is_clipped = clip_indicator_of(clip_indicator, values.token_loss, prepared.batch.advantages)
+            is_clipped = None if is_clipped is None else is_clipped & aligned.mask
+            kl_values = None if values.kl is None else torch.where(aligned.mask, values.kl.detach(), 0.0)
+            columns = values.loss, kl_values, is_clipped
+    raise_if_wrong()
+    return PerTokenLoss(*columns)
+
+
+KEYWORDS = tuple(
+    name for name in signature(grpo_loss_from_logits).parameters if name not in ObjectiveKeywords.__annotations__
+)

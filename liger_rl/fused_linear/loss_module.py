@@ -1,0 +1,151 @@
+"""The lm_head and a loss in one module: what all fused losses share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.distributed import VocabParallel
+from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
+from liger_rl.head.checks import Passes, check_passes
+from liger_rl.head.head_call import HeadCall
+from liger_rl.head.head_options import HOW, HeadOptions, Tolerance
+from liger_rl.head.live_tokens import counted_tokens
+from liger_rl.head.run import log_probs
+from liger_rl.head.support import Support
+from liger_rl.kernels.public_call import public
+from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses.batch import PolicyBatch
+from liger_rl.losses.fused import evaluate
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms
+from liger_rl.losses.metrics import Metric, MetricsLevel
+from liger_rl.losses.presets import Preset, build_loss
+from liger_rl.losses.reductions import Reduction
+
+TRANSFORM = ("temperature", "softcap", "scale")
+
+
+class HeadKeywords(TypedDict, total=False):
+    """The options of the head that every loss has."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+    grad_tolerance: Tolerance
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+
+
+class FusedLinearLoss(nn.Module):
+    """Base of the fused losses: a loss of log-probabilities, and how a head makes them."""
+
+    # Names of a batch's columns that this loss takes, besides the token ids and their mask.
+    COLUMNS: tuple[str, ...] = ()
+
+    def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
+        super().__init__()
+        check_passes(passes)
+        self.passes, self.terms = passes, terms
+        how: dict[str, Any] = {name: value for name, value in head.items() if name in HOW}
+        transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
+        self.options = HeadOptions(
+            transform=LogitTransform(**transform), entropy=terms.needs_entropy, lse="lse" in terms.reads,
+            topk=terms.topk, extras=tuple(name for name in EXTRAS if name in terms.reads), **how,
+        )  # fmt: skip
+
+    def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
+        """The batch of `columns`, named as in COLUMNS. A negative id and a mask of 0 mask a token."""
+        raise NotImplementedError
+
+    def _loss(self, call: HeadCall, batch: PolicyBatch) -> PolicyLoss:
+        """The loss of a call, which is not checked yet. `batch.mask` is the call's."""
+        ids, mask, vocab_parallel = call.targets, call.mask, call.vocab_parallel
+        compute_dtype = call.check_tensors()
+        ids = ids.long().contiguous()
+        aligned = self.terms.check(batch, ids.shape, ids.device)
+        call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
+        shape = one_pass_shape(call, self.terms, aligned, self.passes, compute_dtype)
+
+        if shape is not None:
+            return loss_in_one_pass(call, shape, self.terms, aligned)
+        projected = call
+        if vocab_parallel is not None and call.needed_mask is not None:
+            projected = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
+        values = log_probs(projected, dtype=compute_dtype)
+        # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
+        prepared = prepared_loss(self.terms, aligned, call)
+        result = evaluate(prepared, values.logps, values.entropy, others=self.others(values))
+        if values.missing_target is not None and self.terms.metrics != "none":
+            # For tokens that are not projected it is unknown.
+            count = counted_tokens(ids, mask, call.needed_mask).sum()
+            result.metrics["missing_target"] = Metric(values.missing_target.sum().float(), count=count)
+        return result
+
+    def others(self, values: Any) -> dict[str, Tensor]:
+        """The fields of a head's `values` that the loss reads besides log-probabilities and entropies."""
+        return {name: getattr(values, name) for name in self.terms.reads}
+
+    @torch.no_grad()
+    def _logps(self, call: HeadCall, transform: LogitTransform | None = None) -> Tensor:
+        """Log-probabilities alone, of the call's head."""
+        transform = transform or self.transform
+        options = replace(self.options, entropy=False, lse=False, topk=None, extras=(), transform=transform)
+        return log_probs(replace(call, options=options)).logps
+
+    @public
+    def reference_logps(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        support: Support | None = None,
+        vocab_parallel: VocabParallel | None = None,
+    ) -> Tensor:
+        """Log-probabilities (B, T) or (N,), float32, under a reference or old policy's head, without gradient.
+
+        The arguments are as in `forward`, with the tensors of that policy. The logit transform is this module's.
+        """
+        call = HeadCall(
+            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias,
+            support=support, vocab_parallel=vocab_parallel, options=self.options, targets_name="selected_token_ids",
+        )  # fmt: skip
+        return self._logps(call)
+
+    @property
+    def transform(self) -> LogitTransform:
+        return self.options.transform
+
+    def extra_repr(self) -> str:
+        return f"{self.terms}, {self.transform}"
+
+
+def built(
+    loss_type: Any,
+    options: dict[str, Any],
+    presets: Mapping[str, Preset],
+    mean: Reduction,
+    *,
+    reduction: Reduction | None,
+    metrics: MetricsLevel,
+    keywords: Sequence[str],
+) -> tuple[PolicyTerms, HeadKeywords]:
+    """The loss of a preset or of the caller's objective, whose default reduction is `mean`; and the head's options."""
+    head: Any = {name: value for name, value in options.items() if name in HeadKeywords.__annotations__}
+    of_loss = {name: value for name, value in options.items() if name not in head}
+    if reduction is None and not isinstance(loss_type, str):
+        reduction = mean
+    terms = build_loss(loss_type, of_loss, presets=presets, reduction=reduction, metrics=metrics, keywords=keywords)
+    return terms, head
+
+
+def keywords_of(loss: type, shown: type) -> tuple[str, ...]:
+    """The names of the options of a fused loss, without those of its objective and reduction in `shown`."""
+    parameters = signature(loss).parameters.items()
+    return tuple(name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in shown.__annotations__)

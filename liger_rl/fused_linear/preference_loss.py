@@ -1,0 +1,340 @@
+"""The lm_head and a preference loss in one module: pairs of chosen and rejected sequences, or single judged ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from liger_rl.distributed import VocabParallel
+from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, built, keywords_of
+from liger_rl.head.checks import Passes, check_dense, check_shape
+from liger_rl.head.head_call import HeadCall
+from liger_rl.head.live_tokens import counted_tokens
+from liger_rl.kernels.public_call import public
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses.batch import PreferenceBatch
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms
+from liger_rl.losses.metrics import MetricsLevel
+from liger_rl.losses.objectives import Objective
+from liger_rl.losses.options import one_of
+from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, shows
+from liger_rl.losses.reductions import Reduction, SequenceMean
+from liger_rl.losses.segments import Segments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class _Preference(HeadKeywords, PreferenceKeywords, total=False):
+        pass
+
+    class _Unpaired(HeadKeywords, UnpairedKeywords, total=False):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceHead:
+    """A reference policy's last hidden states and lm_head. H' and the dtype may differ from the policy's.
+
+    With a sharded policy head, weight and bias are this rank's rows of the same token ids.
+    """
+
+    hidden: Tensor  # (B, T, H') or (N, H'), for the policy's tokens
+    weight: Tensor  # (V, H'), in hidden's dtype, or in any dtype under autocast
+    bias: Tensor | None = None  # (V,)
+    transform: LogitTransform | None = None  # of the reference's logits; None takes the loss's transform
+
+
+class _Judged(FusedLinearLoss):
+    """What the losses of pairs and of single sequences share: the reference, and the call of the head."""
+
+    def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
+        if getattr(terms.objective, "own_metrics", False):
+            one_of("metrics", terms.metrics, ("none", "loss"))
+        super().__init__(terms, passes, head)
+
+    def _judged_loss(self, call: HeadCall, reference: ReferenceHead | None, **columns: Any) -> PolicyLoss:
+        call.check_tensors()
+        if reference is not None:
+            if columns["ref_logps"] is not None:
+                raise ValueError("ref_logps must be None with a reference, whose head gives them")
+            if not isinstance(reference, ReferenceHead):
+                raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
+        if reference is not None:
+            head: dict[str, Any] = {"hidden": reference.hidden, "weight": reference.weight, "bias": reference.bias}
+            of_reference = replace(call, **head)
+            columns["ref_logps"] = self._logps(of_reference, reference.transform)
+        batch = self.batch(call.targets, call.mask, **columns)
+        return self._loss(replace(call, mask=batch.mask), batch)
+
+
+class FusedLinearPreferenceLoss(_Judged):
+    """A loss of pairs: TRL's DPO, CPO and ORPO, liger-kernel's DPO, CPO, SimPO and ORPO.
+
+    Args:
+        loss_type: a key of `PREFERENCES`: "dpo" (also under each name that TRL's DPOTrainer has: "sigmoid", "hinge",
+            "ipo", "exo_pair", ...), "cpo", "simpo", "orpo". A list of TRL's names is their sum with `loss_weights`. Or
+            your own objective, a callable (logps, batch) -> TokenLoss.
+        reduction: a callable (batch) -> weights, instead of the mean over pairs.
+        metrics: "none" or "loss": `chosen_rewards`, `rejected_rewards`, `reward_margins`, `reward_accuracy`,
+            `chosen_logps`, `rejected_logps` and `nll`.
+        passes: as in `FusedLinearGRPOLoss`. One pass needs a chunk with room for a pair, and no sorted pairs ("aot").
+        options: the fields of the objective (`DPO`, `CPO`, `ORPO`), such as beta; and temperature, softcap, scale,
+            grad_tolerance, chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
+
+    Raises:
+        TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.
+    """
+
+    COLUMNS = ("ref_logps", "nll_mask", "segments", "num_sequences")
+
+    @shows(PreferenceKeywords)
+    def __init__(
+        self,
+        loss_type: str | Sequence[str] | Objective = "dpo",
+        *,
+        reduction: Reduction | None = None,
+        metrics: MetricsLevel = "loss",
+        passes: Passes = "auto",
+        **options: "Unpack[_Preference]",
+    ) -> None:
+        given: dict[str, Any] = dict(options)
+        if isinstance(loss_type, (list, tuple)):
+            given["loss_types"], loss_type = tuple(loss_type), "dpo"
+        terms, head = built(
+            loss_type, given, PREFERENCES, SequenceMean(), reduction=reduction, metrics=metrics, keywords=KEYWORDS
+        )
+        super().__init__(terms, passes, head)
+
+    def batch(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        *,
+        ref_logps: Tensor | None = None,
+        nll_mask: Tensor | None = None,
+        segments: Segments | None = None,
+        num_sequences: int | Tensor | None = None,
+        **_: Any,
+    ) -> PreferenceBatch:
+        counted = counted_tokens(ids, mask)
+        sequences = ids.shape[0] if ids.dim() == 2 else _segments(segments).count
+        if sequences % 2:
+            what = "rows" if ids.dim() == 2 else "segments"
+            raise ValueError(f"targets must have an even number of {what}, first the chosen ones, got {sequences}")
+        pairs = sequences // 2
+        if ids.dim() == 2:
+            side = torch.ones(sequences, device=ids.device)
+            side[pairs:] = -1
+            side = side[:, None].expand(ids.shape)
+        else:
+            index = _segments(segments).index
+            side = torch.where(index < pairs, 1.0, -1.0)
+            of_pair = torch.where((index >= 0) & (index < sequences), index % max(pairs, 1), -1)
+            segments = replace(_segments(segments), index=of_pair, count=pairs)
+        if nll_mask is not None:
+            side = torch.where(counted, side, 0.0)
+            counted = counted | ((nll_mask != 0) & (ids >= 0))
+        return PreferenceBatch(
+            advantages=side, mask=counted, ref_per_token_logps=_per_token(ref_logps, counted & (side != 0)),
+            segments=segments, num_sequences=pairs if num_sequences is None else num_sequences,
+            pairs=ids.dim() == 2, nll_mask=nll_mask,
+        )  # fmt: skip
+
+    @public
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        mask: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        reference: ReferenceHead | None = None,
+        nll_targets: Tensor | None = None,
+        bias: Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
+        segments: Segments | None = None,
+        num_sequences: int | Tensor | None = None,
+    ) -> PolicyLoss:
+        """The loss of B / 2 pairs.
+
+        Args:
+            hidden: (B, T, H) last hidden states; position t predicts targets[:, t]. Row r < B / 2 is a chosen sequence,
+                row B / 2 + r the rejected one of its pair. Or packed (N, H), with segments in the same order.
+            weight: (V, H) of the lm_head.
+            targets: (B, T) or (N,) token ids, negative where a token does not count, such as those of the prompt.
+            mask: (B, T) or (N,), bool or 0/1, the tokens that count; None: those with an id.
+            ref_logps: (B,) the reference's sums of log-probabilities over the tokens that count, or (B, T) / (N,) per
+                token, in nats. With ld_alpha, sums are weighted with it, as TRL precomputes them.
+            reference: the reference model's hidden states and head, in place of ref_logps. H may be another one.
+            nll_targets: (B / 2, T) the ids of the NLL term, negative elsewhere: those of the chosen targets, and others
+                that count only in it, such as the prompts'. The host reads whether they agree. None: chosen targets.
+            bias, vocab_parallel: as in `linear_logprobs`.
+            segments: 2 P sequences of packed tokens, first the chosen ones.
+            num_sequences: divisor of the mean over pairs; None is their number.
+
+        Returns:
+            A `PolicyLoss`, with `.loss` () in float32 and `.metrics`, a dict of `Metric` by name.
+
+        Raises:
+            TypeError, ValueError: before anything is computed; the message names the argument.
+        """
+        nll_mask = None
+        if nll_targets is not None:
+            check_dense("nll_targets", nll_targets, targets, "targets")
+            shape = (targets.shape[0] // 2, *targets.shape[1:])
+            check_shape("nll_targets", nll_targets, shape, f"(B / 2, T) = {shape} from targets")
+            named = torch.cat([nll_targets, torch.full_like(nll_targets, -1)])
+            counted, nll_mask = counted_tokens(targets, mask), named >= 0
+            # The one host sync that these ids cost.
+            if bool((counted & nll_mask & (targets != named)).any()):
+                raise ValueError("nll_targets must be the ids of targets where both count, got others")
+            targets = torch.where(counted, targets, named)
+            mask = counted
+        call = HeadCall(
+            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
+            vocab_parallel=vocab_parallel, options=self.options,
+        )  # fmt: skip
+        return self._judged_loss(
+            call, reference, ref_logps=ref_logps, nll_mask=nll_mask, segments=segments, num_sequences=num_sequences
+        )
+
+    if TYPE_CHECKING:  # the signature of a call of the module
+        __call__ = forward
+
+
+class FusedLinearUnpairedLoss(_Judged):
+    """A loss of single sequences that were judged: KTO, APO-zero unpaired, BCO.
+
+    Args:
+        loss_type: a key of `UNPAIRED`: "kto", "apo_zero_unpaired" or "bco". Or your own objective.
+        reduction, passes: as in `FusedLinearPreferenceLoss`; the mean is over sequences.
+        metrics: "none" or "loss": `chosen_rewards`, `rejected_rewards`, `chosen_logps` and `rejected_logps`, each the
+            mean over the sequences with that label.
+        options: the fields of the objective (`KTO`, `BCO`), and of the head, as in `FusedLinearPreferenceLoss`.
+
+    Raises:
+        TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.
+    """
+
+    COLUMNS = ("labels", "ref_logps", "kl", "delta", "segments", "num_sequences")
+
+    @shows(UnpairedKeywords)
+    def __init__(
+        self,
+        loss_type: str | Objective = "kto",
+        *,
+        reduction: Reduction | None = None,
+        metrics: MetricsLevel = "loss",
+        passes: Passes = "auto",
+        **options: "Unpack[_Unpaired]",
+    ) -> None:
+        terms, head = built(
+            loss_type, dict(options), UNPAIRED, SequenceMean(), reduction=reduction, metrics=metrics,
+            keywords=UNPAIRED_KEYWORDS,
+        )  # fmt: skip
+        super().__init__(terms, passes, head)
+
+    def batch(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        kl: float | Tensor | None = None,
+        delta: float | Tensor | None = None,
+        segments: Segments | None = None,
+        num_sequences: int | Tensor | None = None,
+        **_: Any,
+    ) -> PreferenceBatch:
+        counted = counted_tokens(ids, mask)
+        if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
+            raise TypeError("labels must be a bool tensor, True for desirable sequences")
+        labels = _of_sequences("labels", labels, ids, segments)
+        shifts, named = {"kl": kl, "delta": delta}, getattr(self.terms.objective, "shift", None) or ""
+        shift = shifts.pop(named, None)
+        unread = [name for name, value in shifts.items() if value is not None]
+        if unread:
+            raise ValueError(f"{unread[0]} must be None, because {self.terms.objective!r} does not read it")
+        if shift is not None:
+            shift = torch.as_tensor(shift, dtype=torch.float32, device=ids.device).detach()
+            one = shift.numel() == 1
+            shift = shift.reshape(()).expand(ids.shape[:1]) if one else _of_sequences(named, shift, ids, segments)
+        return PreferenceBatch(
+            advantages=torch.where(labels, 1.0, -1.0), mask=counted, shift=shift,
+            ref_per_token_logps=_per_token(ref_logps, counted), segments=segments, num_sequences=num_sequences,
+        )  # fmt: skip
+
+    @public
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        labels: Tensor,
+        *,
+        mask: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        reference: ReferenceHead | None = None,
+        kl: float | Tensor | None = None,
+        delta: float | Tensor | None = None,
+        bias: Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
+        segments: Segments | None = None,
+        num_sequences: int | Tensor | None = None,
+    ) -> PolicyLoss:
+        """The loss of B judged sequences.
+
+        Args:
+            hidden, weight, targets, mask, ref_logps, reference: as in `FusedLinearPreferenceLoss`, for any B.
+            labels: (B,) bool, or one for each of segments: True for a desirable sequence.
+            kl: for "kto", the KL term in nats, a number, () or as labels, at least 0; 0.0 leaves it out. TRL's is the
+                mean of the policy's log-probabilities minus the reference's, of completions of other prompts.
+            delta: for "bco", the running mean of the rewards beta (logp - ref), a number, () or as labels.
+            bias, vocab_parallel, segments: as in `FusedLinearPreferenceLoss`.
+            num_sequences: divisor of the mean over sequences; None is their number.
+
+        Returns, raises: as `FusedLinearPreferenceLoss`.
+        """
+        call = HeadCall(
+            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
+            vocab_parallel=vocab_parallel, options=self.options,
+        )  # fmt: skip
+        return self._judged_loss(
+            call, reference, labels=labels, ref_logps=ref_logps, kl=kl, delta=delta, segments=segments,
+            num_sequences=num_sequences,
+        )  # fmt: skip
+
+    if TYPE_CHECKING:  # the signature of a call of the module
+        __call__ = forward
+
+
+def _segments(segments: Any) -> Segments:
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments must be Segments for packed (N,) targets, got {type(segments).__name__}")
+    return segments
+
+
+def _of_sequences(name: str, values: Tensor, ids: Tensor, segments: Any) -> Tensor:
+    """One value for each sequence: (B,), or of packed tokens (S,) -> (N,)."""
+    if ids.dim() == 2:
+        check_shape(name, values, ids.shape[:1], f"(B,) = ({ids.shape[0]},) from targets")
+        return values
+    segments = _segments(segments)
+    check_shape(name, values, (segments.count,), f"({segments.count},), one for each of segments")
+    return values[segments.index.clamp(0, max(values.numel() - 1, 0)).long()]
+
+
+def _per_token(ref_logps: Tensor | None, counted: Tensor) -> Tensor | None:
+    """Sums (B,) -> (B, T): each sum stands at its sequence's first token that counts."""
+    if ref_logps is None or check_dense("ref_logps", ref_logps).dim() != 1 or counted.dim() == 1:
+        return ref_logps
+    check_shape("ref_logps", ref_logps, counted.shape[:1], f"(B,) = ({counted.shape[0]},) or (B, T) from targets")
+    return torch.where(counted & (counted.cumsum(-1) == 1), ref_logps[:, None], 0.0)
+
+
+KEYWORDS = keywords_of(FusedLinearPreferenceLoss, PreferenceKeywords)
+UNPAIRED_KEYWORDS = keywords_of(FusedLinearUnpairedLoss, UnpairedKeywords)

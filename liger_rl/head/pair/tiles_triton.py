@@ -1,0 +1,242 @@
+"""Fold and gradient of a pair of tiles, a student's and a teacher's logits, in Triton.
+
+A program folds one row, or makes the gradient of a block of one row. The signatures and formulas are those of
+`liger_rl.head.pair.pair_reference`.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.head.pair.pair_reference import MixtureSums, PairFold, PairGradients, PairTile, Tile
+from liger_rl.head.pair.tile_epilogues import (
+    FORWARD,
+    REVERSE,
+    around,
+    over_mixture,
+    pair_gradient,
+    store_sums,
+)
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.softmax import (
+    LOWEST_LOG_PROBABILITY,
+    moment_around,
+    times_derivative,
+    transformed,
+)
+from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
+from liger_rl.kernels.transform import LogitSteps
+
+
+class TileArgument(NamedTuple):
+    """A `reference.Tile` as an argument of a kernel."""
+
+    logits: Tensor
+    stride: int  # elements between two rows
+    bias: Tensor | None
+    steps: LogitSteps
+
+    @classmethod
+    def of(cls, tile: Tile) -> "TileArgument":
+        assert tile.logits.stride(1) == 1
+        bias = None if tile.bias is None else tile.bias.contiguous()
+        return cls(tile.logits, tile.logits.stride(0), bias, LogitSteps.of(tile.transform))
+
+
+@triton.jit
+def _pair(student, teacher, token, column, inside):
+    """-> z, t, and tanh^2 of the student. z and t are -inf outside the tiles; `inside` None means all are inside."""
+    x = loaded(student.logits + token * student.stride, student.bias, column, inside)
+    z, square = transformed(x, student.steps)
+    x = loaded(teacher.logits + token * teacher.stride, teacher.bias, column, inside)
+    t, _square = transformed(x, teacher.steps)
+    if inside is not None:
+        # After the transform, because a softcap would make -inf finite.
+        z = tl.where(inside, z, float("-inf"))
+        t = tl.where(inside, t, float("-inf"))
+    return z, t, square
+
+
+@triton.jit
+def _weighted(weight, values):
+    """As `reference._weighted`, for one row."""
+    return tl.sum(tl.where(weight > 0.0, weight * values, 0.0))
+
+
+@triton.jit
+def _fold_block(
+    student, teacher, token, column, inside,
+    peak, total, teacher_peak, teacher_total, gap, moment, KIND: tl.constexpr, MOMENT: tl.constexpr,
+):  # fmt: skip
+    """-> the running numbers of a `PairFold`, without targets, after one more block."""
+    z, t, _square = _pair(student, teacher, token, column, inside)
+    new_peak = tl.maximum(peak, tl.max(z))
+    new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
+    lower = peak - new_peak
+    teacher_lower = teacher_peak - new_teacher_peak
+    kept = tl.exp(lower)
+    teacher_kept = tl.exp(teacher_lower)
+    a = z - new_peak
+    b = t - new_teacher_peak
+    exp = tl.exp(a)
+    teacher_exp = tl.exp(b)
+    if MOMENT:
+        moment = moment_around(new_peak, peak, kept, total, moment)
+        moment += tl.sum(exp * tl.maximum(a, LOWEST_LOG_PROBABILITY))
+    if KIND == FORWARD:
+        gap = around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
+    elif KIND == REVERSE:
+        gap = around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
+    total = total * kept + tl.sum(exp)
+    teacher_total = teacher_total * teacher_kept + tl.sum(teacher_exp)
+    return new_peak, total, new_teacher_peak, teacher_total, gap, moment
+
+
+@triton.jit(do_not_specialize=["first"])
+def _fold_pair_kernel(
+    student,  # `TileArgument`
+    teacher,
+    targets,
+    state,  # `PairFold`, updated
+    columns,
+    first,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    MOMENT: tl.constexpr = state.moment is not None
+    token = tl.program_id(0).to(tl.int64)
+    peak = tl.load(state.peak + token)
+    total = tl.load(state.sum_exp + token)
+    teacher_peak = tl.load(state.teacher_peak + token)
+    teacher_total = tl.load(state.teacher_sum_exp + token)
+    gap = 0.0
+    moment = 0.0
+    if state.gap is not None:
+        gap = tl.load(state.gap + token)
+    if MOMENT:
+        moment = tl.load(state.moment + token)
+    if state.target is not None:
+        target = tl.load(targets + token).to(tl.int64) - first
+        hit = (target >= 0) & (target < columns)
+        z, t, _square = _pair(student, teacher, token, target, hit)
+        tl.store(state.target + token, z, mask=hit)
+        tl.store(state.teacher_target + token, t, mask=hit)
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
+            student, teacher, token, start + tl.arange(0, BLOCK), None,
+            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
+        )  # fmt: skip
+    # The last, partial block is separate, so that the loop above needs no mask.
+    for start in range(whole, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
+            student, teacher, token, column, column < columns,
+            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
+        )  # fmt: skip
+    tl.store(state.peak + token, peak)
+    tl.store(state.teacher_peak + token, teacher_peak)
+    store_sums(state, token, total, teacher_total, gap, moment, True)
+
+
+@triton.jit
+def _mix_pair_kernel(
+    student,  # `TileArgument`
+    teacher,
+    lse,
+    teacher_lse,
+    sums,  # `MixtureSums`, updated
+    columns,
+    beta,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    norm = tl.load(lse + token)
+    teacher_norm = tl.load(teacher_lse + token)
+    student_sum = tl.load(sums.student + token)
+    teacher_sum = tl.load(sums.teacher + token)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z, t, _square = _pair(student, teacher, token, column, inside)
+        log_p = z - norm
+        log_q = t - teacher_norm
+        p = tl.exp(log_p)
+        over, teacher_over = over_mixture(log_q - log_p, beta)
+        student_sum += _weighted(p, over)
+        teacher_sum += _weighted(tl.exp(log_q), teacher_over)
+    tl.store(sums.student + token, student_sum)
+    tl.store(sums.teacher + token, teacher_sum)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _grad_pair_kernel(
+    student,  # `TileArgument`
+    teacher,
+    out,
+    out_stride,
+    targets,
+    tokens,  # `PairGradients`
+    columns,
+    first,
+    beta,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    z, t, square = _pair(student, teacher, token, column, inside)
+    log_p = z - tl.load(tokens.lse + token)
+    log_q = t - tl.load(tokens.teacher_lse + token)
+    hit = column == tl.load(targets + token).to(tl.int64) - first
+    grad = pair_gradient(
+        tl.exp(log_p), tl.exp(log_q), log_p, log_p - log_q, token, True, hit, tokens, beta, KIND
+    )  # fmt: skip
+    grad = times_derivative(grad, square, student.steps)
+    tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
+
+
+def fold_pair(tile: PairTile, state: PairFold) -> None:
+    """As `reference.fold_pair`. The last dimension of logits must be contiguous, also in `mix_pair` and `grad_pair`."""
+    student, teacher, targets, first, measure = tile
+    n, columns = student.logits.shape
+    if n:
+        with on(student.logits.device):
+            _fold_pair_kernel[(n,)](
+                TileArgument.of(student), TileArgument.of(teacher), targets.contiguous(), state,
+                columns, first,
+                KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
+            )  # fmt: skip
+
+
+def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
+    """As `reference.mix_pair`."""
+    n, columns = tile.student.logits.shape
+    if n:
+        with on(lse.device):
+            _mix_pair_kernel[(n,)](
+                TileArgument.of(tile.student), TileArgument.of(tile.teacher), lse, teacher_lse, sums,
+                columns, tile.measure.beta, BLOCK=_block(columns),
+                num_warps=WARPS,
+            )  # fmt: skip
+
+
+def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
+    """As `reference.grad_pair`."""
+    assert out.stride(-1) == 1
+    student, teacher, targets, first, measure = tile
+    n, columns = student.logits.shape
+    if n:
+        block = _block(columns)
+        with on(out.device):
+            _grad_pair_kernel[(n, triton.cdiv(columns, block))](
+                TileArgument.of(student), TileArgument.of(teacher), out, out.stride(0), targets.contiguous(),
+                tokens.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
+            )  # fmt: skip
+
+
+def _block(columns: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(columns))

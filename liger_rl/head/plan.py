@@ -1,0 +1,192 @@
+"""Chooses the engine and the tiles of a call of the head from shapes alone, and says why.
+
+`ENGINES` is ordered: the first engine whose `lacks(shape)` is None runs. Plans and calls both use `path_for`, but for
+calls with a support (`run.py`).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from liger_rl.head import checks
+from liger_rl.head.checks import Passes
+from liger_rl.head.dense import one_pass, several, two_pass
+from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
+from liger_rl.head.head_shape import NO_GRADIENT, HeadShape
+from liger_rl.head.sparse import certified as sparse
+from liger_rl.head.tiles import Tiles
+from liger_rl.kernels.devices import family_of, gpu_of
+from liger_rl.kernels.public_call import public
+from liger_rl.kernels.transform import LogitTransform
+
+ENGINES: dict[str, ModuleType] = {
+    "several targets": several,
+    "sparse": sparse,
+    "one pass": one_pass,
+    "two passes": two_pass,
+}
+
+
+def path_for(shape: HeadShape) -> tuple[str, list[str]]:
+    """The name of the first engine that takes the call, and one line for each earlier engine with its need.
+
+    Raises:
+        ValueError: passes="one" if one pass is not possible. A call that only lacks a gradient goes to two passes.
+    """
+    refusals: list[str] = []
+    for path, engine in ENGINES.items():
+        need = engine.lacks(shape)
+        if need is None:
+            return path, refusals
+        if engine is one_pass and shape.passes == "one" and need != NO_GRADIENT:
+            raise ValueError(f'passes="one" needs {need}')
+        refusals.append(f"{path}: needs {need}")
+    raise AssertionError("two passes take every call")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlan:
+    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of three lines."""
+
+    tokens: int
+    """N. The plan is that of a call in which all of them count."""
+    device: str
+    """"cpu", or the name of a GPU's device with what it is: "cuda, compute capability 9.0"."""
+    path: str
+    """"several targets", "sparse", "one pass" or "two passes"."""
+    reason: str
+    """The needs of the engines before this one. Then the dtype of one pass's weight sum or a copied weight, and on a
+    GPU the need of an epilogue that does not apply."""
+    epilogue: bool
+    """Whether tiles are folded in the product's epilogue, with no float32 tile in memory."""
+    family: str | None
+    """How the product with the epilogue reads memory: "tma" or "portable" (pointers). None without an epilogue."""
+    tiles: Tiles
+    """Upper bounds of a tile's sides, or of a chunk's in one pass."""
+
+    def __str__(self) -> str:
+        kind = "chunks" if self.path == "one pass" else "tiles"
+        work = f"in the product's epilogue ({self.family})" if self.epilogue else "in float32 tiles of logits"
+        sides = f"{kind} of up to {self.tiles.tokens} tokens x {self.tiles.vocab} vocabulary entries"
+        call = f"for {self.tokens} tokens that all count, on {self.device}"
+        return f"{self.path}, {work}, {sides}\n{call}\n{self.reason}"
+
+
+def _plan(shape: HeadShape) -> LinearPlan:
+    path, remarks = path_for(shape)
+    forward, backward = two_pass.tiles_of(shape)
+    tiles = Tiles(*map(max, forward, backward))
+    lacks = shape.two_pass_epilogue_lacks if path == "sparse" else shape.fold_lacks
+    if path == "one pass":
+        chunks, lacks = one_pass.chunks_of(shape), one_pass.epilogue_lacks(shape)
+        tiles = Tiles(chunks.chunk_tokens, shape.vocab)
+        if chunks.sum_dtype is not None:
+            remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
+    elif lacks is None and shape.casts_weight:
+        remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
+    if lacks is None and path != "one pass" and shape.wants_gradient and shape.two_pass_epilogue_lacks:
+        remarks.append(f"no epilogue in the backward, which needs {shape.two_pass_epilogue_lacks}")
+    if shape.device.type == "cuda" and lacks is not None:
+        remarks.append(f"no epilogue, which needs {lacks}")
+    return LinearPlan(
+        tokens=shape.tokens,
+        device=f"{shape.device}, {gpu_of(shape.device).name}" if shape.device.type == "cuda" else str(shape.device),
+        path=path,
+        reason="; ".join(remarks),
+        epilogue=lacks is None,
+        family=None if lacks else family_of(shape.device).name,
+        tiles=tiles,
+    )
+
+
+@public
+def plan_linear_logprobs(
+    tokens: int,
+    vocab: int,
+    hidden_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    needs: tuple[bool, bool] = (True, True),
+    passes: Passes = "two",
+    together: int = 1,
+    aligned: bool = True,
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+    lse: bool = False,
+    topk: int | None = None,
+    extras: Collection[str] = (),
+    grad_tolerance: Tolerance = "auto",
+    compute_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+) -> LinearPlan:
+    """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, and the reason.
+
+    The first engine of this list that takes the call runs:
+
+    1. "several targets", with `topk`.
+    2. "sparse", with a `grad_tolerance` above 0 and products in an epilogue.
+    3. "one pass", if `passes` allows it and a chunk has room for all tokens that one token's gradient depends on.
+       passes="auto" also asks that no chunk is named, that a chunk has room for 512 tokens (256 on CPU) or for all N,
+       and that a 16-bit weight's gradient needs no float32 sum of 4VH bytes over several chunks.
+    4. "two passes".
+
+    docs/design.md says which products have an epilogue, and docs/choosing.md what memory engines take. If lists of ids
+    get long, "sparse" runs the exact backward. A plan cannot foresee that.
+
+    Args:
+        tokens, vocab, hidden_size: N, V, H. All N tokens count.
+        dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
+        device: None is this machine's GPU, or the CPU without one. "cuda" without one is compute capability 9.0.
+        needs: whether hidden needs a gradient, and whether weight does.
+        passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
+        together: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a sequence-local
+            loss of rows (B, T), N for any other loss.
+        aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
+        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        chunk_tokens, chunk_vocab: the same.
+
+    Raises:
+        TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
+    """
+    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "together": together}
+    for name, count in counts.items():
+        checks.check_count(name, count, least=0 if name == "tokens" else 1)
+    for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
+        if value not in checks.FLOAT_DTYPES and (value is not None or name == "dtype"):
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
+    if not isinstance(needs, (tuple, list)) or len(needs) != 2:
+        raise TypeError(f"needs must be a pair of bools, of hidden and of weight, got {needs!r}")
+    flags = {"aligned": aligned, "needs[0]": needs[0], "needs[1]": needs[1]}
+    for name, flag in flags.items():
+        checks.check_flag(name, flag)
+    checks.check_passes(passes)
+    head_options = HeadOptions(
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
+        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+    )  # fmt: skip
+    return _plan(
+        HeadShape(
+            tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
+            device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs),
+            aligned=aligned, passes=passes, together=together,
+            options=resolved(head_options, head_options.compute_dtype or dtype),
+            auto_tolerance=head_options.grad_tolerance == "auto",
+        )
+    )  # fmt: skip
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device must be a torch.device, the name of one or None, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch.device, the name of one or None, got {device!r}") from error

@@ -1,0 +1,390 @@
+"""Softmax and its gradient over each token's listed ids, as Triton kernels, with the formulas of `slots`.
+
+Atomics add integers only, so two runs give the same bits.
+"""
+
+from collections.abc import Collection
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.head.sparse.slots import finished as finished
+from liger_rl.head.sparse.slots import no_slots, repeated_ids, tokens_of
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.segment_sums import (
+    BAD_ENDS,
+    BAD_IDS,
+    BAD_MASKS,
+    BAD_ORDERS,
+    BAD_STARTS,
+    BAD_TARGETS,
+    COUNTED,
+    FULL,
+    FULL_ROWS,
+    IGNORED,
+    LONG_ROWS,
+    SEVERAL,
+    SINGLE,
+    Rows,
+    Slots,
+)
+from liger_rl.kernels.segments_triton import BY_TOKEN
+from liger_rl.kernels.segments_triton import dots as dots
+from liger_rl.kernels.segments_triton import order_by_id as order_by_id
+from liger_rl.kernels.segments_triton import segment_sums as segment_sums
+from liger_rl.kernels.softmax import (
+    LOWEST,
+    folded,
+    gradient,
+    log_probabilities,
+    one_minus_exp,
+    tanh_square,
+    times_derivative,
+    token_terms,
+)
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, each
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+
+ROW_BLOCK = 256  # ids of a step of `_slots_kernel` for each warp
+ROW_WARPS, LONG_ROW_WARPS = 1, 8  # the latter if the mean row is a long one
+FOLD_BLOCK, FOLD_WARPS = 128, 1
+GRAD_BLOCK, GRAD_WARPS = 512, 4
+
+
+@triton.jit
+def _count(number, amount):
+    """Add `amount` to `number`. Most programs have 0 to add, and write nothing."""
+    amount = amount.to(tl.int64)
+    tl.atomic_add(number, amount, mask=amount > 0, sem="relaxed")
+
+
+@triton.jit
+def _row_of(ids, needed, slots):
+    """-> rows of the weight as `Slots.ids` has them."""
+    row = ids - slots.first
+    row = tl.where((row >= 0) & (row < slots.rows), row, slots.rows)
+    return tl.where(needed, row, slots.rows + 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "long_row"])
+def _slots_kernel(
+    token_ids,  # (pairs,)
+    offsets,  # (tokens + 1,)
+    targets,  # (tokens,)
+    mask,  # (tokens,)
+    wanted_tokens,  # (tokens / each,)
+    repeated,  # (pairs,) bool: an equal id stands earlier in the row; None if no row repeats an id
+    slots,  # `Slots`, written; its numbers are zeros
+    tokens,
+    pairs,
+    each,
+    vocab,
+    long_row,
+    KEEP_SINGLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    # Defaults instead of globals, because Triton compares each global that a kernel reads at each launch.
+    SINGLE: tl.constexpr = SINGLE,
+    SEVERAL: tl.constexpr = SEVERAL,
+    FULL: tl.constexpr = FULL,
+    IGNORED: tl.constexpr = IGNORED,
+    START: tl.constexpr = BAD_STARTS,
+    ORDER: tl.constexpr = BAD_ORDERS,
+    END: tl.constexpr = BAD_ENDS,
+    ID: tl.constexpr = BAD_IDS,
+    EMPTY: tl.constexpr = FULL_ROWS,
+    TARGET: tl.constexpr = BAD_TARGETS,
+    MASK: tl.constexpr = BAD_MASKS,
+    LONG: tl.constexpr = LONG_ROWS,
+):
+    token = tl.program_id(0).to(tl.int64)
+    raw_begin = tl.load(offsets + token).to(tl.int64)
+    raw_end = tl.load(offsets + token + 1).to(tl.int64)
+    begin = tl.minimum(tl.maximum(raw_begin, 0), pairs)
+    end = tl.minimum(tl.maximum(raw_end, begin), pairs)
+    target = tl.load(targets + token).to(tl.int64)
+    counts = target >= 0
+    if mask is not None:
+        value = tl.load(mask + token)
+        counts = counts & (value != 0)
+        if mask.dtype.element_ty != tl.int1:
+            _count(slots.numbers + MASK, (value != 0) & (value != 1))
+    _count(slots.numbers + TARGET, counts & (target >= vocab))
+    _count(slots.numbers + LONG, end - begin + 1 > long_row)
+    counts = counts & (target < vocab)
+    if wanted_tokens is not None:
+        counts = counts & (tl.load(wanted_tokens + token // each) != 0)
+    _count(slots.numbers + START, (token == 0) & (raw_begin != 0))
+    _count(slots.numbers + ORDER, raw_end < raw_begin)
+    _count(slots.numbers + END, (token == tokens - 1) & (raw_end != pairs))
+    first_hit = begin * 0 + pairs  # position of the first id that is the target; `pairs` if the row does not list it
+    others = 0
+    unknown = 0
+    for start in range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        listed = tl.load(token_ids + place, mask=place < end, other=-1).to(tl.int64)
+        known = (listed >= 0) & (listed < vocab)
+        first_hit = tl.minimum(first_hit, tl.min(tl.where(known & (listed == target), place, first_hit)))
+        others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
+        unknown += tl.sum(((place < end) & (known == 0)).to(tl.int32))
+    kind = tl.where(others > 0, SEVERAL, SINGLE)
+    kind = tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)
+    for start in range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < end
+        listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
+        needed = (listed >= 0) & (listed < vocab) & (listed != target) & (kind == SEVERAL)
+        if repeated is not None:
+            needed = needed & (tl.load(repeated + place, mask=inside, other=0) == 0)
+        # The target has the token's first slot, so ids that precede it in the row come one slot later.
+        slot = place + token + (place < first_hit).to(tl.int64)
+        stored = inside & (place != first_hit)
+        tl.store(slots.ids + slot, _row_of(listed, needed, slots), mask=stored)
+        tl.store(slots.tokens + slot, token.to(tl.int32), mask=stored)
+    needed_target = kind == SEVERAL
+    if KEEP_SINGLE:
+        needed_target = needed_target | (kind == SINGLE)
+    first_slot = begin + token
+    tl.store(slots.ids + first_slot, _row_of(target, needed_target, slots))
+    tl.store(slots.tokens + first_slot, token.to(tl.int32))
+    tl.store(slots.tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # the slot to spare
+    tl.store(slots.starts + token, first_slot)
+    tl.store(slots.starts + tokens, end + tokens, mask=token == tokens - 1)
+    tl.store(slots.kinds + token, kind.to(tl.uint8))
+    tl.store(slots.missing + token, counts & (end > begin) & (first_hit == pairs))
+    _count(slots.numbers + ID, unknown)
+    _count(slots.numbers + EMPTY, counts & (end == begin))
+
+
+def make_slots(
+    token_ids: Tensor,
+    offsets: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    wanted: Tensor | None = None,
+    *,
+    part: Rows,
+    keep_single: bool,
+    distinct: bool,
+) -> Slots:
+    """As `slots.make_slots`."""
+    (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
+    if n == 0:
+        return no_slots(pairs, part, device)
+    # Separate tensors: views of one tensor may have addresses that are no multiples of 16 bytes, for which Triton
+    # compiles another kernel.
+    slots = Slots(
+        # Offsets that are no CSR leave slots unwritten by the kernels.
+        ids=torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device),
+        tokens=torch.empty(n + pairs, dtype=torch.int32, device=device),
+        starts=torch.empty(n + 1, dtype=torch.int64, device=device),
+        kinds=torch.empty(n, dtype=torch.uint8, device=device),
+        missing=torch.empty(n, dtype=torch.bool, device=device),
+        numbers=torch.zeros(COUNTED, dtype=torch.int64, device=device),
+        rows=rows,
+        first=first,
+    )
+    token_ids, offsets = token_ids.contiguous(), offsets.contiguous()
+    warps = LONG_ROW_WARPS if pairs > BY_TOKEN.piece * n else ROW_WARPS
+    with on(device):
+        _slots_kernel[(n,)](
+            token_ids, offsets, targets.contiguous(),
+            None if mask is None else mask.contiguous(),
+            None if wanted is None else wanted.contiguous(),
+            None if distinct or pairs == 0 else repeated_ids(token_ids, tokens_of(offsets, pairs)),
+            slots, n, pairs, 1 if wanted is None else n // wanted.numel(), vocab, BY_TOKEN.piece,
+            KEEP_SINGLE=keep_single, BLOCK=ROW_BLOCK * warps, num_warps=warps,
+        )  # fmt: skip
+    return slots
+
+
+@triton.jit
+def _fold_kernel(
+    logits,  # (slots,)
+    slots,  # `Slots`
+    targets,
+    state,  # `Fold` (tokens,), written unless FINISH
+    out,  # `TokenStatistics` (tokens,), written if FINISH
+    counts,
+    FINISH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr = SINGLE,
+):
+    MOMENT: tl.constexpr = out.entropy is not None if FINISH else state.moment is not None
+    SUM_SQ: tl.constexpr = out.log_sum_sq_probs is not None if FINISH else state.sum_sq_exp is not None
+    RIVAL: tl.constexpr = out.is_top1 is not None if FINISH else state.rival is not None
+    token = tl.program_id(0).to(tl.int64)
+    begin = tl.load(slots.starts + token)
+    end = tl.load(slots.starts + token + 1)
+    kind = tl.load(slots.kinds + token)
+    target = tl.load(targets + token).to(tl.int64)
+    target_row = tl.load(slots.ids + begin)
+    at_target = tl.load(logits + begin, mask=target_row < slots.rows, other=0.0)
+    peak = LOWEST
+    total = 0.0
+    moment = 0.0
+    total_sq = 0.0
+    logit_sum = 0.0
+    rival = float("-inf")
+    count = 0.0
+    for start in range(begin, end, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        row = tl.load(slots.ids + slot, mask=slot < end, other=slots.rows + 1)
+        has_row = row < slots.rows
+        z = tl.load(logits + slot, mask=has_row, other=float("-inf"))
+        peak, total, moment, total_sq = folded(z, peak, total, moment, total_sq, MOMENT, SUM_SQ)
+        if counts is not None:
+            logit_sum += tl.sum(tl.where(has_row, z, 0.0))
+            count += tl.sum(tl.where(row <= slots.rows, 1.0, 0.0))
+        if RIVAL:
+            before = row.to(tl.int64) + slots.first < target
+            rival = tl.maximum(rival, tl.max(tl.where(before, z, float("-inf"))))
+    # A row with a single id needs no logit. With several shards, only the one that has the id writes its sums.
+    local = target - slots.first
+    nothing = (kind == SINGLE) & (target_row > slots.rows) & (local >= 0) & (local < slots.rows)
+    peak = tl.where(nothing, 0.0, peak)
+    total = tl.where(nothing, 1.0, total)
+    total_sq = tl.where(nothing, 1.0, total_sq)
+    if FINISH:
+        known = kind >= SINGLE
+        total = tl.where(known, total, 1.0)
+        log_sum = tl.log(total)
+        # Relative to the peak, not to lse: see `Fold.finish`.
+        logp = (at_target - peak) - log_sum
+        tl.store(out.logps + token, tl.where(known, tl.where(logp > 0.0, 0.0, logp), 0.0))
+        tl.store(out.lse + token, tl.where(known, peak.to(tl.float64) + log_sum, float("inf")))
+        if MOMENT:
+            entropy = log_sum - moment / total
+            tl.store(out.entropy + token, tl.where(known, tl.where(entropy < 0.0, 0.0, entropy), 0.0))
+        if SUM_SQ:
+            log_sum_sq = tl.log(tl.where(known, total_sq, 1.0)) - 2.0 * log_sum
+            tl.store(out.log_sum_sq_probs + token, tl.where(known, tl.where(log_sum_sq > 0.0, 0.0, log_sum_sq), 0.0))
+        if RIVAL:
+            tl.store(out.is_top1 + token, known & (at_target >= peak) & (at_target > rival))
+        if counts is not None:
+            tl.store(out.sum_logits + token, logit_sum)
+    else:
+        tl.store(state.peak + token, peak)
+        tl.store(state.sum_exp + token, total)
+        tl.store(state.target + token, at_target)
+        if MOMENT:
+            tl.store(state.moment + token, moment)
+        if SUM_SQ:
+            tl.store(state.sum_sq_exp + token, total_sq)
+        if RIVAL:
+            tl.store(state.rival + token, rival)
+        if counts is not None:
+            tl.store(state.sum_logits + token, logit_sum)
+    if counts is not None:
+        tl.store(counts + token, count)
+
+
+def fold(
+    z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
+) -> tuple[Fold, Tensor | None]:
+    """As `slots.fold`."""
+    target = torch.empty(targets.numel(), dtype=torch.float32, device=z.device)
+    state = Fold.unwritten(target.shape, target, entropy=entropy, extras=extras)
+    return state, _launch_fold(z, slots, targets, state, None, extras)
+
+
+def statistics(
+    z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
+) -> tuple[TokenStatistics, Tensor | None]:
+    """As `slots.statistics`, in one launch."""
+
+    def empty(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(targets.numel(), dtype=dtype, device=z.device)
+
+    out = TokenStatistics(
+        empty(),
+        empty(torch.float64),
+        empty() if entropy else None,
+        empty() if "log_sum_sq_probs" in extras else None,
+        empty() if "mean_logits" in extras else None,
+        empty(torch.bool) if "is_top1" in extras else None,
+    )
+    return out, _launch_fold(z, slots, targets, None, out, extras)
+
+
+def _launch_fold(
+    z: Tensor,
+    slots: Slots,
+    targets: Tensor,
+    state: Fold | None,
+    out: TokenStatistics | None,
+    extras: Collection[str],
+) -> Tensor | None:
+    """-> the number of ids of each row if mean logits are wanted."""
+    n = targets.numel()
+    counts = torch.empty(n, dtype=torch.float32, device=z.device) if "mean_logits" in extras else None
+    if n == 0:
+        return counts
+    with on(z.device):
+        _fold_kernel[(n,)](
+            z, slots, targets.contiguous(), state, out, counts,
+            FINISH=out is not None, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS,
+        )  # fmt: skip
+    return counts
+
+
+@triton.jit(do_not_specialize=["positions"])
+def _slot_gradients_kernel(
+    logits,  # (positions,)
+    slots,  # `Slots`
+    logps,  # (tokens,)
+    tokens,  # `TokenGradients`, (tokens,) each, whose `at_target` is not read
+    out,  # (positions,)
+    positions,
+    steps,  # LogitSteps
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,  # the least kind of rows whose slots have a gradient
+):
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < positions
+    needed = tl.load(slots.ids + slot, mask=inside, other=slots.rows) < slots.rows
+    token = tl.load(slots.tokens + slot, mask=needed, other=0).to(tl.int64)
+    needed = needed & (tl.load(slots.kinds + token, mask=needed, other=0) >= LEAST)
+    g, e, entropy = token_terms(tokens, token, needed)
+    has_gradient = g != 0.0
+    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+    if ENTROPY:
+        has_gradient = has_gradient | (e != 0.0)
+    uniform = 0.0
+    if tokens.uniform is not None:
+        uniform = tl.load(tokens.uniform + token, mask=needed, other=0.0)
+        has_gradient = has_gradient | (uniform != 0.0)
+    # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
+    needed = needed & has_gradient
+    z = tl.load(logits + slot, mask=needed, other=0.0)
+    log_p = log_probabilities(z, tl.load(tokens.lse + token, mask=needed, other=0.0))
+    is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
+    # 1 - p from the forward's logp, as in `TokenGradients.of`.
+    at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
+    grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY) + uniform
+    square = 0.0
+    if steps.cap is not None:
+        square = tanh_square(z, steps)
+    tl.store(out + slot, tl.where(needed, times_derivative(grad, square, steps), 0.0), mask=inside)
+
+
+def slot_gradients(
+    z: Tensor,
+    slots: Slots,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    transform: LogitTransform,
+) -> Tensor:
+    """As `slots.slot_gradients`, in one launch."""
+    positions = z.numel()
+    out = torch.empty_like(z)
+    if positions == 0:
+        return out
+    with on(z.device):
+        _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
+            z, slots, statistics.logps.contiguous(), each(tokens, Tensor.contiguous), out, positions,
+            LogitSteps.of(transform), BLOCK=GRAD_BLOCK, LEAST=SEVERAL if tokens.uniform is None else SINGLE,
+            num_warps=GRAD_WARPS,
+        )  # fmt: skip
+    return out

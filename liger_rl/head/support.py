@@ -1,0 +1,298 @@
+"""The support of each token: the ids that its sampler could have drawn."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.checks import check_count, check_dense, check_flag, check_floating
+from liger_rl.kernels import segment_sums as segments
+from liger_rl.kernels.segment_sums import Slots
+from liger_rl.kernels.transform import check_number, check_type
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """Token ids in compressed rows: token t could have been drawn from token_ids[offsets[t] : offsets[t + 1]].
+
+    Log-probabilities and entropies are over a token's ids alone. A (B, T) call has N = B T rows, in flattened order. An
+    empty row means the whole vocabulary. Ids may be in any order. A repeated id counts once, unless `distinct`. A row
+    that does not list its target gets it, and `LogProbs.missing_target` marks the token. The row of a token that does
+    not count is validated, and not used.
+
+    Attributes:
+        token_ids: (P,) int32 or int64, ids of the whole vocabulary.
+        offsets: (N + 1,) int32 or int64, from 0 to P, never decreasing.
+        distinct: True promises that no row repeats an id, so that the ids need not be sorted. If the promise is broken,
+            a repeated id counts twice.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes, shapes or devices. On CPU also bad offsets and negative ids. On other
+            devices bad values raise in the call, because here the host would wait for them.
+    """
+
+    token_ids: Tensor
+    offsets: Tensor
+    distinct: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("distinct", self.distinct)
+        for name in ("token_ids", "offsets"):
+            tensor = check_dense(name, getattr(self, name))
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+            if tensor.dim() != 1:
+                expected = "(P,)" if name == "token_ids" else "(N + 1,)"
+                raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
+        check_dense("offsets", self.offsets, self.token_ids, "token_ids")
+        if self.offsets.numel() == 0:
+            raise ValueError("offsets must be (N + 1,) with at least the 0 that it starts with, got (0,)")
+        if self.offsets.device.type == "cpu":
+            self._raise_for_values(None)
+
+    @classmethod
+    def from_padded(cls, ids: Tensor, *, distinct: bool = False) -> "Support":
+        """A support from (N, K) or (B, T, K) int32 or int64 ids, where -1 is no id. Waits for the device."""
+        if check_dense("ids", ids).dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
+        if ids.dim() not in (2, 3):
+            raise ValueError(f"ids must be (N, K) or (B, T, K), got {tuple(ids.shape)}")
+        rows = ids.reshape(ids.shape[:-1].numel(), ids.shape[-1])
+        return cls(rows[rows != -1], _offsets((rows != -1).sum(1)), distinct=distinct)
+
+    @classmethod
+    def from_vllm(
+        cls,
+        mask: Any,
+        *,
+        length: int | None = None,
+        device: torch.device | str | int | None = None,
+        distinct: bool | None = None,
+    ) -> "Support":
+        """A support from the masks of an inference engine.
+
+        Args:
+            mask: an object with `token_ids` and `offsets` (lists, arrays or tensors), such as vLLM's `SamplingMask`; or
+                a list of such objects, one per sequence; or a list of rows, one per token, each a list of ids or None.
+            length: T of a (B, T) call, not for rows of ids. Each sequence is padded with empty rows.
+            device: device of the support.
+            distinct: None is True for objects, unless an object says otherwise, and False for rows of ids.
+        """
+        masks = [mask] if _is_mask(mask) else mask
+        if not isinstance(masks, (list, tuple)):
+            raise TypeError(
+                "mask must have token_ids and offsets, or be a list of such objects or of rows of ids, "
+                f"got {type(mask).__name__}"
+            )
+        if not masks or not all(map(_is_mask, masks)):
+            if length is not None:
+                raise ValueError(f"length must be None for rows of ids, got {length}")
+            rows = [[] if row is None else list(row) for row in masks]
+            sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
+            ids = _integers("mask", [number for row in rows for number in row], device)
+            return cls(ids, _offsets(sizes), distinct=False if distinct is None else distinct)
+        parts, counts = [], []
+        for place, one in enumerate(masks):
+            token_ids, offsets = (_integers(name, getattr(one, name), device) for name in ("token_ids", "offsets"))
+            # An object may be a Support, which says whether its ids are distinct.
+            part = cls(token_ids, offsets, distinct=getattr(one, "distinct", True))
+            if length is not None and part.tokens > length:
+                raise ValueError(f"length must be at least {part.tokens} from mask[{place}], got {length}")
+            missing = 0 if length is None else length - part.tokens
+            counts.append(torch.nn.functional.pad(part.offsets.long().diff(), (0, missing)))
+            parts.append(part)
+        distinct = all(part.distinct for part in parts) if distinct is None else distinct
+        return cls(torch.cat([part.token_ids for part in parts]), _offsets(torch.cat(counts)), distinct=distinct)
+
+    @classmethod
+    @torch.no_grad()
+    def from_logits(
+        cls,
+        logits: Tensor,
+        *,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        temperature: float = 1.0,
+        distinct: bool = True,
+    ) -> "Support":
+        """A support from (N, V) or (B, T, V) logits, by the rules of Hugging Face's sampling. Waits for the device.
+
+        All V ids of each token are sorted. The most likely id always stays. Entries that are not finite are left out.
+
+        Args:
+            logits: float32, bfloat16 or float16, divided by the temperature first.
+            top_k: at least 1; keeps the `top_k` largest logits, and logits equal to the smallest of them.
+            top_p: in (0, 1]; of these, keeps the smallest set of most likely ids with at least this share of the mass.
+            min_p: in [0, 1]; of these, keeps ids with at least `min_p` times the largest probability. vLLM does so
+                before top_p, so with both its sets may differ.
+            temperature: above 0.
+            distinct: as the field, but True without it.
+        """
+        check_floating("logits", logits)
+        if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
+            raise ValueError(f"logits must be (N, V) or (B, T, V) with V of at least 1, got {tuple(logits.shape)}")
+        check_count("top_k", top_k, least=1, optional=True)
+        limits = ("temperature", temperature, math.inf), ("top_p", top_p, 1.0), ("min_p", min_p or None, 1.0)
+        for name, value, most in limits:
+            if value is not None:
+                check_number(name, value)
+                if not 0.0 < value <= most:
+                    raise ValueError(f"{name} must be above 0{' and at most 1' * (most == 1.0)}, got {value}")
+        z = logits.reshape(-1, logits.shape[-1]).float() / temperature
+        ordered, ids = z.sort(dim=-1, descending=True, stable=True)
+        kept = torch.isfinite(ordered)
+        if top_k is not None:
+            kept &= ordered >= ordered[:, min(top_k, z.shape[1]) - 1 :][:, :1]
+        if top_p is not None and top_p < 1.0:
+            p = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
+            kept &= p.cumsum(-1) - p < top_p  # the more likely ids together have less than top_p
+        if min_p is not None:
+            kept &= (ordered - ordered[:, :1]).exp() >= min_p
+        kept[:, 0] = True
+        return cls(ids[kept], _offsets(kept.sum(1)), distinct=distinct)
+
+    @property
+    def tokens(self) -> int:
+        """N, the number of rows."""
+        return self.offsets.numel() - 1
+
+    def to(self, device: torch.device | str | int) -> "Support":
+        """A support on `device`."""
+        return replace(self, token_ids=self.token_ids.to(device), offsets=self.offsets.to(device))
+
+    def take(self, sequences: slice | Tensor, *, batch: int) -> "Support":
+        """The rows of some sequences of a (B, T) call, such as the sequences of a micro-batch.
+
+        On another device than CPU the host waits once, for the number of ids. So keep the support of many micro-batches
+        on CPU: the fused call of a swapped model, and so `policy_step`, moves each part to its device.
+
+        Args:
+            sequences: a slice of the B sequences, an index (b,) in any order, or a mask (B,) bool.
+            batch: B. All sequences have T rows.
+        """
+        check_count("batch", batch, least=1)
+        if self.tokens % batch != 0:
+            raise ValueError(f"batch must divide the {self.tokens} rows of the support, got {batch}")
+        check_type("sequences", sequences, (slice, Tensor), "a slice or a tensor")
+        device = self.offsets.device
+        sequences = sequences.to(device) if isinstance(sequences, Tensor) else sequences
+        rows = torch.arange(self.tokens, device=device).view(batch, -1)[sequences].reshape(-1)
+        offsets = _offsets(self.offsets.diff()[rows])
+        shifts = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
+        places = torch.arange(shifts.numel(), device=device) + shifts
+        return replace(self, token_ids=self.token_ids[places], offsets=offsets)
+
+    def placed(self, mask: Tensor) -> "Support":
+        """A support with these rows at the True positions of `mask`, in order, and empty rows elsewhere.
+
+        Use it if the rows cover sampled tokens only, and the call also has prompts and padding. On a GPU nothing waits.
+
+        Args:
+            mask: (B, T) or (N,) bool, True at as many tokens as the support has rows. Another number raises here on
+                CPU. On other devices the call that uses the support mostly raises.
+        """
+        if check_dense("mask", mask, self.token_ids, "token_ids").dtype != torch.bool:
+            raise TypeError(f"mask must be bool, got {mask.dtype}")
+        flat, counts = mask.reshape(-1), self.offsets.diff()
+        if flat.device.type == "cpu" and int(flat.sum()) != self.tokens:
+            raise ValueError(
+                f"mask must be True at {self.tokens} tokens, the rows of the support, got {int(flat.sum())}"
+            )
+        if self.tokens == 0:
+            return replace(self, offsets=self.offsets.new_zeros(flat.numel() + 1))
+        place = (flat.cumsum(0) - 1).clamp(0, self.tokens - 1)
+        return replace(self, offsets=_offsets(torch.where(flat, counts[place], 0)))
+
+    def check_rows(self, targets: Tensor, targets_name: str) -> None:
+        """Raise ValueError if the targets have another number of tokens."""
+        if self.tokens != targets.numel():
+            raise ValueError(
+                f"support must have a row for each of the {targets.numel()} tokens of {targets_name}, "
+                f"got {self.tokens} rows"
+            )
+
+    def check_together(self, targets: Tensor, targets_name: str = "targets") -> None:
+        """Raise if the targets have another number of tokens or another device. No value is read."""
+        self.check_rows(targets, targets_name)
+        check_dense("support", self.token_ids, targets, targets_name)
+
+    def check_values(self, numbers: Sequence[int], *, vocab: int) -> int:
+        """Raise ValueError for bad values; -> the number of tokens that count and have an empty row.
+
+        Args:
+            numbers: `Slots.numbers`, which the caller has read. If none of them says that a value is bad, nothing here
+                waits for the device.
+        """
+        if any(numbers[segments.BAD_STARTS : segments.BAD_IDS + 1]):
+            self._raise_for_values(vocab)
+        return numbers[segments.FULL_ROWS]
+
+    def _raise_for_values(self, vocab: int | None) -> None:
+        pairs, offsets = self.token_ids.numel(), self.offsets
+        if int(offsets[0]) != 0:
+            raise ValueError(f"offsets must start at 0, got {int(offsets[0])}")
+        down = (offsets[1:] < offsets[:-1]).nonzero()
+        if down.numel():
+            row = int(down[0])
+            raise ValueError(
+                f"offsets must never decrease, got {int(offsets[row])} and then {int(offsets[row + 1])} at row {row}"
+            )
+        if int(offsets[-1]) != pairs:
+            raise ValueError(f"offsets must end at the number of token_ids, {pairs}, got {int(offsets[-1])}")
+        if pairs:
+            least, most = (int(number) for number in self.token_ids.aminmax())
+            if least < 0 or (vocab is not None and most >= vocab):
+                expected = "at least 0" if vocab is None else f"in [0, {vocab}) from weight"
+                raise ValueError(f"token_ids must be token ids {expected}, got {least if least < 0 else most}")
+
+
+def _is_mask(value: Any) -> bool:
+    return hasattr(value, "token_ids") and hasattr(value, "offsets")
+
+
+def _integers(name: str, values: Any, device: torch.device | str | int | None) -> Tensor:
+    try:
+        tensor = torch.as_tensor(values, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be integers: {error}") from error
+    # PyTorch makes an empty list a tensor of floats.
+    return tensor.long() if tensor.numel() == 0 else tensor
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    """(N,) lengths of rows -> (N + 1,) int64 offsets, from 0."""
+    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+
+class ListedIds:
+    """The slots of a call over a support, and the results of their checks, which are waited for once."""
+
+    def __init__(self, slots: Slots, check: Callable[[], tuple[Sequence[int], int]]) -> None:
+        """
+        Args:
+            check: waits for the device, raises for bad values of the call, and returns `Slots.numbers` and the number
+                of tokens that take the whole vocabulary.
+        """
+        self.slots = slots
+        self._check: Callable[[], tuple[Sequence[int], int]] | None = check
+        self._full: Tensor | None = None
+        self.all_short = False  # True once the host knows that no token has more than LONG_ROW slots
+
+    @property
+    def full(self) -> Tensor | None:
+        """Index of the tokens that count and have an empty row; None if there is none. Waits for the check."""
+        if self._check is not None:
+            numbers, empty = self._check()
+            self._full, self.all_short = empty_rows(self.slots, empty), numbers[segments.LONG_ROWS] == 0
+            self._check = None
+        return self._full
+
+
+def empty_rows(slots: Slots, count: int) -> Tensor | None:
+    """Index of the `count` tokens that count and have an empty row; None if there is none."""
+    # We sort, because `nonzero` would wait for the count, which is known.
+    return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None

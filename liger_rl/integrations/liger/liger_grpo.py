@@ -1,0 +1,184 @@
+"""liger-kernel's chunked GRPO losses on this package's head and losses: docs/liger.md."""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
+from liger_rl.head.checks import check_chunk, check_dense
+from liger_rl.integrations.liger.liger_head import check_shape, head_factors
+from liger_rl.kernels.public_call import outside_of_graphs
+from liger_rl.losses.objectives import SAPO, VESPO
+from liger_rl.losses.options import warn_caller
+from liger_rl.losses.presets import PRESETS
+from liger_rl.losses.reductions import GlobalTokenMean
+
+__all__ = ["LigerFusedLinearGRPOLoss"]
+
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
+# Options that have no effect on the losses without them -> the value that is accepted there.
+SWITCHES = {"delta": None, "importance_sampling_level": "token"}
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` 0.8.5: `(loss, metrics)` from hidden states.
+
+    The same numbers, except where Liger's are wrong, such as in the padding of luspo, with (B, T) advantages and with
+    -inf at masked tokens. docs/liger.md lists every difference, and the options without effect.
+
+    Options are Liger's, and attributes of the same names, checked here and at every call.
+    """
+
+    beta: float = 0.04
+    compiled: bool = True  # no effect
+    use_ref_model: bool = True  # must be True where beta > 0
+    chunk_size: int = 1  # no effect
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2  # for "cispo" the bound itself, elsewhere its distance from 1
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None  # "dr_grpo" needs it
+    importance_sampling_level: str = "token"  # or "sequence" for the losses that clip with PPO's formula
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None  # for the losses that clip with PPO's formula
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._fused()  # so that a mistake shows here
+
+    @outside_of_graphs
+    def forward(
+        self,
+        _input: Tensor,  # (B, T, H)
+        lin_weight: Tensor,  # (V, H), in _input's dtype or float32; any under autocast
+        selected_token_ids: Tensor,  # (B, T), the sampled tokens; _input[:, t] predicts column t
+        attention_mask: Tensor,  # (B, T) bool or 0/1, the completion tokens that count
+        advantages: Tensor,  # (B,) or (B, T)
+        bias: Tensor | None = None,  # (V,), in lin_weight's dtype
+        ref_per_token_logps: Tensor | None = None,  # (B, T)
+        old_per_token_logps: Tensor | None = None,  # (B, T); None: the ratio is 1
+        ref_input: Tensor | None = None,  # (B, T, H)
+        ref_weight: Tensor | None = None,  # (V, H)
+        ref_bias: Tensor | None = None,  # (V,)
+        vllm_is_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,), trainer over sampler probability
+        num_items_in_batch: int | float | Tensor | None = None,  # tokens of the whole optimiser step, over all ranks
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss and metrics of one batch.
+
+        ref_input, ref_weight and ref_bias are the reference model's head, in place of ref_per_token_logps, which has
+        precedence. No reference has an effect where beta = 0.
+
+        "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, with the ranks of torch.distributed's default
+        group. Without it the batch's count is summed over the ranks: one all-reduce a call.
+
+        Returns:
+            loss: () in float32.
+            metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
+        """
+        fused = self._fused()
+        if check_dense("_input", _input).dim() != 3:
+            raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
+        rows, columns = _input.shape[:2]
+        check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
+        check_shape("attention_mask", attention_mask, _input, (rows, columns))
+        if vllm_is_ratio is not None:
+            check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
+        check_dense("lin_weight", lin_weight, _input, "_input")
+        counted = (attention_mask != 0) & (selected_token_ids >= 0)
+        global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
+        num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
+        if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
+            vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
+        if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            warn_caller("Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.")
+        if self.beta == 0.0:
+            ref_per_token_logps = None
+        elif ref_per_token_logps is None:
+            if ref_input is None or ref_weight is None:
+                raise ValueError(
+                    f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}"
+                )
+            check_dense("ref_input", ref_input, _input, "_input")
+            check_dense("ref_weight", ref_weight, _input, "_input")
+            ref_input, ref_weight, ref_bias = head_factors(ref_input, ref_weight, ref_bias)
+            ref_per_token_logps = fused.reference_logps(
+                ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias
+            )
+        hidden, weight, bias = head_factors(_input, lin_weight, bias)
+        loss, metrics = fused(
+            hidden,
+            weight,
+            selected_token_ids,
+            advantages,
+            attention_mask,
+            bias=bias,
+            old_per_token_logps=old_per_token_logps,
+            ref_per_token_logps=ref_per_token_logps,
+            importance_ratio=vllm_is_ratio,
+            num_items_in_batch=num_items_in_batch,
+        )
+        values = [metrics["kl_ref"].value] if "kl_ref" in metrics else []
+        clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
+        return loss, (*values, clipped)
+
+    def _fused(self) -> FusedLinearGRPOLoss:
+        """The module of the options as they are now."""
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(
+                f"loss_type must be one of {list(LOSS_TYPES)}, as in liger-kernel, got {self.loss_type!r}; "
+                "liger_rl.FusedLinearGRPOLoss has more"
+            )
+        if self.beta != 0.0 and not self.use_ref_model:
+            raise ValueError(f"use_ref_model must be True with beta = {self.beta}, or beta 0.0: a KL needs a reference")
+        check_chunk("chunk_size", self.chunk_size)
+        SAPO(sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg)
+        preset = PRESETS[self.loss_type]
+        known = {field.name for term in (preset.objective, preset.reduction) for field in fields(term)}
+        for name, off in SWITCHES.items():
+            if name not in known and getattr(self, name) != off:
+                raise ValueError(f"{name} must be {off!r} with loss_type {self.loss_type!r}, got {getattr(self, name)}")
+        options = {name: value for name, value in vars(self).items() if name in known}
+        if "world_size" in known:
+            options["world_size"] = _ranks()
+        return FusedLinearGRPOLoss(
+            self.loss_type,
+            beta=self.beta,
+            importance_weighted=self.use_bias_correction_kl,
+            temperature=self.temperature,
+            **options,
+        )
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _divisor(
+    num_items_in_batch: int | float | Tensor | None, counted: Tensor, *, global_mean: bool
+) -> int | float | Tensor | None:
+    """Tokens of all ranks, at least 1 of each rank, as Liger has it; None where the loss does not divide by them."""
+    count, ranks = num_items_in_batch, _ranks()
+    if count is None and global_mean:
+        count = counted.sum()
+        if ranks > 1:
+            dist.all_reduce(count)
+    if isinstance(count, Tensor):
+        return count.clamp(min=ranks)
+    return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
+
+
+def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
+    """Ratios per token with the same product over each sequence: its one ratio goes to its first counted token."""
+    if ratio.shape == counted.shape:
+        return ratio
+    first = counted & (counted.cumsum(-1) == 1)
+    return torch.where(first, ratio.reshape(-1, 1), 1.0)

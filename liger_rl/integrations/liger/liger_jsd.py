@@ -1,0 +1,115 @@
+"""liger-kernel's chunked distillation loss on this package's divergence of two heads: docs/liger.md."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from liger_rl.head.checks import check_dense
+from liger_rl.head.head_options import HeadOptions
+from liger_rl.head.logprobs import linear_logprobs
+from liger_rl.head.pair.pair_call import DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.integrations.liger.liger_head import kept_whole, label_ids
+from liger_rl.kernels.public_call import outside_of_graphs
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses.options import in_interval
+
+__all__ = ["LigerFusedLinearJSDLoss"]
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearJSDLoss(nn.Module):
+    """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearJSDLoss` 0.8.5.
+
+        loss = weight_hard_loss * hard + weight_soft_loss * soft
+        soft = mean of JSD_beta(student, teacher) at `temperature`
+        hard = mean of -log p_student(label) at temperature 1
+
+    Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
+    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's, for example a
+    teacher with more vocabulary entries than the student raises here.
+
+    A hard loss at another temperature than 1 takes products of its own. beta is in [0, 1], the teacher's share in the
+    mixture. Options are attributes of the same names, checked here and at every call.
+    """
+
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100  # the label of tokens that do not count, of either sign
+    temperature: float = 1.0  # of both heads' logits in the soft loss
+    compiled: bool = True  # no effect
+    chunk_size: int = 1024  # no effect
+    return_soft_hard_loss: bool = False  # return (loss, soft, hard)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._check()  # so that a mistake shows here
+
+    @outside_of_graphs
+    def forward(
+        self,
+        student_input: Tensor,  # (N, H) or (B, T, H)
+        student_weight: Tensor,  # (V, H), in student_input's dtype; any under autocast
+        teacher_input: Tensor,  # (N, H') or (B, T, H')
+        teacher_weight: Tensor,  # (V, H')
+        true_labels: Tensor,  # (N,) or (B, T); student_input[t] predicts true_labels[t]
+        student_bias: Tensor | None = None,  # (V,)
+        teacher_bias: Tensor | None = None,  # (V,)
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. No gradient for the teacher."""
+        self._check()
+        check_dense("student_input", student_input)
+        check_dense("student_weight", student_weight, student_input, "student_input")
+        check_dense("teacher_weight", teacher_weight, student_input, "student_input")
+        check_dense("true_labels", true_labels, student_input, "student_input")
+        if true_labels.is_floating_point() or true_labels.shape != student_input.shape[:-1]:
+            raise ValueError(
+                f"true_labels must be integers of shape {tuple(student_input.shape[:-1])} from student_input, got "
+                f"{tuple(true_labels.shape)} {true_labels.dtype}"
+            )
+        if teacher_weight.shape[0] != student_weight.shape[0]:
+            raise ValueError(
+                f"teacher_weight must have the {student_weight.shape[0]} vocabulary entries of student_weight, got "
+                f"{teacher_weight.shape[0]}; liger-kernel would give the student logits of 0 for the rest, and so a "
+                "weight to padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
+            )
+        labels = label_ids(true_labels, student_weight.shape[0], self.ignore_index)
+        weight, bias = kept_whole(student_weight), kept_whole(student_bias)
+        has_hard, counted, hard = self.weight_hard_loss != 0 or self.return_soft_hard_loss, labels >= 0, None
+        count, transform = counted.sum().clamp(min=1), LogitTransform(temperature=self.temperature)
+        call = DivergenceCall(
+            hidden=student_input,
+            weight=weight,
+            bias=bias,
+            teacher_hidden=teacher_input,
+            teacher_weight=kept_whole(teacher_weight),
+            teacher_bias=kept_whole(teacher_bias),
+            teacher_transform=transform,
+            teacher_may_require_grad=True,
+            measure=measure_of("jsd", self.beta),
+            mask=counted,
+            # A label without a hard loss may be no id.
+            targets=labels if has_hard and self.temperature == 1.0 else None,
+            options=HeadOptions(transform=transform),
+            targets_name="true_labels",
+        )
+        result, one_pass_loss = in_one_pass_if_free(call, self.weight_soft_loss / count, -self.weight_hard_loss / count)
+        soft, logps = result.divergence.sum() / count, result.logps
+        if has_hard and logps is None:
+            logps = linear_logprobs(student_input, weight, labels, mask=counted, bias=bias).logps
+        loss = self.weight_soft_loss * soft
+        if logps is not None:
+            hard = -logps.sum() / count
+            loss = loss + self.weight_hard_loss * hard
+        if one_pass_loss is not None:
+            loss = loss + one_pass_loss
+        if not self.return_soft_hard_loss:
+            return loss
+        assert hard is not None
+        return loss, soft.detach(), hard.detach()
+
+    def _check(self) -> None:
+        for name in ("weight_hard_loss", "weight_soft_loss"):
+            in_interval(name, getattr(self, name), "(-inf, inf)")
+        LogitTransform(temperature=self.temperature)
+        measure_of("jsd", self.beta)

@@ -1,0 +1,130 @@
+"""The loss of TRL's DistillationTrainer on this package's divergence of two heads.
+
+With PEFT two more things are replaced, to train a LoRA adapter on the student's lm_head: the trainer's refusal of such
+an adapter, and the method that calls the loss, which also has to say which head it is. Once an adapter was accepted,
+that method stays when the patch is undone, and raises if TRL's loss would leave the adapter out.
+
+TRL 1.15 has none of this, and then nothing is replaced.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from liger_rl.head.head_options import HeadOptions
+from liger_rl.head.pair.pair_call import DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.trl import lm_head_adapters as trl_adapters
+from liger_rl.kernels.transform import LogitTransform
+
+TRAINER, LOSS = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
+SINCE = (1, 16)  # of TRL
+
+chunks: dict[str, int | None] = {}  # chunk_tokens and chunk_vocab of `patch_trl`
+
+
+def _chunked_divergence_loss(
+    student_hidden_states: Tensor,  # (B, T, H)
+    teacher_hidden_states: Tensor,  # (B, T, H')
+    student_lm_head_weight: Tensor,  # (V, H)
+    teacher_lm_head_weight: Tensor,  # (V, H')
+    completion_mask: Tensor,  # (B, T)
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,  # (V,)
+    teacher_lm_head_bias: Tensor | None = None,  # (V,)
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (loss, sum of the student's entropies in nats, number of tokens that count), () each.
+
+    The loss is the sum of the divergences over num_items_in_batch, or without it over the number of tokens that count.
+    It alone has a gradient. The teacher's tensors may require gradients, as in TRL.
+    """
+    dtype = student_hidden_states.dtype
+    weight, bias = _whole(student_lm_head_weight, student_lm_head_bias, dtype)
+    teacher_weight, teacher_bias = _whole(teacher_lm_head_weight, teacher_lm_head_bias, teacher_hidden_states.dtype)
+    # As in TRL, whatever the weights are.
+    autocast = torch.is_autocast_enabled(student_hidden_states.device.type)
+    compute_dtype = None if autocast or dtype != teacher_hidden_states.dtype else dtype
+    # The mark is DeepSpeed's, on every parameter under ZeRO-3.
+    sharded = any(hasattr(parameter, "ds_id") for parameter in (weight, bias, teacher_weight, teacher_bias))
+    hidden, head = student_hidden_states, trl_adapters.adapted_head()
+    if head is not None:
+        (hidden, weight), bias = head.joined(hidden, weight), head.bias()
+    mask = completion_mask != 0
+    call = DivergenceCall(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        teacher_hidden=teacher_hidden_states,
+        teacher_weight=teacher_weight,
+        teacher_bias=teacher_bias,
+        teacher_transform=LogitTransform(
+            temperature=temperature, softcap=teacher_final_logit_softcapping, scale=teacher_logit_scale
+        ),
+        teacher_may_require_grad=True,
+        measure=measure_of("jsd", beta),
+        mask=mask,
+        options=HeadOptions(
+            transform=LogitTransform(
+                temperature=temperature, softcap=student_final_logit_softcapping, scale=student_logit_scale
+            ),
+            entropy=True,
+            compute_dtype=compute_dtype,
+            gather=trl_adapters.gathered_head if sharded else None,
+            chunk_tokens=chunks.get("chunk_tokens"),
+            chunk_vocab=chunks.get("chunk_vocab"),
+        ),
+    )
+    count = mask.sum()
+    divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    divisor = torch.as_tensor(divisor, device=student_hidden_states.device).float()
+    result, one_pass_loss = in_one_pass_if_free(call, 1.0 / divisor)
+    assert result.entropy is not None
+    loss = result.divergence.sum() / divisor
+    if one_pass_loss is not None:
+        loss = loss + one_pass_loss
+    return loss, result.entropy.detach().sum(), count
+
+
+def _whole(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Whole under FSDP2, as TRL's loss has a head."""
+    if not isinstance(weight, DTensor):
+        return weight, bias
+    return weight.full_tensor().to(dtype), bias.full_tensor() if isinstance(bias, DTensor) else bias
+
+
+class RefusedStudentLayer(trl_adapters.RefusedLayer):
+    """Knows whether this trainer has accepted an adapter."""
+
+    accepted = False
+
+
+class _MethodPatch(Patch):
+    """The replacement outlives the patch if an adapter was accepted."""
+
+    def undo(self) -> None:
+        if not RefusedStudentLayer.accepted:
+            super().undo()
+
+
+def _compute_loss(self: Any, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+    """The trainer's, naming the head of its loss."""
+    with trl_adapters.naming_head(unwrapped_student):
+        return METHOD.original(self, unwrapped_student, inputs, num_items_in_batch)
+
+
+METHOD = _MethodPatch(
+    f"{TRAINER}:DistillationTrainer._compute_loss", _compute_loss, since=SINCE, needed=trl_adapters.uses_peft
+)
+ROWS = (
+    Patch(f"{TRAINER}:{LOSS}", _chunked_divergence_loss, modules=(TRAINER,), since=SINCE),
+    METHOD,
+    trl_adapters.refusal(TRAINER, RefusedStudentLayer, since=SINCE),
+)

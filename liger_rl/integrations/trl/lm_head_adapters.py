@@ -1,0 +1,156 @@
+"""LoRA adapters on the lm_head under TRL, whose op gets the head's weight and bias alone.
+
+Two things are replaced besides the op. One is the class by which TRL's trainers recognise a head that they refuse: ours
+accepts the layers that `read_head` understands and raises for all others. The other is the function that gives a model
+its fused forward: the new forward says, for the length of a call, which head the op is working for.
+
+A model keeps that forward after the patch is undone. It then computes as TRL's does, and raises if TRL's op leaves an
+adapter out.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from liger_rl.integrations.patching import Patch, Version
+from liger_rl.integrations.trl import batches as trl_batches
+from liger_rl.integrations.trl.forward import on_live_tokens
+from liger_rl.models.adapters import Head, read_head
+from liger_rl.models.lm_head import check_bypassed
+
+TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
+
+
+@dataclass
+class _Call:
+    """One run of the fused forward of a model with adapters on its head."""
+
+    head: Head
+    reached_op: bool = False
+
+
+_call: ContextVar[_Call | None] = ContextVar("liger_rl_trl_call", default=None)
+
+
+def adapted_head() -> Head | None:
+    """For the op: the head of the model whose fused forward is calling it; None if no adapters are active on it."""
+    call = _call.get()
+    if call is None:
+        return None
+    call.reached_op = True
+    return call.head
+
+
+def gathered_head(*parameters: Tensor) -> AbstractContextManager:
+    """TRL's context in which ZeRO-3 holds a head whole. It does nothing where the head is whole already."""
+    return importlib.import_module("trl.trainer.utils").maybe_gather_lm_head_ctx(*parameters)
+
+
+def uses_peft() -> bool:
+    """Whether TRL finds a PEFT that it can use."""
+    from transformers.utils import is_peft_available
+
+    return is_peft_available()
+
+
+class _ReadsTheLayer(type):
+    def __instancecheck__(cls: Any, layer: Any) -> bool:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        owner = "the trained model"
+        if issubclass(type(layer), BaseTunerLayer):
+            check_bypassed(read_head(layer, owner), owner, nn.Linear)
+            cls.accepted = True
+        return False
+
+
+class RefusedLayer(metaclass=_ReadsTheLayer):
+    """In place of PEFT's `BaseTunerLayer` in TRL's trainers. They refuse a head that is an instance of it.
+
+    No layer is an instance. A layer that the fused head cannot take apart raises.
+    """
+
+    accepted = False  # whether a trainer has let an adapter pass
+
+
+def refusal(trainer: str, replacement: type = RefusedLayer, *, since: Version = (0, 0)) -> Patch:
+    """The row of PEFT's class in one trainer's module."""
+    return Patch(f"{trainer}:BaseTunerLayer", replacement, None, modules=(trainer,), since=since, needed=uses_peft)
+
+
+def add_fused_lm_head(
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """`trl.trainer.utils.add_fused_lm_head`, of which the forward runs on live tokens and tells the op its head.
+
+    With PEFT installed it raises for adapters on the head that `read_head` refuses, and for any together with
+    cast_lm_head_to_fp32, as TRL.
+    """
+    peft = uses_peft()
+    if peft and cast_lm_head_to_fp32 and _read(model).adapters:
+        raise ValueError(
+            f"cast_lm_head_to_fp32 and an adapter on the head of {type(model).__name__} exclude each other in TRL, "
+            "whose cast replaces the head's forward; leave one out and load the model anew"
+        )
+    FORWARD.original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
+    forward = model.forward.__func__
+    if peft:
+        forward = _naming_its_head(forward)
+    model.forward = MethodType(on_live_tokens(forward, lambda: trl_batches.whole_step and FORWARD.patched), model)
+
+
+def _naming_its_head(fused_forward: Callable) -> Callable:
+    @functools.wraps(fused_forward)  # `generate` reads the signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        with naming_head(self) if fused_lm_head else nullcontext():
+            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def naming_head(model: Any) -> Iterator[None]:
+    """The context in which `adapted_head` is the model's, if adapters are active. RuntimeError if no op reads it."""
+    head = _read(model)
+    if not head.adapters:
+        yield
+        return
+    call = _Call(head)
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+    if not call.reached_op:
+        raise RuntimeError(
+            f"TRL's own op has left the adapters on the head of {type(model).__name__} out: patch_trl() must hold "
+            "for as long as the trainer is used, not only while it is built"
+        )
+
+
+def _read(model: Any) -> Head:
+    owner = type(model).__name__
+    head = read_head(model.get_output_embeddings(), owner)
+    factors = [factor.weight for adapter in head.adapters for factor in (adapter.a, adapter.b)]
+    # The mark is DeepSpeed's, on every parameter under ZeRO-3.
+    if any(isinstance(factor, DTensor) or hasattr(factor, "ds_id") for factor in factors):
+        raise ValueError(
+            f"the adapters on the head of {owner} are sharded (FSDP2 or ZeRO-3), which the fused head does not "
+            "gather; shard less, or leave lm_head out of target_modules"
+        )
+    return head
+
+
+FORWARD = Patch("trl.trainer.utils:add_fused_lm_head", add_fused_lm_head)
+ROWS = (FORWARD, *map(refusal, TRAINERS))

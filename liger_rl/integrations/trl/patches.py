@@ -1,0 +1,156 @@
+"""TRL's trainers on this package's head, by one call: docs/trl.md.
+
+The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_step`); in
+GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
+(`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.checks import check_flag, check_floating
+from liger_rl.head.head_options import Tolerance
+from liger_rl.head.logprobs import linear_logprobs
+from liger_rl.integrations.patching import Framework, Patch, parameters_of
+from liger_rl.integrations.trl import batches as trl_batches
+from liger_rl.integrations.trl import distillation as trl_divergence
+from liger_rl.integrations.trl import lm_head_adapters as trl_adapters
+from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.kernels.transform import LogitTransform
+
+__all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
+
+NAME = "_ChunkedLogProbFunction"
+OUTPUTS = ("log_probs", "entropy", *EXTRAS)
+
+
+@dataclass
+class FusedLogProbs:
+    """In place of `trl.trainer.utils._ChunkedLogProbFunction`. Trainers call its `apply`."""
+
+    options: dict[str, Any]  # of `linear_logprobs`, which TRL does not know
+
+    def apply(
+        self,
+        hidden: Tensor,  # (N, H)
+        weight: Tensor,  # (V, H)
+        bias: Tensor | None,  # (V,)
+        targets: Tensor,  # (N,)
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: Collection[str] = OUTPUTS,
+    ) -> tuple[Tensor | None, ...]:
+        """-> (log-probabilities, entropy, log sum p^2, mean logit, top-1), None where not among `outputs`.
+
+        Each (N,) float32, top-1 bool; gradients through the first two. `chunk_size`, the width of TRL's tiles, is not
+        used. ValueError for another name in `outputs`, and as `linear_logprobs`.
+        """
+        unknown = sorted(set(outputs) - set(OUTPUTS))
+        if unknown:
+            raise ValueError(f"outputs must be among {list(OUTPUTS)}, got {unknown}")
+        check_floating("hidden", hidden)
+        # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
+        under_autocast = torch.is_autocast_enabled(hidden.device.type)
+        head = trl_adapters.adapted_head()
+        if head is not None:
+            (hidden, weight), bias = head.joined(hidden, weight), head.bias()
+        result = linear_logprobs(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            transform=LogitTransform(temperature=temperature, softcap=final_logit_softcapping, scale=logit_scale),
+            entropy="entropy" in outputs,
+            extras=[name for name in EXTRAS if name in outputs],
+            compute_dtype=None if under_autocast else hidden.dtype,
+            gather=trl_adapters.gathered_head,
+            **self.options,
+        )
+        constant = (None if value is None else value.detach() for value in result[2 : len(OUTPUTS)])
+        return *result[:2], *constant
+
+
+_op = FusedLogProbs({})
+# TRL passes the arguments by position. TRL 1.15 has the op only where Triton is.
+_op_patch = Patch(f"trl.trainer.utils:{NAME}", _op, f"ctx {parameters_of(_op.apply)}", checked=f"{NAME}.forward")
+# A new version is supported once its trainers pass the tests.
+TRL = Framework(
+    "trl",
+    (1, 15),
+    (1, 17),
+    _op_patch,
+    *trl_adapters.ROWS,
+    *trl_divergence.ROWS,
+    *trl_batches.ROWS,
+    gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
+)
+
+
+def patch_trl(
+    *,
+    whole_step: bool = True,
+    grad_tolerance: Tolerance = "auto",
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+) -> None:
+    """Put this package behind TRL's trainers. See docs/trl.md.
+
+    Trainers that exist already, or are built later, get its head. Trainers that are built later get the whole step, and
+    take LoRA adapters on the lm_head. Patching again changes the options.
+
+    Args:
+        whole_step: whether the model runs live tokens only: no padding, the tokens with which sequences begin alike
+            once, and sequences without a gradient without a graph. False leaves the model's forward as it is.
+        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
+            divergence is exact.
+
+    Raises:
+        ImportError: TRL is not installed, or its version is not supported.
+        RuntimeError: a function of TRL to be replaced is not there, or takes other parameters.
+        TypeError, ValueError: a bad option. Nothing is patched then.
+    """
+    options: dict[str, Any] = {
+        "grad_tolerance": grad_tolerance,
+        "chunk_tokens": chunk_tokens,
+        "chunk_vocab": chunk_vocab,
+    }
+    check_flag("whole_step", whole_step)
+    TRL.version()
+    # A call without tokens raises for an option that is refused.
+    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
+    TRL.patch()
+    _set(options)
+    trl_batches.whole_step = whole_step
+
+
+unpatch_trl = TRL.unpatch
+
+
+def is_patched() -> bool:
+    """Whether `patch_trl` is in place now."""
+    return bool(_op_patch.patched)
+
+
+@contextmanager
+def patched_trl(**options: Any) -> Iterator[None]:
+    """`patch_trl(**options)` inside the block, and afterwards the state before it."""
+    before = _op.options, trl_batches.whole_step
+    with TRL.within():
+        patch_trl(**options)
+        try:
+            yield
+        finally:
+            _set(before[0])
+            trl_batches.whole_step = before[1]
+
+
+def _set(options: dict[str, Any]) -> None:
+    _op.options = options
+    trl_divergence.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}

@@ -1,0 +1,56 @@
+"""What public functions share: the error for an unknown keyword, and the break in a graph of torch.compile."""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from liger_rl.kernels.transform import LogitTransform
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorator: the TypeError for an unknown keyword names the right one or lists all; graphs break around a call."""
+    return _boundary(function, [name for name in signature(function).parameters if name != "self"])
+
+
+def outside_of_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorator: under torch.compile the graph breaks around a call, which runs in eager mode."""
+    return _boundary(function, None)
+
+
+def _boundary(function: Callable[Arguments, Result], known: Sequence[str] | None) -> Callable[Arguments, Result]:
+    """`known`: the names of the keywords; None does not check them."""
+    known_names = None if known is None else frozenset(known)
+
+    @wraps(function)
+    def checked(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        if known_names is not None and not known_names.issuperset(keywords):
+            raise TypeError(_unknown_keyword(function.__qualname__, keywords, known or ()))
+        if torch.compiler.is_compiling():
+            from liger_rl.kernels.graph_break import run_in_eager_mode
+
+            result: Result = run_in_eager_mode(function, *args, **keywords)
+            return result
+        return function(*args, **keywords)
+
+    return checked
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """ " (did you mean mask?)" for "completion_mask"; "" if no known name is near."""
+    nearest = [*(other for other in known if other in name), *get_close_matches(name, known, n=1)]
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def _unknown_keyword(called: str, keywords: Mapping[str, object], known: Sequence[str]) -> str:
+    name = next(name for name in keywords if name not in known)
+    text, value = f"{called} got an unexpected argument {name!r}", keywords[name]
+    if "transform" in known and name in LogitTransform.__dataclass_fields__:
+        return f"{text}; write transform=LogitTransform({name}={value if isinstance(value, (int, float)) else '...'})"
+    return f"{text}{hint(name, known)}. Its arguments are {', '.join(known)}"

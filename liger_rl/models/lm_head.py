@@ -1,0 +1,376 @@
+"""The lm_head of a HuggingFace model: checked, tried out, and asked for something other than logits.
+
+A head that listens answers the request of its thread. Other threads' plain forwards get logits at the same time.
+
+To learn the model's softcap and scale, `probed_transform` lets the head answer with a few known logits. The model's
+output for them must be one of the transforms that its config names.
+"""
+
+import math
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liger_rl.head.checks import FLOAT_DTYPES
+from liger_rl.head.local_tensors import is_dtensor
+from liger_rl.kernels import reference
+from liger_rl.kernels.public_call import outside_of_graphs
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.models.adapters import Head, read_head
+
+# HuggingFace's names; the probe tells whether a model multiplies by its scale or divides.
+SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
+PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
+
+# Modules whose hooks and forwards shard a layer. FSDP's gather its weight around the call, and run. A tensor-parallel
+# plan moves hidden states in, which runs, and logits out, which a fused call does not have.
+TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
+SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
+
+LISTENER = -1  # the key of no other hook: torch counts them from 0
+
+# Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance. They keep the replaced
+# forward in `module._old_forward`, and call it between moving the inputs in and the outputs out.
+KEPT_FORWARDS = ("forward", "_old_forward")
+
+
+def _comes_from(function: Any, modules: tuple[str, ...]) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(modules)
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Whether `fully_shard` gathers parameters of the model and reduces their gradients."""
+    return any(map(_is_fsdp, model.modules()))
+
+
+def plain_type(layer: nn.Module) -> type:
+    """The layer's class, before `fully_shard` derived one from it."""
+    return type(layer).__bases__[1] if _is_fsdp(layer) else type(layer)
+
+
+def _is_sharded(linear: nn.Module) -> bool:
+    return is_dtensor(linear.weight) or plain_type(linear) is not type(linear)
+
+
+@outside_of_graphs
+def current_head(model: Any, linear_type: type) -> Head:
+    """The head as it is now, listening. Raises if it is no longer as it was tried out at swap time."""
+    name = type(model).__name__
+    head = read_head(model.get_output_embeddings(), name)
+    check_bypassed(head, name, linear_type, but=SHARDING)
+    listen(head.module)
+    return head
+
+
+def check_bypassed(head: Head, name: str, linear_type: type, *, but: tuple[str, ...] = ()) -> None:
+    """ValueError if the head of model `name`, taken apart, loses a hook, or a forward that was set on an instance.
+
+    Hooks and forwards from the modules `but` may be lost, as may ours.
+    """
+    hooks = sum(
+        not _comes_from(hook, (*but, __name__))
+        for module in head.bypassed()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
+    if plain_type(head.linear) is not linear_type or hooks:
+        raise ValueError(
+            f"the head of {name} must be a plain {linear_type.__name__} without hooks, found a "
+            f"{type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; undo that first"
+        )
+    for module in head.bypassed():
+        if not runs_own_forward(module) and not _comes_from(module.__dict__["forward"], but):
+            raise ValueError(
+                f"the forward of a {type(module).__name__} in the head of {name} was replaced on the instance, which "
+                "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
+            )
+
+
+def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
+    """Replace class `before`'s forward, where the instance keeps it, by class `after`'s.
+
+    -> whether a call of the module now reaches `after`'s forward. False: the instance has a forward that does not call
+    its class's, and nothing is changed.
+    """
+    attributes = module.__dict__
+    if "forward" not in attributes:
+        return True
+    names = [name for name in KEPT_FORWARDS if getattr(attributes.get(name), "__func__", None) is before.forward]
+    reaches_class = "forward" in names or ("_old_forward" in names and "_hf_hook" in attributes)
+    if reaches_class:
+        for name in names:
+            setattr(module, name, MethodType(after.forward, module))
+    return reaches_class
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """Whether a call of the module runs its class's forward, at most with its inputs moved to its weights' device."""
+    attributes = module.__dict__
+    if "forward" not in attributes:
+        return True
+    class_forward: Any = type(module).forward
+    if getattr(attributes["forward"], "__func__", None) is class_forward:
+        return True  # left behind by a hook that was removed
+    hook: Any = attributes.get("_hf_hook")
+    only_moves = all(type(h).__name__ == "AlignDevicesHook" and not h.offload for h in getattr(hook, "hooks", (hook,)))
+    return only_moves and getattr(attributes.get("_old_forward"), "__func__", None) is class_forward
+
+
+@dataclass(eq=False)
+class Request:
+    """One thread's request to a head for something other than logits."""
+
+    head: nn.Module  # every other head gives its logits
+    answer: Callable[[Tensor], Tensor]
+    outer: "Request | None"
+    hidden: Tensor | None = None  # the head's input; None before the model called it
+    output: Tensor | None = None  # answer(hidden)
+
+
+# Not a ContextVar, which torch.compile cannot trace. A forward never awaits, so a thread runs one at a time.
+_thread = threading.local()
+
+
+@contextmanager
+def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Request]:
+    """In this thread, a call of `head` gives answer(hidden), (..., H) -> any tensor, in place of its logits.
+
+    The head's hooks run around `answer`: FSDP's gather the weight for it and for its backward.
+    """
+    request = Request(head, answer, getattr(_thread, "request", None))
+    _thread.request = request
+    try:
+        yield request
+    finally:
+        _thread.request = request.outer
+
+
+def _request_to(head: nn.Module) -> Request | None:
+    request: Request | None = getattr(_thread, "request", None)
+    while request is not None and request.head is not head:
+        request = request.outer
+    return request
+
+
+class _NoTokens(Tensor):
+    """Hidden states of no token. A linear layer returns them, because autocast would cast its weight for a product."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        # The result of a collective cannot be one of these.
+        return result.as_subclass(cls) if type(result) is Tensor else result
+
+
+def _answer_request(head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
+    """The head's last forward pre-hook."""
+    request = _request_to(head)
+    return None if request is None else _answered(request, *args, in_a_graph=torch.compiler.is_compiling())
+
+
+@outside_of_graphs
+def _answered(request: Request, hidden: Tensor, *, in_a_graph: bool) -> Tensor:
+    if request.hidden is not None:
+        raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
+    request.hidden = hidden
+    request.output = request.answer(hidden)
+    # The head's own forward runs in any case. Adapters' products of a _NoTokens fit into no graph.
+    if in_a_graph:
+        return hidden[..., :0, :]
+    none = torch.empty(0, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+    # Not by `as_subclass`, which makes a view: torch.compile looks for the bases of its base without end.
+    return torch.Tensor._make_subclass(_NoTokens, none)
+
+
+def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
+    """The head's first forward hook."""
+    request = _request_to(head)
+    return None if request is None else request.output
+
+
+class _ForLogits:
+    """A forward or a forward hook of `head` that runs for logits alone."""
+
+    def __init__(self, head: nn.Module, original: Callable) -> None:
+        self.head, self.original = head, original
+        self.__module__ = original.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if _request_to(self.head) is None else None
+
+
+def listen(head: nn.Module) -> None:
+    """Let `head` answer requests. A call without a request is as before. Harmless if the head answers already.
+
+    The answer takes the hidden states from the other pre-hooks, and the other hooks take the answer. So ours move to
+    the end and to the front. Hooks that shard logits do not run for an answer.
+    """
+    pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
+    if list(pre_hooks)[-1:] != [LISTENER]:
+        pre_hooks[LISTENER] = _answer_request
+        pre_hooks.move_to_end(LISTENER)
+    if list(hooks)[:1] != [LISTENER]:
+        hooks[LISTENER] = _give_answer
+        hooks.move_to_end(LISTENER, last=False)
+    for key, hook in list(hooks.items()):
+        if _comes_from(hook, TENSOR_PARALLEL_OUTPUT) and not isinstance(hook, _ForLogits):
+            hooks[key] = _ForLogits(head, hook)
+    forward: Any = head.__dict__.get("forward")
+    if _comes_from(forward, SHARDING) and not isinstance(forward, _ForLogits):
+        head.forward = _ForLogits(head, forward)
+
+
+def stop_listening(model: nn.Module) -> None:
+    """Undo `listen` in every module, because adapters may have put another module in the head's place."""
+    for module in model.modules():
+        if module._forward_pre_hooks.pop(LISTENER, None) is None:
+            continue
+        del module._forward_hooks[LISTENER]
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, _ForLogits):
+                module._forward_hooks[key] = hook.original
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, _ForLogits):
+            module.forward = forward.original
+
+
+@torch.no_grad()
+def checked_head(model: PreTrainedModel) -> Head:
+    name = type(model).__name__
+    head = read_head(model.get_output_embeddings(), name)
+    linear = head.linear
+    if not isinstance(linear, nn.Linear) or (_is_sharded(linear) and plain_type(linear) is not nn.Linear):
+        raise TypeError(f"the head of {name} must be an nn.Linear, got {type(linear).__name__}")
+    if linear.weight.device.type == "meta":
+        raise ValueError(f"the head's weight of {name} must be in memory, it is on meta: not loaded yet, or offloaded")
+    if linear.weight.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"the head's weight of {name} must be float32, bfloat16 or float16, got {linear.weight.dtype} in a "
+            f"{type(linear).__name__}; keep the head out of the quantisation"
+        )
+    if _is_sharded(linear):
+        # It cannot be tried out: a sharded layer is not called outside its model.
+        if head.adapters:
+            raise ValueError(f"the head of {name} has adapters and is sharded; swap it before it is")
+        return head
+    hidden = torch.linspace(-1, 1, linear.weight.shape[1], dtype=linear.weight.dtype, device=linear.weight.device)[None]
+    expected = nn.functional.linear(hidden, linear.weight, linear.bias)
+    if not torch.equal(linear(hidden), expected):
+        raise ValueError(f"the head of {name}, a {type(linear).__name__}, computes something other than h @ W.T + b")
+    if head.module is not linear:
+        _check_adapters(head, hidden, name)
+    return head
+
+
+def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
+    """The head's own output on `hidden` against that of its parts, with the same random numbers in the dropout."""
+    with _keeping_random_numbers(head.module):
+        seen = head.module(hidden).float()
+    with _keeping_random_numbers(head.module):
+        joined = head.joined(hidden, head.linear.weight)
+    bias, expected = head.bias(), nn.functional.linear(*joined).float()
+    if bias is not None:
+        expected += bias.float()
+    rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
+    if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
+        raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
+
+
+def _keeping_random_numbers(module: nn.Module) -> AbstractContextManager[None]:
+    """After it the generators of the module's devices are as before. So each of two contexts has the same dropout."""
+    return torch.random.fork_rng(devices={p.device for p in module.parameters() if p.device.type == "cuda"})
+
+
+def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
+    """The transform that the model's own forward applies to its logits. The head has to listen.
+
+    ValueError for another transform, and for a model of which a token changes the hidden states before it.
+    """
+    name = type(model).__name__
+    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
+    output, hidden = _forward_of_two_tokens(model, head, probe, last=2)
+    if hidden is None or hidden.shape != (1, 2, head.linear.weight.shape[1]):
+        raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
+    change = _forward_of_two_tokens(model, head, probe, last=3)[1] - hidden
+    # Rounding may differ, because a mixture's experts get other groups of tokens.
+    if change[:, 0].abs().max() > torch.finfo(hidden.dtype).eps ** 0.5 * hidden[:, 0].abs().max():
+        raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
+    seen = output.logits.float().cpu()
+    candidates = list(_candidates(model))
+    for transform in candidates:
+        expected = reference.transformed(probe, None, transform)
+        if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, expected, rtol=1e-4):
+            return transform
+    raise ValueError(
+        f"the head of {name} cannot be swapped: it maps logits {PROBE_LOGITS} to {seen[0, -1].tolist()}, which none of "
+        f"{candidates} does"
+    )
+
+
+def shifts_labels(model: PreTrainedModel, head: Head) -> bool:
+    """Whether position t predicts labels[:, t + 1] in the model's own loss, or labels[:, t]. The head has to listen.
+
+    The first of two tokens has a label. With equal logits the loss is log V if position 0 predicts this label, and a
+    mean of no token otherwise. A model without a loss of its own counts as shifting.
+    """
+    labels = torch.tensor([[1, -100]], device=model.device)
+    equal = torch.zeros(head.linear.weight.shape[0], dtype=torch.float32, device="cpu")
+    try:
+        output, _ = _forward_of_two_tokens(model, head, equal, last=2, labels=labels)
+    except ValueError:
+        return True
+    loss = getattr(output, "loss", None)
+    return not isinstance(loss, Tensor) or not loss.mean().item() > 0.5 * math.log(len(equal))
+
+
+@torch.no_grad()
+def _forward_of_two_tokens(
+    model: PreTrainedModel, head: Head, logits: Tensor, *, last: int, **inputs: Any
+) -> tuple[Any, Any]:
+    """The model's output and the head's input, for the ids (1, last) and a head that gives `logits` for each token."""
+
+    def answer(hidden: Tensor) -> Tensor:
+        return logits.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
+
+    ids = torch.tensor([[1, last]], device=model.device) % head.linear.weight.shape[0]
+    try:
+        with _keeping_random_numbers(model), asking(head.module, answer) as request:
+            output = model(input_ids=ids, use_cache=False, return_dict=True, **inputs)
+    except Exception as error:
+        name = type(model).__name__
+        raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
+    for module in filter(_is_fsdp, model.modules()):
+        # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
+        cast(Any, module).reshard()
+    hidden: Any = request.hidden
+    return output, hidden.full_tensor() if is_dtensor(hidden) else hidden
+
+
+def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:
+    holders = (model.config.get_text_config(), model.config, model)
+
+    def named(names: tuple[str, ...]) -> list[float]:
+        values = (getattr(holder, name, None) for name in names for holder in holders)
+        return list(dict.fromkeys(float(v) for v in values if isinstance(v, (int, float)) and v > 0))
+
+    scales = named(SCALE_NAMES)
+    for scale in dict.fromkeys([1.0, *scales, *(1.0 / scale for scale in scales)]):
+        for softcap in (None, *named(SOFTCAP_NAMES)):
+            yield LogitTransform(scale=scale, softcap=softcap)
