@@ -9,6 +9,11 @@ TRUNCATES = "Triton's interpreter truncates to bfloat16, where its compiler roun
 NEEDS_GPU, NEEDS_GPUS = pytest.mark.gpus(1), pytest.mark.gpus(2)  # see conftest.py
 
 
+def on_gpu(*cases):
+    """These cases where there is a GPU; in Triton's interpreter one shape for each kernel and option is enough."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=NEEDS_GPU) for case in cases]
+
+
 def triton_version() -> tuple[int, int]:
     major, minor = version("triton").split(".")[:2]
     return int(major), int(minor)

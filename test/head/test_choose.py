@@ -111,13 +111,13 @@ def test_memory_is_that_of_tiles(passes, options, dtype, device, small_tiles):
 
 
 @pytest.mark.parametrize("options", [{"extras": ("is_top1", "mean_logits", "log_sum_sq_probs")}, {"topk": 30}], ids=str)
-@pytest.mark.parametrize("needs", [(False, False), (True, True)])
-def test_memory_of_what_no_loss_asks_for(needs, options, device, small_tiles):
+def test_memory_of_what_no_loss_asks_for(options, device, small_tiles):
     options = {"entropy": True} | options
     hidden, weight = torch.randn(1200, 16, device=device), torch.randn(19990, 16, device=device)
     targets = torch.arange(1200, device=device)
-    leaves = [t.requires_grad_(need) for t, need in zip((hidden, weight), needs, strict=True)]
-    linear_logprobs(*leaves, targets, **options)
+    leaves = [t.requires_grad_() for t in (hidden, weight)]
+    if device.type == "cuda":
+        linear_logprobs(*leaves, targets, **options)  # compiles kernels
     with tensor_peak(device) as peak:
         linear_logprobs(*leaves, targets, **options)
     assert peak.bytes <= 8 * TILES[device.type]

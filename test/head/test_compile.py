@@ -50,10 +50,11 @@ def solve(x: Batch, name: str, function: Callable, *, backend=None, inside: bool
     return [*results, *(getattr(x, part).grad for part in inputs)]
 
 
-CALLED = (
-    "dense", "support with empty rows", "a teacher's lists", "JSD in one pass", "given logits",
-    "policy of given logits",
-)  # fmt: skip
+# Of the others, which take the compiler seconds each, `make test-compile` asks.
+CALLED = ["dense", "JSD in one pass", *(
+    pytest.param(name, marks=pytest.mark.compilation)
+    for name in ("support with empty rows", "a teacher's lists", "given logits", "policy of given logits")
+)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLED)

@@ -17,7 +17,7 @@ from peaks import tensor_peak
 KINDS = {
     "forward_kl": {"kind": "forward_kl"},
     "reverse_kl": {"kind": "reverse_kl"},
-    **{f"jsd {beta}": {"kind": "jsd", "beta": beta} for beta in (0, 0.3, 0.5, 1.0)},
+    **{f"jsd {beta}": {"kind": "jsd", "beta": beta} for beta in (0, 0.3, 1.0)},
 }
 TRANSFORMS = [
     ({}, {}),
@@ -100,9 +100,15 @@ def kernels(request, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("transforms", "options"),
-    zip(TRANSFORMS, ({}, {"chunk_tokens": 4, "chunk_vocab": 1060}, {}), strict=True),
-    ids=["whole", "chunks", "other transforms"],
+    ("kernels", "transforms", "options"),
+    [
+        ("PyTorch", TRANSFORMS[0], {}),
+        ("PyTorch", TRANSFORMS[2], {}),
+        ("PyTorch", TRANSFORMS[1], {"chunk_tokens": 4, "chunk_vocab": 1060}),
+        ("Triton", TRANSFORMS[1], {"chunk_tokens": 4, "chunk_vocab": 1060}),
+    ],
+    ids=["whole", "other transforms", "chunks", "Triton"],
+    indirect=["kernels"],
 )
 def test_oracle(kind, transforms, options, kernels, device):
     """Of more ids than a block of a kernel has; what is padding, and what is masked, may hold anything."""
@@ -204,7 +210,7 @@ def test_equal_heads_have_no_divergence_and_no_gradient():
         assert max(grad.abs().max() for grad in grads) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd 0.3"])
 def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, kernels):
     """Whole tiles of them included, the first one among them."""
     x = pair()
@@ -302,17 +308,16 @@ def test_a_teacher_that_requires_grad_is_refused(name):
 # --- what others compute ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_trl_and_liger_compute_the_same(beta):
+def test_trl_and_liger_compute_the_same():
     """Liger's loss without its cross-entropy: the mean of the same numbers over the tokens that are not ignored."""
     gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason="TRL is not installed")
     liger = pytest.importorskip("liger_kernel.chunked_loss", reason="Liger is not installed")
     x = pair((21,), bias=False)
-    found = linear_divergence(**x.arguments(), kind="jsd", beta=beta, mask=x.mask).divergence
+    found = linear_divergence(**x.arguments(), kind="jsd", beta=0.3, mask=x.mask).divergence
     logits = [(part.hidden @ part.weight.T)[None] for part in x[:2]]
     labels = torch.where(x.mask, x.own.targets, -100)
-    theirs = gkd.GKDTrainer.generalized_jsd_loss(*logits, labels=labels[None], beta=beta, reduction="sum")
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(*logits, labels=labels[None], beta=0.3, reduction="sum")
     torch.testing.assert_close(found.sum(), theirs, rtol=1e-5, atol=1e-5)
-    loss = liger.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False)
+    loss = liger.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.3, compiled=False)
     theirs = loss(x.own.hidden, x.own.weight, x.other.hidden, x.other.weight, labels)
     torch.testing.assert_close(found.sum() / x.mask.sum(), theirs, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import oracles
+from devices import on_gpu
 from head_calls import run_triton
 from liger_rl import LogitTransform, linear_divergence, linear_logprobs
 from liger_rl.head.head_options import HeadOptions, resolved
@@ -81,15 +82,13 @@ def tiles_and_epilogue(monkeypatch):
     return each
 
 
-ENGINES = [
-    (kind, wide, way)
-    for kind in ("forward_kl", "reverse_kl", "jsd")
-    for wide in ("", "both", {"forward_kl": "student's", "reverse_kl": "teacher's"}.get(kind, "both"))
-    for way in ("two passes", "one pass")
-]
+KINDS, WAYS = ("forward_kl", "reverse_kl", "jsd"), ("two passes", "one pass")
+ENGINES = [(kind, "", way) for kind in KINDS for way in WAYS] + [("jsd", "both", way) for way in WAYS]
+HEADS = [("forward_kl", "both"), ("forward_kl", "student's"), ("reverse_kl", "both"), ("reverse_kl", "teacher's")]
+WIDE = [(*head, way) for head in HEADS for way in WAYS]
 
 
-@pytest.mark.parametrize(("kind", "wide", "way"), dict.fromkeys(ENGINES))
+@pytest.mark.parametrize(("kind", "wide", "way"), [*ENGINES, *on_gpu(*WIDE)])
 def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
     """Of a padded vocabulary, in several products, with tokens that do not count; of float32 weights, which are copied,
     one of them laid out the other way."""
@@ -118,9 +117,12 @@ def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
 @pytest.mark.parametrize("passes", ["one", "two"])
 @pytest.mark.parametrize(
     ("kind", "banned"),
-    [("forward_kl", "student's"), ("reverse_kl", "student's")]
-    + [(kind, head) for kind in ("forward_kl", "reverse_kl", "jsd") for head in ("teacher's", "both")],
-)
+    [
+        ("forward_kl", "student's"), ("reverse_kl", "teacher's"), ("jsd", "both"),
+        *on_gpu(("reverse_kl", "student's"), ("jsd", "teacher's"), ("forward_kl", "teacher's")),
+        *on_gpu(("forward_kl", "both"), ("reverse_kl", "both")),
+    ],
+)  # fmt: skip
 def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
     """In whole tiles, with a bias of that head alone: as from tiles in memory, infinite values and all."""
     n, vocab = (512, 1024) if DEVICE.type == "cuda" else (32, 512)
@@ -162,18 +164,12 @@ def test_an_infinite_divergence_without_a_gradient(tiles_and_epilogue):
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize(
     ("transforms", "family", "one_pass"),
-    [(transforms, TMA, one_pass) for transforms in (STUDENT_CAPPED, TEACHER_CAPPED) for one_pass in (False, True)]
-    + [(STUDENT_CAPPED, PORTABLE[0], False), (TEACHER_CAPPED, PORTABLE[0], True), (TEACHER_CAPPED, PORTABLE[2], True)],
-    ids=[
-        "student-tma-two",
-        "student-tma-one",
-        "teacher-tma-two",
-        "teacher-tma-one",
-        "student-0",
-        "teacher-0",
-        "teacher-2",
+    [
+        (STUDENT_CAPPED, TMA, False), (TEACHER_CAPPED, TMA, True), (TEACHER_CAPPED, PORTABLE[2], True),
+        *on_gpu((STUDENT_CAPPED, TMA, True), (TEACHER_CAPPED, TMA, False)),
+        *on_gpu((STUDENT_CAPPED, PORTABLE[0], False), (TEACHER_CAPPED, PORTABLE[0], True)),
     ],
-)
+)  # fmt: skip
 def test_transforms_and_families(kind, transforms, family, one_pass, tiles_and_epilogue, monkeypatch):
     """With biases and entropies."""
     if family.tma and DEVICE.type == "cuda" and not family_of(DEVICE).tma:
@@ -192,7 +188,7 @@ def test_transforms_and_families(kind, transforms, family, one_pass, tiles_and_e
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
-@pytest.mark.parametrize("ban", [-1e5, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("ban", [-1e5, torch.finfo(torch.float32).min, *on_gpu(-1e9)])
 def test_ids_that_a_finite_number_bans(ban, kind, tiles_and_epilogue):
     """Log ratios beyond float16, of ids that the student may say, and of a whole part that neither may."""
     n = 512 if DEVICE.type == "cuda" else 32

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import oracles
-from devices import NEEDS_GPU
+from devices import NEEDS_GPU, on_gpu
 from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.head.checks import auto_tolerance
 from liger_rl.head.sparse import certified as sparse
@@ -155,7 +155,7 @@ def test_a_banned_target_does_not_keep_every_part(banned, plans):
         assert distance(mine, other) <= 0.2
 
 
-@pytest.mark.parametrize(("transform", "entropy"), [(PLAIN, False), (PLAIN, True), (CAPPED, True)])
+@pytest.mark.parametrize(("transform", "entropy"), [(PLAIN, False), (CAPPED, True), *on_gpu((PLAIN, True))])
 def test_the_certificate(transform, entropy, plans, monkeypatch):
     """With one-hot hidden states the weight's gradient is dL/dlogits: each token's error is within the tolerance.
 

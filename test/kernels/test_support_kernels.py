@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from devices import on_gpu
 from liger_rl.kernels import segment_sums as listed
 from liger_rl.kernels import segments_triton
 
@@ -10,7 +11,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 H = 70
 
 
-@pytest.mark.parametrize("shape", [(4, 2048, 4, 16, 1), (2, 16, 2, 8, 4), (4, 32, 1, 1, 4)])
+@pytest.mark.parametrize("shape", [(4, 2048, 4, 16, 1), *on_gpu(((2, 16, 2, 8, 4),), ((4, 32, 1, 1, 4),))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_segments(shape, dtype):
     """Segments of none to many positions, in pieces that start anywhere; positions after the last belong to none."""
