@@ -50,7 +50,7 @@ from liger_rl.kernels import (
     softmax,
 )
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.segment_sums import Base, Entries, Factors, Rows, Segments
+from liger_rl.kernels.segment_sums import Base, Entries, Factors, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     EXTRAS,
@@ -202,19 +202,17 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
-    extras, ids = EXTRAS if entropy else (), torch.int32 if entropy else torch.int64
+    ids = torch.int32 if entropy else torch.int64
     targets, mask = torch.zeros(N, dtype=torch.long), ones(N) if entropy else torch.ones(N, dtype=torch.bool)
     wanted = torch.ones(N // 2, dtype=torch.bool) if entropy else None
     token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
-    given = {"part": Rows(V, 0, V), "keep_single": entropy, "distinct": entropy}
-    slots = slots_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
+    slots = slots_triton.make_slots(token_ids, offsets, targets, mask, wanted, vocab=V, distinct=entropy)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V),) if entropy else ()
     factors = Factors(hidden, weight, *factors)
     logits = segments_triton.dots(factors, slots, transform)
-    slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
-    slots_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
-    tokens = token_gradients(entropy)._replace(lse=ones(N).double(), uniform=ones(N) if entropy else None)
+    slots_triton.statistics(logits, slots, entropy=entropy)
+    tokens = token_gradients(entropy)._replace(lse=ones(N).double())
     coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), tokens, transform)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments in (slots.by_token, by_id):

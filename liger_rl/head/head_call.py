@@ -26,7 +26,7 @@ class LogProbs(NamedTuple):
     log_sum_sq_probs: Tensor | None = None
     """log sum_v p_v^2, <= 0, no gradient; None unless named in `extras`, as are mean_logits and is_top1."""
     mean_logits: Tensor | None = None
-    """Mean over the vocabulary of the transformed logits, differentiable. With a support, over the token's ids."""
+    """Mean over the vocabulary of the transformed logits, differentiable."""
     is_top1: Tensor | None = None
     """bool: the target is the smallest of the ids with the largest logit. False at masked tokens."""
     missing_target: Tensor | None = None
@@ -96,6 +96,11 @@ class HeadCall:
             check_type("support", self.support, Support, "a Support or None")
             if self.several:
                 raise ValueError("support must be None with several targets for each token, got a Support")
+            if self.vocab_parallel is not None:  # also that of a sharded DTensor weight
+                raise ValueError(
+                    "support must be None with vocab_parallel: no rank has all listed rows of a sharded weight; "
+                    "got a Support"
+                )
         if self.several and "is_top1" in self.options.extras:
             raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
 

@@ -43,7 +43,7 @@ class Head(NamedTuple):
     live: TokenSelection
     # Set if the weight holds a part of the vocabulary. Targets (N,) are then rows of the weight, (N, K) are global ids.
     shard: VocabShard | None = None
-    listed: ListedIds | None = None  # for the support engine, whose targets are global ids
+    listed: ListedIds | None = None  # for the support engine
     weight_dtype: torch.dtype | None = None  # dtype of the weight's gradient, if `weight` is a copy in another dtype
 
     @property

@@ -10,6 +10,7 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with a support": {
         "lse": "its engine does not keep it",
         "topk": "its engine does not keep it",
+        "extras": "its engine does not keep them",
         "grad_tolerance": "",
     },
     "with several targets for each token": {"grad_tolerance": ""},
@@ -35,7 +36,7 @@ def broken(options: object, feature: str, ignored: str | None = None) -> tuple[s
     """The first option, except `ignored`, that excludes `feature`: name, default, value, reason. None: none does."""
     for name, why in NOT_TOGETHER[feature].items():
         default = 0.0 if name == "grad_tolerance" else getattr(type(options), name)
-        value = getattr(options, name)
+        value = getattr(options, name) or default  # an empty list of extras is the default, too
         if name != ignored and value not in (default, "auto"):  # "auto" becomes 0 with the feature
             return name, default, value, why
     return None

@@ -17,7 +17,7 @@ from liger_rl.head.local_tensors import localized
 from liger_rl.head.plan import ENGINES, path_for
 from liger_rl.head.sparse import listed as support_engine
 from liger_rl.head.support import ListedIds, Support
-from liger_rl.kernels.segment_sums import BAD_MASKS, BAD_TARGETS, COUNTED
+from liger_rl.kernels.segment_sums import BAD_MASKS, BAD_TARGETS
 
 
 def log_probs(original_call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
@@ -43,7 +43,7 @@ def log_probs(original_call: HeadCall, *, dtype: torch.dtype | None = None) -> L
         ids = targets.amax(-1) if call.several else targets
         engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
         if call.support is not None:
-            return _over_support(call, call.support, ids, engine_options, shard)
+            return _over_support(call, call.support, ids, engine_options)
         wait_for_selection = start_selection(call, ids, vocab)
         engine = ENGINES[path_for(HeadShape.of(call, engine_options))[0]]
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
@@ -65,35 +65,33 @@ def _log_probs(values: dict[str, Tensor | None], live: TokenSelection, shape: to
     return LogProbs(**columns)  # type: ignore[arg-type]
 
 
-def _over_support(
-    call: HeadCall, support: Support, ids: Tensor, options: EngineOptions, shard: VocabShard | None
-) -> LogProbs:
+def _over_support(call: HeadCall, support: Support, ids: Tensor, options: EngineOptions) -> LogProbs:
     """Log-probabilities over the ids that each token lists. A token that lists none has the whole vocabulary."""
     # `flatten` returns a flat tensor itself. A view costs as much host time as a launch.
-    flat, n = ids.flatten(), ids.numel()
-    vocab = call.weight.shape[0] if shard is None else shard.vocab
-    shape = call.targets.shape
+    flat, vocab, shape = ids.flatten(), call.weight.shape[0], call.targets.shape
     mask, needed = (None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask))
-    slots = support_engine.support_slots(support, flat, mask, needed, call.weight, options, shard)
+    make_slots = support_engine.kernels_for(flat.device).make_slots
+    lists = support.token_ids, support.offsets
+    # Bad values raise no error here and do no harm. The check reads `numbers` of the slots.
+    slots = make_slots(*lists, flat, mask, needed, vocab=vocab, distinct=support.distinct)
     listed = ListedIds(slots, _start_check(call, ids, vocab, support, slots.numbers))
-    head = head_of(call, flat, TokenSelection(n), shard)._replace(listed=listed)
+    head = head_of(call, flat, TokenSelection(flat.numel()), None)._replace(listed=listed)
     named = linear_values(head, options, support_engine)._asdict() | {"missing_target": slots.missing}
     if flat.shape != shape:
         named = {name: None if tensor is None else tensor.view(shape) for name, tensor in named.items()}
     return LogProbs(**named)
 
 
-def _start_check(
-    call: HeadCall, ids: Tensor, vocab: int, support: Support, counts: Tensor
-) -> Callable[[], tuple[list[int], int]]:
+def _start_check(call: HeadCall, ids: Tensor, vocab: int, support: Support, counts: Tensor) -> Callable[[], list[int]]:
     """Ask the device for `counts`, which are `Slots.numbers`. The result is the check of a `ListedIds`, and waits."""
     answer = HostAnswer(counts)
 
-    def check() -> tuple[list[int], int]:
+    def check() -> list[int]:
         numbers = answer.wait().tolist()
-        if numbers[BAD_TARGETS] or numbers[BAD_MASKS] or any(numbers[COUNTED:]):
+        if numbers[BAD_TARGETS] or numbers[BAD_MASKS]:
             start_selection(call, ids, vocab)()  # raises the error with the wrong values
-        return numbers, support.check_values(numbers, vocab=vocab)
+        support.check_values(numbers, vocab=vocab)
+        return numbers
 
     return check
 

@@ -54,14 +54,14 @@ class Support:
             self._raise_for_values(None)
 
     @classmethod
-    def from_padded(cls, ids: Tensor, *, distinct: bool = False) -> "Support":
+    def from_padded(cls, ids: Tensor) -> "Support":
         """A support from (N, K) or (B, T, K) int32 or int64 ids, where -1 is no id. Waits for the device."""
         if check_dense("ids", ids).dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
         if ids.dim() not in (2, 3):
             raise ValueError(f"ids must be (N, K) or (B, T, K), got {tuple(ids.shape)}")
         rows = ids.reshape(ids.shape[:-1].numel(), ids.shape[-1])
-        return cls(rows[rows != -1], _offsets((rows != -1).sum(1)), distinct=distinct)
+        return cls(rows[rows != -1], _offsets((rows != -1).sum(1)))
 
     @classmethod
     def from_vllm(
@@ -70,16 +70,14 @@ class Support:
         *,
         length: int | None = None,
         device: torch.device | str | int | None = None,
-        distinct: bool | None = None,
     ) -> "Support":
-        """A support from the masks of an inference engine.
+        """A support from the masks of an inference engine. It is `distinct`, unless it is made of rows of ids.
 
         Args:
             mask: an object with `token_ids` and `offsets` (lists, arrays or tensors), such as vLLM's `SamplingMask`; or
                 a list of such objects, one per sequence; or a list of rows, one per token, each a list of ids or None.
             length: T of a (B, T) call, not for rows of ids. Each sequence is padded with empty rows.
             device: device of the support.
-            distinct: None is True for objects, unless an object says otherwise, and False for rows of ids.
         """
         masks = [mask] if _is_mask(mask) else mask
         if not isinstance(masks, (list, tuple)):
@@ -93,7 +91,7 @@ class Support:
             rows = [[] if row is None else list(row) for row in masks]
             sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
             ids = _integers("mask", [number for row in rows for number in row], device)
-            return cls(ids, _offsets(sizes), distinct=False if distinct is None else distinct)
+            return cls(ids, _offsets(sizes))
         parts, counts = [], []
         for place, one in enumerate(masks):
             token_ids, offsets = (_integers(name, getattr(one, name), device) for name in ("token_ids", "offsets"))
@@ -104,7 +102,7 @@ class Support:
             missing = 0 if length is None else length - part.tokens
             counts.append(torch.nn.functional.pad(part.offsets.long().diff(), (0, missing)))
             parts.append(part)
-        distinct = all(part.distinct for part in parts) if distinct is None else distinct
+        distinct = all(part.distinct for part in parts)
         return cls(torch.cat([part.token_ids for part in parts]), _offsets(torch.cat(counts)), distinct=distinct)
 
     @classmethod
@@ -117,7 +115,6 @@ class Support:
         top_k: int | None = None,
         min_p: float | None = None,
         temperature: float = 1.0,
-        distinct: bool = True,
     ) -> "Support":
         """A support from (N, V) or (B, T, V) logits, by the rules of Hugging Face's sampling. Waits for the device.
 
@@ -130,7 +127,6 @@ class Support:
             min_p: in [0, 1]; of these, keeps ids with at least `min_p` times the largest probability. vLLM does so
                 before top_p, so with both its sets may differ.
             temperature: above 0.
-            distinct: as the field, but True without it.
         """
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
@@ -153,7 +149,7 @@ class Support:
         if min_p is not None:
             kept &= (ordered - ordered[:, :1]).exp() >= min_p
         kept[:, 0] = True
-        return cls(ids[kept], _offsets(kept.sum(1)), distinct=distinct)
+        return cls(ids[kept], _offsets(kept.sum(1)), distinct=True)
 
     @property
     def tokens(self) -> int:
@@ -220,8 +216,8 @@ class Support:
         self.check_rows(targets, targets_name)
         check_dense("support", self.token_ids, targets, targets_name)
 
-    def check_values(self, numbers: Sequence[int], *, vocab: int) -> int:
-        """Raise ValueError for bad values; -> the number of tokens that count and have an empty row.
+    def check_values(self, numbers: Sequence[int], *, vocab: int) -> None:
+        """Raise ValueError for bad values.
 
         Args:
             numbers: `Slots.numbers`, which the caller has read. If none of them says that a value is bad, nothing here
@@ -229,7 +225,6 @@ class Support:
         """
         if any(numbers[segments.BAD_STARTS : segments.BAD_IDS + 1]):
             self._raise_for_values(vocab)
-        return numbers[segments.FULL_ROWS]
 
     def _raise_for_values(self, vocab: int | None) -> None:
         pairs, offsets = self.token_ids.numel(), self.offsets
@@ -271,14 +266,13 @@ def _offsets(counts: Tensor) -> Tensor:
 class ListedIds:
     """The slots of a call over a support, and the results of their checks, which are waited for once."""
 
-    def __init__(self, slots: Slots, check: Callable[[], tuple[Sequence[int], int]]) -> None:
+    def __init__(self, slots: Slots, check: Callable[[], Sequence[int]]) -> None:
         """
         Args:
-            check: waits for the device, raises for bad values of the call, and returns `Slots.numbers` and the number
-                of tokens that take the whole vocabulary.
+            check: waits for the device, raises for bad values of the call, and returns `Slots.numbers`.
         """
         self.slots = slots
-        self._check: Callable[[], tuple[Sequence[int], int]] | None = check
+        self._check: Callable[[], Sequence[int]] | None = check
         self._full: Tensor | None = None
         self.all_short = False  # True once the host knows that no token has more than LONG_ROW slots
 
@@ -286,13 +280,10 @@ class ListedIds:
     def full(self) -> Tensor | None:
         """Index of the tokens that count and have an empty row; None if there is none. Waits for the check."""
         if self._check is not None:
-            numbers, empty = self._check()
-            self._full, self.all_short = empty_rows(self.slots, empty), numbers[segments.LONG_ROWS] == 0
+            numbers = self._check()
+            empty = numbers[segments.FULL_ROWS]
+            # We sort, because `nonzero` would wait for the count, which is known.
+            full = torch.argsort(self.slots.full.logical_not(), stable=True)[:empty] if empty else None
+            self._full, self.all_short = full, numbers[segments.LONG_ROWS] == 0
             self._check = None
         return self._full
-
-
-def empty_rows(slots: Slots, count: int) -> Tensor | None:
-    """Index of the `count` tokens that count and have an empty row; None if there is none."""
-    # We sort, because `nonzero` would wait for the count, which is known.
-    return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None

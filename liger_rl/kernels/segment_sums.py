@@ -27,34 +27,24 @@ PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segments_trito
 GATHERED = 1 << 21  # numbers in gathered rows at a time, 8 MiB in float32
 
 
-class Rows(NamedTuple):
-    """The part of the vocabulary that the rows of a weight hold."""
-
-    number: int  # V'
-    first: int  # vocabulary id of the first row
-    vocab: int  # V of all shards together
-
-
 class Slots(NamedTuple):
     """The slots of N tokens. Token t has slots starts[t] to starts[t + 1]: its target, then the other ids of its row.
 
-    A slot's id is a row of the weight, in [0, V'). It is V' if the id belongs to another shard. It is V' + 1 if nothing
-    is computed: for a repeated id, for the slot left over if the row lists the target, and in rows other than SEVERAL.
-    The target of a SINGLE row may have its row of the weight all the same (`make_slots` with `keep_single`).
+    A slot's id is V if nothing is computed: for a repeated id, for the slot left over if the row lists the target, and
+    in rows other than SEVERAL.
     """
 
-    ids: Tensor  # (S,) int32 with S = P + N, for P listed ids
+    ids: Tensor  # (S,) int32 in [0, V], with S = P + N for P listed ids
     tokens: Tensor  # (S,) int32
     starts: Tensor  # (N + 1,) int64
     kinds: Tensor  # (N,) uint8: IGNORED, FULL, SINGLE or SEVERAL
     missing: Tensor  # (N,) bool: the token's row lists ids, but not the target
     numbers: Tensor  # (COUNTED,) int64: BAD_STARTS, BAD_ORDERS, ...
-    rows: int  # V' of the weight
-    first: int  # vocabulary id of the weight's first row
+    vocab: int  # V
 
     @property
     def full(self) -> Tensor:
-        """(N,) bool: tokens that count and whose row is empty. Their slots hold no row of the weight."""
+        """(N,) bool: tokens that count and whose row is empty. Their slots hold no id."""
         return self.kinds == FULL
 
     @property
@@ -66,8 +56,8 @@ class Factors(NamedTuple):
     """The factors of logits: hidden @ weight.T + bias, in float32."""
 
     hidden: Tensor  # (N, H) any float dtype
-    weight: Tensor  # (V', H) any float dtype
-    bias: Tensor | None = None  # (V',)
+    weight: Tensor  # (V, H) any float dtype
+    bias: Tensor | None = None  # (V,)
 
 
 class Segments(NamedTuple):
@@ -86,7 +76,7 @@ class Segments(NamedTuple):
 class Entries(NamedTuple):
     """Entries of dL/dx at (token, id) pairs, token after token."""
 
-    ids: Tensor  # (S,) int32, rows of the weight; V' or more for an entry without a row
+    ids: Tensor  # (S,) int32; V or more for an entry without an id
     coefficients: Tensor  # (S,) float32, dL/dx
     tokens: Tensor  # (S,) int32
 
@@ -117,13 +107,12 @@ def order_by_id(entries: Entries, rows: int) -> tuple[Segments, Tensor, Tensor]:
 
 
 def dots(factors: Factors, slots: Slots, transform: LogitTransform) -> Tensor:
-    """-> transformed logits z (S,) float32; undefined in slots without a row of the weight."""
-    has_row = slots.ids < slots.rows
-    row, token = torch.where(has_row, slots.ids, 0).long(), slots.tokens.long()
+    """-> transformed logits z (S,) float32; undefined in slots without an id."""
+    row, token = torch.where(slots.ids < slots.vocab, slots.ids, 0).long(), slots.tokens.long()
     x = torch.zeros(row.numel(), dtype=torch.float32, device=row.device)
-    for piece in _pieces(row.numel(), factors.hidden.shape[1]) if slots.rows else ():
+    for piece in _pieces(row.numel(), factors.hidden.shape[1]):
         x[piece] += (factors.hidden[token[piece]].float() * factors.weight[row[piece]].float()).sum(1)
-    bias = None if factors.bias is None or slots.rows == 0 else factors.bias[row, None]
+    bias = None if factors.bias is None else factors.bias[row, None]
     return transformed(x[:, None], bias, transform).squeeze(1)
 
 

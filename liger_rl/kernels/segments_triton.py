@@ -90,8 +90,8 @@ def _dots_kernel(
     token, first, last = _span(tl.program_id(0).to(tl.int64), slots.tokens, slots.starts, tokens, PIECE)
     for start in range(first, last, SLOTS):
         slot = start + tl.arange(0, SLOTS)
-        row = tl.load(slots.ids + slot, mask=slot < last, other=slots.rows).to(tl.int64)
-        has_row = row < slots.rows
+        row = tl.load(slots.ids + slot, mask=slot < last, other=slots.vocab).to(tl.int64)
+        has_row = row < slots.vocab
         if tl.max(has_row.to(tl.int32)) > 0:
             hidden_row = factors.hidden + token * strides.hidden
             x = _dots(hidden_row, factors.weight, strides.weight, row, has_row, columns, SLOTS, COLUMNS)
@@ -105,7 +105,7 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Laun
     """As `segments.dots`; the last dimensions must be contiguous."""
     n, positions, columns = slots.kinds.numel(), slots.ids.numel(), factors.hidden.shape[1]
     logits = torch.empty(positions, dtype=torch.float32, device=factors.hidden.device)
-    if n == 0 or factors.weight.shape[0] == 0:
+    if n == 0:
         return logits
     if factors.bias is not None:
         factors = factors._replace(bias=factors.bias.contiguous())

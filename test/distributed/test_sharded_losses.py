@@ -12,32 +12,27 @@ from liger_rl import (
     FusedLinearGRPOLoss,
     FusedLinearPreferenceLoss,
     ReferenceHead,
-    Support,
     VocabParallel,
 )
 from ranks import assert_whole, message_of, relative_error
 
 HIDDEN, TEACHER_HIDDEN = 12, 14
 
-# Loss -> its options; what is given beside the head; and how that is sharded: rows by hand, or DTensors.
+# Loss, and how its head is sharded: rows by hand, or DTensors.
 LOSSES = {
-    "grpo": ("grpo", {}, "rows"),
-    "gspo": ("gspo", {}, "rows"),
-    "a support": ("grpo", {"support": True}, "rows"),
-    "DTensors": ("gspo", {}, "DTensors"),
+    "grpo": ("grpo", "rows"),
+    "gspo": ("gspo", "rows"),
+    "DTensors": ("gspo", "DTensors"),
 }
 
 
-def solve_loss(rank, loss_type, options, sharded, passes="auto"):
+def solve_loss(rank, loss_type, sharded, passes="auto"):
     torch.manual_seed(3)
     hidden, weight = torch.randn(3, 8, HIDDEN), torch.randn(40, HIDDEN)
     ids, advantages = torch.randint(40, (3, 8)), torch.randn(3)
     mask = torch.rand(3, 8) < 0.7
-    columns, place, options = {"old_per_token_logps": torch.randn(3, 8) - 4}, None, {"beta": 0.05, **options}
+    columns, place = {"old_per_token_logps": torch.randn(3, 8) - 4}, None
     teacher_hidden = hidden + 0.1
-    if options.pop("support", False):
-        rows = [[] if t % 5 == 0 else [t, 39 - t, int(i)] for t, i in enumerate(ids.flatten())]
-        columns["support"] = Support.from_vllm(rows)
     if rank is not None and sharded == "rows":
         rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
         place = VocabParallel(rank.group, rows.start)
@@ -48,11 +43,10 @@ def solve_loss(rank, loss_type, options, sharded, passes="auto"):
         hidden, teacher_hidden = (distribute_tensor(part, mesh, [Shard(1)]) for part in (hidden, teacher_hidden))
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     loss = FusedLinearGRPOLoss(
-        loss_type, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes, **options
+        loss_type, beta=0.05, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes
     )
-    given = {"support": columns["support"]} if "support" in columns else {}
     columns["ref_per_token_logps"] = loss.reference_logps(
-        teacher_hidden.detach(), weight.detach(), ids, mask, vocab_parallel=place, **given
+        teacher_hidden.detach(), weight.detach(), ids, mask, vocab_parallel=place
     )
     result = loss(*leaves, ids, advantages, mask, vocab_parallel=place, **columns)
     grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))
@@ -66,13 +60,11 @@ def refused_in_one_pass(rank, *loss):
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_the_policy_loss(ranks, loss):
-    """The gradients of tokens with an empty row are rounded before they are added to the others'."""
     results, expected = ranks.run(solve_loss, *loss), solve_loss(None, *loss)
     assert_whole(results, expected, 1e-5, 3e-6)
     assert relative_error(results[0]["loss"], expected["loss"]) <= 1e-6
-    if "support" not in loss[1]:
-        for message in ranks.run(refused_in_one_pass, *loss):
-            assert message.startswith('ValueError: passes="one" needs ')
+    for message in ranks.run(refused_in_one_pass, *loss):
+        assert message.startswith('ValueError: passes="one" needs ')
 
 
 def solve_other_loss(rank, kind, sharded):

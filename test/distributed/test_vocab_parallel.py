@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import oracles
 from devices import skip_without_interpreter
 from head_calls import Products, run_triton
-from host_reads import host_reads
 from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
@@ -46,7 +45,6 @@ class Case:
     chunk_vocab: int | None = None
     ids_below: int = VOCAB  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
-    support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
     several: int = 0  # ids of each token, 0 for its target alone
     topk: int | None = None
     banned: int = 0  # the first entries, whose bias is -inf: a whole shard and more
@@ -71,19 +69,11 @@ CASES = [
     Case(tokens=0, masked="none"),
     Case(frozen="hidden"),
     Case(tokens=48, dtype=torch.bfloat16, temperature=0.8, shards=1),
-    Case(support=(1, 2, 7, 50, 600), temperature=0.7, softcap=3.0, bias=True),
-    Case(support=(3, 0, 1, 40), shards=1, bias=True),
-    Case(support=(2, 0, 601), tokens=48, dtype=torch.bfloat16, shards=1),
-    Case(support=(0,)),
-    Case(support=(2, 5), ids_below=5, frozen="hidden"),
-    Case(support=(2, 0), masked="all"),
-    Case(support=(2,), tokens=0, masked="none"),
     Case(bias=True, banned=520, shards=1),
     Case(several=7, topk=6, bias=True, softcap=9.0, temperature=0.8),
     Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
     Case(topk=6, bias=True, shards=1, masked="none"),
     *(Case(dtensors="both", placement=placement, bias=True) for placement in (None, Replicate(), Shard(0))),
-    *(Case(dtensors="both", placement=placement, support=(3, 0)) for placement in (None, Shard(0))),
     Case(dtensors="both", placement=Replicate(), bias=True, several=7, topk=6),
     Case(kind="reverse_kl", bias=True, temperature=0.8),
     Case(kind="forward_kl", shards=1),
@@ -141,17 +131,7 @@ def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
     return {name: part.to(device) for name, part in (parts | {"targets": targets}).items()}
 
 
-def support_of(case: Case, targets: Tensor) -> Support:
-    """Rows with each token's target, but for every seventh token."""
-    torch.manual_seed(2)
-    rows = [torch.randperm(VOCAB)[: case.support[t % len(case.support)]].tolist() for t in range(case.tokens)]
-    for token, target in enumerate(targets.tolist()):
-        if rows[token] and 0 <= target < VOCAB and token % 7:
-            rows[token][-1] = target
-    return Support.from_vllm(rows, device=targets.device)
-
-
-def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=None) -> dict[str, Tensor]:
+def solve(case: Case, parts: dict[str, Tensor], place=None) -> dict[str, Tensor]:
     """Results and gradients by name; a sharded gradient is this rank's."""
     own = {name: parts[name] for name in ("hidden", "weight", "bias") if name in parts}
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
@@ -170,7 +150,7 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
         loss = (found.divergence * of_others.flip(0) + found.logps * of_logps + found.entropy * of_others).sum()
     else:
         found = linear_logprobs(
-            parts["hidden"], parts["weight"], parts["targets"], **options, support=support,
+            parts["hidden"], parts["weight"], parts["targets"], **options,
             extras=("mean_logits",) if case.several else () if case.banned else EXTRAS, lse=case.several > 0,
             topk=case.topk,
         )  # fmt: skip
@@ -185,31 +165,24 @@ def solve(case: Case, parts: dict[str, Tensor], support: Support | None, place=N
     return {name: part.detach().cpu() for name, part in results.items()}
 
 
-def whole(case: Case, device="cpu"):
-    parts = parts_of(case, device)
-    return parts, support_of(case, parts["targets"]) if case.support else None
-
-
 def shard_of(rank, case: Case):
     """Arguments of `solve`."""
     sizes = SHARDS[rank.world][case.shards]
     rows = slice(sum(sizes[: rank.index]), sum(sizes[: rank.index + 1]))
-    parts, support = whole(case, rank.device)
+    parts = parts_of(case, rank.device)
     if case.dtensors:
-        sharded = dict.fromkeys(("weight", "bias", "b", "teacher_weight", "teacher_bias"), Shard(0)) | {
-            "a": Replicate()
-        }
+        sharded = dict.fromkeys(("weight", "bias", "teacher_weight", "teacher_bias"), Shard(0))
         sharded |= {"hidden": case.placement, "teacher_hidden": case.placement}
         for name, placement in sharded.items():  # in one order on all ranks: each is a collective
             if name in parts and placement is not None:
                 part = distribute_tensor(parts[name], rank.mesh("tp"), [placement])
                 plain = case.dtensors == "student" and name.startswith("teacher") and placement == Shard(0)
                 parts[name] = part.to_local() if plain else part
-        return case, parts, support, None
-    parts |= {name: parts[name][rows].clone() for name in ("weight", "bias", "b") if name in parts}
+        return case, parts, None
+    parts |= {name: parts[name][rows].clone() for name in ("weight", "bias") if name in parts}
     padded = slice(rows.start, rows.stop + (case.padding if rank.index == rank.world - 1 else 0))
     parts |= {name: parts[name][padded].clone() for name in ("teacher_weight", "teacher_bias") if name in parts}
-    return case, parts, support, VocabParallel(rank.group, rows.start)
+    return case, parts, VocabParallel(rank.group, rows.start)
 
 
 def solve_sharded(rank, case):
@@ -218,7 +191,7 @@ def solve_sharded(rank, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_whole_head(ranks, world, case):
-    results, expected = ranks.run(solve_sharded, case, **world), solve(case, *whole(case, world["device"]))
+    results, expected = ranks.run(solve_sharded, case, **world), solve(case, parts_of(case, world["device"]))
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
     loose = case.topk or case.kind
     # With few ids the largest logits are the probable ones, and the last bit of 35 is 4e-6 of a probability.
@@ -226,7 +199,7 @@ def test_equals_the_whole_head(ranks, world, case):
     assert_whole(results, expected, 1e-5 if loose else 1e-6, grad_tolerance)
     for name, truth in expected.items():
         if case.tokens and case.masked != "all":
-            assert truth.any() or (name == "is_top1" and case.ids_below < VOCAB) or name == "missing_target", name
+            assert truth.any() or (name == "is_top1" and case.ids_below < VOCAB), name
 
 
 def solve_in_triton(rank, case):
@@ -242,7 +215,7 @@ def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
     skip_without_interpreter()
     case = Case(tokens=33, dtype=dtype, softcap=softcap, shards=1, temperature=0.7)
     assert_whole(
-        ranks.run(solve_in_triton, case), solve(case, *whole(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
+        ranks.run(solve_in_triton, case), solve(case, parts_of(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
     )
 
 
@@ -252,7 +225,7 @@ def distilled(rank):
     parts, place = parts_of(case), None
     ids, teacher = torch.randint(VOCAB, (37, 7)), torch.randn(37, 7).log_softmax(-1)
     if rank is not None:
-        _, parts, _, place = shard_of(rank, case)
+        _, parts, place = shard_of(rank, case)
     hidden = parts["hidden"].requires_grad_()
     found = topk_divergence(
         hidden, parts["weight"], ids, teacher, tail="none", bias=parts["bias"], vocab_parallel=place
@@ -286,6 +259,7 @@ def provoked(rank, on_all, on_last):
 
 TEACHER = {"teacher_rows": 5}
 COVER = "ValueError: the shards of weight must cover"
+WITH_SUPPORT = "ValueError: support must be None with vocab_parallel: "
 # What every rank does otherwise, what the last one alone does, and the error on all of them.
 MISTAKES = {
     "a gap": ({}, {"start": 1}, rf"{COVER} .*\[0, 5\) on rank 0"),
@@ -294,6 +268,7 @@ MISTAKES = {
     "H": ({"columns": HIDDEN + 1}, {}, r"ValueError: weight must be \(V, H\) with H = 12 "),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
+    "support": ({"options": {"support": Support.from_vllm([[0]] * 6)}}, {}, WITH_SUPPORT),
     # Two heads.
     "a gap of two heads": (TEACHER, {"start": 1}, COVER),
     "targets of two heads": (
@@ -312,6 +287,16 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_all, on_last,
     (message,) = {message for message, _ in results}
     assert re.match(expected, message or "")
     assert [count for _, count in results] == [2, 2]
+
+
+def with_a_sharded_weight(rank):
+    weight = distribute_tensor(torch.randn(11, HIDDEN), rank.mesh("tp"), [Shard(0)])
+    support, ids = Support.from_vllm([[0], [1]]), torch.arange(2)
+    return message_of(lambda: linear_logprobs(torch.randn(2, HIDDEN), weight, ids, support=support))
+
+
+def test_a_support_is_refused_with_a_sharded_weight(ranks):
+    assert all(message.startswith(WITH_SUPPORT) for message in ranks.run(with_a_sharded_weight))
 
 
 def misaligned(rank):
@@ -376,9 +361,10 @@ def test_ids_of_tokens_without_a_say_are_not_looked_at(ranks):
 
 
 def calls_seen(rank, case):
-    """Ranks tell their rows once per weight and place; a call whose weight is known never waits for the device, and its
-    collectives are three. -> the number of comparisons after each call, host reads, shapes that are summed or merged,
-    products after the last of them has begun.
+    """Ranks tell their rows once per weight and place; a call whose weight is known has three collectives.
+
+    -> the number of comparisons after each call, shapes that are summed or merged, products after the last of them has
+    begun.
     """
     counts = []
     with sent() as calls:
@@ -390,7 +376,7 @@ def calls_seen(rank, case):
     given = shard_of(rank, case)
     solve(*given)
     marks: list[int] = []
-    with sent() as calls, host_reads(rank.device) as reads, Products() as products:
+    with sent() as calls, Products() as products:
         reduce = dist.all_reduce
 
         def marked(*args, **options):
@@ -399,7 +385,7 @@ def calls_seen(rank, case):
 
         with mock.patch.object(dist, "all_reduce", marked):
             solve(*given)
-    return counts, reads.names, [shape for _, shape in calls], len(products.factors) - marks[-1]
+    return counts, [shape for _, shape in calls], len(products.factors) - marks[-1]
 
 
 @pytest.mark.parametrize("masked", ["none", "some", "all"])
@@ -407,7 +393,7 @@ def test_what_a_call_sends_and_waits_for(ranks, masked):
     for chunks in ({}, {"chunk_tokens": 8, "chunk_vocab": 32}):
         (first, other) = ranks.run(calls_seen, Case(masked=masked, **chunks))
         assert first == other
-        counts, _, shapes, after = first
+        counts, shapes, after = first
         assert counts == [1, 1, 2, 2, 2]
         n = shapes[0][1]
         assert n == {"none": 36, "all": 0}.get(masked, n)
@@ -423,7 +409,7 @@ def test_what_a_call_with_several_targets_sends(ranks, topk):
     """Beside a maximum and three sums, the third for the mean logit, one collective more of (n, K) for the targets, and
     one for the largest; none of them in a loop over tiles."""
     case = Case(several=7, topk=topk, bias=True, entropy=False, tokens=13)
-    for _, _, shapes, _ in ranks.run(calls_seen, case):
+    for _, shapes, _ in ranks.run(calls_seen, case):
         n = shapes[0][1]
         assert shapes[:-1] == [(1, n), (3, n), (n, 7), *([(n, 6)] if topk else [])]
         assert shapes[-1][1] == HIDDEN
@@ -435,18 +421,10 @@ def test_what_a_divergence_sends(ranks, kind, sums, chunk_vocab):
     """A maximum and a sum of a few numbers a token, one sum more for a mixture, and the gradient of hidden."""
     first, other = ranks.run(calls_seen, Case(kind=kind, chunk_vocab=chunk_vocab))
     assert first == other
-    shapes = first[2]
+    shapes = first[1]
     assert [shape[0] for shape in shapes[:-1]] == sums
     assert shapes[-1][1] == HIDDEN
     assert shapes[-1][0] < shapes[0][1] < 37  # tokens without a gradient are not sent
-
-
-@pytest.mark.parametrize(("support", "collectives"), [((3, 1), 3), ((3, 0), 6)])
-def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collectives):
-    """Rows that are empty have collectives of their own."""
-    for _, reads, shapes, _ in ranks.run(calls_seen, Case(support=support)):
-        assert len(shapes) == collectives
-        assert reads.count("tolist") == 1  # the numbers that say whether the ids are in order
 
 
 # --- ranks that hang: in the last file, for the ranks must be started again after it ---------------------------------

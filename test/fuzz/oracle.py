@@ -47,10 +47,6 @@ def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return wide if dtype is None else wide + (x.detach().to(dtype).double() - x.detach().double())
 
 
-def mean_of(z: Tensor, listed: Tensor) -> Tensor:
-    return torch.where(listed, z, 0.0).sum(-1) / listed.sum(-1)
-
-
 def listed_of(case) -> tuple[Tensor, Tensor]:
     """-> (N, V) bool: what a token's softmax is over; (N,) bool: it lists ids, but not its target."""
     targets, vocab = case.targets.reshape(-1).long().clamp(min=0), case.weight.shape[0]
@@ -78,7 +74,7 @@ class Logits:
         self.temperature, self.softcap, self.scale = transform["temperature"], transform["softcap"], transform["scale"]
         self.z = oracles.transformed(raw, **transform).masked_fill(~self.listed, -torch.inf)
         found = oracles.values(self.z, self.targets)
-        found = found._replace(mean_logits=mean_of(self.z, self.listed), is_top1=found.is_top1.double())
+        found = found._replace(is_top1=found.is_top1.double())
         self.values = {k: v.masked_fill(~live, 0.0) for k, v in found._asdict().items()}
         with torch.no_grad():
             self.slope = torch.ones_like(raw)
@@ -109,7 +105,7 @@ class Logits:
             "log_sum_sq_probs": 2 * unit_row,
             # Tiles of an entry each add one number after the other.
             "mean_logits": unit_row
-            + (3 + self.z.shape[-1] ** 0.5 / 2) * EPS * mean_of(self.z.abs().nan_to_num(posinf=0.0), self.listed),
+            + (3 + self.z.shape[-1] ** 0.5 / 2) * EPS * self.z.abs().nan_to_num(posinf=0.0).mean(-1),
             "is_top1": near_tie.double(),
         }
         self._log_p = torch.where(p > 0, log_p, 0.0).abs()
@@ -133,7 +129,7 @@ class Logits:
             total = total + (self.z.logsumexp(-1) * r).sum()
         share = 0.0
         if m is not None:
-            share = torch.where(self.listed, (m.masked_fill(~self.live, 0.0) / self.listed.sum(-1))[:, None], 0.0)
+            share = (m.masked_fill(~self.live, 0.0) / self.z.shape[-1])[:, None].expand_as(self.z)
             total = total + torch.where(share != 0, self.z * share, 0.0).sum()
             share = share.abs()
         (grad,) = torch.autograd.grad(total, self.raw, retain_graph=True)

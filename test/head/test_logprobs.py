@@ -254,13 +254,13 @@ def test_transform_values(option, error, value):
 
 CHANGED = {
     "chunk_tokens": 64, "chunk_vocab": 64, "grad_tolerance": 0.1,
-    "lse": True, "topk": 3,
+    "lse": True, "topk": 3, "extras": ["mean_logits"],
 }  # fmt: skip
 # Feature in the message, call of the table, its options, options that do not go with them.
 NOT_TOGETHER = [
     ("with lse", "dense", {"lse": True}, ("grad_tolerance",)),
     ("with topk", "dense", {"topk": 3}, ("grad_tolerance",)),
-    ("with a support", "support", {}, ("lse", "topk", "grad_tolerance")),
+    ("with a support", "support", {}, ("lse", "topk", "extras", "grad_tolerance")),
     ("with several targets", "several targets", {"lse": False}, ("grad_tolerance",)),
     ("with several targets", "a teacher's lists", {}, ("grad_tolerance",)),
     ("with token_weights", "JSD in one pass", {}, ("chunk_vocab",)),
@@ -272,7 +272,7 @@ NOT_TOGETHER = [
 )
 def test_options_that_do_not_go_together(feature, name, options, option):
     x, changed = batch(), options | {option: CHANGED[option]}
-    message = rf"{option} must be (None|False|0\.0) {feature}"
+    message = rf"{option} must be (None|False|\(\)|0\.0) {feature}"
     with Products() as products, pytest.raises(ValueError, match=message):
         CALLS[name].function(x.leaves(CALLS[name].inputs), **changed)
     assert products.flops == 0

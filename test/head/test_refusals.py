@@ -193,7 +193,6 @@ OUTSIDE = ({"selected_token_ids": IDS + 129}, ValueError, "selected_token_ids mu
 ONE_PASS = [OUTSIDE, ({"mask": torch.full((3, 5), 0.5)}, ValueError, "mask must be 0 or 1")]
 REFERENCE = [OUTSIDE, ({"selected_token_ids": IDS[:, 1:]}, ValueError, r"selected_token_ids must be \(B, T\)")]
 SUPPORT = Support.from_vllm([[1]] * 15)
-LISTED = LINEAR | {"support": SUPPORT}
 # Call, arguments, type, message.
 TOGETHER = [
     (FusedLinearGRPOLoss(passes="one"), HEAD | LOSS | {"support": SUPPORT}, ValueError, 'passes="one" needs support'),

@@ -13,7 +13,6 @@ from devices import NEEDS_GPU, skip_without_interpreter
 from head_calls import Problem, call, in_short_pieces, problem, run_triton
 from host_reads import host_reads
 from liger_rl import Support
-from liger_rl.kernels.statistics import EXTRAS
 
 CUDA = torch.cuda.is_available()
 ONLY_WITHOUT_GPU = pytest.mark.skipif(CUDA, reason="the GPU compiles the kernels that the interpreter would run")
@@ -71,10 +70,9 @@ def test_a_single_id_leaves_nothing(place):
     leaves = case.x.leaves()
     leaves.hidden.data[:3] = math.nan
     leaves.weight.data[4:7] = math.nan
-    found = call(leaves, support=case.support, entropy=True, extras=("log_sum_sq_probs", "is_top1"))
-    for values in (found.logps, found.entropy, found.log_sum_sq_probs):
+    found = call(leaves, support=case.support, entropy=True)
+    for values in (found.logps, found.entropy):
         assert (values[:3] == 0).all()
-    assert found.is_top1[:3].all()
     g = torch.tensor([1.0, math.inf, math.nan, 1.0], device=place)
     torch.autograd.backward([found.logps, found.entropy], [g, g])
     assert (leaves.hidden.grad[:3] == 0).all()
@@ -109,7 +107,7 @@ def test_reads_of_the_host(rows, device):
     skip_without_interpreter(device)
     case = case_of(rows_of(rows), device, bias=True)
     leaves, given, out = case.x.leaves(), case.support, []
-    options = {"support": given, "entropy": True, "extras": EXTRAS}
+    options = {"support": given, "entropy": True}
 
     def forward() -> None:
         out.append(call(leaves, **options))
@@ -138,7 +136,6 @@ def test_constructors(device):
         assert found.tokens == 4
         assert found.token_ids.device.type == device.type
         assert not found.distinct
-        assert Support.from_padded(padded, distinct=True).distinct
     mask = SimpleNamespace(token_ids=[3, 5, 1], offsets=[0, 2, 3])
     as_tensors = SimpleNamespace(token_ids=torch.tensor(mask.token_ids), offsets=torch.tensor(mask.offsets))
     for one in (mask, as_tensors):
@@ -152,8 +149,6 @@ def test_constructors(device):
     rows = Support.from_vllm([[3, 3]])
     for made_of, distinct in ((mask, True), ([mask] * 2, True), (rows, False), ([rows, mask], False), ([[3]], False)):
         assert Support.from_vllm(made_of).distinct is distinct
-    assert not Support.from_vllm(mask, distinct=False).distinct
-    assert Support.from_vllm([[3, 5]], distinct=True).distinct
 
 
 @pytest.mark.parametrize(

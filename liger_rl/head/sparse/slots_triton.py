@@ -3,14 +3,11 @@
 Atomics add integers only, so two runs give the same bits.
 """
 
-from collections.abc import Collection
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.head.sparse.slots import finished as finished
 from liger_rl.head.sparse.slots import no_slots, repeated_ids, tokens_of
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.segment_sums import (
@@ -27,7 +24,6 @@ from liger_rl.kernels.segment_sums import (
     LONG_ROWS,
     SEVERAL,
     SINGLE,
-    Rows,
     Slots,
 )
 from liger_rl.kernels.segments_triton import BY_TOKEN
@@ -44,7 +40,7 @@ from liger_rl.kernels.softmax import (
     times_derivative,
     token_terms,
 )
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, each
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics, each
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 ROW_BLOCK = 256  # ids of a step of `_slots_kernel` for each warp
@@ -60,15 +56,7 @@ def _count(number, amount):
     tl.atomic_add(number, amount, mask=amount > 0, sem="relaxed")
 
 
-@triton.jit
-def _row_of(ids, needed, slots):
-    """-> rows of the weight as `Slots.ids` has them."""
-    row = ids - slots.first
-    row = tl.where((row >= 0) & (row < slots.rows), row, slots.rows)
-    return tl.where(needed, row, slots.rows + 1).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "long_row"])
+@triton.jit(do_not_specialize=["tokens", "pairs", "each", "long_row"])
 def _slots_kernel(
     token_ids,  # (pairs,)
     offsets,  # (tokens + 1,)
@@ -80,9 +68,7 @@ def _slots_kernel(
     tokens,
     pairs,
     each,
-    vocab,
     long_row,
-    KEEP_SINGLE: tl.constexpr,
     BLOCK: tl.constexpr,
     # Defaults instead of globals, because Triton compares each global that a kernel reads at each launch.
     SINGLE: tl.constexpr = SINGLE,
@@ -110,9 +96,9 @@ def _slots_kernel(
         counts = counts & (value != 0)
         if mask.dtype.element_ty != tl.int1:
             _count(slots.numbers + MASK, (value != 0) & (value != 1))
-    _count(slots.numbers + TARGET, counts & (target >= vocab))
+    _count(slots.numbers + TARGET, counts & (target >= slots.vocab))
     _count(slots.numbers + LONG, end - begin + 1 > long_row)
-    counts = counts & (target < vocab)
+    counts = counts & (target < slots.vocab)
     if wanted_tokens is not None:
         counts = counts & (tl.load(wanted_tokens + token // each) != 0)
     _count(slots.numbers + START, (token == 0) & (raw_begin != 0))
@@ -124,7 +110,7 @@ def _slots_kernel(
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         listed = tl.load(token_ids + place, mask=place < end, other=-1).to(tl.int64)
-        known = (listed >= 0) & (listed < vocab)
+        known = (listed >= 0) & (listed < slots.vocab)
         first_hit = tl.minimum(first_hit, tl.min(tl.where(known & (listed == target), place, first_hit)))
         others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
         unknown += tl.sum(((place < end) & (known == 0)).to(tl.int32))
@@ -134,19 +120,16 @@ def _slots_kernel(
         place = start + tl.arange(0, BLOCK)
         inside = place < end
         listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
-        needed = (listed >= 0) & (listed < vocab) & (listed != target) & (kind == SEVERAL)
+        needed = (listed >= 0) & (listed < slots.vocab) & (listed != target) & (kind == SEVERAL)
         if repeated is not None:
             needed = needed & (tl.load(repeated + place, mask=inside, other=0) == 0)
         # The target has the token's first slot, so ids that precede it in the row come one slot later.
         slot = place + token + (place < first_hit).to(tl.int64)
         stored = inside & (place != first_hit)
-        tl.store(slots.ids + slot, _row_of(listed, needed, slots), mask=stored)
+        tl.store(slots.ids + slot, tl.where(needed, listed, slots.vocab).to(tl.int32), mask=stored)
         tl.store(slots.tokens + slot, token.to(tl.int32), mask=stored)
-    needed_target = kind == SEVERAL
-    if KEEP_SINGLE:
-        needed_target = needed_target | (kind == SINGLE)
     first_slot = begin + token
-    tl.store(slots.ids + first_slot, _row_of(target, needed_target, slots))
+    tl.store(slots.ids + first_slot, tl.where(kind == SEVERAL, target, slots.vocab).to(tl.int32))
     tl.store(slots.tokens + first_slot, token.to(tl.int32))
     tl.store(slots.tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # the slot to spare
     tl.store(slots.starts + token, first_slot)
@@ -164,26 +147,24 @@ def make_slots(
     mask: Tensor | None,
     wanted: Tensor | None = None,
     *,
-    part: Rows,
-    keep_single: bool,
+    vocab: int,
     distinct: bool,
 ) -> Slots:
     """As `slots.make_slots`."""
-    (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
+    n, pairs, device = targets.numel(), token_ids.numel(), targets.device
     if n == 0:
-        return no_slots(pairs, part, device)
+        return no_slots(pairs, vocab, device)
     # Separate tensors: views of one tensor may have addresses that are no multiples of 16 bytes, for which Triton
     # compiles another kernel.
     slots = Slots(
         # Offsets that are no CSR leave slots unwritten by the kernels.
-        ids=torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device),
+        ids=torch.full((n + pairs,), vocab, dtype=torch.int32, device=device),
         tokens=torch.empty(n + pairs, dtype=torch.int32, device=device),
         starts=torch.empty(n + 1, dtype=torch.int64, device=device),
         kinds=torch.empty(n, dtype=torch.uint8, device=device),
         missing=torch.empty(n, dtype=torch.bool, device=device),
         numbers=torch.zeros(COUNTED, dtype=torch.int64, device=device),
-        rows=rows,
-        first=first,
+        vocab=vocab,
     )
     token_ids, offsets = token_ids.contiguous(), offsets.contiguous()
     warps = LONG_ROW_WARPS if pairs > BY_TOKEN.piece * n else ROW_WARPS
@@ -193,140 +174,62 @@ def make_slots(
             None if mask is None else mask.contiguous(),
             None if wanted is None else wanted.contiguous(),
             None if distinct or pairs == 0 else repeated_ids(token_ids, tokens_of(offsets, pairs)),
-            slots, n, pairs, 1 if wanted is None else n // wanted.numel(), vocab, BY_TOKEN.piece,
-            KEEP_SINGLE=keep_single, BLOCK=ROW_BLOCK * warps, num_warps=warps,
+            slots, n, pairs, 1 if wanted is None else n // wanted.numel(), BY_TOKEN.piece,
+            BLOCK=ROW_BLOCK * warps, num_warps=warps,
         )  # fmt: skip
     return slots
 
 
 @triton.jit
-def _fold_kernel(
+def _statistics_kernel(
     logits,  # (slots,)
     slots,  # `Slots`
-    targets,
-    state,  # `Fold` (tokens,), written unless FINISH
-    out,  # `TokenStatistics` (tokens,), written if FINISH
-    counts,
-    FINISH: tl.constexpr,
+    out,  # `TokenStatistics` (tokens,), written
     BLOCK: tl.constexpr,
     SINGLE: tl.constexpr = SINGLE,
+    SEVERAL: tl.constexpr = SEVERAL,
 ):
-    MOMENT: tl.constexpr = out.entropy is not None if FINISH else state.moment is not None
-    SUM_SQ: tl.constexpr = out.log_sum_sq_probs is not None if FINISH else state.sum_sq_exp is not None
-    RIVAL: tl.constexpr = out.is_top1 is not None if FINISH else state.rival is not None
+    ENTROPY: tl.constexpr = out.entropy is not None
     token = tl.program_id(0).to(tl.int64)
     begin = tl.load(slots.starts + token)
     end = tl.load(slots.starts + token + 1)
     kind = tl.load(slots.kinds + token)
-    target = tl.load(targets + token).to(tl.int64)
-    target_row = tl.load(slots.ids + begin)
-    at_target = tl.load(logits + begin, mask=target_row < slots.rows, other=0.0)
+    at_target = tl.load(logits + begin, mask=kind == SEVERAL, other=0.0)
     peak = LOWEST
     total = 0.0
     moment = 0.0
     total_sq = 0.0
-    logit_sum = 0.0
-    rival = float("-inf")
-    count = 0.0
     for start in range(begin, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        row = tl.load(slots.ids + slot, mask=slot < end, other=slots.rows + 1)
-        has_row = row < slots.rows
-        z = tl.load(logits + slot, mask=has_row, other=float("-inf"))
-        peak, total, moment, total_sq = folded(z, peak, total, moment, total_sq, MOMENT, SUM_SQ)
-        if counts is not None:
-            logit_sum += tl.sum(tl.where(has_row, z, 0.0))
-            count += tl.sum(tl.where(row <= slots.rows, 1.0, 0.0))
-        if RIVAL:
-            before = row.to(tl.int64) + slots.first < target
-            rival = tl.maximum(rival, tl.max(tl.where(before, z, float("-inf"))))
-    # A row with a single id needs no logit. With several shards, only the one that has the id writes its sums.
-    local = target - slots.first
-    nothing = (kind == SINGLE) & (target_row > slots.rows) & (local >= 0) & (local < slots.rows)
-    peak = tl.where(nothing, 0.0, peak)
-    total = tl.where(nothing, 1.0, total)
-    total_sq = tl.where(nothing, 1.0, total_sq)
-    if FINISH:
-        known = kind >= SINGLE
-        total = tl.where(known, total, 1.0)
-        log_sum = tl.log(total)
-        # Relative to the peak, not to lse: see `Fold.finish`.
-        logp = (at_target - peak) - log_sum
-        tl.store(out.logps + token, tl.where(known, tl.where(logp > 0.0, 0.0, logp), 0.0))
-        tl.store(out.lse + token, tl.where(known, peak.to(tl.float64) + log_sum, float("inf")))
-        if MOMENT:
-            entropy = log_sum - moment / total
-            tl.store(out.entropy + token, tl.where(known, tl.where(entropy < 0.0, 0.0, entropy), 0.0))
-        if SUM_SQ:
-            log_sum_sq = tl.log(tl.where(known, total_sq, 1.0)) - 2.0 * log_sum
-            tl.store(out.log_sum_sq_probs + token, tl.where(known, tl.where(log_sum_sq > 0.0, 0.0, log_sum_sq), 0.0))
-        if RIVAL:
-            tl.store(out.is_top1 + token, known & (at_target >= peak) & (at_target > rival))
-        if counts is not None:
-            tl.store(out.sum_logits + token, logit_sum)
-    else:
-        tl.store(state.peak + token, peak)
-        tl.store(state.sum_exp + token, total)
-        tl.store(state.target + token, at_target)
-        if MOMENT:
-            tl.store(state.moment + token, moment)
-        if SUM_SQ:
-            tl.store(state.sum_sq_exp + token, total_sq)
-        if RIVAL:
-            tl.store(state.rival + token, rival)
-        if counts is not None:
-            tl.store(state.sum_logits + token, logit_sum)
-    if counts is not None:
-        tl.store(counts + token, count)
+        has_id = tl.load(slots.ids + slot, mask=slot < end, other=slots.vocab) < slots.vocab
+        z = tl.load(logits + slot, mask=has_id, other=float("-inf"))
+        peak, total, moment, total_sq = folded(z, peak, total, moment, total_sq, ENTROPY, False)
+    # A row with a single id needs no logit.
+    peak = tl.where(kind == SINGLE, 0.0, peak)
+    total = tl.where(kind == SEVERAL, total, 1.0)
+    known = kind >= SINGLE
+    log_sum = tl.log(total)
+    # Relative to the peak, not to lse: see `Fold.finish`.
+    logp = (at_target - peak) - log_sum
+    tl.store(out.logps + token, tl.where(known, tl.where(logp > 0.0, 0.0, logp), 0.0))
+    tl.store(out.lse + token, tl.where(known, peak.to(tl.float64) + log_sum, float("inf")))
+    if ENTROPY:
+        entropy = log_sum - moment / total
+        tl.store(out.entropy + token, tl.where(known, tl.where(entropy < 0.0, 0.0, entropy), 0.0))
 
 
-def fold(
-    z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
-) -> tuple[Fold, Tensor | None]:
-    """As `slots.fold`."""
-    target = torch.empty(targets.numel(), dtype=torch.float32, device=z.device)
-    state = Fold.unwritten(target.shape, target, entropy=entropy, extras=extras)
-    return state, _launch_fold(z, slots, targets, state, None, extras)
-
-
-def statistics(
-    z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
-) -> tuple[TokenStatistics, Tensor | None]:
+def statistics(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
     """As `slots.statistics`, in one launch."""
+    n = slots.kinds.numel()
 
     def empty(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(targets.numel(), dtype=dtype, device=z.device)
+        return torch.empty(n, dtype=dtype, device=z.device)
 
-    out = TokenStatistics(
-        empty(),
-        empty(torch.float64),
-        empty() if entropy else None,
-        empty() if "log_sum_sq_probs" in extras else None,
-        empty() if "mean_logits" in extras else None,
-        empty(torch.bool) if "is_top1" in extras else None,
-    )
-    return out, _launch_fold(z, slots, targets, None, out, extras)
-
-
-def _launch_fold(
-    z: Tensor,
-    slots: Slots,
-    targets: Tensor,
-    state: Fold | None,
-    out: TokenStatistics | None,
-    extras: Collection[str],
-) -> Tensor | None:
-    """-> the number of ids of each row if mean logits are wanted."""
-    n = targets.numel()
-    counts = torch.empty(n, dtype=torch.float32, device=z.device) if "mean_logits" in extras else None
-    if n == 0:
-        return counts
-    with on(z.device):
-        _fold_kernel[(n,)](
-            z, slots, targets.contiguous(), state, out, counts,
-            FINISH=out is not None, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS,
-        )  # fmt: skip
-    return counts
+    out = TokenStatistics(empty(), empty(torch.float64), empty() if entropy else None)
+    if n > 0:
+        with on(z.device):
+            _statistics_kernel[(n,)](z, slots, out, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS)
+    return out
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -339,22 +242,16 @@ def _slot_gradients_kernel(
     positions,
     steps,  # LogitSteps
     BLOCK: tl.constexpr,
-    LEAST: tl.constexpr,  # the least kind of rows whose slots have a gradient
 ):
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < positions
-    needed = tl.load(slots.ids + slot, mask=inside, other=slots.rows) < slots.rows
+    needed = tl.load(slots.ids + slot, mask=inside, other=slots.vocab) < slots.vocab
     token = tl.load(slots.tokens + slot, mask=needed, other=0).to(tl.int64)
-    needed = needed & (tl.load(slots.kinds + token, mask=needed, other=0) >= LEAST)
     g, e, entropy = token_terms(tokens, token, needed)
     has_gradient = g != 0.0
     ENTROPY: tl.constexpr = tokens.grad_entropy is not None
     if ENTROPY:
         has_gradient = has_gradient | (e != 0.0)
-    uniform = 0.0
-    if tokens.uniform is not None:
-        uniform = tl.load(tokens.uniform + token, mask=needed, other=0.0)
-        has_gradient = has_gradient | (uniform != 0.0)
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = needed & has_gradient
     z = tl.load(logits + slot, mask=needed, other=0.0)
@@ -362,7 +259,7 @@ def _slot_gradients_kernel(
     is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
-    grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY) + uniform
+    grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY)
     square = 0.0
     if steps.cap is not None:
         square = tanh_square(z, steps)
@@ -384,7 +281,6 @@ def slot_gradients(
     with on(z.device):
         _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
             z, slots, statistics.logps.contiguous(), each(tokens, Tensor.contiguous), out, positions,
-            LogitSteps.of(transform), BLOCK=GRAD_BLOCK, LEAST=SEVERAL if tokens.uniform is None else SINGLE,
-            num_warps=GRAD_WARPS,
+            LogitSteps.of(transform), BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS,
         )  # fmt: skip
     return out
