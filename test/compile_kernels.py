@@ -23,19 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
-from liger_rl.head.pair import epilogue as pair_epilogue
-from liger_rl.head.pair import kept_triton as kept_pair_triton
 from liger_rl.head.pair import tiles_triton
 from liger_rl.head.pair.pair_reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
-    KeptPair,
     Measure,
     MixtureSums,
     PairFold,
     PairGradients,
-    PairStatistics,
     PairTile,
     Tile,
 )
@@ -72,7 +68,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_SPILLED = 1536
 TRANSFORMS = (LogitTransform(), LogitTransform(softcap=30.0, scale=0.5, temperature=0.7))
 N, H, V = 600, 64, 1000
-TILES = -(-V // BLOCK_VOCAB)
 
 
 class Target(NamedTuple):
@@ -233,31 +228,6 @@ def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
             tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
 
 
-def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
-    """Without --all whole tiles of plain logits alone: others take minutes to compile."""
-    everything = "--all" in sys.argv
-    if entropy and not everything:
-        return
-    vocab = V if everything else TILES * BLOCK_VOCAB
-    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(vocab, H, dtype=torch.bfloat16)
-    bias = ones(vocab, dtype=torch.bfloat16) if entropy else None
-    student, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
-    wider = (ones(rows, 2 * H, dtype=torch.bfloat16) for rows in (N, vocab))
-    teacher = HeadFactors(*wider, bias, transform)
-    kept = KeptPair.empty(N, vocab, CPU)
-    for measure in (Measure(REVERSE), Measure(FORWARD), Measure(MIXTURE, 0.5))[: None if everything else 1]:
-        parts = pair_epilogue.unwritten_tiles(N, V, CPU, measure, entropy=entropy, targets=entropy)
-        pair_epilogue.fold_pair(student, teacher, targets, 0, measure, parts, kept)
-        pair_epilogue.merged(parts, measure)
-        tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
-        pair_epilogue.grad_pair(student, teacher, targets, 0, measure, tokens)
-        if transform.softcap is None:
-            out = kept.larger.view(torch.bfloat16)
-            kept_pair_triton.grad_kept_pair(kept, targets, transform, measure, tokens, out)
-    for measure in (Measure(REVERSE), Measure(MIXTURE, 0.5)):
-        kept_pair_triton.sum_kept(kept, measure, PairStatistics(*(ones(N) for _ in PairStatistics._fields)))
-
-
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
     batch = PolicyBatch(
         advantages=ones(N),
@@ -341,8 +311,7 @@ class Compiler:
         cases = tuple(itertools.product(TRANSFORMS, (False, True))) if self.everything else OFF_AND_ON[::-1]
         if devices.gpu_lacks(target.gpu) is not None:
             raise SystemExit(f"the products of our own are kept from {name}")
-        parts = (*EVERYWHERE, *WITH_EPILOGUE, *((pairs_in_the_epilogue,) if devices.runs_pairs(target.gpu) else ()))
-        for part, case in itertools.product(parts, cases):
+        for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
             part(*case)
         if self.too_large:
             raise SystemExit("\n".join(sorted(self.too_large)))

@@ -296,7 +296,6 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     """All kernels are Triton's, on CPU in its interpreter; with `epilogue` 16-bit products of any tokens have one."""
     import pytest
 
-    from liger_rl.head.pair import pair_call as divergence
     from liger_rl.head.sparse import listed as support
     from liger_rl.kernels import devices
 
@@ -304,7 +303,6 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     for module in (devices, support):
         monkeypatch.setattr(module, "compiles", lambda device: True)
     if epilogue:
-        monkeypatch.setattr(divergence, "vanishes", lambda *_: False)  # the interpreter has float16 alone
         monkeypatch.setattr(devices, "MIN_TOKENS", 1)
         monkeypatch.setattr(devices, "device_lacks", lambda device: None)
 
@@ -312,7 +310,6 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
             return devices.aligned(weight) and devices.call_lacks(tokens, hidden_size, dtype, weight.dtype) is None
 
         monkeypatch.setattr(devices, "applies_to", applies_to)
-        monkeypatch.setattr(devices, "pairs_apply_to", lambda *given: devices.call_lacks(*given[:3], given[2]) is None)
         monkeypatch.setattr(devices, "applies", lambda x, *rest: applies_to(*x.shape, x.dtype, *rest))
 
 

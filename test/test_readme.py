@@ -47,10 +47,7 @@ TABLES = {
         "head_losses-nvidia-h100-80gb-hbm3",
     },
     "support.md": {"support-nvidia-h200"},
-    "distillation.md": {
-        "divergence-nvidia-h100-80gb-hbm3",
-        "distillation_loss-nvidia-h200",
-    },
+    "distillation.md": set(),
     "targets.md": {"targets-nvidia-h200"},
     "conformance.md": {"conformance-cpu"},
 }  # fmt: skip

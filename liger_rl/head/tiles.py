@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from liger_rl.head.head_options import EngineOptions
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
+from liger_rl.kernels.statistics import BLOCK_VOCAB
 
 # Working memory of one tile if the caller names no chunk. Products run at full speed in it, and it is small compared to
 # the memory of a training step. On one H200 (bf16, N = 8192, H = 4096, V = 128256, float32 tiles) forward and backward
@@ -45,20 +45,6 @@ def plan_tiles(
 def free_tile_vocab(vocab: int) -> int:
     """Width of a tile if no chunk is named: V / VOCAB_TILES, rounded up to a multiple of CHUNK_ALIGNMENT."""
     return -(-vocab // (VOCAB_TILES * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
-
-
-def whole_waves(tokens: int, columns: int, programs: int) -> int:
-    """The width, from half of `columns` to `columns`, whose last wave of tiles leaves the fewest programs idle.
-
-    It is a multiple of BLOCK_VOCAB, and the largest if several are equally good.
-    """
-    rows, most = -(-tokens // BLOCK_TOKENS), max(columns // BLOCK_VOCAB, 1)
-
-    def busy(tiles: int) -> float:
-        work = rows * tiles
-        return round(work / (-(-work // programs) * programs), 2)
-
-    return BLOCK_VOCAB * max(range(-(-most // 2), most + 1), key=lambda tiles: (busy(tiles), tiles))
 
 
 def kind_of(device: torch.device) -> str:

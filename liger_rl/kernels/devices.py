@@ -40,7 +40,7 @@ class Family(NamedTuple):
     tma: bool
     step: int  # length of a step of a product's sum: columns of hidden states and weight, or rows of either
     stages: int  # steps that are loaded or being loaded
-    storing_stages: int  # `stages` of a kernel that stores a tile through shared memory, and of two heads' products
+    storing_stages: int  # `stages` of a kernel that stores a tile through shared memory
     parts: int  # a tile of logits is folded in so many parts; before Hopper a product leaves fewer registers
     shared_bytes: int  # largest shared memory of a program
     fold_warps: int = WARPS  # warps of a program of the fold
@@ -200,24 +200,6 @@ def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor
     if device_lacks(weight.device) is not None or not aligned(weight):
         return False
     return call_lacks(tokens, hidden_size, dtype, weight.dtype) is None
-
-
-def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """`applies_to` for one head of two whose products share an epilogue.
-
-    A weight of another dtype counts as `dtype` and as aligned, because it is copied.
-    """
-    if device_lacks(weight.device) is not None or (weight.dtype == dtype and not aligned(weight)):
-        return False
-    return call_lacks(tokens, hidden_size, dtype, dtype) is None and runs_pairs(gpu_of(weight.device))
-
-
-def runs_pairs(gpu: Gpu) -> bool:
-    """Whether a GPU has enough registers for an epilogue of two heads. GPUs of 10.x and AMD's do not.
-
-    The fold would spill 1304 bytes per thread on 10.0. It spills at most 170 on 8.0, 9.0 and 12.0.
-    """
-    return not gpu.amd and gpu.capability[0] != BLACKWELL[0]
 
 
 def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Fold and gradient in the epilogue of a persistent Triton product, so that no logit reaches memory.
 
 Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. An epilogue
-is a function of one tile of logits. `tile_epilogues` has the epilogues of one head, `head/pair` has those of two.
+is a function of one tile of logits. `tile_epilogues` has the epilogues.
 """
 
 from collections.abc import Callable, Collection
@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
-from liger_rl.kernels.matrix_triton import matrix, product, two_products
+from liger_rl.kernels.matrix_triton import matrix, product
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import (
@@ -41,9 +41,6 @@ from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 # docs/notes/kernels.md has the times. Flattening the loops is what pays: the next tile's loads run under this tile's
 # epilogue.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
-# Both heads' tiles are in registers at once. On one H200 the fold took 14.4 ms at H = 2048 twice, and 17.0 ms in tiles
-# of 256 entries with the teacher's logits in memory; 30.3 and 29.4 ms at 4096 twice.
-TWO_HEADS_VOCAB = BLOCK_VOCAB // 2
 # Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
 # higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
@@ -61,24 +58,18 @@ def _with_bias(logits, bias, start, vocab):
 def _product_kernel(
     hidden,  # a `matrix` (tokens, H)
     weight,  # a `matrix` (vocab, H)
-    teacher_hidden,  # those of another head, or None
-    teacher_weight,
     out,  # a `matrix` (tokens, vocab) that the epilogue writes, or None
-    second_out,  # another one
     bias,
-    teacher_bias,
     targets,
     arguments,  # of the epilogue
     tokens,
     vocab,
     first,  # id of the weight's first row
     hidden_size,
-    teacher_size,
     steps,
-    EPILOGUE: tl.constexpr,  # a function of one tile of logits, or of two heads' tiles
+    EPILOGUE: tl.constexpr,  # a function of one tile of logits
     VARIANT: tl.constexpr,  # of the epilogue
     WHOLE: tl.constexpr,  # the last vocabulary tile is a whole one; False if the epilogue does not ask
-    EQUAL: tl.constexpr,  # both heads have one hidden size
     PARTS: tl.constexpr,  # of a tile, one after the other
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -86,27 +77,17 @@ def _product_kernel(
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
-    together = tokens_together(token_tiles, TILE_TOKENS * (hidden_size + teacher_size))
-    ONE: tl.constexpr = teacher_weight is None
-    # Two heads' registers leave no room for loads that run under the epilogue.
-    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=ONE):
+    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
+    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         first_token, start = token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB
         token = first_token + tl.arange(0, TILE_TOKENS)
-        if ONE:
-            logits = product(hidden, weight, first_token, start, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
-            logits = _with_bias(logits, bias, start, vocab)
-        else:
-            student, teacher = two_products(
-                hidden, weight, teacher_hidden, teacher_weight, first_token, start,
-                hidden_size, teacher_size, EQUAL, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
-            )  # fmt: skip
-            logits = (_with_bias(student, bias, start, vocab), _with_bias(teacher, teacher_bias, start, vocab))
+        logits = product(hidden, weight, first_token, start, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+        logits = _with_bias(logits, bias, start, vocab)
         target = column_of(targets, token, token < tokens, first + start)
         EPILOGUE(
-            logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, (out, second_out), steps,
-            VARIANT, WHOLE, PARTS,
-        )  # fmt: skip
+            logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, out, steps, VARIANT, WHOLE, PARTS
+        )
 
 
 def run_product(
@@ -115,8 +96,7 @@ def run_product(
     targets: Tensor,  # (n,) ids of the whole vocabulary
     arguments: tuple,  # of the epilogue, for its kernel
     *,
-    teacher: HeadFactors | None = None,  # the epilogue gets a tile of each head, TWO_HEADS_VOCAB entries wide
-    outs: tuple[Tensor | None, ...] = (None, None),  # (n, v), two at most, whose tiles the epilogue stores
+    out: Tensor | None = None,  # (n, v), whose tiles the epilogue stores
     first: int = 0,  # id of the weight's first row
     variant: int = 0,
     whole: bool = False,
@@ -126,43 +106,28 @@ def run_product(
     """Call `epilogue` for every tile of the head's hidden @ weight.T + bias, where `devices.applies` says so."""
     device = head.hidden.device
     family, programs = family_of(device), device_programs(device)
-    tile_vocab = TILE_VOCAB if teacher is None else TWO_HEADS_VOCAB
-    stages = family.stages if teacher is None and outs == (None, None) else family.storing_stages
-
-    def matrices(factors: HeadFactors | None) -> tuple:
-        if factors is None:
-            return None, None
-        hidden = matrix(factors.hidden, TILE_TOKENS, family.step, tma=family.tma)
-        return hidden, matrix(factors.weight, tile_vocab, family.step, tma=family.tma)
-
-    hidden_size, teacher_size = head.hidden.shape[1], 0 if teacher is None else teacher.hidden.shape[1]
     with on(device):
         _product_kernel[(programs,)](
-            *matrices(head),
-            *matrices(teacher),
-            *(
-                None if out is None else matrix(out, TILE_TOKENS, tile_vocab, tma=family.tma, parts=parts)
-                for out in outs
-            ),
-            *(None if of is None or of.bias is None else of.bias.contiguous() for of in (head, teacher)),
+            matrix(head.hidden, TILE_TOKENS, family.step, tma=family.tma),
+            matrix(head.weight, TILE_VOCAB, family.step, tma=family.tma),
+            None if out is None else matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
+            None if head.bias is None else head.bias.contiguous(),
             targets.contiguous(),
             arguments,
             head.hidden.shape[0],
             head.weight.shape[0],
             first,
-            hidden_size,
-            teacher_size,
+            head.hidden.shape[1],
             LogitSteps.of(head.transform),
             EPILOGUE=epilogue,
             VARIANT=variant,
             WHOLE=whole,
-            EQUAL=hidden_size == teacher_size,
             PARTS=parts,
             TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=tile_vocab,
+            TILE_VOCAB=TILE_VOCAB,
             TILE_HIDDEN=family.step,
             PROGRAMS=programs,
-            num_stages=stages,
+            num_stages=family.stages if out is None else family.storing_stages,
             num_warps=warps,
         )
 
@@ -203,7 +168,7 @@ def gemm_fold(
         tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
         run_product(
             fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known),
-            outs=(None if kept is None else kept.values[rows], None), variant=variant, whole=vocab % TILE_VOCAB == 0,
+            out=None if kept is None else kept.values[rows], variant=variant, whole=vocab % TILE_VOCAB == 0,
             parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
         )  # fmt: skip
         merge(tiles, part)
@@ -228,7 +193,7 @@ def gemm_grad(
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     run_product(
         grad_tile, HeadFactors(hidden, weight, bias, transform), targets, tokens.contiguous(),
-        outs=(out, None), first=first, parts=max(family_of(hidden.device).parts, 2 if halved else 1),
+        out=out, first=first, parts=max(family_of(hidden.device).parts, 2 if halved else 1),
     )  # fmt: skip
     return out
 

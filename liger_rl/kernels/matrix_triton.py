@@ -118,33 +118,3 @@ def product(
         left = _columns(a, a_starts, step * STEP, STEP)
         total = tl.dot(left, _columns(b, b_starts, step * STEP, STEP).T, total)
     return total
-
-
-@triton.jit
-def two_products(
-    a, b, c, d, row, entry, size, other_size, EQUAL: tl.constexpr,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """-> `product` of a and b over `size` columns, and of c and d over `other_size`; EQUAL: the two sizes are one.
-
-    The steps of both alternate, so that the loads of one run under the other.
-    """
-    total = tl.zeros((ROWS, ENTRIES), tl.float32)
-    other_total = tl.zeros((ROWS, ENTRIES), tl.float32)
-    a_starts, b_starts = _starts(a, row, ROWS), _starts(b, entry, ENTRIES)
-    c_starts, d_starts = _starts(c, row, ROWS), _starts(d, entry, ENTRIES)
-    steps, other_steps = tl.cdiv(size, STEP), tl.cdiv(other_size, STEP)
-    both = steps if EQUAL else tl.minimum(steps, other_steps)
-    for step in range(both):
-        left = _columns(a, a_starts, step * STEP, STEP)
-        total = tl.dot(left, _columns(b, b_starts, step * STEP, STEP).T, total)
-        other_left = _columns(c, c_starts, step * STEP, STEP)
-        other_total = tl.dot(other_left, _columns(d, d_starts, step * STEP, STEP).T, other_total)
-    if not EQUAL:
-        for step in range(both, steps):
-            left = _columns(a, a_starts, step * STEP, STEP)
-            total = tl.dot(left, _columns(b, b_starts, step * STEP, STEP).T, total)
-        for step in range(both, other_steps):
-            other_left = _columns(c, c_starts, step * STEP, STEP)
-            other_total = tl.dot(other_left, _columns(d, d_starts, step * STEP, STEP).T, other_total)
-    return total, other_total

@@ -101,7 +101,7 @@ def fold_tile(
     target,  # (TILE_TOKENS,) column of each token's target, see `column_of`
     first_token, vocab_tile, tokens, vocab,
     folds,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,); and `TileStatistics` or None
-    outs,  # a `matrix` (tokens, vocab) of `reference.Kept`, or None; and None
+    kept,  # a `matrix` (tokens, vocab) of `reference.Kept`, or None
     steps,
     VARIANT: tl.constexpr,  # LEVELLED + BOUNDED + SCARCE
     WHOLE: tl.constexpr,
@@ -112,7 +112,6 @@ def fold_tile(
     Exponentials are made of one part of the tile after the other, so that they fit the registers. The tile's sums are
     those of the parts, so that BOUNDED changes no bit of them.
     """
-    kept, _ = outs
     tiles, known = folds
     CAPPED: tl.constexpr = LEVELLED & VARIANT != 0
     WITH_PARTS: tl.constexpr = BOUNDED & VARIANT != 0
@@ -235,12 +234,11 @@ def _under_cap(left, full):
 def grad_tile(
     logits, token, target, first_token, vocab_tile, tokens, vocab,  # as in `fold_tile`
     gradients,  # `TokenGradients`, (tokens,) each
-    outs,  # a `matrix` (tokens, vocab), and None
+    out,  # a `matrix` (tokens, vocab)
     steps,
     VARIANT: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Write dL/dlogits of one tile. Rows past the last token and columns past the last id are noise."""
-    out, _ = outs
     live = token < tokens
     ENTROPY: tl.constexpr = gradients.grad_entropy is not None
     for part in tl.static_range(PARTS):

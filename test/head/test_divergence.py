@@ -10,7 +10,7 @@ from torch import Tensor
 import oracles
 from devices import skip_without_interpreter
 from head_calls import Problem, Products, functional, problem, run_triton
-from liger_rl import Divergence, LogitTransform, linear_divergence
+from liger_rl import Divergence, LogitTransform, linear_divergence, linear_logprobs
 from liger_rl.head.pair import two_heads as engine
 from peaks import tensor_peak
 
@@ -225,6 +225,61 @@ def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, kernels):
         assert (found[1][name][banned] == 0).all()
         found[1][name] = found[1][name][~banned]
     assert_close(found, truth)
+
+
+@pytest.mark.parametrize(
+    ("kind", "banned"),
+    [
+        ("forward_kl", "own"),
+        ("reverse_kl", "own"),
+        ("forward_kl", "other"),
+        ("reverse_kl", "other"),
+        ("jsd 0.3", "other"),
+    ],
+)
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_ids_that_one_head_bans(kind, banned, passes, kernels):
+    """Where the divergence is finite, values and gradients are those of full logits with a bias of -1e4."""
+    x = pair()._replace(mask=torch.ones(3, 7, dtype=torch.bool))
+    head = getattr(x, banned)
+    head.bias[3:9] = head.bias[50:] = -math.inf
+    x = x._replace(own=x.own._replace(targets=torch.full((3, 7), 40))).leaves()
+    found = linear_divergence(
+        **x.arguments(), **KINDS[kind], **({"token_weights": torch.ones(3, 7)} if passes == "one" else {})
+    )
+    (found.divergence.sum() if found.loss is None else found.loss).backward()
+    if {"own": "forward_kl", "other": "reverse_kl"}[banned] == kind:
+        assert found.divergence.isinf().all()
+        return
+    own, other = (part.to(torch.float64) for part in x[:2])
+    own, other = (part._replace(bias=part.bias.clamp(min=-1e4)).leaves() for part in (own, other))
+    log_p, log_q = ((part.hidden @ part.weight.T + part.bias).log_softmax(-1) for part in (own, other))
+    truth = oracles.divergence(log_p, log_q, **KINDS[kind])
+    torch.testing.assert_close(found.divergence.double(), truth, rtol=2e-5, atol=2e-5)
+    truth.sum().backward()
+    for name, expected in own.grads().items():
+        torch.testing.assert_close(x.own.grads()[name].double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_an_infinite_divergence_without_a_gradient(kernels):
+    """The teacher alone bans ids. The gradient is that of the log-probabilities and entropies."""
+    x = pair()
+    x.other.bias[3:9] = -math.inf
+
+    def gradients(call, *teacher, **more):
+        own = x.own.leaves()
+        found = call(own.hidden, own.weight, *teacher, bias=own.bias, targets=own.targets, entropy=True, **more)
+        loss = found.logps - 0.3 * found.entropy
+        if call is linear_divergence:
+            assert found.divergence.isinf().all()
+            loss = loss + torch.where(found.divergence.isfinite(), found.divergence, 0.0)
+        loss.sum().backward()
+        return own.grads()
+
+    teacher = {"teacher_bias": x.other.bias, "kind": "reverse_kl"}
+    found = gradients(linear_divergence, x.other.hidden, x.other.weight, **teacher)
+    for name, expected in gradients(linear_logprobs).items():
+        torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=2e-5)
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

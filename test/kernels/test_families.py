@@ -6,7 +6,7 @@ import torch
 import oracles
 from devices import NEEDS_GPU, on_gpu
 from head_calls import run_triton
-from liger_rl import LogitTransform, Support, linear_divergence, linear_logprobs, logits_logprobs
+from liger_rl import LogitTransform, Support, linear_logprobs, logits_logprobs
 from liger_rl.kernels import devices, picked_triton
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
 from liger_rl.kernels.reference import Kept
@@ -167,7 +167,7 @@ def far_apart(values):
     return memory.as_strided(values.shape, (stride, 1)).copy_(values)  # a CPU keeps no more than what is written
 
 
-@pytest.mark.parametrize("way", ["logits", "support", "TMA", "pointers", "two heads"])
+@pytest.mark.parametrize("way", ["logits", "support", "TMA", "pointers"])
 def test_rows_that_are_far_apart(way, monkeypatch):
     """Offsets are 64 bit: the numbers are those of rows side by side."""
     if DEVICE.type == "cpu":
@@ -190,8 +190,6 @@ def test_rows_that_are_far_apart(way, monkeypatch):
             values = logits_logprobs(leaves[0], targets).logps
         elif way == "support":
             values = linear_logprobs(*leaves, targets, support=support).logps
-        elif way == "two heads":
-            values = linear_divergence(*leaves, hidden.detach(), 2 * weight.detach()).divergence
         else:
             values = linear_logprobs(*leaves, targets, grad_tolerance=0.1).logps
         return values, *torch.autograd.grad(values.sum(), leaves)

@@ -116,8 +116,8 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
-# (first vocabulary entry, end, first row, end) -> dL/dx of a tile in the compute dtype
-TileGradient = Callable[[int, int, int, int], Tensor]
+# (tile of the weight (v, H), its first vocabulary entry, slice of the rows) -> dL/dx of a tile, in the compute dtype
+TileGradient = Callable[[Tensor, int, slice], Tensor]
 
 
 def gradients(
@@ -167,7 +167,7 @@ def gradients(
         for start, stop in token_spans:
             token_rows = slice(start, stop)
             if known is not None:
-                tile = known(first, last, start, stop)
+                tile = known(product.tile, first, token_rows)
             else:
                 assert tokens is not None
                 ids, tile_tokens = targets[token_rows], tokens.take(token_rows)

@@ -20,16 +20,8 @@ from liger_rl.head.interface import Gradients, Head, Needs, whole_head
 from liger_rl.head.live_tokens import TokenSelection
 from liger_rl.head.local_tensors import has_dtensor, localized
 from liger_rl.head.pair import two_heads as engine
-from liger_rl.head.pair.pair_reference import (
-    FORWARD,
-    MIXTURE,
-    REVERSE,
-    Measure,
-    PairGradients,
-    PairStatistics,
-)
-from liger_rl.head.pair.products import Pair
-from liger_rl.head.pair.two_heads import PairGradientsOf
+from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
+from liger_rl.head.pair.two_heads import Pair, PairGradientsOf
 from liger_rl.head.rules import check_left_alone, lacks
 from liger_rl.head.run import head_of, start_selection
 from liger_rl.kernels import gemm
@@ -204,9 +196,8 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         returns_logps = global_call.targets is not None
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
         options = resolved(call.options, dtype, grad_tolerance=0.0)
-        teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        pair = Pair(student, teacher, here, options, teacher_options, call.measure, returns_logps)
-        yield call, pair
+        teacher_options = call.teacher_transform, teacher_dtype
+        yield call, Pair(student, teacher, here, options, *teacher_options, call.measure, returns_logps)
 
 
 def divergence_of(global_call: DivergenceCall) -> Divergence:

@@ -18,13 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.reference import entropy_term, put, times_derivative, transformed
-from liger_rl.kernels.statistics import BLOCK_VOCAB, each
+from liger_rl.kernels.statistics import each
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2
-PART_ENTRIES = BLOCK_VOCAB // 2  # entries of a part of a `KeptPair`, and of a tile of a product of two heads
 
 
 class Measure(NamedTuple):
@@ -60,8 +58,7 @@ class PairTile(NamedTuple):
 class PairFold(NamedTuple):
     """Running sums over the vocabulary, (n,) float32 each; kernels update them in place, tile by tile.
 
-    The peaks are those of the entries so far, a = z - peak and b = t - teacher_peak. A product's epilogue writes a
-    separate fold of each of its tiles, (tiles, n), but the targets' logits (n,).
+    The peaks are those of the entries so far, a = z - peak and b = t - teacher_peak.
     """
 
     peak: Tensor  # max_v z_v
@@ -119,14 +116,15 @@ class PairStatistics(NamedTuple):
     entropy: Tensor | None  # of the student, in nats
     logps: Tensor | None  # of the student at the target
     teacher_logps: Tensor | None  # of the teacher at the target
-    divergence: Tensor | None = None  # None before a second step
-    value: Tensor | None = None  # see `PairGradients`
+    divergence: Tensor | None  # None of a mixture before its second step
+    value: Tensor | None  # see `PairGradients`
 
     @classmethod
-    def of(cls, fold: PairFold, measure: Measure) -> "PairStatistics":
+    def of(cls, fold: PairFold, measure: Measure, sums: "MixtureSums | None" = None) -> "PairStatistics":
+        """`sums` are those of a mixture's second step."""
         log_sum, teacher_log_sum = fold.sum_exp.log(), fold.teacher_sum_exp.log()
         entropy = None if fold.moment is None else (log_sum - fold.moment / fold.sum_exp).clamp_(min=0.0)
-        logps = teacher_logps = divergence = None
+        logps = teacher_logps = divergence = value = None
         if fold.target is not None and fold.teacher_target is not None:
             # Logps and the divergence are computed relative to the peaks: see `Fold.finish`.
             logps = ((fold.target - fold.peak) - log_sum).clamp_(max=0.0)
@@ -134,16 +132,12 @@ class PairStatistics(NamedTuple):
         if fold.gap is not None and measure.kind == FORWARD:
             divergence = (fold.gap / fold.teacher_sum_exp - (teacher_log_sum - log_sum)).clamp_(min=0.0)
         elif fold.gap is not None:
-            divergence = (fold.gap / fold.sum_exp - (log_sum - teacher_log_sum)).clamp_(min=0.0)
-        lse, teacher_lse = fold.peak + log_sum, fold.teacher_peak + teacher_log_sum
-        return cls(lse, teacher_lse, entropy, logps, teacher_logps, divergence, divergence)
-
-    def with_sums(self, measure: Measure, sums: "MixtureSums") -> "PairStatistics":
-        """`sums` are those of a second step, or of the `KeptPair` of a reverse KL divergence."""
-        divergence = self.divergence
-        if divergence is None:
+            divergence = value = (fold.gap / fold.sum_exp - (log_sum - teacher_log_sum)).clamp_(min=0.0)
+        elif sums is not None:
             divergence = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
-        return self._replace(divergence=divergence, value=sums.student)
+            value = sums.student
+        lse, teacher_lse = fold.peak + log_sum, fold.teacher_peak + teacher_log_sum
+        return cls(lse, teacher_lse, entropy, logps, teacher_logps, divergence, value)
 
 
 class MixtureSums(NamedTuple):
@@ -160,38 +154,13 @@ class MixtureSums(NamedTuple):
         return each(self, lambda values: values[rows])
 
 
-class KeptPair(NamedTuple):
-    """The numbers that one pass keeps of n tokens over the whole vocabulary, see `kept_triton`."""
-
-    larger: Tensor  # (n, V) float16
-    gaps: Tensor  # (n, V) float16
-    # (n, parts) float32. A part has PART_ENTRIES entries.
-    peaks: Tensor
-    teacher_peaks: Tensor  # (n, parts) float32, over the same columns
-    limits: Tensor  # (n,) float32, the gap of entries whose gap is infinite in float16
-
-    @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device) -> "KeptPair":
-        # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
-        larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
-        parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // PART_ENTRIES)
-        peaks, teacher_peaks = torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind()
-        limits = torch.full((n,), torch.finfo(torch.float16).max, dtype=torch.float32, device=device)
-        return cls(larger, gaps, peaks, teacher_peaks, limits)
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """The strides of the rows of the kept numbers, and of the rows of the peaks."""
-        return self.larger.stride(0), self.peaks.stride(0)
-
-
 class PairGradients(NamedTuple):
     """The numbers of each token that the gradient of a tile of the student's logits needs, (n,) float32 each."""
 
     lse: Tensor
     teacher_lse: Tensor
     grad: Tensor  # dL/d divergence
-    value: Tensor | None  # mean log ratio for REVERSE, S for a mixture; FORWARD does not read it
+    value: Tensor | None  # the divergence for REVERSE, S for a mixture, None for FORWARD
     grad_logps: Tensor | None  # dL/dlogp
     at_target: Tensor | None  # dL/dlogp (1 - p_target); None without grad_logps
     grad_entropy: Tensor | None  # dL/dentropy

@@ -10,28 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.head.pair import pair_reference
 from liger_rl.head.pair.pair_reference import MixtureSums, PairFold, PairGradients, PairTile, Tile
-from liger_rl.head.pair.tile_epilogues import (
-    FORWARD,
-    REVERSE,
-    around,
-    over_mixture,
-    pair_gradient,
-    store_sums,
-)
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
+    gradient,
     moment_around,
+    one_minus_exp,
     times_derivative,
     transformed,
 )
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
 
+FORWARD, REVERSE = tl.constexpr(pair_reference.FORWARD), tl.constexpr(pair_reference.REVERSE)
+
 
 class TileArgument(NamedTuple):
-    """A `reference.Tile` as an argument of a kernel."""
+    """A `pair_reference.Tile` as an argument of a kernel."""
 
     logits: Tensor
     stride: int  # elements between two rows
@@ -60,8 +57,26 @@ def _pair(student, teacher, token, column, inside):
 
 
 @triton.jit
+def _over_mixture(gap, beta):
+    """As `pair_reference._over_mixture`."""
+    lesser = gap <= 0.0
+    y = -tl.where(lesser, beta, 1.0 - beta) * one_minus_exp(-tl.abs(gap))
+    # log(1 + y) to float32's precision also near 0: the quotient corrects the rounding of 1 + y.
+    w = 1.0 + y
+    rounded = w - 1.0
+    larger = -tl.where(rounded == 0.0, y, tl.log(w) * (y / tl.where(rounded == 0.0, 1.0, rounded)))
+    return tl.where(lesser, larger, larger - gap), tl.where(lesser, larger + gap, larger)
+
+
+@triton.jit
+def _around(moment, kept, shift, total):
+    """As `pair_reference._around`."""
+    return tl.where(kept > 0.0, kept * (moment + shift * total), 0.0)
+
+
+@triton.jit
 def _weighted(weight, values):
-    """As `reference._weighted`, for one row."""
+    """As `pair_reference._weighted`, for one row."""
     return tl.sum(tl.where(weight > 0.0, weight * values, 0.0))
 
 
@@ -86,9 +101,9 @@ def _fold_block(
         moment = moment_around(new_peak, peak, kept, total, moment)
         moment += tl.sum(exp * tl.maximum(a, LOWEST_LOG_PROBABILITY))
     if KIND == FORWARD:
-        gap = around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
+        gap = _around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
     elif KIND == REVERSE:
-        gap = around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
+        gap = _around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
     total = total * kept + tl.sum(exp)
     teacher_total = teacher_total * teacher_kept + tl.sum(teacher_exp)
     return new_peak, total, new_teacher_peak, teacher_total, gap, moment
@@ -138,7 +153,12 @@ def _fold_pair_kernel(
         )  # fmt: skip
     tl.store(state.peak + token, peak)
     tl.store(state.teacher_peak + token, teacher_peak)
-    store_sums(state, token, total, teacher_total, gap, moment, True)
+    tl.store(state.sum_exp + token, total)
+    tl.store(state.teacher_sum_exp + token, teacher_total)
+    if state.gap is not None:
+        tl.store(state.gap + token, gap)
+    if MOMENT:
+        tl.store(state.moment + token, moment)
 
 
 @triton.jit
@@ -164,7 +184,7 @@ def _mix_pair_kernel(
         log_p = z - norm
         log_q = t - teacher_norm
         p = tl.exp(log_p)
-        over, teacher_over = over_mixture(log_q - log_p, beta)
+        over, teacher_over = _over_mixture(log_q - log_p, beta)
         student_sum += _weighted(p, over)
         teacher_sum += _weighted(tl.exp(log_q), teacher_over)
     tl.store(sums.student + token, student_sum)
@@ -191,16 +211,36 @@ def _grad_pair_kernel(
     z, t, square = _pair(student, teacher, token, column, inside)
     log_p = z - tl.load(tokens.lse + token)
     log_q = t - tl.load(tokens.teacher_lse + token)
-    hit = column == tl.load(targets + token).to(tl.int64) - first
-    grad = pair_gradient(
-        tl.exp(log_p), tl.exp(log_q), log_p, log_p - log_q, token, True, hit, tokens, beta, KIND
-    )  # fmt: skip
+    p = tl.exp(log_p)
+    factor = tl.load(tokens.grad + token)
+    if KIND == FORWARD:
+        grad = p - tl.exp(log_q)
+    elif KIND == REVERSE:
+        # An infinite divergence may have no gradient, and 0 * inf is NaN.
+        counts = tl.where(factor != 0.0, p, 0.0) > 0.0
+        grad = tl.where(counts, p * (log_p - log_q - tl.load(tokens.value + token)), 0.0)
+    else:
+        over, _teacher_over = _over_mixture(log_q - log_p, beta)
+        grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - tl.load(tokens.value + token)), 0.0)
+    grad *= factor
+    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+    if (tokens.grad_logps is not None) | ENTROPY:
+        hit = None
+        g, e, entropy, at_target = 0.0, 0.0, 0.0, 0.0
+        if tokens.grad_logps is not None:
+            hit = column == tl.load(targets + token).to(tl.int64) - first
+            g = tl.load(tokens.grad_logps + token)
+            at_target = tl.load(tokens.at_target + token)
+        if ENTROPY:
+            e = tl.load(tokens.grad_entropy + token)
+            entropy = tl.load(tokens.entropy + token)
+        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
     grad = times_derivative(grad, square, student.steps)
     tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
 def fold_pair(tile: PairTile, state: PairFold) -> None:
-    """As `reference.fold_pair`. The last dimension of logits must be contiguous, also in `mix_pair` and `grad_pair`."""
+    """As `pair_reference.fold_pair`. Logits must be contiguous in their last dimension, also in the other two."""
     student, teacher, targets, first, measure = tile
     n, columns = student.logits.shape
     if n:
@@ -213,7 +253,7 @@ def fold_pair(tile: PairTile, state: PairFold) -> None:
 
 
 def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
-    """As `reference.mix_pair`."""
+    """As `pair_reference.mix_pair`."""
     n, columns = tile.student.logits.shape
     if n:
         with on(lse.device):
@@ -225,7 +265,7 @@ def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums
 
 
 def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
-    """As `reference.grad_pair`."""
+    """As `pair_reference.grad_pair`."""
     assert out.stride(-1) == 1
     student, teacher, targets, first, measure = tile
     n, columns = student.logits.shape

@@ -9,44 +9,119 @@ MIN_WHOLE_ROWS tokens fit, if a chunk is named, if a weight is converted tile by
 because no collective stands inside a loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.head.dense import two_pass
 from liger_rl.head.dense.totals import Totals
-from liger_rl.head.interface import Gradients, Needs, with_gradient
-from liger_rl.head.pair.pair_reference import MixtureSums, PairGradients, PairStatistics, PairTile
-from liger_rl.head.pair.products import Pair, PairRows
-from liger_rl.head.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
+from liger_rl.head.head_options import EngineOptions
+from liger_rl.head.interface import Gradients, Head, Needs, with_gradient
+from liger_rl.head.live_tokens import TokenSelection
+from liger_rl.head.pair import for_device
+from liger_rl.head.pair.pair_reference import (
+    Measure,
+    MixtureSums,
+    PairFold,
+    PairGradients,
+    PairStatistics,
+    PairTile,
+    Tile,
+)
+from liger_rl.head.tiles import WORKSPACE_BYTES, Tiles, free_tile_vocab, kind_of, plan_tiles, spans
+from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.transform import LogitTransform
 
-# Bytes of a chunk of one pass: of float32 rows on each kind of device, and of a `KeptPair`, which has KEPT_BYTES for
-# each entry. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
-ONE_PASS_BYTES, KEPT_MOST_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}, 5 << 28
-KEPT_BYTES = 4
+# Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
+ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
 MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; larger products have a multiple of it
 
 # (places of m tokens among the live tokens, their statistics (m,)) -> dL/d divergence (m,), and dL/dlogp, (m,) or None
 PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None]]
 
 
+class Pair(NamedTuple):
+    """Two heads over the same tokens, and the options of a call."""
+
+    student: Head
+    teacher: Head
+    vocab: int  # entries of the vocabulary from `vocab` on are padding
+    options: EngineOptions
+    teacher_transform: LogitTransform
+    teacher_dtype: torch.dtype  # of the teacher's products
+    measure: Measure
+    targets: bool  # whether to compute log-probabilities at the targets
+
+    def gathered(self, live: TokenSelection) -> "Pair":
+        """The pair of only the tokens in `live`, with hidden states in the dtypes of the products."""
+        student = self.student.gathered(self.options.compute_dtype, live)
+        return self._replace(student=student, teacher=self.teacher.gathered(self.teacher_dtype, live))
+
+    # What follows is for gathered pairs.
+
+    @property
+    def heads(self) -> tuple[Head, Head]:
+        return self.student, self.teacher
+
+    @property
+    def n(self) -> int:
+        """Number of tokens."""
+        return self.student.hidden.shape[0]
+
+    @property
+    def kernels(self) -> ModuleType:
+        return for_device(self.student.hidden.device)
+
+    def start(self) -> tuple[PairFold, MixtureSums | None]:
+        """The sums before the first tile; None without a second step."""
+        device, measure = self.student.hidden.device, self.measure
+        fold = PairFold.start(self.n, device, measure, entropy=self.options.entropy, targets=self.targets)
+        return fold, MixtureSums.start(fold.peak) if measure.second_step else None
+
+    def tile(self, part: slice, first: int, weights: Iterable[Tensor]) -> PairTile:
+        """The tile of the tokens `part` and of the tiles (v, H) of both weights, whose first row is the id `first`."""
+        products = (gemm.matmul(head.hidden[part], weight.T) for head, weight in zip(self.heads, weights, strict=True))
+        return self._tile_of_logits(part, first, *products)
+
+    def _tile_of_logits(self, part: slice, first: int, logits: Tensor, teacher_logits: Tensor) -> PairTile:
+        columns = slice(first, first + logits.shape[1])
+        bias, teacher_bias = (None if head.bias is None else head.bias[columns] for head in self.heads)
+        student = Tile(logits, bias, self.options.transform)
+        teacher = Tile(teacher_logits, teacher_bias, self.teacher_transform)
+        return PairTile(student, teacher, self.student.targets[part], first, self.measure)
+
+    def fold_whole(self, part: slice, state: PairFold, sums: MixtureSums | None) -> PairTile:
+        """Fold float32 rows of both heads, over the whole vocabulary, into `state` and `sums` of the tokens `part`."""
+        tile = self._tile_of_logits(part, 0, *(_whole_logits(head, part, self.vocab) for head in self.heads))
+        self.kernels.fold_pair(tile, state)
+        if sums is not None:
+            known = PairStatistics.of(state, self.measure)
+            self.kernels.mix_pair(tile, known.lse, known.teacher_lse, sums)
+        return tile
+
+    def tile_gradient(self, tile: PairTile, tokens: PairGradients) -> Tensor:
+        """-> dL/dx of the student's logits, in their memory if they have the compute dtype."""
+        logits, dtype = tile.student.logits, self.options.compute_dtype
+        out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
+        self.kernels.grad_pair(tile, tokens, out)
+        return out
+
+
 def forward(pair: Pair) -> PairStatistics:
     """Statistics of every token that counts."""
-    rows, measure, shard = PairRows(pair, pair.student.live), pair.measure, pair.student.shard
-    epilogue = None if measure.second_step else rows.epilogue
-    if epilogue is not None:
-        state, sums = rows.fold(epilogue), None
-    else:
-        state, sums = rows.empty_fold(rows.count)
-        tokens = None if sums is None else _whole_rows(rows)
-        if sums is not None and tokens is not None:
-            for part in (slice(*span) for span in spans(rows.count, tokens)):
-                rows.fold_whole(part, state.take(part), sums.take(part))
-            return PairStatistics.of(state, measure).with_sums(measure, sums)
-        _sweep(rows, lambda tile, part: rows.kernels.fold_pair(tile, state.take(part)))
+    rows, measure, shard = pair.gathered(pair.student.live), pair.measure, pair.student.shard
+    state, sums = rows.start()
+    tokens = None if sums is None else _whole_rows(rows)
+    if sums is not None and tokens is not None:
+        for part in (slice(*span) for span in spans(rows.n, tokens)):
+            rows.fold_whole(part, state.take(part), sums.take(part))
+        return PairStatistics.of(state, measure, sums)
+    _sweep(rows, lambda tile, part: rows.kernels.fold_pair(tile, state.take(part)))
     if shard is not None:
         state = state.over_ranks(measure, shard.maximum, shard.total)
     known = PairStatistics.of(state, measure)
@@ -54,17 +129,23 @@ def forward(pair: Pair) -> PairStatistics:
         return known
     norms = known.lse, known.teacher_lse
     _sweep(rows, lambda tile, part: rows.kernels.mix_pair(tile, norms[0][part], norms[1][part], sums.take(part)))
-    total = sums if shard is None else MixtureSums(*shard.total(torch.stack(sums)))
-    return known.with_sums(measure, total)
+    return PairStatistics.of(state, measure, sums if shard is None else MixtureSums(*shard.total(torch.stack(sums))))
 
 
-def _sweep(rows: PairRows, step: Callable[[PairTile, slice], None]) -> None:
+def _sweep(rows: Pair, step: Callable[[PairTile, slice], None]) -> None:
     tiles = _tiles(rows)
     for first, last in spans(rows.vocab, tiles.vocab):
-        factors = rows.weight_tiles(first, last)
-        for part in (slice(*span) for span in spans(rows.count, tiles.tokens)):
+        weights = [_weight_tile(head, first, last) for head in rows.heads]
+        for part in (slice(*span) for span in spans(rows.n, tiles.tokens)):
             # No name for the tile, so that it is freed before the next one is allocated.
-            step(rows.tile(part, factors, first), part)
+            step(rows.tile(part, first, weights), part)
+
+
+def _tiles(rows: Pair, *, bytes_per_gradient: int = 0) -> Tiles:
+    """Tiles of both heads."""
+    hidden_size, device = sum(head.hidden.shape[1] for head in rows.heads), rows.student.hidden.device
+    bytes_per_logit = _bytes_per_logit(device) + bytes_per_gradient
+    return plan_tiles(rows.n, rows.vocab, hidden_size, device, rows.options, bytes_per_logit=bytes_per_logit)
 
 
 def _bytes_per_logit(device: torch.device) -> int:
@@ -72,20 +153,37 @@ def _bytes_per_logit(device: torch.device) -> int:
     return 8 if compiles(device) else 48
 
 
-def _tiles(rows: PairRows, *, bytes_per_gradient: int = 0) -> Tiles:
-    """Tiles of both heads."""
-    hidden_size = rows.student.rows.hidden.shape[1] + rows.teacher.rows.hidden.shape[1]
-    bytes_per_logit = _bytes_per_logit(rows.device) + bytes_per_gradient
-    options = rows.pair.options
-    return plan_tiles(rows.count, rows.vocab, hidden_size, rows.device, options, bytes_per_logit=bytes_per_logit)
+def _weight_tile(head: Head, first: int, last: int) -> Tensor:
+    """(v, H) in the dtype of the products."""
+    return head.weight[first:last].to(head.hidden.dtype)
 
 
-def _whole_rows(rows: PairRows) -> int | None:
+def _converts(head: Head) -> bool:
+    """Whether a tile of the weight is a copy, in another dtype."""
+    dtype, weight = head.hidden.dtype, head.weight
+    # On CPU, 16-bit products run in float32.
+    return weight.dtype != dtype or not (weight.is_cuda or dtype == torch.float32)
+
+
+def _width(head: Head, vocab: int) -> int:
+    """Columns of a product, if products cover the whole vocabulary one after the other."""
+    return vocab if gemm.ADDS_TO_FLOAT32 and not _converts(head) else free_tile_vocab(vocab)
+
+
+def _whole_logits(head: Head, part: slice, vocab: int) -> Tensor:
+    """The tokens' float32 logits over the whole vocabulary."""
+    logits = torch.empty(part.stop - part.start, vocab, dtype=torch.float32, device=head.hidden.device)
+    for first, last in spans(vocab, _width(head, vocab)):
+        gemm.write(logits[:, first:last], head.hidden[part], _weight_tile(head, first, last).T)
+    return logits
+
+
+def _whole_rows(rows: Pair) -> int | None:
     """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
-    converts = rows.student.converts or rows.teacher.converts
-    if rows.pair.options.names_chunk or converts or rows.pair.student.shard is not None:
+    if rows.options.names_chunk or rows.student.shard is not None or any(_converts(head) for head in rows.heads):
         return None
-    tokens = WORKSPACE_BYTES[kind_of(rows.device)] // (_bytes_per_logit(rows.device) * rows.vocab)
+    device = rows.student.hidden.device
+    tokens = WORKSPACE_BYTES[kind_of(device)] // (_bytes_per_logit(device) * rows.vocab)
     return None if tokens < MIN_WHOLE_ROWS else tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS
 
 
@@ -97,74 +195,55 @@ def backward(
     """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
     live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient)
     # No name for the rows, so that they are freed before the gradients of all tokens are allocated.
-    return _gradients(PairRows(pair, live), tokens, needs).of_all_tokens(live, pair.student)
+    return _gradients(pair.gathered(live), tokens, needs).of_all_tokens(live, pair.student)
 
 
-def _gradients(rows: PairRows, tokens: PairGradients, needs: Needs) -> Gradients:
-    # A mixture's logarithms take longer in an epilogue than in a separate kernel.
-    epilogue = None if rows.measure.second_step else rows.epilogue
-    options, factors = rows.pair.options, dict[int, tuple[Tensor, Tensor]]()
-    if epilogue is not None:
-        tiles = rows.gradient_tiles()
-    else:
-        dtype = options.compute_dtype
-        tiles = _tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
+def _gradients(rows: Pair, tokens: PairGradients, needs: Needs) -> Gradients:
+    options, teacher_weights = rows.options, dict[int, Tensor]()
 
-    def tile_gradient(first: int, last: int, start: int, stop: int) -> Tensor:
-        part = slice(start, stop)
-        if epilogue is not None:
-            return epilogue.grad_pair(*rows.factors(part, first, last), tokens.take(part))
-        if first not in factors:  # `factors` has one tile, which all spans of tokens share
-            factors.clear()
-            factors[first] = rows.weight_tiles(first, last)
-        return rows.tile_gradient(rows.tile(part, factors[first], first), tokens.take(part))
+    def tile_gradient(weight: Tensor, first: int, part: slice) -> Tensor:
+        if first not in teacher_weights:  # it has one tile, which all spans of tokens share
+            teacher_weights.clear()
+            teacher_weights[first] = _weight_tile(rows.teacher, first, first + weight.shape[0])
+        return rows.tile_gradient(rows.tile(part, first, (weight, teacher_weights[first])), tokens.take(part))
 
-    return two_pass.gradients(
-        rows.student.rows, options, None, needs, known=tile_gradient, tiles=tiles, vocab=rows.vocab
-    )
+    dtype = options.compute_dtype
+    tiles = _tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
+    return two_pass.gradients(rows.student, options, None, needs, known=tile_gradient, tiles=tiles, vocab=rows.vocab)
 
 
 def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[PairStatistics, Gradients]:
     """As `forward`, and the gradients for hidden, weight and bias; `gradients_of` gives each chunk's."""
-    rows, live, weight, vocab = PairRows(pair, pair.student.live), pair.student.live, pair.student.weight, pair.vocab
-    chunks = even_spans(rows.count, one_pass_tokens(pair))
+    live, weight, vocab, measure = pair.student.live, pair.student.weight, pair.vocab, pair.measure
+    rows = pair.gathered(live)
+    chunks = _even_spans(rows.n, one_pass_tokens(pair))
     one_sum = len(chunks) <= 1 and weight.dtype == pair.options.compute_dtype
     totals = Totals(pair.student, weight.dtype if one_sum else torch.float32, needs)
     if totals.weight is not None:
         totals.weight[vocab:] = 0
-    epilogue = rows.epilogue if _keeps_pairs(pair) else None
-    statistics: list[PairStatistics] = []
+    tiles = spans(vocab, _width(rows.student, vocab))
+    state, sums = rows.start()
     for part in (slice(*chunk) for chunk in chunks):
-        known, gradient = rows.whole_rows(part) if epilogue is None else rows.kept_rows(epilogue, part)
-        tile = gradient(PairGradients.of(known, *gradients_of(part, known)))
-        del gradient  # frees its inputs before the products and the next pair are allocated
+        part_state, part_sums = state.take(part), None if sums is None else sums.take(part)
+        tile = rows.fold_whole(part, part_state, part_sums)
+        known = PairStatistics.of(part_state, measure, part_sums)
+        gradient = rows.tile_gradient(tile, PairGradients.of(known, *gradients_of(part, known)))
+        del tile  # so that the teacher's rows are freed before the products and the next rows are allocated
         index = part if live.index is None else live.index[part]
-        tiles = spans(vocab, rows.student.width(vocab))
-        totals.add(rows.student.factor[part], index, tiles, partial(_columns, tile))
-        del tile
-        statistics.append(known)
-    if not statistics:
-        return forward(pair), totals.finish()
-    joined = PairStatistics._make(
-        None if parts[0] is None else torch.cat(parts) for parts in zip(*statistics, strict=True)
-    )
-    return joined, totals.finish()
+        totals.add(rows.student.hidden[part], index, tiles, partial(_columns, gradient))
+        del gradient
+    return PairStatistics.of(state, measure, sums), totals.finish()
 
 
-def _columns(tile: Tensor, first: int, last: int) -> Tensor:
-    return tile[:, first:last]
+def _columns(gradient: Tensor, first: int, last: int) -> Tensor:
+    return gradient[:, first:last]
 
 
-def even_spans(n: int, most: int) -> list[tuple[int, int]]:
+def _even_spans(n: int, most: int) -> list[tuple[int, int]]:
     """The fewest near-equal spans of at most `most` tokens, rounded up to multiples of MIN_WHOLE_ROWS up to `most`."""
     parts = -(-n // most)
     step = -(-n // max(parts, 1))
     return spans(n, min(-(-step // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, most))
-
-
-def _keeps_pairs(pair: Pair) -> bool:
-    """Whether one pass keeps a `KeptPair`. Not under a softcap: if both numbers underflow, its derivative is lost."""
-    return pair.options.transform.softcap is None and pair.epilogue_applies(pair.student.live.count)
 
 
 def one_pass_tokens(pair: Pair) -> int:
@@ -173,8 +252,5 @@ def one_pass_tokens(pair: Pair) -> int:
         return pair.options.chunk_tokens
     device, dtype = pair.student.hidden.device, pair.options.compute_dtype
     per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
-    most = ONE_PASS_BYTES[kind_of(device)]
-    if _keeps_pairs(pair):
-        per_token, most = KEPT_BYTES * pair.vocab, KEPT_MOST_BYTES
-    tokens = most // per_token
+    tokens = ONE_PASS_BYTES[kind_of(device)] // per_token
     return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)
