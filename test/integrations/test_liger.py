@@ -1,7 +1,6 @@
 """The drop-ins for liger-kernel's chunked losses against liger-kernel itself, and the places where that is wrong."""
 
 import inspect
-from itertools import product
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss, LigerFusedLine
 BATCH, LENGTH, HIDDEN, VOCAB = 6, 7, 12, 61
 LENGTHS = torch.tensor([7, 3, 5, 1, 0, 6])
 CLIPPING = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
-FAMILIES = [*product(CLIPPING, ["token", "sequence"]), *product(["cispo", "sapo", "vespo"], ["token"])]
+FAMILIES = [*((name, "token") for name in (*CLIPPING, "cispo", "sapo", "vespo")), ("grpo", "sequence")]
 # epsilon_low, epsilon_high, delta: a mean over a sequence moves less
 BOUNDS = {"token": (0.2, 0.28, 1.5), "sequence": (0.04, 0.06, 1.1)}
 OTHER_OPTIONS = {
@@ -123,7 +122,6 @@ CALLS = {
 EVERY_CALL = [(("dapo", "token"), name) for name in CALLS]
 EVERY_FAMILY = [(family, "a KL and ratios of tokens") for family in FAMILIES if family != ("dapo", "token")]
 OTHER_CALLS = [
-    (("grpo", "sequence"), "a weighted KL and ratios of sequences"),
     (("luspo", "sequence"), "ratios of sequences"),
     (("vespo", "token"), "ratios of sequences"),
     (("bnpo", "token"), "no count"),
@@ -343,52 +341,6 @@ def test_where_theirs_are_wrong(loss_type, options, change):
     assert abs(wrong[0] - right[0]) > 1e-2 * abs(right[0])
 
 
-@pytest.mark.parametrize("column", ["old_per_token_logps", "ref_per_token_logps", "_input"])
-@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
-def test_nothing_under_the_mask_counts(column, value):
-    call, options = problem(), options_of("grpo")
-    clean = run(LigerFusedLinearGRPOLoss, options, call)
-    call[column] = call[column].clone()
-    call[column][call["attention_mask"] == 0] = value
-    mine, wrong = both(options, call)
-    assert not all(part.isfinite().all() for part in (wrong[0], *wrong[1]))
-    torch.testing.assert_close(mine[:2], clean[:2], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("loss_type", "level"), [("bnpo", "token"), ("luspo", "sequence"), ("vespo", "token")])
-def test_advantages_of_the_tokens_and_masks_of_any_kind(loss_type, level):
-    """The same sequences' advantages for each token, which Liger mixes up."""
-    call, options = problem(full=loss_type == "luspo"), options_of(loss_type, level)
-    expected = run(THEIRS, options, call)
-    call["advantages"] = call["advantages"][:, None].expand(BATCH, LENGTH)
-    call["attention_mask"] = call["attention_mask"].to(torch.bool if level == "token" else torch.int64)
-    assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
-
-
-@pytest.mark.parametrize("value", [0.5, -1.0, 2.0, torch.nan])
-def test_a_mask_value_other_than_0_and_1(value, device):
-    call, options = problem(device), options_of("dapo")
-    right = run(THEIRS, options, call)
-    call["attention_mask"][0, 1] = value
-    assert not abs(run(THEIRS, options, call)[0] - right[0]) < 1e-3 * abs(right[0])
-    with pytest.raises(ValueError, match="mask must be 0 or 1 at each token; 1 of"):
-        run(LigerFusedLinearGRPOLoss, options, call)
-
-
-@pytest.mark.parametrize(("column", "sign"), [("old_per_token_logps", -1), ("ref_per_token_logps", 1)])
-def test_ratios_and_kl_stop_at_40_nats(column, sign):
-    """The loss and the gradients stay finite; Liger's are not."""
-    call, options = problem(), options_of("grpo", beta=0.1)
-    far, further = (call | {column: call[column] + sign * nats} for nats in (100.0, 1000.0))
-    (loss, grads, _), wrong = both(options, far)
-    assert 1e15 < loss < 1e19  # e^40 is 2.4e17
-    assert all(grad.isfinite().all() for grad in grads)
-    assert grads[0].norm() < 10
-    torch.testing.assert_close(run(LigerFusedLinearGRPOLoss, options, further)[0], loss, rtol=1e-6, atol=0)
-    assert not wrong[0].isfinite()
-    assert not wrong[1][0].isfinite().all()
-
-
 def test_a_reference_without_a_kl():
     """Liger asserts. It takes a KL without a reference model, and makes it 0: ours refuses that by name."""
     call, options = problem(), options_of("dapo", beta=0.0)
@@ -416,45 +368,27 @@ def test_a_float32_head_computes_in_float32():
 BAD_OPTIONS = [
     ("loss_type", ValueError, {"loss_type": "gspo"}),
     ("loss_type", ValueError, {"loss_type": ["dapo"]}),
-    ("beta", ValueError, {"beta": -0.1}),
     ("use_ref_model", ValueError, {"use_ref_model": False}),
     ("chunk_size", ValueError, {"chunk_size": 0}),
-    ("epsilon_low", ValueError, {"epsilon_low": -0.1}),
-    ("epsilon_high", TypeError, {"epsilon_high": "0.2"}),
     ("max_completion_length", ValueError, {"loss_type": "dr_grpo"}),
     ("importance_sampling_level", ValueError, {"importance_sampling_level": "tokens"}),
     ("importance_sampling_level", ValueError, {"loss_type": "cispo", "importance_sampling_level": "sequence"}),
-    ("sapo_temperature_pos", ValueError, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}),
     ("sapo_temperature_neg", ValueError, {"loss_type": "dapo", "sapo_temperature_neg": 0.0}),
-    ("temperature", ValueError, {"temperature": 0.0}),
-    ("delta", ValueError, {"delta": 0.0}),
     ("delta", ValueError, {"loss_type": "sapo", "delta": 1.5}),
-    ("vespo_k_pos", ValueError, {"loss_type": "vespo", "vespo_k_pos": -1.0}),
 ]
 
 
 BAD_ARGUMENTS = [
     ("_input", ValueError, {"_input": torch.zeros(BATCH * LENGTH, HIDDEN)}),
     ("_input", TypeError, {"_input": [0.0]}),
-    ("weight", ValueError, {"lin_weight": torch.zeros(VOCAB, HIDDEN + 1)}),
     ("lin_weight", TypeError, {"lin_weight": None}),
-    ("lin_weight", ValueError, {"lin_weight": torch.zeros(VOCAB, HIDDEN, device="meta")}),
-    ("weight", TypeError, {"lin_weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)}),
-    ("selected_token_ids", ValueError, {"selected_token_ids": torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64)}),
-    ("selected_token_ids", TypeError, {"selected_token_ids": torch.zeros(BATCH, LENGTH)}),
-    (r"\[0, 61\)", ValueError, {"selected_token_ids": torch.full((BATCH, LENGTH), VOCAB)}),
     ("attention_mask", ValueError, {"attention_mask": torch.ones(BATCH)}),
     ("attention_mask", TypeError, {"attention_mask": None}),
-    ("advantages", ValueError, {"advantages": torch.zeros(BATCH + 1)}),
-    ("bias", ValueError, {"bias": torch.zeros(VOCAB + 1)}),
-    ("old_per_token_logps", ValueError, {"old_per_token_logps": torch.zeros(BATCH)}),
     ("ref_per_token_logps", ValueError, {"ref_per_token_logps": None}),
-    ("ref_per_token_logps", ValueError, {"ref_per_token_logps": torch.zeros(BATCH)}),
     ("ref_weight", ValueError, {"ref_per_token_logps": None, "ref_input": torch.zeros(BATCH, LENGTH, HIDDEN)}),
     ("ref_input", TypeError, {"ref_per_token_logps": None, "ref_input": 0.0, "ref_weight": 0.0}),
     ("vllm_is_ratio", ValueError, {"vllm_is_ratio": torch.ones(LENGTH)}),
     ("vllm_is_ratio", TypeError, {"vllm_is_ratio": 1.0}),
-    ("num_items_in_batch", ValueError, {"num_items_in_batch": torch.ones(2)}),
 ]  # fmt: skip
 
 
@@ -528,8 +462,7 @@ def test_jsd_of_other_shapes_no_bias_and_nothing_that_counts():
             assert_same(result, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"weight_hard_loss": 0.0, "beta": 0.1}])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("options", "dtype"), [({}, torch.bfloat16), ({"temperature": 0.7}, torch.float16)])
 def test_16_bit_inputs_of_a_jsd_are_no_further_from_float64_than_theirs(options, dtype):
     call = jsd_problem((96,), dtype)
     wide = {name: part.double() if isinstance(part, torch.Tensor) else part for name, part in call.items()}
@@ -580,15 +513,11 @@ def test_zero3_empties_the_heads_after_the_forward(kind):
     ("options", "changed", "error", "message"),
     [
         ({"beta": 1.5}, {}, ValueError, r"beta must be in \[0, 1\]"),
-        ({"temperature": 0.0}, {}, ValueError, "temperature must be"),
         ({"weight_hard_loss": float("inf")}, {}, ValueError, r"weight_hard_loss must be in \(-inf, inf\)"),
         ({"weight_soft_loss": "half"}, {}, TypeError, "weight_soft_loss must be a number"),
         ({}, {"teacher_weight": torch.zeros(70, 20)}, ValueError, "teacher_weight must have the 61 .*to padding"),
         ({}, {"true_labels": torch.zeros(22, dtype=torch.int64)}, ValueError, "true_labels must be integers of shape"),
-        ({}, {"true_labels": torch.zeros(23)}, ValueError, "true_labels must be integers of shape"),
         ({}, {"true_labels": torch.full((23,), 61)}, ValueError, "true_labels must be token ids"),
-        ({}, {"true_labels": torch.full((23,), -1)}, ValueError, "true_labels must be token ids"),
-        ({}, {"teacher_input": torch.zeros(22, 20)}, ValueError, "teacher_hidden must have the tokens"),
         ({}, {"student_weight": None}, TypeError, "student_weight must be a tensor"),
     ],
 )

@@ -62,17 +62,16 @@ def test_the_loss_has_trls_signature():
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("items", [None, 7, torch.tensor(52.0)])
 @pytest.mark.parametrize(
-    "options",
+    ("beta", "items", "bias", "options"),
     [
-        {},
-        {"temperature": 0.7, "student_logit_scale": 1.3, "student_final_logit_softcapping": 3.0},
-        {"temperature": 1.6, "teacher_logit_scale": 0.5, "teacher_final_logit_softcapping": 2.0},
+        (0.0, None, True, {}),
+        (0.3, 7, False,
+         {"temperature": 0.7, "student_logit_scale": 1.3, "student_final_logit_softcapping": 3.0}),
+        (1.0, torch.tensor(52.0), True,
+         {"temperature": 1.6, "teacher_logit_scale": 0.5, "teacher_final_logit_softcapping": 2.0}),
     ],
-)
-@pytest.mark.parametrize("bias", [True, False])
+)  # fmt: skip
 def test_the_loss_agrees_with_trls(beta, items, options, bias, device):
     call = loss_call(device=device, bias=bias)
     options = {"beta": beta, "num_items_in_batch": items, **options}
