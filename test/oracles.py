@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 
 def transformed(
@@ -90,6 +91,33 @@ def list_divergence(p: Tensor, q: Tensor, listed: Tensor, kind: str, beta: float
         m = (1 - beta) * p + beta * q
         return beta * kl(q, m) + (1 - beta) * kl(p, m)
     return kl(q, p) if kind == "forward_kl" or (kind, beta) == ("jsd", 0) else kl(p, q)
+
+
+# --- losses of preferences and of given tokens; those of policies are in fuzz/oracle.py -----------------------------
+
+
+def dpo(margins: Tensor, beta: float) -> Tensor:
+    """Of the margins of chosen sequences and then of the rejected ones, (2 P,) -> ()."""
+    chosen, rejected = margins.chunk(2)
+    return -logsigmoid(beta * (chosen - rejected)).mean()
+
+
+def kto(margins: Tensor, desirable: Tensor, beta: float, kl: float, undesirable_weight: float = 1.0) -> Tensor:
+    """Of margins (S,) and which sequences are desirable -> ()."""
+    sign, weight = torch.where(desirable, 1.0, -1.0), torch.where(desirable, 1.0, undesirable_weight)
+    return (weight * torch.sigmoid(-sign * beta * (margins - kl))).mean()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **options) -> Tensor:
+    """Of logits (B, T, V) -> (B, T)."""
+    losses = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none", **options)
+    return losses + z_loss * logits.logsumexp(-1).square()
+
+
+def eaft(logits: Tensor, targets: Tensor, k: int, alpha: float = 1.0, divisor: float = 3.0) -> Tensor:
+    """Cross entropy times a power of the entropy of the k likeliest ids, which has no gradient."""
+    likely = logits.detach().topk(k).values
+    return (values(likely, torch.zeros_like(targets)).entropy / divisor) ** alpha * cross_entropy(logits, targets)
 
 
 def error_budget(eager: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+import oracles
 from liger_rl import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead, Segments
 
 PAIRS, LENGTH, HIDDEN, VOCAB, BETA = 4, 9, 12, 53, 0.2
@@ -25,19 +25,12 @@ def problem() -> dict[str, Tensor]:
 
 
 def logps_of(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, softcap=None) -> Tensor:
-    logits = hidden @ weight.T + bias
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    found = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    found, _ = oracles.logprobs(hidden, weight, targets.clamp(min=0), bias, softcap=softcap)
     return torch.where(targets >= 0, found, 0.0)
 
 
 def sums(ref_logps: Tensor, targets: Tensor) -> Tensor:
     return torch.where(targets >= 0, ref_logps, 0.0).double().sum(1)
-
-
-def dpo(logps: Tensor, ref_sums: Tensor) -> Tensor:
-    chosen, rejected = (logps.sum(1) - ref_sums).chunk(2)
-    return -logsigmoid(BETA * (chosen - rejected)).mean()
 
 
 def assert_as_full_logits(call, formula, softcap=None):
@@ -62,7 +55,9 @@ def test_pairs(options, summed):
         ref = sums(x["ref_logps"], x["targets"]).float() if summed else x["ref_logps"]
         return loss_fn(leaves[0], leaves[1], x["targets"], ref_logps=ref, bias=leaves[2]).loss
 
-    assert_as_full_logits(call, lambda logps, x: dpo(logps, sums(x["ref_logps"], x["targets"])), softcap=6.0)
+    assert_as_full_logits(
+        call, lambda logps, x: oracles.dpo(logps.sum(1) - sums(x["ref_logps"], x["targets"]), BETA), softcap=6.0
+    )
 
 
 @pytest.mark.parametrize("options", PASSES, ids=str)
@@ -76,7 +71,7 @@ def test_a_reference_with_a_head_of_its_own(options):
 
     def formula(logps, x):
         ref = logps_of(hidden.double(), weight.double(), x["bias"].double(), x["targets"])
-        return dpo(logps, ref.sum(1))
+        return oracles.dpo((logps - ref).sum(1), BETA)
 
     assert_as_full_logits(call, formula)
 
@@ -98,7 +93,7 @@ def test_the_prompt_in_the_nll_term(options):
     logps = logps_of(*doubles, x["targets"])
     chosen = x["targets"][:PAIRS]
     of_nll = logps_of(doubles[0][:PAIRS], *doubles[1:], torch.where(chosen >= 0, chosen, prompt))
-    expected = dpo(logps, torch.zeros(2 * PAIRS)) - 0.3 * of_nll.mean()
+    expected = oracles.dpo(logps.sum(1), BETA) - 0.3 * of_nll.mean()
     loss = call(floats, x)
     torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-5)
     wanted = tuple(grad.float() for grad in torch.autograd.grad(expected, doubles))
@@ -116,8 +111,7 @@ def test_judged_sequences(options):
 
     def formula(logps, x):
         margins = logps.sum(1) - sums(x["ref_logps"], x["targets"])
-        sign, weight = torch.where(labels, 1.0, -1.0), torch.where(labels, 1.0, 0.5)
-        return (weight * torch.sigmoid(-sign * BETA * (margins - 0.3))).mean()
+        return oracles.kto(margins, labels, BETA, 0.3, undesirable_weight=0.5)
 
     assert_as_full_logits(call, formula)
 
@@ -172,4 +166,4 @@ def test_an_objective_of_ones_own():
     x = problem()
     chosen, rejected = logps_of(x["hidden"], x["weight"], torch.zeros(VOCAB), x["targets"]).sum(1).chunk(2)
     found = FusedLinearPreferenceLoss(Margin())(x["hidden"], x["weight"], x["targets"]).loss
-    torch.testing.assert_close(found, (rejected - chosen).mean())
+    torch.testing.assert_close(found, (rejected - chosen).mean().float())

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, logsigmoid, pad
+from torch.nn.functional import logsigmoid, pad
 
+import oracles
 from hf_models import VOCAB, assert_same_gradients, build, gradients
 from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, SequenceMean
 from liger_rl.step.policy_step import completion_logps, loss_step, loss_steps, policy_step
@@ -38,7 +39,7 @@ def batch_of_pairs() -> dict[str, Tensor]:
 
 def full_logps(model, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
-    logps = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    logps, _ = oracles.logits_logprobs(logits[:, :-1], batch["input_ids"][:, 1:])
     return torch.where(mask, pad(logps, (1, 0)), 0.0)
 
 
@@ -56,7 +57,7 @@ def test_pairs(layout):
     model, batch = small_llama(), batch_of_pairs()
     margins = full_logps(model, batch, batch["mask"]).sum(1) - batch["ref_logps"]
     chosen, rejected = margins.chunk(2)
-    expected = -logsigmoid(0.1 * (chosen - rejected)).mean()
+    expected = oracles.dpo(margins, 0.1)
     total, found = by_steps(model, batch, FusedLinearPreferenceLoss("dpo"), **layout)
     torch.testing.assert_close(total.loss, expected.detach())
     torch.testing.assert_close(total.metrics["reward_margins"].value, 0.1 * (chosen - rejected).detach().mean())
@@ -87,8 +88,7 @@ def test_single_sequences(layout):
     model, batch = small_llama(), batch_of_pairs()
     labels = torch.tensor([True, False, False, True, True, False])
     margins = full_logps(model, batch, batch["mask"]).sum(1) - batch["ref_logps"]
-    sign = torch.where(labels, 1.0, -1.0)
-    expected = torch.sigmoid(-sign * 0.1 * (margins - 0.3)).mean()
+    expected = oracles.kto(margins, labels, 0.1, 0.3)
     total, found = by_steps(model, batch | {"labels": labels, "kl": 0.3}, FusedLinearUnpairedLoss("kto"), **layout)
     torch.testing.assert_close(total.loss, expected.detach())
     assert_same_gradients(found, gradients(model, expected))
@@ -101,8 +101,7 @@ def test_cross_entropy(layout, reduction):
     del batch["ref_logps"]
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()[:, :-1]
     mask, labels = batch["mask"][:, 1:], batch["input_ids"][:, 1:]
-    losses = cross_entropy(logits.mT, labels, label_smoothing=0.1, reduction="none")
-    losses = torch.where(mask, losses + 1e-3 * logits.logsumexp(-1).square(), 0.0)
+    losses = torch.where(mask, oracles.cross_entropy(logits, labels, 1e-3, label_smoothing=0.1), 0.0)
     expected = losses.sum() / mask.sum() if reduction is None else (losses.sum(1) / mask.sum(1)).mean()
     loss = FusedLinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3, metrics="with_entropy", reduction=reduction)
     total, found = by_steps(model, batch, loss, **layout)
@@ -117,9 +116,7 @@ def test_a_list_of_the_likeliest_ids_reaches_the_loss():
     del batch["ref_logps"]
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()[:, :-1]
     mask, labels = batch["mask"][:, 1:], batch["input_ids"][:, 1:]
-    log_p = logits.detach().topk(5).values.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    expected = (entropy / 3 * cross_entropy(logits.mT, labels, reduction="none"))[mask].mean()
+    expected = oracles.eaft(logits, labels, 5)[mask].mean()
     total, found = by_steps(model, batch, FusedLinearCrossEntropyLoss("eaft", eaft_k=5), max_tokens=48)
     torch.testing.assert_close(total.loss, expected.detach())
     assert_same_gradients(found, gradients(model, expected))
@@ -140,7 +137,7 @@ def test_a_pair_with_an_empty_side_stays_whole():
     batch["mask"][PAIRS + 1] = False
     margins = full_logps(model, batch, batch["mask"]).sum(1)
     margins = margins - torch.where(batch["mask"].any(1), batch["ref_logps"], 0.0)
-    expected = -logsigmoid(0.1 * (margins[:PAIRS] - margins[PAIRS:])).mean()
+    expected = oracles.dpo(margins, 0.1)
     total, found = by_steps(model, batch, FusedLinearPreferenceLoss("dpo"), max_tokens=48)
     torch.testing.assert_close(total.loss, expected.detach())
     assert_same_gradients(found, gradients(model, expected))

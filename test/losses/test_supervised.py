@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import cross_entropy
 
+import oracles
 from liger_rl import (
     DFT,
     CrossEntropy,
@@ -21,6 +22,7 @@ from liger_rl import (
 )
 
 BATCH, LENGTH, HIDDEN, VOCAB = 4, 10, 12, 37
+per_token = oracles.cross_entropy
 
 
 def problem() -> tuple[list[Tensor], Tensor]:
@@ -37,10 +39,6 @@ def in_float64(leaves: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     return doubles, doubles[0] @ doubles[1].T
 
 
-def per_token(logits: Tensor, targets: Tensor, **options) -> Tensor:
-    return cross_entropy(logits.mT, targets, reduction="none", **options)
-
-
 def trl_dft(logits, targets):
     logps = -per_token(logits, targets)
     return -logps.exp().detach() * logps
@@ -51,27 +49,17 @@ def focal(logits, targets, gamma):
     return (1 - (-losses).exp()) ** gamma * losses
 
 
-def llama_factory_eaft(logits, targets, alpha, divisor=3.0):
-    log_p = log_softmax(logits.detach().topk(20).values, -1)
-    return (-(log_p.exp() * log_p).sum(-1) / divisor) ** alpha * per_token(logits, targets)
-
-
-def entropy_eaft(logits, targets):
-    log_p = log_softmax(logits.detach(), -1)
-    return -(log_p.exp() * log_p).sum(-1) / 3.0 * per_token(logits, targets)
-
-
 LOSSES = {
     "nll": (("nll", {}), per_token),
     "label smoothing": (("nll", {"label_smoothing": 0.2}), lambda z, y: per_token(z, y, label_smoothing=0.2)),
-    "z-loss": (("nll", {"z_loss": 0.01}), lambda z, y: per_token(z, y) + 0.01 * z.logsumexp(-1).square()),
+    "z-loss": (("nll", {"z_loss": 0.01}), lambda z, y: per_token(z, y, 0.01)),
     "focal": (("focal", {}), lambda z, y: focal(z, y, 2.0)),
     "focal, gamma under 1": (("focal", {"gamma": 0.5}), lambda z, y: focal(z, y, 0.5)),
     "TRL's DFT": (("dft", {}), trl_dft),
     "DFT with z-loss": (("dft", {"z_loss": 0.01}), lambda z, y: trl_dft(z, y) + 0.01 * z.logsumexp(-1).square()),
-    "LLaMA-Factory's EAFT": (("eaft", {"eaft_alpha": 1.5}), lambda z, y: llama_factory_eaft(z, y, 1.5)),
-    "Axolotl's EAFT": (("eaft", {"eaft_scale": 1.0}), lambda z, y: llama_factory_eaft(z, y, 1.0, 1.0)),
-    "EAFT of all ids": (("eaft", {"eaft_k": None}), entropy_eaft),
+    "LLaMA-Factory's EAFT": (("eaft", {"eaft_alpha": 1.5}), lambda z, y: oracles.eaft(z, y, 20, 1.5)),
+    "Axolotl's EAFT": (("eaft", {"eaft_scale": 1.0}), lambda z, y: oracles.eaft(z, y, 20, divisor=1.0)),
+    "EAFT of all ids": (("eaft", {"eaft_k": None}), lambda z, y: oracles.eaft(z, y, VOCAB)),
 }
 ONE_PASS = [name for name in LOSSES if "'s EAFT" not in name]
 
@@ -160,12 +148,12 @@ def test_metrics():
     assert set(metrics) == {"nll", "z_loss", "accuracy", "entropy"}
     logits, counted = (leaves[0] @ leaves[1].T).double(), targets >= 0
     found = FusedLinearCrossEntropyLoss(metrics="with_entropy", z_loss=0.01)(*leaves, targets).metrics
-    log_p = logits.log_softmax(-1)
+    truth = oracles.values(logits, targets.clamp(min=0))
     expected = {
-        "nll": per_token(logits, targets.clamp(min=0))[counted].mean(),
-        "z_loss": 0.01 * logits.logsumexp(-1).square()[counted].mean(),
-        "accuracy": (logits.argmax(-1) == targets)[counted].double().mean(),
-        "entropy": -(log_p.exp() * log_p).sum(-1)[counted].mean(),
+        "nll": -truth.logps[counted].mean(),
+        "z_loss": 0.01 * truth.lse.square()[counted].mean(),
+        "accuracy": truth.is_top1[counted].double().mean(),
+        "entropy": truth.entropy[counted].mean(),
     }
     for name, value in expected.items():
         torch.testing.assert_close(found[name].value, value.float(), rtol=1e-4, atol=1e-5)
