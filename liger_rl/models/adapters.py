@@ -1,12 +1,12 @@
-"""LoRA adapters on an lm_head, as further columns of its hidden states and of its weight.
+"""LoRA adapters on an lm_head, as additional columns of its hidden states and of its weight.
 
-Adding scaling * b @ a to a 16-bit weight would round the adapter away. So the head's product gets a column for each row
-of `a` instead, which is exact:
+Adding scaling * b @ a to a 16-bit weight would round the adapter away. So hidden states and weight get r more columns
+for an adapter of rank r, which is exact:
 
     [hidden | scaling * hidden @ a.T] @ [weight | b].T = hidden @ weight.T + scaling * (hidden @ a.T) @ b.T
 
-Each call reads the adapters anew, because they can be added, switched, merged and disabled between two calls. Any other
-kind of adapter is refused by name.
+Each call reads the adapters anew, because they can be added, switched, merged and disabled between two calls. Other
+kinds of adapters raise an error that names them.
 """
 
 import sys
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_rl.head.local_tensors import has_dtensor
 
-COLUMNS = 8  # of 16 bits: rows of a multiple of 8 start at multiples of 16 bytes, which the products' kernels need
+COLUMN_MULTIPLE = 8  # so that 16-bit rows start at multiples of 16 bytes, as matmul kernels need it
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Adapter:
     dropout: nn.Module
     scaling: float
 
-    def columns(self, hidden: Tensor) -> Tensor:
-        """(..., H) -> (..., r), the input of `b` times scaling. The dropout is drawn here, as PEFT draws it."""
+    def project_hidden(self, hidden: Tensor) -> Tensor:
+        """(..., H) -> (..., r), scaling times the input of `b`, with dropout as in PEFT."""
         a = self.a.weight
         if self.dropout.training and getattr(self.dropout, "p", 0.0) > 0:
             hidden = self.dropout(hidden.to(a.dtype))
@@ -41,15 +41,15 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Head:
-    """An lm_head taken apart."""
+class HeadParts:
+    """The layer with an lm_head's weight, and its active adapters."""
 
     module: nn.Module  # the module that the model calls
     linear: Any  # the layer with the weight
-    adapters: tuple[Adapter, ...] = ()  # those that are active
+    adapters: tuple[Adapter, ...] = ()  # the active ones
 
-    def bias(self) -> Tensor | None:
-        """(V,) of the layer and of the adapters together, float32 if there are any of those."""
+    def sum_biases(self) -> Tensor | None:
+        """(V,) bias of the layer plus those of the adapters; float32 if an adapter has one."""
         total = self.linear.bias
         for adapter in self.adapters:
             if adapter.b.bias is not None:
@@ -57,10 +57,11 @@ class Head:
                 total = added if total is None else total.float() + added
         return total
 
-    def joined(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., H) and the layer's weight (V, H) -> (..., H + r) and (V, H + r), whose product has the adapters in it.
+    def widen(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., H) and the layer's weight (V, H) -> (..., H + r) and (V, H + r), whose product includes the adapters.
 
-        The new columns are rounded to the dtypes of hidden and weight. Without an active adapter nothing is copied.
+        The new columns are rounded to the dtypes of hidden and weight. Without an active adapter both are returned as
+        they are.
         Raises ValueError for a DTensor.
         """
         if not self.adapters:
@@ -68,70 +69,71 @@ class Head:
         tables = [adapter.b.weight for adapter in self.adapters]
         if has_dtensor(hidden, weight, *tables, *(adapter.a.weight for adapter in self.adapters)):
             raise ValueError("a head with active adapters must be whole on this rank, got a DTensor")
-        return _beside(hidden, [adapter.columns(hidden) for adapter in self.adapters]), _beside(weight, tables)
+        columns = [adapter.project_hidden(hidden) for adapter in self.adapters]
+        return _append_columns(hidden, columns), _append_columns(weight, tables)
 
-    def bypassed(self) -> Iterator[nn.Module]:
-        """Every module whose own forward is not run when the head is taken apart."""
+    def bypassed_modules(self) -> Iterator[nn.Module]:
+        """The modules whose forward and hooks do not run if the parts are used in place of the head."""
         yield self.module
         yield self.linear
         for adapter in self.adapters:
             yield from (adapter.a, adapter.b, adapter.dropout)
 
 
-def _beside(values: Tensor, columns: list[Tensor]) -> Tensor:
-    """(..., H) -> (..., H + r), r with columns of zeros up to a multiple of COLUMNS in all."""
+def _append_columns(values: Tensor, columns: list[Tensor]) -> Tensor:
+    """(..., H) -> (..., H + r), padded with columns of zeros to a multiple of COLUMN_MULTIPLE."""
     width = values.shape[-1] + sum(block.shape[-1] for block in columns)
-    zeros = values.new_zeros(*values.shape[:-1], -width % COLUMNS)
+    zeros = values.new_zeros(*values.shape[:-1], -width % COLUMN_MULTIPLE)
     return torch.cat([values, *(block.to(values.dtype) for block in columns), zeros], -1)
 
 
-def base_model(model: Any) -> Any:
-    """The model inside a `peft.PeftModel`; any other as it is."""
+def unwrap_peft(model: Any) -> Any:
+    """The model inside a `peft.PeftModel`; other models are returned as they are."""
     peft = sys.modules.get("peft")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
-def read_head(module: nn.Module, owner: str) -> Head:
-    """The output embeddings of a model of class `owner`, with the adapters that are active now.
+def read_head(module: nn.Module, owner: str) -> HeadParts:
+    """The parts of `module`, the output embeddings of a model of class `owner`.
 
-    Raises TypeError or ValueError for a PEFT layer other than modules_to_save and plain LoRA on an `nn.Linear`.
+    Plain LoRA on an `nn.Linear` and modules_to_save are known. Another PEFT layer raises TypeError or ValueError.
     """
     if "peft" not in sys.modules:
-        return Head(module, module)
+        return HeadParts(module, module)
     from peft.tuners.lora import Linear as LoraLinear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
-    inner = _saved_module(module) if isinstance(module, ModulesToSaveWrapper) else module
+    inner = _select_saved_module(module) if isinstance(module, ModulesToSaveWrapper) else module
     if isinstance(inner, (AuxiliaryTrainingWrapper, BaseTunerLayer)) and type(inner) is not LoraLinear:
         raise TypeError(
             f"the head of {owner} carries a PEFT layer that the fused head does not know: "
             f"{type(inner).__module__}.{type(inner).__name__}; only LoRA on an nn.Linear and modules_to_save are known"
         )
     if type(inner) is not LoraLinear:
-        return Head(module, inner)
+        return HeadParts(module, inner)
     if isinstance(inner.base_layer, BaseTunerLayer):
         raise TypeError(f"the head of {owner} carries LoRA on another PEFT layer, {type(inner.base_layer).__name__}")
-    return Head(module, inner.base_layer, _active_adapters(inner, owner))
+    return HeadParts(module, inner.base_layer, _read_active_adapters(inner, owner))
 
 
-def _saved_module(wrapper: Any) -> nn.Module:
-    """The copy of the module that a `ModulesToSaveWrapper` would call."""
+def _select_saved_module(wrapper: Any) -> nn.Module:
+    """The module that a `ModulesToSaveWrapper` calls: the active copy, or the original."""
     active, copies = wrapper.active_adapters, wrapper.modules_to_save
     if wrapper.disable_adapters or not active or any(name not in copies for name in active):
         return wrapper.original_module
     return copies[active[0]]
 
 
-def _active_adapters(layer: Any, owner: str) -> tuple[Adapter, ...]:
+def _read_active_adapters(layer: Any, owner: str) -> tuple[Adapter, ...]:
     if layer.disable_adapters and layer.merged:
         layer.unmerge()  # as its own forward does
     if layer.disable_adapters or layer.merged:
         return ()
-    return tuple(_adapter(layer, name, owner) for name in layer.active_adapters if name in layer.lora_A)
+    return tuple(_read_adapter(layer, name, owner) for name in layer.active_adapters if name in layer.lora_A)
 
 
-def _adapter(layer: Any, name: str, owner: str) -> Adapter:
+def _read_adapter(layer: Any, name: str, owner: str) -> Adapter:
     variant = layer.lora_variant.get(name)
     if variant is not None:
         raise ValueError(

@@ -1,9 +1,10 @@
-"""The lm_head of a HuggingFace model: checked, tried out, and asked for something other than logits.
+"""The lm_head of a HuggingFace model: checks, probes, and hooks that return something other than its logits.
 
-A head that listens answers the request of its thread. Other threads' plain forwards get logits at the same time.
+`install_hooks` puts two hooks on the head. In a thread that is inside `intercept_logits` they return that call's
+`answer(hidden)` in place of logits. Other threads get logits at the same time.
 
-To learn the model's softcap and scale, `probed_transform` lets the head answer with a few known logits. The model's
-output for them must be one of the transforms that its config names.
+`probe_transform` finds the model's softcap and scale. The head returns a few known logits, and the model's output for
+them must be one of the transforms that its config names.
 """
 
 import math
@@ -25,26 +26,27 @@ from liger_rl.head.local_tensors import is_dtensor
 from liger_rl.kernels import reference
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.models.adapters import Head, read_head
+from liger_rl.models.adapters import HeadParts, read_head
 
-# HuggingFace's names; the probe tells whether a model multiplies by its scale or divides.
+# HuggingFace's names. The probe finds out whether a model multiplies by its scale or divides.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
 PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 
-# Modules whose hooks and forwards shard a layer. FSDP's gather its weight around the call, and run. A tensor-parallel
-# plan moves hidden states in, which runs, and logits out, which a fused call does not have.
+# Python modules whose hooks and forwards shard a layer. FSDP's gather the weight around a call, a fused call too. A
+# tensor-parallel plan distributes the hidden states before the head, for a fused call too, and the logits after it,
+# which a fused call does not have.
 TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
-LISTENER = -1  # the key of no other hook: torch counts them from 0
+HOOK_KEY = -1  # our hooks' key; torch's keys count from 0
 
 # Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance. They keep the replaced
 # forward in `module._old_forward`, and call it between moving the inputs in and the outputs out.
-KEPT_FORWARDS = ("forward", "_old_forward")
+FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 
-def _comes_from(function: Any, modules: tuple[str, ...]) -> bool:
+def _is_defined_in(function: Any, modules: tuple[str, ...]) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(modules)
 
 
@@ -59,7 +61,7 @@ def is_gathered(model: nn.Module) -> bool:
 
 
 def plain_type(layer: nn.Module) -> type:
-    """The layer's class, before `fully_shard` derived one from it."""
+    """The layer's class; under `fully_shard`, which derives a class, the class before."""
     return type(layer).__bases__[1] if _is_fsdp(layer) else type(layer)
 
 
@@ -68,23 +70,23 @@ def _is_sharded(linear: nn.Module) -> bool:
 
 
 @outside_of_graphs
-def current_head(model: Any, linear_type: type) -> Head:
-    """The head as it is now, listening. Raises if it is no longer as it was tried out at swap time."""
+def read_current_head(model: Any, linear_type: type) -> HeadParts:
+    """The head as it is now, with our hooks. ValueError if it changed since the swap such that results would differ."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
-    check_bypassed(head, name, linear_type, but=SHARDING)
-    listen(head.module)
+    check_bypassed_modules(head, name, linear_type, allowed=SHARDING)
+    install_hooks(head.module)
     return head
 
 
-def check_bypassed(head: Head, name: str, linear_type: type, *, but: tuple[str, ...] = ()) -> None:
-    """ValueError if the head of model `name`, taken apart, loses a hook, or a forward that was set on an instance.
+def check_bypassed_modules(head: HeadParts, name: str, linear_type: type, *, allowed: tuple[str, ...] = ()) -> None:
+    """ValueError if the head of model `name` has a hook, or a forward set on an instance, that its parts leave out.
 
-    Hooks and forwards from the modules `but` may be lost, as may ours.
+    Ours, and those from the Python modules `allowed`, may be left out.
     """
     hooks = sum(
-        not _comes_from(hook, (*but, __name__))
-        for module in head.bypassed()
+        not _is_defined_in(hook, (*allowed, __name__))
+        for module in head.bypassed_modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
     if plain_type(head.linear) is not linear_type or hooks:
@@ -92,8 +94,8 @@ def check_bypassed(head: Head, name: str, linear_type: type, *, but: tuple[str, 
             f"the head of {name} must be a plain {linear_type.__name__} without hooks, found a "
             f"{type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; undo that first"
         )
-    for module in head.bypassed():
-        if not runs_own_forward(module) and not _comes_from(module.__dict__["forward"], but):
+    for module in head.bypassed_modules():
+        if not runs_own_forward(module) and not _is_defined_in(module.__dict__["forward"], allowed):
             raise ValueError(
                 f"the forward of a {type(module).__name__} in the head of {name} was replaced on the instance, which "
                 "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
@@ -101,15 +103,15 @@ def check_bypassed(head: Head, name: str, linear_type: type, *, but: tuple[str, 
 
 
 def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
-    """Replace class `before`'s forward, where the instance keeps it, by class `after`'s.
+    """Replace class `before`'s forward by class `after`'s in the instance's own attributes.
 
-    -> whether a call of the module now reaches `after`'s forward. False: the instance has a forward that does not call
-    its class's, and nothing is changed.
+    Returns whether a call of the module now reaches `after`'s forward. If False, the instance has another forward that
+    does not call its class's, and nothing was changed.
     """
     attributes = module.__dict__
     if "forward" not in attributes:
         return True
-    names = [name for name in KEPT_FORWARDS if getattr(attributes.get(name), "__func__", None) is before.forward]
+    names = [name for name in FORWARD_ATTRIBUTES if getattr(attributes.get(name), "__func__", None) is before.forward]
     reaches_class = "forward" in names or ("_old_forward" in names and "_hf_hook" in attributes)
     if reaches_class:
         for name in names:
@@ -118,7 +120,7 @@ def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
 
 
 def runs_own_forward(module: nn.Module) -> bool:
-    """Whether a call of the module runs its class's forward, at most with its inputs moved to its weights' device."""
+    """Whether a call of the module runs its class's forward. A hook may move inputs to the weights' device."""
     attributes = module.__dict__
     if "forward" not in attributes:
         return True
@@ -132,12 +134,12 @@ def runs_own_forward(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class Request:
-    """One thread's request to a head for something other than logits."""
+    """A thread's request to `head` for answer(hidden) in place of logits."""
 
-    head: nn.Module  # every other head gives its logits
+    head: nn.Module
     answer: Callable[[Tensor], Tensor]
-    outer: "Request | None"
-    hidden: Tensor | None = None  # the head's input; None before the model called it
+    outer: "Request | None"  # of an enclosing `intercept_logits`, for another head
+    hidden: Tensor | None = None  # the head's input; None before the head was called
     output: Tensor | None = None  # answer(hidden)
 
 
@@ -146,10 +148,10 @@ _thread = threading.local()
 
 
 @contextmanager
-def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Request]:
-    """In this thread, a call of `head` gives answer(hidden), (..., H) -> any tensor, in place of its logits.
+def intercept_logits(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Request]:
+    """In this thread, a call of `head` returns answer(hidden) in place of its logits. hidden: (..., H).
 
-    The head's hooks run around `answer`: FSDP's gather the weight for it and for its backward.
+    The head's other hooks run around `answer`: FSDP's gather the weight for it and for its backward.
     """
     request = Request(head, answer, getattr(_thread, "request", None))
     _thread.request = request
@@ -159,7 +161,7 @@ def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Requ
         _thread.request = request.outer
 
 
-def _request_to(head: nn.Module) -> Request | None:
+def _find_request(head: nn.Module) -> Request | None:
     request: Request | None = getattr(_thread, "request", None)
     while request is not None and request.head is not head:
         request = request.outer
@@ -167,7 +169,7 @@ def _request_to(head: nn.Module) -> Request | None:
 
 
 class _NoTokens(Tensor):
-    """Hidden states of no token. A linear layer returns them, because autocast would cast its weight for a product."""
+    """(0, H) hidden states. A linear layer returns them as they are, so that autocast does not cast its weight."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -175,84 +177,85 @@ class _NoTokens(Tensor):
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        # The result of a collective cannot be one of these.
+        # The tensor that a collective returns cannot be of this class.
         return result.as_subclass(cls) if type(result) is Tensor else result
 
 
-def _answer_request(head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
+def _answer_before_forward(head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
     """The head's last forward pre-hook."""
-    request = _request_to(head)
-    return None if request is None else _answered(request, *args, in_a_graph=torch.compiler.is_compiling())
+    request = _find_request(head)
+    return None if request is None else _compute_answer(request, *args, in_a_graph=torch.compiler.is_compiling())
 
 
 @outside_of_graphs
-def _answered(request: Request, hidden: Tensor, *, in_a_graph: bool) -> Tensor:
+def _compute_answer(request: Request, hidden: Tensor, *, in_a_graph: bool) -> Tensor:
     if request.hidden is not None:
         raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
     request.hidden = hidden
     request.output = request.answer(hidden)
-    # The head's own forward runs in any case. Adapters' products of a _NoTokens fit into no graph.
+    # The head's own forward runs after this hook. In a graph, adapters cannot multiply a _NoTokens.
     if in_a_graph:
         return hidden[..., :0, :]
     none = torch.empty(0, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
-    # Not by `as_subclass`, which makes a view: torch.compile looks for the bases of its base without end.
+    # `as_subclass` would make a view, whose bases torch.compile would follow without end.
     return torch.Tensor._make_subclass(_NoTokens, none)
 
 
-def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
+def _return_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
     """The head's first forward hook."""
-    request = _request_to(head)
+    request = _find_request(head)
     return None if request is None else request.output
 
 
-class _ForLogits:
-    """A forward or a forward hook of `head` that runs for logits alone."""
+class _RunForLogitsOnly:
+    """A forward or a forward hook of `head` that runs only if the head returns logits."""
 
     def __init__(self, head: nn.Module, original: Callable) -> None:
         self.head, self.original = head, original
         self.__module__ = original.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs) if _request_to(self.head) is None else None
+        return self.original(*args, **kwargs) if _find_request(self.head) is None else None
 
 
-def listen(head: nn.Module) -> None:
-    """Let `head` answer requests. A call without a request is as before. Harmless if the head answers already.
+def install_hooks(head: nn.Module) -> None:
+    """Put our two hooks on `head`, or move them into place. Without a request a call is as before.
 
-    The answer takes the hidden states from the other pre-hooks, and the other hooks take the answer. So ours move to
-    the end and to the front. Hooks that shard logits do not run for an answer.
+    Our pre-hook runs last, so that it sees the hidden states of the other pre-hooks. Our hook runs first, so that the
+    other hooks see the answer. Hooks that shard logits do not run for an answer.
     """
     pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
-    if list(pre_hooks)[-1:] != [LISTENER]:
-        pre_hooks[LISTENER] = _answer_request
-        pre_hooks.move_to_end(LISTENER)
-    if list(hooks)[:1] != [LISTENER]:
-        hooks[LISTENER] = _give_answer
-        hooks.move_to_end(LISTENER, last=False)
+    if list(pre_hooks)[-1:] != [HOOK_KEY]:
+        pre_hooks[HOOK_KEY] = _answer_before_forward
+        pre_hooks.move_to_end(HOOK_KEY)
+    if list(hooks)[:1] != [HOOK_KEY]:
+        hooks[HOOK_KEY] = _return_answer
+        hooks.move_to_end(HOOK_KEY, last=False)
     for key, hook in list(hooks.items()):
-        if _comes_from(hook, TENSOR_PARALLEL_OUTPUT) and not isinstance(hook, _ForLogits):
-            hooks[key] = _ForLogits(head, hook)
+        if _is_defined_in(hook, TENSOR_PARALLEL_OUTPUT) and not isinstance(hook, _RunForLogitsOnly):
+            hooks[key] = _RunForLogitsOnly(head, hook)
     forward: Any = head.__dict__.get("forward")
-    if _comes_from(forward, SHARDING) and not isinstance(forward, _ForLogits):
-        head.forward = _ForLogits(head, forward)
+    if _is_defined_in(forward, SHARDING) and not isinstance(forward, _RunForLogitsOnly):
+        head.forward = _RunForLogitsOnly(head, forward)
 
 
-def stop_listening(model: nn.Module) -> None:
-    """Undo `listen` in every module, because adapters may have put another module in the head's place."""
+def remove_hooks(model: nn.Module) -> None:
+    """Undo `install_hooks` in every module of the model: an adapter may have replaced the head since."""
     for module in model.modules():
-        if module._forward_pre_hooks.pop(LISTENER, None) is None:
+        if module._forward_pre_hooks.pop(HOOK_KEY, None) is None:
             continue
-        del module._forward_hooks[LISTENER]
+        del module._forward_hooks[HOOK_KEY]
         for key, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, _ForLogits):
+            if isinstance(hook, _RunForLogitsOnly):
                 module._forward_hooks[key] = hook.original
         forward = module.__dict__.get("forward")
-        if isinstance(forward, _ForLogits):
+        if isinstance(forward, _RunForLogitsOnly):
             module.forward = forward.original
 
 
 @torch.no_grad()
-def checked_head(model: PreTrainedModel) -> Head:
+def read_checked_head(model: PreTrainedModel) -> HeadParts:
+    """The parts of the model's head. TypeError or ValueError if they do not reproduce its output."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
     linear = head.linear
@@ -266,7 +269,7 @@ def checked_head(model: PreTrainedModel) -> Head:
             f"{type(linear).__name__}; keep the head out of the quantisation"
         )
     if _is_sharded(linear):
-        # It cannot be tried out: a sharded layer is not called outside its model.
+        # A sharded layer cannot be called outside its model, so its output is not checked.
         if head.adapters:
             raise ValueError(f"the head of {name} has adapters and is sharded; swap it before it is")
         return head
@@ -279,13 +282,13 @@ def checked_head(model: PreTrainedModel) -> Head:
     return head
 
 
-def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
-    """The head's own output on `hidden` against that of its parts, with the same random numbers in the dropout."""
-    with _keeping_random_numbers(head.module):
+def _check_adapters(head: HeadParts, hidden: Tensor, name: str) -> None:
+    """ValueError unless the head and its parts have the same output for `hidden`, with the same dropout."""
+    with _fork_random_state(head.module):
         seen = head.module(hidden).float()
-    with _keeping_random_numbers(head.module):
-        joined = head.joined(hidden, head.linear.weight)
-    bias, expected = head.bias(), nn.functional.linear(*joined).float()
+    with _fork_random_state(head.module):
+        widened = head.widen(hidden, head.linear.weight)
+    bias, expected = head.sum_biases(), nn.functional.linear(*widened).float()
     if bias is not None:
         expected += bias.float()
     rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
@@ -293,27 +296,27 @@ def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
         raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
 
 
-def _keeping_random_numbers(module: nn.Module) -> AbstractContextManager[None]:
-    """After it the generators of the module's devices are as before. So each of two contexts has the same dropout."""
+def _fork_random_state(module: nn.Module) -> AbstractContextManager[None]:
+    """Restores the random state afterwards. So two successive contexts draw the same dropout."""
     return torch.random.fork_rng(devices={p.device for p in module.parameters() if p.device.type == "cuda"})
 
 
-def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
-    """The transform that the model's own forward applies to its logits. The head has to listen.
+def probe_transform(model: PreTrainedModel, head: HeadParts) -> LogitTransform:
+    """The transform that the model's forward applies to its logits. The head has our hooks.
 
-    ValueError for another transform, and for a model of which a token changes the hidden states before it.
+    ValueError if no known transform explains the model's output, or if a token changes the hidden states before it.
     """
     name = type(model).__name__
-    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
-    output, hidden = _forward_of_two_tokens(model, head, probe, last=2)
+    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # the default device may be another
+    output, hidden = _run_two_tokens(model, head, probe, last=2)
     if hidden is None or hidden.shape != (1, 2, head.linear.weight.shape[1]):
         raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
-    change = _forward_of_two_tokens(model, head, probe, last=3)[1] - hidden
-    # Rounding may differ, because a mixture's experts get other groups of tokens.
+    change = _run_two_tokens(model, head, probe, last=3)[1] - hidden
+    # Rounding may differ, because the experts of a mixture see other groups of tokens.
     if change[:, 0].abs().max() > torch.finfo(hidden.dtype).eps ** 0.5 * hidden[:, 0].abs().max():
         raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
     seen = output.logits.float().cpu()
-    candidates = list(_candidates(model))
+    candidates = list(_list_transforms(model))
     for transform in candidates:
         expected = reference.transformed(probe, None, transform)
         if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, expected, rtol=1e-4):
@@ -324,16 +327,16 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
     )
 
 
-def shifts_labels(model: PreTrainedModel, head: Head) -> bool:
-    """Whether position t predicts labels[:, t + 1] in the model's own loss, or labels[:, t]. The head has to listen.
+def probe_label_shift(model: PreTrainedModel, head: HeadParts) -> bool:
+    """Whether position t predicts labels[:, t + 1] in the model's own loss, not labels[:, t]. The head has our hooks.
 
-    The first of two tokens has a label. With equal logits the loss is log V if position 0 predicts this label, and a
-    mean of no token otherwise. A model without a loss of its own counts as shifting.
+    Only the first of two tokens has a label. With equal logits the loss is log V if position 0 predicts this label.
+    Otherwise it is a mean of no token. True for a model without a loss.
     """
     labels = torch.tensor([[1, -100]], device=model.device)
     equal = torch.zeros(head.linear.weight.shape[0], dtype=torch.float32, device="cpu")
     try:
-        output, _ = _forward_of_two_tokens(model, head, equal, last=2, labels=labels)
+        output, _ = _run_two_tokens(model, head, equal, last=2, labels=labels)
     except ValueError:
         return True
     loss = getattr(output, "loss", None)
@@ -341,29 +344,29 @@ def shifts_labels(model: PreTrainedModel, head: Head) -> bool:
 
 
 @torch.no_grad()
-def _forward_of_two_tokens(
-    model: PreTrainedModel, head: Head, logits: Tensor, *, last: int, **inputs: Any
+def _run_two_tokens(
+    model: PreTrainedModel, head: HeadParts, logits: Tensor, *, last: int, **inputs: Any
 ) -> tuple[Any, Any]:
-    """The model's output and the head's input, for the ids (1, last) and a head that gives `logits` for each token."""
+    """The model's output and the head's input for the ids (1, last), if the head returns `logits` for each token."""
 
     def answer(hidden: Tensor) -> Tensor:
         return logits.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
 
     ids = torch.tensor([[1, last]], device=model.device) % head.linear.weight.shape[0]
     try:
-        with _keeping_random_numbers(model), asking(head.module, answer) as request:
+        with _fork_random_state(model), intercept_logits(head.module, answer) as request:
             output = model(input_ids=ids, use_cache=False, return_dict=True, **inputs)
     except Exception as error:
         name = type(model).__name__
         raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
     for module in filter(_is_fsdp, model.modules()):
-        # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
+        # The root stays gathered after a forward. An optimizer made now would get the gathered parameters.
         cast(Any, module).reshard()
     hidden: Any = request.hidden
     return output, hidden.full_tensor() if is_dtensor(hidden) else hidden
 
 
-def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:
+def _list_transforms(model: PreTrainedModel) -> Iterator[LogitTransform]:
     holders = (model.config.get_text_config(), model.config, model)
 
     def named(names: tuple[str, ...]) -> list[float]:

@@ -1,7 +1,7 @@
 """Swap a HuggingFace causal LM's head for the fused one: docs/transformers.md.
 
-The model's own forward runs, and its head answers with log-probabilities in place of logits. So any architecture works:
-everything before the head is in. A softcap or a scale behind the head is tried out at swap time.
+The model's own forward runs, and its head returns log-probabilities in place of logits. So any architecture works. The
+softcap and the scale that follow the head are probed at the swap.
 """
 
 import inspect
@@ -20,27 +20,27 @@ from transformers.utils import TransformersKwargs
 from liger_rl.head.head_options import HOW
 from liger_rl.head.logprobs import LogProbs, linear_logprobs
 from liger_rl.head.support import Support
-from liger_rl.models.adapters import base_model
+from liger_rl.models.adapters import unwrap_peft
 from liger_rl.models.lm_head import (
-    asking,
-    checked_head,
-    current_head,
-    listen,
+    install_hooks,
+    intercept_logits,
     plain_type,
-    probed_transform,
+    probe_label_shift,
+    probe_transform,
+    read_checked_head,
+    read_current_head,
     rebind_forward,
-    shifts_labels,
-    stop_listening,
+    remove_hooks,
 )
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
 IGNORE_INDEX = -100
-LISTS = ("topk_logps", "topk_ids")  # results of K columns
+LIST_RESULTS = ("topk_logps", "topk_ids")  # results of K columns
 HEAD_OPTIONS = (*HOW, "lse", "extras", "topk")
 FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
-# Arguments of a plain forward that the fused one reads itself.
-CHECKED = ("ignore_index", "return_dict", "logits_to_keep")
+# Arguments of a plain forward that the fused one checks and does not pass on.
+PLAIN_ARGUMENTS = ("ignore_index", "return_dict", "logits_to_keep")
 # transformers 5.24 calls it cache, and renames past_key_values in calls; earlier versions have the latter alone.
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
 MODEL_FIELDS = ("aux_loss", "router_logits", CACHE, "hidden_states", "attentions")
@@ -98,40 +98,40 @@ def swap_lm_head(model: Model) -> Model:
         TypeError, ValueError: not a HuggingFace model, or a head or a logit convention that the fused head would not
             reproduce. The model's class and the reason are named, and the model is left as it was.
     """
-    swapped: Any = base_model(model)
+    swapped: Any = unwrap_peft(model)
     if not isinstance(swapped, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}")
-    with _swapping:
+    with _swap_lock:
         if not is_swapped(model):
             _swap(swapped)
     return model
 
 
-_swapping = threading.Lock()
+_swap_lock = threading.Lock()
 
 
 def _swap(swapped: Any) -> None:
-    head = checked_head(swapped)
+    head = read_checked_head(swapped)
     before: Any = type(swapped)
     name = before.__name__
     if not swapped.can_generate() or swapped.config.is_encoder_decoder:
         raise ValueError(f"model must be a causal LM, whose position t predicts token t + 1; {name} is not")
-    after = _with_fused_head(before)
-    listen(head.module)
+    after = _derive_fused_class(before)
+    install_hooks(head.module)
     try:
-        transform = probed_transform(swapped, head)
+        transform = probe_transform(swapped, head)
         if not rebind_forward(swapped, before, after):
             raise ValueError(
                 f"the forward of this {name} was replaced on the instance (mixed precision of accelerate's prepare "
                 "does that), which would hide the fused one; swap the head before it is"
             )
     except ValueError:
-        stop_listening(swapped)
+        remove_hooks(swapped)
         raise
     swapped._fused_transform = transform
-    swapped._fused_shift = shifts_labels(swapped, head)
+    swapped._fused_shift = probe_label_shift(swapped, head)
     swapped._fused_head_type = plain_type(head.linear)
-    swapped._fused_arguments = _arguments_of(swapped)
+    swapped._fused_arguments = _read_argument_names(swapped)
     swapped.__class__ = after
 
 
@@ -139,7 +139,7 @@ def unswap_lm_head(model: Model) -> Model:
     """Undo `swap_lm_head`; harmless on a model that is not swapped. ValueError if the model's class changed since."""
     if not is_swapped(model):
         return model
-    swapped: Any = base_model(model)
+    swapped: Any = unwrap_peft(model)
     after, before = type(swapped), vars(type(swapped)).get("_class_before_swap")
     if before is None:
         raise ValueError(f"{after.__name__} was derived from the swapped class; undo that first")
@@ -147,32 +147,32 @@ def unswap_lm_head(model: Model) -> Model:
         raise ValueError(f"the forward of this {after.__name__} was replaced after the swap; undo that first")
     swapped.__class__ = before
     del swapped._fused_transform, swapped._fused_shift, swapped._fused_head_type, swapped._fused_arguments
-    stop_listening(swapped)
+    remove_hooks(swapped)
     return model
 
 
 def is_swapped(model: nn.Module) -> bool:
     """Whether `model`, or the model inside a `peft.PeftModel`, has a fused head."""
-    return isinstance(base_model(model), _FusedHead)
+    return isinstance(unwrap_peft(model), _FusedHead)
 
 
-def swapped_inside(model: nn.Module) -> Any:
+def find_swapped(model: nn.Module) -> Any:
     """The swapped model in `model` and its wrappers (PEFT, DDP, torch.compile); None if there is none."""
     return next((module for module in model.modules() if isinstance(module, _FusedHead)), None)
 
 
-def _arguments_of(model: nn.Module) -> frozenset[str]:
-    """Names of arguments that a forward of `model` or of its submodules reads."""
-    names = {*CHECKED, *_keys(TransformersKwargs)}
+def _read_argument_names(model: nn.Module) -> frozenset[str]:
+    """Names of the arguments that a forward of `model` or of its submodules reads."""
+    names = {*PLAIN_ARGUMENTS, *_list_keys(TransformersKwargs)}
     # The arguments of a model do not reach layers without submodules.
     for kind in {type(module) for module in model.modules() if any(True for _ in module.children())}:
         for owner in kind.__mro__:  # a forward may pass its arguments to that of a base class
             if issubclass(owner, nn.Module) and owner is not nn.Module and "forward" in vars(owner):
-                names |= _names_in(vars(owner)["forward"])
+                names |= _read_names(vars(owner)["forward"])
     return frozenset(names | ({"past_key_values"} if CACHE in names else set()))
 
 
-def _names_in(forward: Callable) -> set[str]:
+def _read_names(forward: Callable) -> set[str]:
     """Parameters of `forward`, keys of the TypedDict of its **kwargs, and every name that its code quotes."""
     try:
         parameters = inspect.signature(forward, eval_str=True).parameters
@@ -181,38 +181,38 @@ def _names_in(forward: Callable) -> set[str]:
     names = {name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for parameter in parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            names.update(*map(_keys, get_args(parameter.annotation)))
+            names.update(*map(_list_keys, get_args(parameter.annotation)))
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return names | {c for c in (code.co_consts if code else ()) if isinstance(c, str) and c.isidentifier()}
 
 
-def _keys(typed_dict: Any) -> frozenset[str]:
+def _list_keys(typed_dict: Any) -> frozenset[str]:
     return getattr(typed_dict, "__required_keys__", frozenset()) | getattr(typed_dict, "__optional_keys__", frozenset())
 
 
 class _FusedHead:
-    """Mark of the classes that `_with_fused_head` makes."""
+    """Mark of the classes that `_derive_fused_class` makes."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the plain model's, whose class has a name to be found by."""
+        """Pickles by the plain class, because the derived one cannot be imported by name."""
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *rest = reduced
         before = vars(type(self)).get("_class_before_swap")
         if before is None:
             return reduced
         arguments = tuple(before if argument is type(self) else argument for argument in arguments)
-        return (_rebuilt, (before, function, arguments), *rest)
+        return (_rebuild, (before, function, arguments), *rest)
 
 
-def _rebuilt(model_class: type, function: Callable, arguments: tuple) -> Any:
-    """A swapped model, before its state is set."""
+def _rebuild(model_class: type, function: Callable, arguments: tuple) -> Any:
+    """Unpickle: a swapped model, whose state is set afterwards."""
     model = function(*arguments)
-    model.__class__ = _with_fused_head(model_class)
+    model.__class__ = _derive_fused_class(model_class)
     return model
 
 
 @cache
-def _with_fused_head(model_class: Any) -> type:
+def _derive_fused_class(model_class: Any) -> type:
     # A subclass, and not a patched instance: copies and DataParallel's replicas then run their own forward.
     @wraps(model_class.forward)
     def forward(self, *args, fused: bool = False, **kwargs):
@@ -226,7 +226,7 @@ def _with_fused_head(model_class: Any) -> type:
 
     @wraps(model_class.__init__)
     def __init__(self, *args, **kwargs):
-        # What a class builds has no head that was tried out, and no weights yet.
+        # A new model is plain: it has no weights yet, and its head was not probed.
         self.__class__ = model_class
         model_class.__init__(self, *args, **kwargs)
 
@@ -270,27 +270,27 @@ def _fused_forward(
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
     name = "labels" if shift_labels is None else "shift_labels"
-    targets = _checked_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
+    targets = _check_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
     if support is not None:
         if not isinstance(support, Support):
             raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
         support.to(targets.device).check_together(targets, name)
     if shift_labels is None:
         targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
-        support = None if support is None else _shifted_support(support)
+        support = None if support is None else _shift_support(support)
     transform = replace(model._fused_transform, temperature=temperature)
 
-    head = current_head(model, model._fused_head_type)
+    head = read_current_head(model, model._fused_head_type)
     kinds: dict[str, tuple[int, torch.dtype]] = {}  # name of a result -> its columns and dtype
 
     def per_token(hidden: Tensor) -> Tensor:
         """(..., H) -> (..., columns). It runs within the head's call, around which FSDP gathers the weight."""
-        hidden, weight = head.joined(hidden.to(head.linear.weight.device), head.linear.weight)
+        hidden, weight = head.widen(hidden.to(head.linear.weight.device), head.linear.weight)
         result = linear_logprobs(
             hidden,
             weight,
             targets.to(hidden.device),
-            bias=head.bias(),
+            bias=head.sum_biases(),
             transform=transform,
             entropy=entropy,
             support=None if support is None else support.to(hidden.device),
@@ -300,19 +300,20 @@ def _fused_forward(
         for name in LogProbs._fields:
             value = getattr(result, name)
             if value is not None:
-                # One tensor of float64 holds the ids, too.
+                # float64 holds ids exactly.
                 wide = options.get("topk") is not None
                 value = value.to(torch.float64 if wide else torch.float32)
-                columns.append(value if name in LISTS else value[..., None])
+                columns.append(value if name in LIST_RESULTS else value[..., None])
                 kinds[name] = columns[-1].shape[-1], getattr(result, name).dtype
         return torch.cat(columns, -1)
 
-    with asking(head.module, per_token) as request:
+    with intercept_logits(head.module, per_token) as request:
         output = plain_forward(model, *args, return_dict=True, **kwargs)
-    assert request.output is not None  # seen at swap time: the forward calls its head
+    assert request.output is not None  # the probe at the swap has seen that the forward calls its head
     split = request.output.split([width for width, _ in kinds.values()], -1)
-    values = {name: columns if name in LISTS else columns[..., 0] for name, columns in zip(kinds, split, strict=True)}
-    values = {name: value.to(kinds[name][1]) for name, value in values.items()}
+    values = {}
+    for (name, (_, dtype)), columns in zip(kinds.items(), split, strict=True):
+        values[name] = (columns if name in LIST_RESULTS else columns[..., 0]).to(dtype)
     logps = values.pop("logps")
     if num_items_in_batch is None:
         num_items_in_batch = (targets >= 0).sum().clamp(min=1)
@@ -335,7 +336,7 @@ def _fused_forward(
 
 
 def check_arguments(model: Any, names: Iterable[str]) -> None:
-    """Raise TypeError if a swapped model takes no argument of such a name."""
+    """TypeError if a swapped model takes no argument of one of these names."""
     unknown = [name for name in names if name not in model._fused_arguments]
     if unknown:
         raise TypeError(
@@ -344,7 +345,7 @@ def check_arguments(model: Any, names: Iterable[str]) -> None:
         )
 
 
-def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
+def _check_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(labels).__name__}")
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -354,17 +355,17 @@ def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor
     return labels
 
 
-def _shifted_support(support: Support) -> Support:
-    """Row i becomes row i - 1, for the position that predicts it. The first becomes the last, where nothing counts.
+def _shift_support(support: Support) -> Support:
+    """Row i becomes row i - 1, of the position that predicts token i. Row 0 becomes the last row, which is masked.
 
-    Its ids stay, because the host does not know their number.
+    The ids of row 0 are kept, because the host does not know their number.
     """
     ids, offsets = support.token_ids, support.offsets
     if ids.numel() == 0 or support.tokens == 0:
         return support
     start = offsets[1]
     places = (torch.arange(ids.numel(), device=ids.device) + start) % ids.numel()
-    # The two ends stay for later checks of their values.
+    # The first and the last offset stay as they are, so that later checks still see them.
     shifted = torch.cat([offsets[:1], offsets[2:] - start, offsets[-1:]])
     return replace(support, token_ids=ids[places], offsets=shifted)
 

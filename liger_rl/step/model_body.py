@@ -17,12 +17,12 @@ from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import HOW
 from liger_rl.models.lm_head import is_gathered
 from liger_rl.models.swap import (
-    CHECKED,
     FUSED_OPTIONS,
     IGNORE_INDEX,
+    PLAIN_ARGUMENTS,
     check_arguments,
+    find_swapped,
     swap_lm_head,
-    swapped_inside,
 )
 from liger_rl.models.swap import router_loss as router_loss
 from liger_rl.step import tree_attention
@@ -44,7 +44,7 @@ INVOCATIONS = "an adapter begins at a token of each row"  # PEFT's activated LoR
 # Inputs of single tokens that a step can rearrange.
 CARRIED = ("attention_mask", "position_ids", "support")
 # Arguments of the forward that the fused head answers itself, or that the loss gives it.
-RESERVED = {*FUSED_OPTIONS, *CHECKED, "fused", "num_logits_to_keep"} - {"support"}
+RESERVED = {*FUSED_OPTIONS, *PLAIN_ARGUMENTS, "fused", "num_logits_to_keep"} - {"support"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def has_invocations(model: nn.Module) -> bool:
 
 def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:
     """The modules around the swapped model, from outside; all modules if none is swapped."""
-    swapped = swapped_inside(model)
+    swapped = find_swapped(model)
     return itertools.takewhile(lambda module: module is not swapped, model.modules())
 
 
@@ -198,8 +198,8 @@ def swapped_model(model: Any) -> Any:
     """The model with a swapped head inside `model`; swaps the head at the first call."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a causal LM of transformers, got {type(model).__name__}")
-    swapped = swapped_inside(model)
-    return swapped_inside(swap_lm_head(model)) if swapped is None else swapped
+    swapped = find_swapped(model)
+    return find_swapped(swap_lm_head(model)) if swapped is None else swapped
 
 
 def model_inputs(

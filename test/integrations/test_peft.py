@@ -228,10 +228,10 @@ def test_nothing_is_copied_without_an_active_adapter():
     model = adapted()
     layer = head_of(model)
     hidden, weight = torch.randn(3, layer.in_features), layer.base_layer.weight
-    wide = read_head(layer, "the model").joined(hidden, weight)
+    wide = read_head(layer, "the model").widen(hidden, weight)
     assert [tensor.shape[1] for tensor in wide] == [layer.in_features + 8] * 2  # 5 columns and 3 of zeros
     with model.disable_adapter():
-        assert read_head(layer, "the model").joined(hidden, weight) == (hidden, weight)
+        assert read_head(layer, "the model").widen(hidden, weight) == (hidden, weight)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])

@@ -56,7 +56,7 @@ def _chunked_divergence_loss(
     sharded = any(hasattr(parameter, "ds_id") for parameter in (weight, bias, teacher_weight, teacher_bias))
     hidden, head = student_hidden_states, trl_adapters.adapted_head()
     if head is not None:
-        (hidden, weight), bias = head.joined(hidden, weight), head.bias()
+        (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
     mask = completion_mask != 0
     call = DivergenceCall(
         hidden=hidden,

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from liger_rl.integrations.patching import Patch, Version
 from liger_rl.integrations.trl import batches as trl_batches
 from liger_rl.integrations.trl.forward import on_live_tokens
-from liger_rl.models.adapters import Head, read_head
-from liger_rl.models.lm_head import check_bypassed
+from liger_rl.models.adapters import HeadParts, read_head
+from liger_rl.models.lm_head import check_bypassed_modules
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
 
@@ -33,14 +33,14 @@ TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo
 class _Call:
     """One run of the fused forward of a model with adapters on its head."""
 
-    head: Head
+    head: HeadParts
     reached_op: bool = False
 
 
 _call: ContextVar[_Call | None] = ContextVar("liger_rl_trl_call", default=None)
 
 
-def adapted_head() -> Head | None:
+def adapted_head() -> HeadParts | None:
     """For the op: the head of the model whose fused forward is calling it; None if no adapters are active on it."""
     call = _call.get()
     if call is None:
@@ -67,7 +67,7 @@ class _ReadsTheLayer(type):
 
         owner = "the trained model"
         if issubclass(type(layer), BaseTunerLayer):
-            check_bypassed(read_head(layer, owner), owner, nn.Linear)
+            check_bypassed_modules(read_head(layer, owner), owner, nn.Linear)
             cls.accepted = True
         return False
 
@@ -139,7 +139,7 @@ def naming_head(model: Any) -> Iterator[None]:
         )
 
 
-def _read(model: Any) -> Head:
+def _read(model: Any) -> HeadParts:
     owner = type(model).__name__
     head = read_head(model.get_output_embeddings(), owner)
     factors = [factor.weight for adapter in head.adapters for factor in (adapter.a, adapter.b)]

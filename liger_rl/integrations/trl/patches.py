@@ -60,7 +60,7 @@ class FusedLogProbs:
         under_autocast = torch.is_autocast_enabled(hidden.device.type)
         head = trl_adapters.adapted_head()
         if head is not None:
-            (hidden, weight), bias = head.joined(hidden, weight), head.bias()
+            (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
         result = linear_logprobs(
             hidden,
             weight,
