@@ -21,8 +21,8 @@ from liger_rl.head.live_tokens import TokenSelection
 from liger_rl.head.local_tensors import has_dtensor, localized
 from liger_rl.head.pair import two_heads as engine
 from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
-from liger_rl.head.pair.two_heads import Pair, PairGradientsOf
-from liger_rl.head.rules import check_left_alone, lacks
+from liger_rl.head.pair.two_heads import Pair
+from liger_rl.head.rules import check_left_alone
 from liger_rl.head.run import head_of, start_selection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import LogitTransform
@@ -44,12 +44,6 @@ class Divergence(NamedTuple):
     """Teacher's log-probability of the target in nats, <= 0, no gradient; None without targets."""
     loss: Tensor | None = None
     """(): sum of token_weights * divergence; None without token_weights. With a loss, only it is differentiable."""
-
-
-def vanishes(compute_dtype: torch.dtype, *student: Tensor | None) -> bool:
-    """Whether gradients made in the forward would be float16: no gradient scaler has multiplied the loss by then."""
-    dtypes = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
-    return bool(dtypes) and torch.float16 in (compute_dtype, *dtypes)
 
 
 def measure_of(kind: str, beta: float) -> Measure:
@@ -130,11 +124,11 @@ class DivergenceCall(HeadCall):
         return dtype
 
     def one_pass_lacks(self, dtype: torch.dtype) -> str | None:
-        """The first thing that one pass needs and this call lacks, or None. `dtype`: of the student's products."""
-        lacking = lacks(self.options, "with token_weights")
-        if lacking is not None:
-            return lacking
-        if vanishes(dtype, self.hidden, self.weight, self.bias):
+        """What one pass needs of tensors and this call lacks, or None. `dtype`: of the student's products."""
+        student = self.hidden, self.weight, self.bias
+        dtypes = [part.dtype for part, needed in zip(student, self.needs, strict=True) if needed and part is not None]
+        # No gradient scaler has multiplied the loss when the gradients are made.
+        if dtypes and torch.float16 in (dtype, *dtypes):
             return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
         if self.vocab_parallel is not None or has_dtensor(*self.tensors):
             return "tensors that are whole on this rank, got a shard or a DTensor"
@@ -177,7 +171,7 @@ class DivergenceCall(HeadCall):
 
 
 @contextmanager
-def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
+def _paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
     """A context in which both heads are whole: the checked call on this rank, and its `Pair`."""
     global_call.check_before_gather()
     call = localized(global_call).with_ids()
@@ -202,17 +196,17 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
 
 def divergence_of(global_call: DivergenceCall) -> Divergence:
     """The results of a call."""
-    with paired(global_call) as (call, pair):
+    with _paired(global_call) as (call, pair):
         if call.token_weights is None:
-            return in_two_passes(call, pair)
+            return _in_two_passes(call, pair)
         live = pair.student.live
         factors = live.gather(call.token_weights.float().reshape(-1))
-        results, gradients = in_one_pass(call, pair, lambda part, _: (factors[part], None))
+        results, gradients = _in_one_pass(call, pair, factors, None)
         loss = (factors * live.gather(results.divergence.reshape(-1))).sum()
-        return results._replace(loss=with_gradients(call, loss, gradients))
+        return results._replace(loss=_with_gradients(call, loss, gradients))
 
 
-def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
+def _in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
     student = pair.student
     with torch.no_grad(), gemm.without_autocast(call.hidden.device):
         statistics = engine.forward(pair)
@@ -225,12 +219,17 @@ def in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
     return _spread(call, pair, values)
 
 
-def in_one_pass(call: DivergenceCall, pair: Pair, gradients_of: PairGradientsOf) -> tuple[Divergence, Gradients | None]:
-    """Results without a gradient, and the gradients for `with_gradients`; None if no tensor requires one."""
+def _in_one_pass(
+    call: DivergenceCall,
+    pair: Pair,
+    grad: Tensor,  # (n,) dL/d divergence of the tokens that count
+    grad_logps: Tensor | None,  # (n,) dL/dlogp
+) -> tuple[Divergence, Gradients | None]:
+    """Results without a gradient, and the gradients for `_with_gradients`; None if no tensor requires one."""
     needs, gradients = call.needs, None
     with torch.no_grad(), gemm.without_autocast(call.hidden.device):
         if any(needs):
-            statistics, gradients = engine.one_pass(pair, gradients_of, needs)
+            statistics, gradients = engine.one_pass(pair, grad, grad_logps, needs)
         else:
             statistics = engine.forward(pair)
     return _spread(call, pair, _results(statistics)), gradients
@@ -244,19 +243,16 @@ def in_one_pass_if_free(
     In one pass the values have no gradient. The second result is then a () with value 0 that carries the loss's
     gradients: add it to the loss. In two passes the second result is None.
     """
-
-    def gradients_of(_part: slice, known: PairStatistics) -> tuple[Tensor, Tensor | None]:
-        grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(known.lse)
-        return on_divergence.expand_as(known.lse), grad_logps
-
-    with paired(global_call) as (call, pair):
-        if not one_pass_is_free(call, pair):
-            return in_two_passes(call, pair), None
-        results, gradients = in_one_pass(call, pair, gradients_of)
-        return results, with_gradients(call, on_divergence.new_zeros(()), gradients)
+    with _paired(global_call) as (call, pair):
+        if not _one_pass_is_free(call, pair):
+            return _in_two_passes(call, pair), None
+        n = pair.student.live.count
+        grad_logps = on_logps.expand(n) if pair.targets and on_logps is not None else None
+        results, gradients = _in_one_pass(call, pair, on_divergence.expand(n), grad_logps)
+        return results, _with_gradients(call, on_divergence.new_zeros(()), gradients)
 
 
-def one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
+def _one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
     """Whether one pass is possible, loses no precision, and takes no memory beyond its chunk.
 
     A float32 sum of a 16-bit weight's gradient would be such memory.
@@ -272,8 +268,8 @@ def one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
     return pair.student.live.count <= engine.one_pass_tokens(pair)
 
 
-def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
-    """The loss (), which has no gradient, with the gradients that `in_one_pass` made."""
+def _with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
+    """The loss (), which has no gradient, with the gradients that `_in_one_pass` made."""
     if gradients is None:
         return loss
     return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients)[0]

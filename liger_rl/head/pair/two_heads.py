@@ -41,9 +41,6 @@ from liger_rl.kernels.transform import LogitTransform
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
 MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; larger products have a multiple of it
 
-# (places of m tokens among the live tokens, their statistics (m,)) -> dL/d divergence (m,), and dL/dlogp, (m,) or None
-PairGradientsOf = Callable[[slice, PairStatistics], tuple[Tensor, Tensor | None]]
-
 
 class Pair(NamedTuple):
     """Two heads over the same tokens, and the options of a call."""
@@ -212,8 +209,13 @@ def _gradients(rows: Pair, tokens: PairGradients, needs: Needs) -> Gradients:
     return two_pass.gradients(rows.student, options, None, needs, known=tile_gradient, tiles=tiles, vocab=rows.vocab)
 
 
-def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[PairStatistics, Gradients]:
-    """As `forward`, and the gradients for hidden, weight and bias; `gradients_of` gives each chunk's."""
+def one_pass(
+    pair: Pair,
+    grad: Tensor,  # (n,) dL/d divergence of the tokens that count
+    grad_logps: Tensor | None,  # (n,) dL/dlogp
+    needs: Needs,
+) -> tuple[PairStatistics, Gradients]:
+    """As `forward`, and the gradients for hidden, weight and bias."""
     live, weight, vocab, measure = pair.student.live, pair.student.weight, pair.vocab, pair.measure
     rows = pair.gathered(live)
     chunks = _even_spans(rows.n, one_pass_tokens(pair))
@@ -227,7 +229,8 @@ def one_pass(pair: Pair, gradients_of: PairGradientsOf, needs: Needs) -> tuple[P
         part_state, part_sums = state.take(part), None if sums is None else sums.take(part)
         tile = rows.fold_whole(part, part_state, part_sums)
         known = PairStatistics.of(part_state, measure, part_sums)
-        gradient = rows.tile_gradient(tile, PairGradients.of(known, *gradients_of(part, known)))
+        tokens = PairGradients.of(known, grad[part], None if grad_logps is None else grad_logps[part])
+        gradient = rows.tile_gradient(tile, tokens)
         del tile  # so that the teacher's rows are freed before the products and the next rows are allocated
         index = part if live.index is None else live.index[part]
         totals.add(rows.student.hidden[part], index, tiles, partial(_columns, gradient))
