@@ -13,9 +13,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from liger_rl.integrations.trl import distillation as trl_divergence
-from liger_rl.integrations.trl import patched_trl
-from liger_rl.integrations.trl import patches as integration
+from liger_rl.integrations.trl import patched_trl, trl_distillation, trl_patch
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
 SIZES = {
@@ -147,7 +145,7 @@ class Forward(NamedTuple):
 def counted_calls():
     """-> a list that grows by the columns of every call of our op or our divergence: H, more with adapters."""
     calls: list[int] = []
-    logprobs, divergence = integration.linear_logprobs, trl_divergence.DivergenceCall
+    logprobs, divergence = trl_patch.linear_logprobs, trl_distillation.DivergenceCall
 
     def counting(hidden, *args, **options):
         calls.append(hidden.shape[-1])
@@ -159,8 +157,8 @@ def counted_calls():
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integration, "linear_logprobs", counting)
-        patch.setattr(trl_divergence, "DivergenceCall", counting_divergence)
+        patch.setattr(trl_patch, "linear_logprobs", counting)
+        patch.setattr(trl_distillation, "DivergenceCall", counting_divergence)
         yield calls
 
 

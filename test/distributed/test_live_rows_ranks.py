@@ -243,8 +243,7 @@ def trl_steps(rank, wrapper, whole_step, long):
     """-> gradients after two steps, and the shapes of the first layer's runs."""
     from trl.trainer import utils
 
-    from liger_rl.integrations.trl import batches as trl_batches
-    from liger_rl.integrations.trl import patched_trl
+    from liger_rl.integrations.trl import patched_trl, trl_batches
 
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4} if long else None
     model, runs = tiny_llama(max_position_embeddings=64, rope_parameters=rope), []

@@ -102,10 +102,10 @@ def test_other_losses(ranks, kind, sharded):
 def loss_of_trl(rank, patched, chunk_vocab):
     from trl.trainer import distillation_trainer
 
-    from liger_rl.integrations.trl import distillation as trl_divergence
+    from liger_rl.integrations.trl import trl_distillation
 
-    trl_divergence.chunks = {"chunk_vocab": chunk_vocab}
-    loss = vars(trl_divergence if patched else distillation_trainer)[trl_divergence.LOSS]
+    trl_distillation.chunks = {"chunk_vocab": chunk_vocab}
+    loss = vars(trl_distillation if patched else distillation_trainer)[trl_distillation.LOSS]
     hidden, teacher_hidden = torch.randn(4, 8, HIDDEN), torch.randn(4, 8, TEACHER_HIDDEN)
     whole = torch.randn(37, HIDDEN), torch.randn(37, TEACHER_HIDDEN)
     heads = [distribute_tensor(part, rank.mesh("dp"), [Shard(0)]) for part in whole]

@@ -15,10 +15,7 @@ from trl.kernels import ChunkedLogProbFunction as THEIRS
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations.trl import distillation as trl_divergence
-from liger_rl.integrations.trl import lm_head_adapters as trl_adapters
-from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl import patches as integration
+from liger_rl.integrations.trl import patch_trl, patched_trl, trl_adapters, trl_distillation, trl_patch, unpatch_trl
 
 NAME = "_ChunkedLogProbFunction"
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -58,7 +55,7 @@ def weighted(values):
 
 
 def ours(**options):
-    return integration.FusedLogProbs(options)
+    return trl_patch.FusedLogProbs(options)
 
 
 PARITY = {
@@ -184,11 +181,11 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 
 def test_options_come_and_go_with_the_patch():
     def options():
-        assert integration._op.options["chunk_vocab"] == trl_divergence.chunks["chunk_vocab"]
-        return trl_divergence.chunks["chunk_vocab"]
+        assert trl_patch._op.options["chunk_vocab"] == trl_distillation.chunks["chunk_vocab"]
+        return trl_distillation.chunks["chunk_vocab"]
 
     patch_trl(chunk_vocab=64)
-    assert vars(trl_utils)[NAME] is integration._op
+    assert vars(trl_utils)[NAME] is trl_patch._op
     assert options() == 64
     with patched_trl(chunk_vocab=32):
         assert options() == 32
@@ -225,7 +222,7 @@ def test_without_peft_there_is_nothing_to_lift(monkeypatch):
     before = [vars(module)["BaseTunerLayer"] for module in modules]
     patch_trl()
     assert [vars(module)["BaseTunerLayer"] for module in modules] == before
-    assert isinstance(vars(trl_utils)[NAME], integration.FusedLogProbs)
+    assert isinstance(vars(trl_utils)[NAME], trl_patch.FusedLogProbs)
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------

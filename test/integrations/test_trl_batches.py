@@ -15,7 +15,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 import trl_runs
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl.batches import grouped, idle_rows
+from liger_rl.integrations.trl.trl_batches import grouped, idle_rows
 
 ACCUMULATED, STEPS = 2, 2  # micro-batches of an optimizer step, optimizer steps of a generation
 OPTIONS = {

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import oracles
 import trl_runs
-from liger_rl.integrations.trl import lm_head_adapters as trl_adapters
-from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
+from liger_rl.integrations.trl import patch_trl, patched_trl, trl_adapters, unpatch_trl
 
 # Weights of both factors at random, so that the adapter counts from the first step on.
 LORA = {

@@ -14,8 +14,7 @@ from peft import LoraConfig
 from test_trl_batches import half_without_advantage, moe
 
 import trl_runs
-from liger_rl.integrations.trl import batches as trl_batches
-from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
+from liger_rl.integrations.trl import patch_trl, patched_trl, trl_batches, unpatch_trl
 
 
 def gpt2():

@@ -1,5 +1,5 @@
 """TRL's trainers on this package."""
 
-from liger_rl.integrations.trl.patches import is_patched, patch_trl, patched_trl, unpatch_trl
+from liger_rl.integrations.trl.trl_patch import is_patched, patch_trl, patched_trl, unpatch_trl
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]

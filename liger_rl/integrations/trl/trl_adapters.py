@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_rl.integrations.patching import Patch, Version
-from liger_rl.integrations.trl import batches as trl_batches
-from liger_rl.integrations.trl.forward import on_live_tokens
+from liger_rl.integrations.trl import trl_batches
+from liger_rl.integrations.trl.trl_forward import on_live_tokens
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.lm_head import check_bypassed_modules
 

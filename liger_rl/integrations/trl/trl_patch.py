@@ -1,8 +1,8 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
-The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_step`); in
+The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_forward`); in
 GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
-(`trl_adapters`); and DistillationTrainer's loss (`trl_divergence`).
+(`trl_adapters`); and DistillationTrainer's loss (`trl_distillation`).
 """
 
 from collections.abc import Collection, Iterator
@@ -17,9 +17,7 @@ from liger_rl.head.checks import check_flag, check_floating
 from liger_rl.head.head_options import Tolerance
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
-from liger_rl.integrations.trl import batches as trl_batches
-from liger_rl.integrations.trl import distillation as trl_divergence
-from liger_rl.integrations.trl import lm_head_adapters as trl_adapters
+from liger_rl.integrations.trl import trl_adapters, trl_batches, trl_distillation
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
@@ -87,7 +85,7 @@ TRL = Framework(
     (1, 17),
     _op_patch,
     *trl_adapters.ROWS,
-    *trl_divergence.ROWS,
+    *trl_distillation.ROWS,
     *trl_batches.ROWS,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
 )
@@ -153,4 +151,4 @@ def patched_trl(**options: Any) -> Iterator[None]:
 
 def _set(options: dict[str, Any]) -> None:
     _op.options = options
-    trl_divergence.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}
+    trl_distillation.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}

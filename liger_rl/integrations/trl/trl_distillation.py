@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.pair.pair_call import DivergenceCall, in_one_pass_if_free, measure_of
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl import lm_head_adapters as trl_adapters
+from liger_rl.integrations.trl import trl_adapters
 from liger_rl.kernels.transform import LogitTransform
 
 TRAINER, LOSS = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
