@@ -1,7 +1,7 @@
 """The backward of one head with a tolerance: no token loses more of its own gradient than was promised.
 
 It runs whole where there is no GPU, too, in Triton's interpreter; there, without it, a tolerance computes exactly.
-Properties that two heads have, too: test_tolerance_of_heads.py.
+More properties: test_tolerance_of_heads.py.
 """
 
 import os
