@@ -137,5 +137,15 @@ def norm_error(found: Tensor, truth: Tensor) -> float:
     return (found.double() - truth.double()).norm().item()
 
 
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """In the Frobenius norm."""
+    return norm_error(found, truth) / max(truth.double().norm().item(), 1e-30)
+
+
+def whole(tensors: dict[str, Tensor]) -> Tensor:
+    """The numbers of all of them, (n,), in the order of their names."""
+    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+
+
 def max_error(found: Tensor, truth: Tensor) -> float:
     return (found.double() - truth.double()).abs().max().item()

@@ -74,7 +74,3 @@ def one_head(tokens: int = TOKENS, kind: str = "sure", dtype: torch.dtype = LOW,
         hidden += 30.0 * torch.rand(tokens, 1) * weight[targets]
     leaves = [leaf.to(device, dtype) for leaf in (hidden, weight, torch.randn(VOCAB) * 0.1)]
     return Heads(leaves, torch.randn(tokens).to(device), targets.to(device))
-
-
-def distance(found, expected):
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

@@ -1,6 +1,5 @@
 """Real TRL trainers on tiny random models, with and without the patch: the same run from the same seed."""
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+import oracles
 from liger_rl.integrations.trl import patched_trl, trl_distillation, trl_patch
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
@@ -352,6 +352,4 @@ def log_distance(a: Run, b: Run, name: str) -> float:
 
 def weight_distance(a: Run, b: Run) -> float:
     """Relative Frobenius distance."""
-    total = sum((a.weights[n].double() - b.weights[n].double()).square().sum() for n in a.weights)
-    norm = sum(b.weights[n].double().square().sum() for n in b.weights)
-    return math.sqrt((total / norm).item())
+    return oracles.relative_error(oracles.whole(a.weights), oracles.whole(b.weights))

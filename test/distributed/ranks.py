@@ -56,10 +56,6 @@ def message_of(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-
-
 def assert_whole(results: list[dict], expected: dict, tolerance: float = 1e-6, grad_tolerance: float = 1e-6) -> None:
     """Results and gradients of ranks, by name, are those of whole heads: rows of a rank, or the same bits on each.
 

@@ -14,7 +14,8 @@ from liger_rl import (
     ReferenceHead,
     VocabParallel,
 )
-from ranks import assert_whole, message_of, relative_error
+from oracles import relative_error
+from ranks import assert_whole, message_of
 
 HIDDEN, TEACHER_HIDDEN = 12, 14
 

@@ -69,11 +69,6 @@ def step(module: FusedLinearGRPOLoss, data: Batch, factor: float = 1.0, frozen=(
     return Step(loss.detach(), {name: metric.value for name, metric in metrics.items()}, leaves.grads())
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    norm = torch.linalg.norm(expected.double()).item()
-    return torch.linalg.norm(found.double() - expected.double()).item() / max(norm, 1e-30)
-
-
 def assert_same(found: Step, expected: Step, tolerance: float = 1e-6, loss_tolerance: float = 1e-6) -> None:
     torch.testing.assert_close(found.loss, expected.loss, rtol=loss_tolerance, atol=1e-7)
     torch.testing.assert_close(found.metrics, expected.metrics, rtol=1e-6, atol=1e-6)
@@ -82,7 +77,7 @@ def assert_same(found: Step, expected: Step, tolerance: float = 1e-6, loss_toler
         assert (mine is None) == (other is None)
         if mine is not None:
             assert mine.dtype == other.dtype
-            assert error(mine, other) <= tolerance, name
+            assert oracles.relative_error(mine, other) <= tolerance, name
 
 
 class Taken(NamedTuple):

@@ -21,7 +21,8 @@ from liger_rl import (
     linear_logprobs,
     plan_linear_logprobs,
 )
-from loss_calls import HIDDEN, VOCAB, Batch, Step, assert_same, batch, error, loss_of, step, taken
+from loss_calls import HIDDEN, VOCAB, Batch, Step, assert_same, batch, loss_of, step, taken
+from oracles import relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16
 EVERY_TOKEN = {"metrics": "basic"}  # reads all log-probabilities, those of tokens without an advantage too
@@ -36,20 +37,14 @@ def both(loss_type, options, data, *, chunk_tokens=None, **more) -> tuple[Step, 
     return step(one(loss_type, chunk_tokens=chunk_tokens, **options), data, **more), step(two, data, **more)
 
 
-KL = ("grpo", {"beta": 0.1, "metrics": "basic"})
-ENTROPY = ("dapo", {"entropy_coef": 0.02, "epsilon_high": 0.28, "metrics": "with_entropy"})
-CHUNKS = {"token": (None, 4, 1000), "sequence": (None, 9, 20), "batch": (None,)}
+CHUNKS = {"token": (4, 1000), "sequence": (None, 20), "batch": (None,)}
 LOSSES = [  # what a token's gradient depends on, preset, options
     ("token", "grpo", {}),
-    ("token", *KL),
-    ("token", *ENTROPY),
+    ("token", "dapo", {"entropy_coef": 0.02, "epsilon_high": 0.28, "metrics": "with_entropy"}),
     ("token", "dr_grpo", {"max_completion_length": 11, "beta": 0.1, "entropy_coef": -0.1, "scale": 0.5}),
-    ("token", "luspo", {"softcap": 3.0, "temperature": 0.7}),
     ("sequence", "gspo", {"epsilon_low": 0.03, "epsilon_high": 0.04, "metrics": "basic"}),
     ("sequence", "gmpo", {"entropy_coef": 0.02}),
-    ("sequence", "grpo", {"mean_advantages": True}),
     ("sequence", "grpo", {"corrections": (OffPolicySequenceMask(threshold=0.05),)}),
-    ("batch", "kl_cov", {"kl_cov_ratio": 0.1}),
     ("batch", "grpo", {"corrections": (TopEntropyMask(top_entropy_quantile=0.3),), "entropy_coef": 0.1}),
 ]
 
@@ -77,7 +72,7 @@ def test_losses_in_chunks(depends_on, preset, options, chunk_tokens, device):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_sequences_are_kept_whole_in_as_few_chunks_as_planned(seed):
     """Chunks of any lengths, none longer than was asked for; a sum in bfloat16 is rounded four times at most."""
     torch.manual_seed(seed)
@@ -95,7 +90,7 @@ def test_sequences_are_kept_whole_in_as_few_chunks_as_planned(seed):
         assert max(sizes) <= chunk_tokens
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-7)
         for name, mine in step(module, data).grads.items():
-            assert error(mine, expected.grads[name]) < 4e-3
+            assert relative_error(mine, expected.grads[name]) < 4e-3
         options = {"chunk_tokens": chunk_tokens, "device": "cpu", "dtype": BF16, "passes": "one", "together": 60}
         if "summed in bfloat16" in plan_linear_logprobs(n, 65, 8, **options).reason:
             assert len(sizes) <= 4
@@ -146,13 +141,13 @@ def test_the_loss_may_be_scaled(factor, device):
     leaves = data.head.leaves()
     loss_of(one("dapo", beta=0.1), leaves, data).loss.backward(gradient=torch.tensor(factor, device=device))
     for name, grad in leaves.grads().items():
-        assert error(grad, expected.grads[name]) < 1e-6
+        assert relative_error(grad, expected.grads[name]) < 1e-6
     data, module = batch(16, 24, BF16, device, vocab=517, hidden_size=64), one("dapo", beta=0.1)
     found, plain = step(module, data, factor=factor).grads, step(module, data).grads
     for name in ("hidden", "weight"):
         exact = factor * plain[name].double()
         assert torch.equal(found[name].double(), exact) == (factor != 1 / 3)
-        assert error(found[name], exact) <= BF16.itemsize * 2.0**-10
+        assert relative_error(found[name], exact) <= BF16.itemsize * 2.0**-10
 
 
 def test_second_backward_gives_the_same_gradients(device):
@@ -185,7 +180,7 @@ def test_saved_tensors_are_never_written_to(device):
             loss = loss_of(one(), leaves, data).loss
             (3 * loss).backward()
         for name, other in expected.items():
-            assert error(leaves.grads()[name], other) < 1e-6
+            assert relative_error(leaves.grads()[name], other) < 1e-6
     assert all(torch.equal(tensor, before) for tensor, before in seen)
 
 

@@ -46,9 +46,7 @@ def large(device: torch.device) -> Batch:
 
 
 @calls()
-@pytest.mark.parametrize(
-    ("garbage", "wrong"), [(math.nan, 10**9), (math.inf, VOCAB), (-math.inf, -1), (1e38, -(10**9))]
-)
+@pytest.mark.parametrize(("garbage", "wrong"), [(math.nan, 10**9), (-math.inf, VOCAB), (1e38, -1)])
 def test_nothing_under_the_mask_matters(name, garbage, wrong, device):
     """Neither hidden states nor ids, and the gradient of `a` sees neither."""
     call, clean = CALLS[name], batch(device=device)

@@ -7,11 +7,11 @@ import torch
 
 from devices import NEEDS_GPU
 from liger_rl.head.sparse import lists
+from oracles import relative_error
 from tolerances import (
     DEVICE,
     LOW,
     TOKENS,
-    distance,
     interpret,
     one_head,
     recorded_plans,
@@ -39,7 +39,7 @@ def test_two_backwards_of_one_forward(plans):
     for mine, same, other in zip(found, again, exact, strict=True):
         assert torch.equal(mine, same)
         assert mine.dtype == other.dtype == LOW
-        assert distance(mine, other) <= 0.04 + 1.2 * EPS
+        assert relative_error(mine, other) <= 0.04 + 1.2 * EPS
     heads.gradients(1e-2, frozen=0)
     assert len(plans) == 3
 
@@ -68,7 +68,7 @@ def test_tokens_that_do_not_count(dead, plans):
     again = heads.gradients(1e-2, mask=~masked)
     for mine, truth, same in zip(found, exact, again, strict=True):
         assert torch.equal(mine, same)
-        assert not mine.any() if dead == "all" else distance(mine, truth) <= 0.04 + 1.2 * EPS
+        assert not mine.any() if dead == "all" else relative_error(mine, truth) <= 0.04 + 1.2 * EPS
     assert not found[0][masked | zero].any()
 
 
@@ -99,7 +99,7 @@ def test_gradients_whose_squares_leave_float32(size, plans):
     exact, found = (heads.gradients(tolerance) for tolerance in (0.0, 1e-2))
     assert plans[0].share < 1.0
     for mine, truth in zip(found, exact, strict=True):
-        assert distance(mine / size, truth / size) <= 0.04 + 1.2 * EPS
+        assert relative_error(mine / size, truth / size) <= 0.04 + 1.2 * EPS
 
 
 def test_a_named_chunk_keeps_the_backward_exact(plans):

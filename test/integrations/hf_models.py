@@ -1,7 +1,5 @@
 """Small random HuggingFace models of every architecture, a batch for them, and what their full logits give."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +7,7 @@ from torch import Tensor, nn
 # Imported from here, so that tests of models are skipped without it.
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
+import oracles  # noqa: E402
 from liger_rl.models.swap import FusedCausalLMOutput, is_swapped, swap_lm_head  # noqa: E402
 
 VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 14
@@ -150,10 +149,9 @@ def state_of(model: nn.Module) -> list:
 def assert_same_gradients(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Together to 1e-5 of their size, each to 1e-4 of its own or 1e-5 of the whole's."""
     assert grads.keys() == expected.keys()
-    size = math.sqrt(sum(g.double().square().sum().item() for g in expected.values()))
-    error = math.sqrt(sum((grads[n] - g).double().square().sum().item() for n, g in expected.items()))
+    size = oracles.whole(expected).norm()
     assert size > 1e-3, "a gradient that is all but zero would test nothing"
-    assert error <= 1e-5 * size
+    assert oracles.relative_error(oracles.whole(grads), oracles.whole(expected)) <= 1e-5
     for name, grad in expected.items():
         assert (grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5 * size, name
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
@@ -39,10 +39,6 @@ def swapped(name: str = "Llama", device="cpu", **overrides) -> transformers.PreT
     return swap_lm_head(build(name, device, **overrides))
 
 
-def whole(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([tensors[key].double().flatten() for key in sorted(tensors)])
-
-
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +66,7 @@ def test_a_bfloat16_model_is_as_close_to_float64_as_with_full_logits(name, trans
     exact, plain = (
         (
             *from_logits((output := m(**batch)).logits.detach(), batch["labels"]),
-            whole(gradients(m, output.loss)),
+            oracles.whole(gradients(m, output.loss)),
         )
         for m in (copy.deepcopy(model).double(), model)
     )
@@ -81,7 +77,9 @@ def test_a_bfloat16_model_is_as_close_to_float64_as_with_full_logits(name, trans
     dead = nn.functional.pad(batch["labels"][:, 1:] == -100, (1, 0), value=True)
     outputs = (output.per_token_logps.detach(), output.entropy.detach())
     assert all(torch.equal(values == 0, dead) for values in outputs)
-    for values, theirs, truth in zip((*outputs, whole(gradients(model, output.loss))), plain, exact, strict=True):
+    for values, theirs, truth in zip(
+        (*outputs, oracles.whole(gradients(model, output.loss))), plain, exact, strict=True
+    ):
         assert oracles.norm_error(values, truth) <= oracles.norm_budget(theirs, truth, torch.bfloat16)
     of_head = []
     for wide in (torch.float64, torch.float32):

@@ -45,10 +45,6 @@ def dtype(request, kernels):
     return request.param
 
 
-def relative(found, expected) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
-
-
 class Gradient:
     """dL/dlogits of one pass, of two passes, and in float64."""
 
@@ -85,8 +81,8 @@ def test_gradient_under_a_softcap(softcap, temperature, scale, entropy, dtype, k
     logits = spread * torch.randn(3 * rows, 700)
     targets = torch.cat([torch.randint(700, (rows,)), logits[rows : 2 * rows].argmin(1), logits[2 * rows :].argmax(1)])
     grad = Gradient(logits, targets, entropy, dtype, softcap=softcap, temperature=temperature, scale=scale)
-    room = relative(grad.truth.to(dtype), grad.truth) if dtype == torch.bfloat16 else 2e-7
-    assert relative(grad.found, grad.truth) < relative(grad.two_passes, grad.truth) + room
+    room = oracles.relative_error(grad.truth.to(dtype), grad.truth) if dtype == torch.bfloat16 else 2e-7
+    assert oracles.relative_error(grad.found, grad.truth) < oracles.relative_error(grad.two_passes, grad.truth) + room
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -108,7 +104,9 @@ def test_a_row_that_is_sure_of_one_id(entropy, dtype):
     logits[:, 7] = 0.0
     grad = Gradient(logits, torch.tensor([7, 7]), entropy, dtype)
     grad.found[:, 7] = grad.truth[:, 7] = 0.0
-    assert relative(grad.found, grad.truth) < 1e-3 + relative(grad.truth.to(dtype), grad.truth)
+    assert oracles.relative_error(grad.found, grad.truth) < 1e-3 + oracles.relative_error(
+        grad.truth.to(dtype), grad.truth
+    )
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -156,7 +154,7 @@ def test_gradients_of_all_values(select):
     values, gradients = one_pass.one_pass(*given, select=select)
     close(values, slice(None))
     for mine, other in zip(gradients, truth, strict=False):
-        assert relative(mine.cpu(), other.double()) < 1e-5
+        assert oracles.relative_error(mine.cpu(), other.double()) < 1e-5
 
 
 def test_a_mean_logit_under_a_softcap_is_refused():
