@@ -115,10 +115,8 @@ def make_batch(device="cpu") -> dict[str, Tensor]:
 def from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(B, T, V) logits of the plain forward -> (B, T) log-probabilities and entropies, aligned with the labels."""
     logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-    log_p = torch.log_softmax(logits / temperature, -1)
     targets = labels[:, 1:]
-    logps = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-    values = (logps, -(log_p.exp() * log_p).sum(-1))
+    values = oracles.logits_logprobs(logits, targets.clamp(min=0), temperature=temperature)
     logps, entropy = (nn.functional.pad(torch.where(targets >= 0, v, 0.0), (1, 0)) for v in values)
     return logps, entropy
 

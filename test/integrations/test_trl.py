@@ -19,7 +19,6 @@ from liger_rl.integrations.trl import patch_trl, patched_trl, trl_adapters, trl_
 
 NAME = "_ChunkedLogProbFunction"
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-OUTPUTS = ("log_probs", *ALL)
 HIDDEN, VOCAB = 32, 301
 
 
@@ -61,17 +60,10 @@ def ours(**options):
 PARITY = {
     "plain": (PLAIN, ALL, {}),
     "without a bias": (PLAIN, ALL, {"bias": False}),
-    "temperature": ((0.7, None, 1.0), ALL, {}),
-    "softcap": ((1.0, 3.0, 1.0), ALL, {}),
-    "scale": ((1.0, None, 0.25), ALL, {}),
     "all": (MIXED, ALL, {}),
-    "all without a bias": (MIXED, ALL, {"bias": False}),
     "whole numbers": ((2, 3, 2), ALL, {}),
     "log-probabilities": (PLAIN, ("log_probs",), {}),
-    "and entropies": (PLAIN, ("log_probs", "entropy"), {}),
     "one statistic": (PLAIN, ("log_sum_sq_probs",), {}),
-    "statistics": (PLAIN, ALL[1:], {}),
-    "every output": (PLAIN, OUTPUTS, {}),
     "no token": ((0.9, 4.0, 1.0), ALL, {"n": 0}),
 }
 
@@ -94,9 +86,10 @@ def test_outputs_default_to_all():
         assert all(x is not None for x in op.apply(*inputs(), 1.0, 64))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transform", [PLAIN, (1.0, None, 0.25), MIXED])
+@pytest.mark.parametrize(
+    ("transform", "dtype", "autocast"),
+    [(PLAIN, torch.bfloat16, False), ((1.0, None, 0.25), torch.bfloat16, True), (MIXED, torch.float16, False)],
+)
 def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, device):
     """With low-precision inputs, and with float32 ones under autocast.
 
