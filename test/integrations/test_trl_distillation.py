@@ -176,10 +176,7 @@ class FullLogits:
         assert rest == (1.0, None, 0.5, None)  # Granite's scale of the teacher's logits
         log_p = (self.head(hidden) / temperature).log_softmax(-1)
         log_q = (teacher_hidden @ teacher_weight.mT * 0.5 / temperature).log_softmax(-1)
-        p, q = log_p.exp(), log_q.exp()
-        log_m = ((1 - beta) * p + beta * q).log()
-        parts = beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)
-        return parts.sum(-1), -(p * log_p).sum(-1).detach()
+        return oracles.divergence(log_p, log_q, "jsd", beta), -(log_p.exp() * log_p).sum(-1).detach()
 
 
 LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
