@@ -52,7 +52,6 @@ from liger_rl.kernels.statistics import (
     EXTRAS,
     PART_VOCAB,
     SAMPLES,
-    Fold,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
@@ -135,8 +134,8 @@ def statistics(entropy: bool) -> TokenStatistics:
 def tile_by_tile(transform: LogitTransform, entropy: bool) -> None:
     logits, targets = ones(N, V), torch.zeros(N, dtype=torch.long)
     extras = EXTRAS if entropy else ()
-    state = Fold.start(N, CPU, entropy=entropy, extras=extras)
-    compiled.fold(logits, targets, 0, ones(V) if entropy else None, transform, state)
+    bias = ones(V) if entropy else None
+    compiled.fold(logits, targets, 0, bias, transform, None, entropy=entropy, extras=extras)
     compiled.grad(logits, targets, 0, None, transform, token_gradients(entropy), logits.bfloat16())
 
 

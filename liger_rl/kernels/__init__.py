@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import devices
+from liger_rl.kernels import devices, reference
 
 
 def for_device(device: torch.device) -> ModuleType:
@@ -17,13 +17,11 @@ def for_device(device: torch.device) -> ModuleType:
     `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, `keep`, `grad_kept` and `scale_` of one
     pass, `keep_largest` and `put` of several ids, `select` and `scatter_rows` of tokens.
     """
-    if devices.compiles(device):
-        from liger_rl.kernels import compiled
+    if not devices.compiles(device):
+        return reference
+    from liger_rl.kernels import compiled
 
-        return compiled
-    from liger_rl.kernels import reference
-
-    return reference
+    return compiled
 
 
 def epilogue_for(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> ModuleType | None:

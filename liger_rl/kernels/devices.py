@@ -3,6 +3,7 @@
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -158,6 +159,7 @@ def family_of(device: torch.device) -> Family:
     return family_of_gpu(gpu_of(device))
 
 
+@cache
 def family_of_gpu(gpu: Gpu) -> Family:
     """The family of a GPU whose `gpu_lacks` is None: TMA if it has that. Else the first with pointers that fits."""
     assert gpu.triton is not None
@@ -206,7 +208,8 @@ def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -
     """An uninitialized (n, columns) matrix whose rows start at multiples of 16 bytes."""
     multiple = ALIGNMENT_BYTES // dtype.itemsize
     width = -(-columns // multiple) * multiple
-    return torch.empty(n, width, dtype=dtype, device=device)[:, :columns]
+    rows = torch.empty(n, width, dtype=dtype, device=device)
+    return rows if width == columns else rows[:, :columns]
 
 
 def realigned(rows: Tensor) -> Tensor:

@@ -23,14 +23,14 @@ key, so the K largest keys of a token do not depend on the order of tiles and ra
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.kernels.devices import empty_rows
-from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import KEPT_ONE, LOWEST, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of given rows
@@ -49,31 +49,32 @@ def fold(
     first: int,  # vocabulary id of the tile's first column
     bias: Tensor | None,  # (v,)
     transform: LogitTransform,
-    state: Fold,  # (n,) each, updated in place
-) -> None:
-    """Fold a tile of logits into the running sums of `state`."""
+    state: Fold | None,  # (n,) each, of the tiles before this one; a kernel may overwrite it
+    *,
+    entropy: bool = False,  # results of the first tile, whose `state` is None; later tiles have those of `state`
+    extras: Collection[str] = (),
+) -> Fold:
+    """The running sums after one more tile of logits."""
     z = transformed(logits, bias, transform)
-    peak = torch.maximum(state.peak, z.amax(-1))
-    rescale = (state.peak - peak).exp_()
-    shifted = z - peak[:, None]
-    column, hit = _target_column(targets, first, z.shape[-1])
-    if state.sum_logits is not None:
-        state.sum_logits.add_(z.sum(-1))
-    if state.rival is not None:
-        before_target = torch.arange(first, first + z.shape[-1], device=z.device) < targets[:, None]
-        torch.maximum(state.rival, torch.where(before_target, z, -math.inf).amax(-1), out=state.rival)
-    if state.moment is None:
-        exp = shifted.exp_()
+    peak = z.amax(-1).clamp_(min=LOWEST) if state is None else torch.maximum(state.peak, z.amax(-1))
+    if state is not None:
+        entropy, extras = state.moment is not None, state.extras
+    sum_logits = z.sum(-1) if "mean_logits" in extras else None
+    rival = None
+    if "is_top1" in extras:
+        before_target = torch.arange(first, first + z.shape[-1], device=z.device) < targets.unsqueeze(1)
+        rival = torch.where(before_target, z, -math.inf).amax(-1)
+    shifted = z - peak.unsqueeze(1)
+    if entropy:
+        exp = shifted.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
+        moment = (exp * shifted).sum(-1)
     else:
-        shifted.clamp_(min=LOWEST_LOG_PROBABILITY)
-        exp = shifted.exp()
-        moment = state.moment + (state.peak - peak) * state.sum_exp
-        state.moment.copy_(rescale * moment + (exp * shifted).sum(-1))
-    state.sum_exp.mul_(rescale).add_(exp.sum(-1))
-    if state.sum_sq_exp is not None:
-        state.sum_sq_exp.mul_(rescale.square()).add_(exp.square().sum(-1))
-    state.peak.copy_(peak)
-    state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
+        exp, moment = shifted.exp_(), None
+    sum_sq_exp = exp.square().sum(-1) if "log_sum_sq_probs" in extras else None
+    column, hit = _target_columns(targets.unsqueeze(1), first, z.shape[-1])
+    target = torch.where(hit, z.gather(1, column), 0.0 if state is None else state.target.unsqueeze(1)).squeeze(1)
+    tile = Fold(peak, exp.sum(-1), target, moment, sum_sq_exp, sum_logits, rival)
+    return tile if state is None else tile.with_earlier_tiles(state)
 
 
 def grad(
@@ -87,17 +88,21 @@ def grad(
 ) -> None:
     """out = dL/dx of a tile of logits."""
     z = transformed(logits, bias, transform)
-    log_p, at_target = z - tokens.lse[:, None], tokens.at_target
+    # A softcap's derivative reads z again, which may be in the memory of `out`.
+    memory = out if out.dtype == torch.float32 and transform.softcap is None else None
+    log_p, at_target = torch.sub(z, tokens.lse.unsqueeze(1), out=memory), tokens.at_target
+    targets = targets.unsqueeze(1)
     if tokens.grad_entropy is None or tokens.entropy is None:
         p = log_p.exp_()
     else:
         p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
-        column = _target_column(targets, first, z.shape[-1])[0][:, None]
-        target_log_p = log_p.gather(-1, column).squeeze(-1)
+        target_log_p = log_p.gather(1, _target_columns(targets, first, z.shape[-1])[0]).squeeze(1)
         at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
     grad_z = grad_beside_targets(log_p, p, tokens)
-    put(grad_z, targets[:, None], at_target[:, None], first)
-    out.copy_(times_derivative(with_uniform(grad_z, tokens), z, transform))
+    put(grad_z, targets, at_target.unsqueeze(1), first)
+    grad_x = times_derivative(with_uniform(grad_z, tokens), z, transform)
+    if grad_x is not out:
+        out.copy_(grad_x)
 
 
 def grad_beside_targets(
@@ -107,10 +112,10 @@ def grad_beside_targets(
 ) -> Tensor:
     """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`put` fixes it)."""
     if tokens.grad_entropy is None or tokens.entropy is None:
-        return p.mul_(-tokens.grad_logps[:, None])
+        return p.mul_(-tokens.grad_logps.unsqueeze(1))
     # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
-    grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
-    return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+    grad_z = log_p.add_(tokens.entropy.unsqueeze(1)).mul_(tokens.grad_entropy.unsqueeze(1))
+    return grad_z.add_(tokens.grad_logps.unsqueeze(1)).mul_(p).neg_()
 
 
 def with_uniform(grad_z: Tensor, tokens: TokenGradients) -> Tensor:
@@ -124,10 +129,11 @@ def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
     return log_p.exp() * (log_p + entropy)
 
 
-def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """-> column of the target (n,), clamped to [0, width), and (n,) bool: the target is in the tile."""
-    column = targets - first
-    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+def _target_columns(ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """ids (n, K) -> their columns in a tile, clamped to [0, width), and (n, K) bool: the id is in the tile."""
+    column = ids - first if first else ids
+    clamped = column.clamp(0, width - 1)
+    return clamped, clamped == column
 
 
 def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
@@ -176,11 +182,15 @@ class Kept(NamedTuple):
 
     def rows(self, rows: slice) -> "Kept":
         """Views of the tokens `rows`."""
+        if rows.stop - rows.start == self.values.shape[0]:
+            return self
         return Kept(self.values[rows], self.peaks[:, rows], self.tile_vocab)
 
-    def from_column(self, first: int) -> tuple[Tensor, Tensor]:
-        """Views of the values and peaks from column `first` on, which must be the first of a tile."""
-        return self.values[:, first:], self.peaks[first // self.tile_vocab :]
+    def columns(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Views of the values and peaks of columns `first` to `last` - 1; `first` must be the first of a tile."""
+        if first == 0 and last == self.values.shape[1]:
+            return self.values, self.peaks
+        return self.values[:, first:last], self.peaks[first // self.tile_vocab : -(-last // self.tile_vocab)]
 
 
 def keep(
@@ -192,12 +202,15 @@ def keep(
 ) -> None:
     """Write the exponentials and peaks of a tile of logits into `kept`."""
     z = transformed(logits, bias, transform)
-    columns, tile_vocab = z.shape[1], kept.tile_vocab
-    z = torch.nn.functional.pad(z, (0, -columns % tile_vocab), value=-torch.inf).view(z.shape[0], -1, tile_vocab)
-    peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
-    tile = first // tile_vocab
-    kept.peaks[tile : tile + peaks.shape[1]] = peaks.T
-    kept.values[:, first : first + columns] = (z - peaks[..., None]).exp_().mul_(KEPT_ONE).flatten(1)[:, :columns]
+    n, columns = z.shape
+    values, peaks = kept.columns(first, first + columns)
+    if columns <= kept.tile_vocab:
+        torch.amax(z, 1, out=peaks[0]).clamp_(min=LOWEST)
+        values.copy_((z - peaks.T).exp_().mul_(KEPT_ONE))
+        return
+    z = torch.nn.functional.pad(z, (0, -columns % kept.tile_vocab), value=-torch.inf).view(n, -1, kept.tile_vocab)
+    peaks.copy_(z.amax(-1).clamp_(min=LOWEST).T)
+    values.copy_((z - peaks.T.unsqueeze(2)).exp_().mul_(KEPT_ONE).flatten(1)[:, :columns])
 
 
 def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
@@ -225,19 +238,22 @@ def grad_kept(
     out: Tensor,  # (n, v) any float dtype; without `rows` it may share the memory of the same columns of `kept.values`
 ) -> None:
     """out = dL/dx of columns first to first + v, from the kept exponentials."""
-    values, peaks = kept.from_column(first)
-    values, peaks = values[:, : out.shape[1]], peaks[: -(-out.shape[1] // kept.tile_vocab)]
+    columns = out.shape[1]
+    values, peaks = kept.columns(first, first + columns)
     if rows is not None:
         values, peaks = values[rows], peaks[:, rows]
-    exp, peaks = values.float() / KEPT_ONE, peaks.T.repeat_interleave(kept.tile_vocab, 1)[:, : out.shape[1]]
-    # If a value underflowed, any finite logarithm will do, because the probability is 0.
-    log_exp = exp.log().clamp_(min=LOWEST_LOG_PROBABILITY)
-    lse = tokens.lse[:, None]
-    p = (peaks - lse).exp_().mul_(exp)
-    log_p = (log_exp + (peaks - lse)).clamp_(min=LOWEST_LOG_PROBABILITY)
+    exp, peaks = values.float() / KEPT_ONE, peaks.T
+    if columns > kept.tile_vocab:
+        peaks = peaks.repeat_interleave(kept.tile_vocab, 1)[:, :columns]
+    below = peaks - tokens.lse.unsqueeze(1)
+    p, z, log_p = exp * below.exp(), exp, exp
+    if transform.softcap is not None or tokens.grad_entropy is not None:
+        # If a value underflowed, any finite logarithm will do, because the probability is 0.
+        log_exp = exp.log().clamp_(min=LOWEST_LOG_PROBABILITY)
+        z, log_p = log_exp + peaks, (log_exp + below).clamp_(min=LOWEST_LOG_PROBABILITY)
     grad_z = with_uniform(grad_beside_targets(log_p, p, tokens), tokens)
-    grad = times_derivative(grad_z, log_exp + peaks, transform)
-    put(grad, targets[:, None], at_target[:, None], first)
+    grad = times_derivative(grad_z, z, transform)
+    put(grad, targets.unsqueeze(1), at_target.unsqueeze(1), first)
     out.copy_(grad)
 
 
@@ -254,9 +270,7 @@ def fold_rows(
     columns = torch.empty(1 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
     lse = torch.empty(targets.numel(), dtype=torch.float64, device=logits.device)
     for tokens, rows in _pieces(logits, targets):
-        state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
-        fold(logits[rows], flat_targets[tokens], 0, None, transform, state)
-        piece = state.finish()
+        piece = fold(logits[rows], flat_targets[tokens], 0, None, transform, None, entropy=entropy).finish()
         for column, values in zip((lse, *columns), (piece.lse, piece.logps, piece.entropy), strict=False):
             column[tokens] = values
     columns.masked_fill_(~counts, 0.0)
@@ -304,7 +318,7 @@ def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, tuple[Tens
 def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Positions of the tokens that count and are wanted. A token counts if its mask is nonzero and its target >= 0.
 
-    Nothing waits for the device.
+    The Triton kernel does not wait for the device.
 
     Args:
         targets: (B, T) or (N,) integer ids; those >= vocab are counted as outside.
@@ -312,20 +326,22 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
         wanted: shaped like targets or (B, 1), nonzero where a token is wanted; None wants all.
 
     Returns:
-        (N,) int64, whose first n entries are the flat positions in ascending order, and (4,) int64: n; the number of
-            tokens that count, wanted or not, with a target outside the vocabulary; the largest of these targets, or 0;
-            the number of mask values other than 0 and 1.
+        int64 (n,) or longer, whose first n entries are the flat positions in ascending order; and (4,) int64: n; the
+            number of tokens that count, wanted or not, with a target outside the vocabulary; the largest of these
+            targets, or 0; the number of mask values other than 0 and 1.
     """
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counted = targets >= 0 if mask is None else torch.logical_and(targets >= 0, mask)
     live = counted if wanted is None else torch.logical_and(counted, wanted)
-    outside = counted & (targets >= vocab)
-    n = live.sum()
-    improper = n - n if mask is None or mask.dtype == torch.bool else ((mask != 0) & (mask != 1)).sum()
-    largest = (targets * outside).max() if targets.numel() else n
-    numbers = torch.stack([n, outside.sum(), largest, improper])
-    # A stable sort puts the live positions first. Unlike `nonzero` it does not wait for their number.
-    return torch.argsort(live.reshape(-1), descending=True, stable=True), numbers
+    positions = live.flatten().nonzero().squeeze(1)
+    outside = largest = improper = 0
+    if targets.numel() and targets.max().item() >= vocab:
+        outside_targets = targets[counted & (targets >= vocab)]
+        outside = outside_targets.numel()
+        largest = int(outside_targets.max()) if outside else 0
+    if mask is not None and mask.dtype != torch.bool:
+        improper = int(((mask != 0) & (mask != 1)).sum())
+    return positions, torch.tensor([positions.numel(), outside, largest, improper], device=targets.device)
 
 
 def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
@@ -373,11 +389,12 @@ def put(
     first: int,  # id of the tile's first column
 ) -> None:
     """tile[i, ids[i, k] - first] = values[i, k]"""
-    column = ids - first
-    hit = (column >= 0) & (column < tile.shape[1])
+    column, hit = _target_columns(ids, first, tile.shape[1])
     # Nothing waits for the device: in place of an id outside the tile we write another one of its row again, or what
     # the row has already.
-    hit_place = hit.to(torch.uint8).argmax(1, keepdim=True)
-    column = torch.where(hit, column, column.gather(1, hit_place)).clamp_(0, tile.shape[1] - 1)
-    values = torch.where(hit, values, values.gather(1, hit_place)).to(tile.dtype)
-    tile.scatter_(1, column, torch.where(hit.any(1, keepdim=True), values, tile.gather(1, column)))
+    if ids.shape[1] > 1:
+        hit_place = hit.to(torch.uint8).argmax(1, keepdim=True)
+        column = torch.where(hit, column, column.gather(1, hit_place))
+        values = torch.where(hit, values, values.gather(1, hit_place))
+        hit = hit.any(1, keepdim=True)
+    tile.scatter_(1, column, torch.where(hit, values.to(tile.dtype), tile.gather(1, column)))

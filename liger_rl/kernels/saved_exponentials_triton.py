@@ -120,7 +120,7 @@ def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransf
     n, columns = logits.shape
     if n == 0:
         return
-    values, peaks = kept.from_column(first)
+    values, peaks = kept.columns(first, first + columns)
     tiles = _tiles(columns, kept.tile_vocab)
     with on(logits.device):
         _keep_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
@@ -154,7 +154,7 @@ def grad_kept(
     n, columns = out.shape
     if n == 0:
         return
-    values, peaks = kept.from_column(first)
+    values, peaks = kept.columns(first, first + columns)
     tiles = _tiles(columns, kept.tile_vocab)
     with on(out.device):
         _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](

@@ -1,7 +1,7 @@
 """Statistics of tokens' softmax: running sums over tiles of the vocabulary, results, and inputs of the gradients."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -12,9 +12,10 @@ Record = TypeVar("Record", bound=NamedTuple)
 
 def each(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
     """The record with `function` of each of its tensors. None stays None."""
-    return record._make(None if values is None else function(values) for values in record)
+    return record._make([None if values is None else function(values) for values in record])
 
 
+LOWEST = torch.finfo(torch.float32).min
 # Optional results of a fold, in the order of `TokenStatistics` and of `Fold` from `sum_sq_exp` on.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -53,24 +54,52 @@ class Fold(NamedTuple):
     @classmethod
     def start(cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = ()) -> "Fold":
         """The fold before the first tile."""
-        target = torch.empty(n, dtype=torch.float32, device=device)
-        fold = cls.unwritten((n,), target, entropy=entropy, extras=extras)
         # The first peak is the lowest finite number, not -inf. So (peak - new peak) * 0 is 0 in the moment's update.
-        lowest = torch.finfo(torch.float32).min
-        for values, first in zip(fold, (lowest, 0.0, 0.0, 0.0, 0.0, 0.0, -math.inf), strict=True):
-            if values is not None:
-                values.fill_(first)
-        return fold
+        first_values = LOWEST, 0.0, 0.0, 0.0, 0.0, 0.0, -math.inf
+        present = True, True, True, entropy, *[name in extras for name in EXTRAS]
+        return cls._make(
+            [
+                torch.full((n,), value, dtype=torch.float32, device=device) if kept else None
+                for value, kept in zip(first_values, present, strict=True)
+            ]
+        )
 
     @classmethod
     def unwritten(cls, shape: tuple[int, ...], target: Tensor, *, entropy: bool, extras: Collection[str]) -> "Fold":
         """A fold with uninitialized fields of `shape`, except the target. A kernel must write all of them."""
-        fields: list[Tensor | None] = []
-        of_extras = "log_sum_sq_probs" in extras, "mean_logits" in extras, "is_top1" in extras
-        for kept in (True, True, False, entropy, *of_extras):
-            fields.append(torch.empty(shape, dtype=torch.float32, device=target.device) if kept else None)
-        fields[2] = target
-        return cls._make(fields)
+        peak, sum_exp, moment, *of_extras = [
+            torch.empty(shape, dtype=torch.float32, device=target.device) if kept else None
+            for kept in (True, True, entropy, *[name in extras for name in EXTRAS])
+        ]
+        return cls._make((peak, sum_exp, target, moment, *of_extras))
+
+    @classmethod
+    def concatenate(cls, folds: Sequence["Fold"]) -> "Fold":
+        """The fold of the tokens of all `folds`."""
+        if len(folds) == 1:
+            return folds[0]
+        return cls._make([None if fields[0] is None else torch.cat(fields) for fields in zip(*folds, strict=True)])
+
+    @property
+    def extras(self) -> list[str]:
+        """The names of EXTRAS that the fold has."""
+        return [name for name, values in zip(EXTRAS, self[4:], strict=True) if values is not None]
+
+    def with_earlier_tiles(self, earlier: "Fold") -> "Fold":
+        """The fold of all tiles so far. `self` is the last tile's, around the peak and with the target of all tiles."""
+        lower = earlier.peak - self.peak
+        rescale = lower.exp()
+        moment, sum_sq_exp, sum_logits, rival = self[3:]
+        if moment is not None and earlier.moment is not None:
+            moment = rescale * (earlier.moment + lower * earlier.sum_exp) + moment
+        if sum_sq_exp is not None and earlier.sum_sq_exp is not None:
+            sum_sq_exp = earlier.sum_sq_exp * rescale.square() + sum_sq_exp
+        if sum_logits is not None and earlier.sum_logits is not None:
+            sum_logits = earlier.sum_logits + sum_logits
+        if rival is not None and earlier.rival is not None:
+            rival = torch.maximum(earlier.rival, rival)
+        sum_exp = earlier.sum_exp * rescale + self.sum_exp
+        return Fold(self.peak, sum_exp, self.target, moment, sum_sq_exp, sum_logits, rival)
 
     def take(self, rows: slice) -> "Fold":
         """Views of the fields of the tokens `rows`. A kernel may write to them."""
@@ -223,16 +252,18 @@ class TokenGradients(NamedTuple):
         factor exp(-rest), and log p + entropy = (z - float32 lse) + (entropy - rest).
         """
         lse = self.lse.float()
-        rest = (self.lse - lse).float().nan_to_num_(0.0)  # inf - inf is NaN
-        factor = torch.exp(-rest)
-        entropy = None if self.entropy is None else self.entropy - rest
+        minus_rest = (lse - self.lse).float().nan_to_num_(0.0)  # inf - inf is NaN
+        factor = minus_rest.exp()
+        entropy = None if self.entropy is None else self.entropy + minus_rest
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy * factor
         grad_logps = self.grad_logps * factor
-        return self._replace(lse=lse, grad_logps=grad_logps, entropy=entropy, grad_entropy=grad_entropy)
+        return TokenGradients(lse, grad_logps, self.at_target, entropy, grad_entropy, self.wanted, self.uniform)
 
     def contiguous(self) -> "TokenGradients":
         assert self.lse.dtype == torch.float32  # kernels would compute their tiles in float64
         return each(self, torch.Tensor.contiguous)
 
     def take(self, rows: Tensor | slice) -> "TokenGradients":
+        if isinstance(rows, slice) and rows.stop - rows.start == self.lse.shape[0]:
+            return self
         return each(self, lambda values: values[rows])

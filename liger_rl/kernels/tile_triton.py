@@ -5,6 +5,8 @@ formulas are those of `liger_rl.kernels.reference`. Rows go on grid axis 0, whic
 are, and row offsets are int64, because rows times columns passes 2^31.
 """
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -212,10 +214,27 @@ def fold(
     bias: Tensor | None,
     transform: LogitTransform,
     state: Fold | None,
-    mask: Tensor | None = None,
-    out: TokenStatistics | None = None,  # of whole rows, in place of `state`
-) -> None:
+    *,
+    entropy: bool = False,
+    extras: Collection[str] = (),
+) -> Fold:
     """As `reference.fold`; the last dimension of `logits` must be contiguous."""
+    if state is None:
+        state = Fold.start(targets.numel(), logits.device, entropy=entropy, extras=extras)
+    _launch_fold(logits, targets, first, bias, transform, state, None, None)
+    return state
+
+
+def _launch_fold(
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    state: Fold | None,  # updated; None for whole rows
+    mask: Tensor | None,
+    out: TokenStatistics | None,  # of whole rows, in place of `state`
+) -> None:
     assert logits.stride(-1) == 1
     n, columns = targets.numel(), logits.shape[-1]
     if n == 0:
@@ -248,7 +267,7 @@ def fold_rows(
     logps, *entropies = torch.empty(1 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
     lse = torch.empty(targets.numel(), dtype=torch.float64, device=logits.device)
     out = TokenStatistics(logps, lse, entropies[0] if entropies else None)
-    fold(logits, targets, 0, None, transform, None, mask, out)
+    _launch_fold(logits, targets, 0, None, transform, None, mask, out)
     return out
 
 
