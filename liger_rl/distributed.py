@@ -46,12 +46,9 @@ class VocabParallel:
         if not isinstance(self.sum_hidden_grad, bool):
             raise TypeError(f"vocab_parallel.sum_hidden_grad must be a bool, got {type(self.sum_hidden_grad).__name__}")
 
-    def shard_of(self, weight: Tensor, *, known_by: Tensor) -> "VocabShard":
-        """`weight` (rows, H) as a checked shard. The first call with a weight is a collective, whose sum of rows is V.
-
-        `known_by` is the same object in each call: the weight, or the tensor that it was cut from.
-        """
-        shards = _SHARDS.setdefault(known_by, {})
+    def shard_of(self, weight: Tensor) -> "VocabShard":
+        """`weight` (rows, H) as a checked shard. The first call with a weight is a collective: its sum of rows is V."""
+        shards = _SHARDS.setdefault(weight, {})
         if self not in shards:
             rows = weight.shape[0]
             ranks = gathered_objects((self.vocab_start, rows), self.group, weight)
@@ -61,6 +58,11 @@ class VocabParallel:
 
 # Weight -> {its place: its checked shard}.
 _SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def share_shards(local: Tensor, dtensor: Tensor) -> None:
+    """Let `local`, a new tensor in each call, have the checked shards of the DTensor that it is made from."""
+    _SHARDS[local] = _SHARDS.setdefault(dtensor, {})
 
 
 def gathered_objects(value: object, group: "dist.ProcessGroup", like: object) -> list:

@@ -16,7 +16,6 @@ from liger_rl.head.head_options import resolved
 from liger_rl.head.head_shape import HeadShape
 from liger_rl.head.interface import Head
 from liger_rl.head.live_tokens import counted_tokens, live_tokens
-from liger_rl.head.local_tensors import is_dtensor
 from liger_rl.head.plan import path_for
 from liger_rl.kernels.statistics import each
 from liger_rl.losses.batch import AlignedBatch
@@ -53,8 +52,6 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
         return "support = None: tokens that list their ids have no chunk of the vocabulary"
     if call.vocab_parallel is not None:
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
-    if any(map(is_dtensor, (call.hidden, call.weight, call.bias, call.targets))):
-        return "tensors that are whole on this rank, got a DTensor"
     lacking = terms_obstacle(terms)
     if lacking is None and terms.locality != "token" and segments is not None and segments.all_reduce is not None:
         return "whole sequences on each rank; segments.all_reduce says that they are split"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from liger_rl.kernels.statistics import EXTRAS
@@ -17,6 +17,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Passes = Literal["auto", "one", "two"]
 PASSES: tuple[str, ...] = get_args(Passes)
+PLAIN = (Tensor, nn.Parameter)
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -61,8 +62,13 @@ def check_gather(name: str, value: object) -> None:
 
 
 def check_dense(name: str, tensor: Any, like: Tensor | None = None, source: str = "") -> Tensor:
-    """Raise unless this is a dense tensor, on the device of `like`, whose name is `source`."""
-    check_type(name, tensor, Tensor, "a tensor")
+    """Raise unless this is a plain dense tensor, on the device of `like`, whose name is `source`."""
+    if type(tensor) not in PLAIN:
+        check_type(name, tensor, Tensor, "a tensor")
+        if hasattr(tensor, "device_mesh"):
+            raise TypeError(
+                f"{name} must be a plain tensor, got a DTensor; localize of models.local_tensors gives this rank's"
+            )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
     if like is not None and tensor.device != like.device:

@@ -62,11 +62,6 @@ class HeadCall:
     may_be_several: bool = False
 
     @property
-    def tensors(self) -> tuple[object, ...]:
-        """Every argument that may be a tensor."""
-        return self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask
-
-    @property
     def several(self) -> bool:
         """Whether each token has a list of targets."""
         tensors = isinstance(self.targets, Tensor) and isinstance(self.hidden, Tensor)
@@ -96,7 +91,7 @@ class HeadCall:
             check_type("support", self.support, Support, "a Support or None")
             if self.several:
                 raise ValueError("support must be None with several targets for each token, got a Support")
-            if self.vocab_parallel is not None:  # also that of a sharded DTensor weight
+            if self.vocab_parallel is not None:
                 raise ValueError(
                     "support must be None with vocab_parallel: no rank has all listed rows of a sharded weight; "
                     "got a Support"

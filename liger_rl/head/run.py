@@ -13,29 +13,26 @@ from liger_rl.head.head_shape import HeadShape
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.interface import Head, whole_head
 from liger_rl.head.live_tokens import TokenSelection, live_tokens
-from liger_rl.head.local_tensors import localized
 from liger_rl.head.plan import ENGINES, path_for
 from liger_rl.head.sparse import listed as support_engine
 from liger_rl.head.support import ListedIds, Support
 from liger_rl.kernels.segment_sums import BAD_MASKS, BAD_TARGETS
 
 
-def log_probs(original_call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
+def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
     """Log-probabilities where `needed_mask` is set. Other tokens get 0 like masked ones; their ids are still checked.
 
     Args:
-        dtype: the result of `original_call.check_tensors()`, if the caller has already checked these tensors.
+        dtype: the result of `call.check_tensors()`, if the caller has already checked these tensors.
     """
-    original_weight = original_call.weight
-    call = localized(original_call)
     call.check_together()
     options, shard = call.options, None
 
     with whole_head(options.gather, call.weight, call.bias):
-        if dtype is None or call is not original_call:
+        if dtype is None:
             dtype = call.check_tensors()
         if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight, known_by=original_weight)
+            shard = call.vocab_parallel.shard_of(call.weight)
         targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = call.weight.shape[0] if shard is None else shard.vocab
         check_topk(options.topk, vocab)

@@ -11,7 +11,6 @@ from liger_rl.head.checks import check_dense, check_floating
 from liger_rl.head.head_call import HeadCall, LogProbs
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.head.live_tokens import counted_tokens
-from liger_rl.head.local_tensors import is_dtensor
 from liger_rl.head.pair.pair_call import BETA, measure_of
 from liger_rl.head.pair.pair_reference import FORWARD, REVERSE, Measure
 from liger_rl.head.run import log_probs
@@ -85,16 +84,12 @@ def topk_divergence(
         TopKDivergence.
 
     Raises:
-        ValueError: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient, and for a
-            DTensor among teacher_ids, teacher_logps and mask.
+        ValueError: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient.
     """
     head_options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
-    for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
-        if is_dtensor(tensor):
-            raise ValueError(f"{name} must be no DTensor; call full_tensor()")
     measure = _check_formula(kind, beta, tail)
     _check_lists(lists, topk, teacher_ids, teacher_logps)
     check_dense("hidden", hidden)

@@ -12,6 +12,7 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.models.local_tensors import localize
 
 __all__ = ["is_patched", "linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
 
@@ -41,6 +42,8 @@ def linear_cross_entropy(
     if dist_process_group is not None and dist.get_world_size(dist_process_group) > 1:
         start = dist.get_rank(dist_process_group) * weight.shape[0]
         place = VocabParallel(dist_process_group, start, sum_hidden_grad=False)
+    local = localize(hidden, weight, targets=labels, vocab_parallel=place)
+    hidden, labels = local.hidden, local.targets
     for name, tensor in (("hidden", hidden), ("labels", labels)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -57,11 +60,11 @@ def linear_cross_entropy(
     transform = LogitTransform(temperature=temperature)
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
-        weight,
+        local.weight,
         labels.reshape(rows, -1) if several else labels.reshape(-1),
         transform=transform,
         entropy=True,
-        vocab_parallel=place,
+        vocab_parallel=local.vocab_parallel,
     )
     assert entropy is not None
     reduced = logprobs if reduction.lower() == "none" else getattr(logprobs, reduction.lower())()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.head.local_tensors import has_dtensor
+from liger_rl.models.local_tensors import has_dtensor
 
 COLUMN_MULTIPLE = 8  # so that 16-bit rows start at multiples of 16 bytes, as matmul kernels need it
 
@@ -67,7 +67,7 @@ class HeadParts:
         if not self.adapters:
             return hidden, weight
         tables = [adapter.b.weight for adapter in self.adapters]
-        if has_dtensor(hidden, weight, *tables, *(adapter.a.weight for adapter in self.adapters)):
+        if has_dtensor((hidden, weight, *tables, *(adapter.a.weight for adapter in self.adapters))):
             raise ValueError("a head with active adapters must be whole on this rank, got a DTensor")
         columns = [adapter.project_hidden(hidden) for adapter in self.adapters]
         return _append_columns(hidden, columns), _append_columns(weight, tables)

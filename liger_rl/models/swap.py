@@ -32,6 +32,7 @@ from liger_rl.models.lm_head import (
     rebind_forward,
     remove_hooks,
 )
+from liger_rl.models.local_tensors import localize
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
@@ -286,11 +287,13 @@ def _fused_forward(
     def per_token(hidden: Tensor) -> Tensor:
         """(..., H) -> (..., columns). It runs within the head's call, around which FSDP gathers the weight."""
         hidden, weight = head.widen(hidden.to(head.linear.weight.device), head.linear.weight)
+        local = localize(hidden, weight, bias=head.sum_biases(), in_forward=True)
         result = linear_logprobs(
-            hidden,
-            weight,
+            local.hidden,
+            local.weight,
             targets.to(hidden.device),
-            bias=head.sum_biases(),
+            bias=local.bias,
+            vocab_parallel=local.vocab_parallel,
             transform=transform,
             entropy=entropy,
             support=None if support is None else support.to(hidden.device),

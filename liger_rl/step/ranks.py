@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from liger_rl.distributed import gathered_objects
-from liger_rl.head.local_tensors import is_dtensor
+from liger_rl.models.local_tensors import is_dtensor
 from liger_rl.step.model_body import reshard, wrappers_of
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_rl import FusedLinearGRPOLoss, linear_logprobs
+from liger_rl.models.local_tensors import localize
 from ranks import message_of, sent
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
@@ -20,10 +21,17 @@ def problem(device="cpu"):
     return [values.to(device) for values in (hidden, weight, bias, targets, torch.randn(BATCH, TIME))]
 
 
+def local_logprobs(hidden, weight, targets, bias=None, **options):
+    local = localize(hidden, weight, bias=bias, targets=targets)
+    return linear_logprobs(
+        local.hidden, local.weight, local.targets, bias=local.bias, vocab_parallel=local.vocab_parallel, **options
+    )
+
+
 def solve(hidden, weight, bias, targets, upstream):
     """Results, and gradients as whole tensors."""
     leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
-    found = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True)
+    found = local_logprobs(hidden, weight, targets, bias=bias, entropy=True)
     grads = torch.autograd.grad((found.logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
     whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
     return [values.detach().cpu() for values in (*found[:2], *whole)]
@@ -103,21 +111,65 @@ def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
             assert torch.equal(part[place], parts[0][place])
 
 
+def loss_of_gathered_rows(rank):
+    """Loss and gradients of FSDP's shards, with the same tokens on both ranks."""
+    hidden, weight, _, targets, upstream = problem()
+    mesh = rank.mesh("dp")
+    leaves = hidden.requires_grad_(), distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    local = localize(*leaves)
+    loss = FusedLinearGRPOLoss("grpo", passes="one")(local.hidden, local.weight, targets, upstream).loss
+    grads = torch.autograd.grad(loss, leaves)
+    return loss.detach(), grads[0], grads[1].full_tensor()
+
+
+def test_one_pass_with_gathered_rows(ranks):
+    hidden, weight, _, targets, upstream = problem()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = FusedLinearGRPOLoss("grpo", passes="two")(*leaves, targets, upstream).loss
+    expected = loss.detach(), *torch.autograd.grad(loss, leaves)
+    assert_same(ranks.run(loss_of_gathered_rows), expected)
+
+
 def refused(rank):
     mesh = rank.mesh("tp")
     hidden, weight, _, targets, _ = problem()
     columns = distribute_tensor(weight, mesh, [Shard(1)])
     rows = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    loss = FusedLinearGRPOLoss("grpo", passes="two")
+    unnamed = distribute_tensor(weight, rank.mesh(), [Shard(0)])
+    loss = FusedLinearGRPOLoss("grpo")
     return [
-        message_of(lambda: linear_logprobs(hidden, columns, targets)),
-        message_of(lambda: loss(hidden, rows, targets, torch.ones(BATCH + 1))),
+        message_of(lambda: localize(hidden, columns)),
+        message_of(lambda: localize(hidden, unnamed)),
+        message_of(lambda: linear_logprobs(hidden, rows, targets)),
+        message_of(lambda: loss(hidden, rows, targets, torch.ones(BATCH))),
+        message_of(lambda: linear_logprobs(hidden, weight, distribute_tensor(targets, mesh, [Replicate()]))),
+        localize(hidden, unnamed, in_forward=True).vocab_parallel.vocab_start,
     ]
 
 
 def test_what_cannot_be_is_named(ranks):
     results = ranks.run(refused)
-    assert results[0] == results[1]
-    placement, mistake = results[0]
+    assert results[0][:-1] == results[1][:-1]
+    assert [result[-1] for result in results] == [0, 19]
+    placement, names, *heads, targets = results[0][:-1]
     assert placement.startswith("ValueError: weight must be Shard(0) or Replicate")
-    assert mistake.startswith("ValueError: advantages must be (B, T) = (4, 8)")
+    assert names.startswith("ValueError: weight must be sharded on a mesh whose dimensions have names")
+    for head in heads:
+        assert head.startswith("TypeError: weight must be a plain tensor, got a DTensor")
+    assert targets.startswith("TypeError: targets must be a plain tensor, got a DTensor")
+
+
+def repeated(rank):
+    """The rows that ranks tell each other are known of a DTensor, whose local tensor is another in each call."""
+    _, whole, _, targets, _ = problem()
+    weight = distribute_tensor(whole, rank.mesh("tp"), [Shard(0)]).requires_grad_()
+    hidden, counts = torch.randn(BATCH, TIME, HIDDEN), []
+    with sent() as calls:
+        for _ in range(3):
+            local_logprobs(hidden, weight, targets)
+            counts.append(sum(name == "all_gather_object" for name, _ in calls))
+    return counts
+
+
+def test_a_dtensors_rows_are_told_once(ranks):
+    assert ranks.run(repeated) == [[1, 1, 1]] * 2

@@ -14,6 +14,7 @@ from liger_rl import (
     ReferenceHead,
     VocabParallel,
 )
+from liger_rl.models.local_tensors import localize
 from oracles import relative_error
 from ranks import assert_whole, message_of
 
@@ -46,10 +47,12 @@ def solve_loss(rank, loss_type, sharded, passes="auto"):
     loss = FusedLinearGRPOLoss(
         loss_type, beta=0.05, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes
     )
+    teacher = localize(teacher_hidden.detach(), weight.detach(), vocab_parallel=place)
     columns["ref_per_token_logps"] = loss.reference_logps(
-        teacher_hidden.detach(), weight.detach(), ids, mask, vocab_parallel=place
+        teacher.hidden, teacher.weight, ids, mask, vocab_parallel=teacher.vocab_parallel
     )
-    result = loss(*leaves, ids, advantages, mask, vocab_parallel=place, **columns)
+    local = localize(*leaves, vocab_parallel=place)
+    result = loss(local.hidden, local.weight, ids, advantages, mask, vocab_parallel=local.vocab_parallel, **columns)
     grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))
     metrics = {name: metric.value for name, metric in result.metrics.items()}
     return {"loss": result.loss.detach()} | dict(zip(("grad_hidden", "grad_weight"), grads, strict=True)) | metrics
@@ -80,13 +83,15 @@ def solve_other_loss(rank, kind, sharded):
     elif rank is not None:
         weight, other = (distribute_tensor(part, rank.mesh("tp"), [Shard(0)]) for part in (weight, other))
     leaves = hidden.requires_grad_(), weight.requires_grad_()
+    local = localize(*leaves, vocab_parallel=place)
+    tensors, place = (local.hidden, local.weight, targets), local.vocab_parallel
     if kind == "cross entropy":
         loss = FusedLinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3, metrics="with_entropy")
-        result = loss(*leaves, targets, vocab_parallel=place)
+        result = loss(*tensors, vocab_parallel=place)
     else:
-        reference = ReferenceHead(hidden=other_hidden, weight=other)
+        reference = ReferenceHead(hidden=other_hidden, weight=localize(other_hidden, other, student=local).weight)
         loss = FusedLinearPreferenceLoss("dpo", nll_coef=0.2)
-        result = loss(*leaves, targets, reference=reference, vocab_parallel=place)
+        result = loss(*tensors, reference=reference, vocab_parallel=place)
     grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))
     metrics = {name: metric.value for name, metric in result.metrics.items()}
     return {"loss": result.loss.detach()} | dict(zip(("grad_hidden", "grad_weight"), grads, strict=True)) | metrics

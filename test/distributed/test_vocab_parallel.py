@@ -24,6 +24,7 @@ from liger_rl import (
     topk_divergence,
 )
 from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.models.local_tensors import localize
 from ranks import assert_whole, message_of, sent
 
 HIDDEN, TEACHER_HIDDEN, VOCAB = 12, 14, 601
@@ -133,22 +134,24 @@ def solve(case: Case, parts: dict[str, Tensor], place=None) -> dict[str, Tensor]
     """Results and gradients by name; a sharded gradient is this rank's."""
     own = {name: parts[name] for name in ("hidden", "weight", "bias") if name in parts}
     leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
+    local = localize(**{name: parts.get(name) for name in ("hidden", "weight", "bias", "mask")}, vocab_parallel=place)
     options = {
-        "mask": parts.get("mask"), "bias": parts.get("bias"), "entropy": case.entropy,
-        "transform": LogitTransform(temperature=case.temperature, softcap=case.softcap), "vocab_parallel": place,
-        "chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab,
+        "mask": local.mask, "bias": local.bias, "entropy": case.entropy,
+        "transform": LogitTransform(temperature=case.temperature, softcap=case.softcap),
+        "vocab_parallel": local.vocab_parallel, "chunk_tokens": case.chunk_tokens, "chunk_vocab": case.chunk_vocab,
     }  # fmt: skip
     of_logps, of_others = parts["upstream"]
     if case.kind:
+        teacher = localize(parts["teacher_hidden"], parts["teacher_weight"], bias=parts["teacher_bias"], student=local)
         found = linear_divergence(
-            *(parts[name] for name in ("hidden", "weight", "teacher_hidden", "teacher_weight")), **options,
+            local.hidden, local.weight, teacher.hidden, teacher.weight, **options,
             kind=case.kind, beta=0.3 if case.kind == "jsd" else 0.5, targets=parts["targets"], vocab=case.vocab,
-            teacher_bias=parts["teacher_bias"], teacher_transform=LogitTransform(softcap=3.0),
+            teacher_bias=teacher.bias, teacher_transform=LogitTransform(softcap=3.0),
         )  # fmt: skip
         loss = (found.divergence * of_others.flip(0) + found.logps * of_logps + found.entropy * of_others).sum()
     else:
         found = linear_logprobs(
-            parts["hidden"], parts["weight"], parts["targets"], **options,
+            local.hidden, local.weight, parts["targets"], **options,
             extras=("mean_logits",) if case.several else () if case.banned else EXTRAS, lse=case.several > 0,
             topk=case.topk,
         )  # fmt: skip
@@ -257,7 +260,6 @@ def provoked(rank, on_all, on_last):
 
 TEACHER = {"teacher_rows": 5}
 COVER = "ValueError: the shards of weight must cover"
-WITH_SUPPORT = "ValueError: support must be None with vocab_parallel: "
 # What every rank does otherwise, what the last one alone does, and the error on all of them.
 MISTAKES = {
     "a gap": ({}, {"start": 1}, rf"{COVER} .*\[0, 5\) on rank 0"),
@@ -266,7 +268,7 @@ MISTAKES = {
     "H": ({"columns": HIDDEN + 1}, {}, r"ValueError: weight must be \(V, H\) with H = 12 "),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
-    "support": ({"options": {"support": Support.from_vllm([[0]] * 6)}}, {}, WITH_SUPPORT),
+    "support": ({"options": {"support": Support.from_vllm([[0]] * 6)}}, {}, "ValueError: support must be None with"),
     # Two heads.
     "a gap of two heads": (TEACHER, {"start": 1}, COVER),
     "targets of two heads": (
@@ -287,16 +289,6 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_all, on_last,
     assert [count for _, count in results] == [2, 2]
 
 
-def with_a_sharded_weight(rank):
-    weight = distribute_tensor(torch.randn(11, HIDDEN), rank.mesh("tp"), [Shard(0)])
-    support, ids = Support.from_vllm([[0], [1]]), torch.arange(2)
-    return message_of(lambda: linear_logprobs(torch.randn(2, HIDDEN), weight, ids, support=support))
-
-
-def test_a_support_is_refused_with_a_sharded_weight(ranks):
-    assert all(message.startswith(WITH_SUPPORT) for message in ranks.run(with_a_sharded_weight))
-
-
 def misaligned(rank):
     """A teacher whose shards are padded each, and so start elsewhere."""
     place = VocabParallel(rank.group, 5 * rank.index)
@@ -310,9 +302,10 @@ def misaligned(rank):
     other = distribute_tensor(torch.randn(13, TEACHER_HIDDEN), rank.mesh("tp"), [Shard(0)])
     return [
         message_of(lambda: linear_divergence(*parts, vocab=10, vocab_parallel=place)),
-        message_of(lambda: linear_divergence(parts[0], torch.randn(13, HIDDEN), parts[2], other)),  # not the student's
+        # The student's rows are whole.
+        message_of(lambda: localize(parts[2], other, student=localize(parts[0], torch.randn(13, HIDDEN)))),
         # Rank 0's rows start at 0 in both, so this rank alone raises.
-        rank.index and message_of(lambda: linear_divergence(parts[0], whole, parts[2], other, vocab=10)),
+        rank.index and message_of(lambda: localize(parts[2], other, student=localize(parts[0], whole))),
     ]
 
 
@@ -320,7 +313,7 @@ def test_shards_that_start_at_other_ids_are_refused(ranks):
     first, last = ranks.run(misaligned)
     assert "the shards of weight must cover the vocabulary" in first[0] == last[0]
     for message in (first[1], *last[1:]):
-        assert message.startswith("ValueError: teacher_weight must be sharded over the ranks of weight")
+        assert message.startswith("ValueError: the teacher's weight must be sharded over the ranks of the student's")
 
 
 def bad_places(rank):

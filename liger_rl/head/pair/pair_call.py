@@ -18,7 +18,6 @@ from liger_rl.head.head_call import HeadCall
 from liger_rl.head.head_options import IDENTITY, resolved
 from liger_rl.head.interface import Gradients, Head, Needs, whole_head
 from liger_rl.head.live_tokens import TokenSelection
-from liger_rl.head.local_tensors import has_dtensor, localized
 from liger_rl.head.pair import two_heads as engine
 from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
 from liger_rl.head.pair.two_heads import Pair
@@ -80,12 +79,6 @@ class DivergenceCall(HeadCall):
     # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
 
-    @property
-    def tensors(self) -> tuple[object, ...]:
-        """All fields that may be tensors."""
-        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
-        return (*super().tensors, self.token_weights, *teacher)
-
     def with_ids(self) -> "DivergenceCall":
         """The call with the ids and the mask of needed tokens that `HeadCall` reads: zeros without targets."""
         ids, needed = self.targets, None if self.token_weights is None else self.token_weights != 0
@@ -130,8 +123,8 @@ class DivergenceCall(HeadCall):
         # No gradient scaler has multiplied the loss when the gradients are made.
         if dtypes and torch.float16 in (dtype, *dtypes):
             return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
-        if self.vocab_parallel is not None or has_dtensor(*self.tensors):
-            return "tensors that are whole on this rank, got a shard or a DTensor"
+        if self.vocab_parallel is not None:
+            return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
         return None
 
     @property
@@ -171,32 +164,31 @@ class DivergenceCall(HeadCall):
 
 
 @contextmanager
-def _paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
+def _paired(call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
     """A context in which both heads are whole: the checked call on this rank, and its `Pair`."""
-    global_call.check_before_gather()
-    call = localized(global_call).with_ids()
+    call.check_before_gather()
+    returns_logps, call = call.targets is not None, call.with_ids()
     gather = call.options.gather
     with whole_head(gather, call.weight, call.bias), whole_head(gather, call.teacher_weight, call.teacher_bias):
         shard = teacher_shard = None
         dtype, teacher_dtype = call.check_tensors(), call.teacher_dtype
         if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight, known_by=global_call.weight)
+            shard = call.vocab_parallel.shard_of(call.weight)
             # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
-            teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight, known_by=global_call.teacher_weight)
+            teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight)
         vocab = call.entries(
             call.weight.shape[0] if shard is None else shard.vocab,
             call.teacher_weight.shape[0] if teacher_shard is None else teacher_shard.vocab,
         )
-        returns_logps = global_call.targets is not None
         student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
         options = resolved(call.options, dtype, grad_tolerance=0.0)
         teacher_options = call.teacher_transform, teacher_dtype
         yield call, Pair(student, teacher, here, options, *teacher_options, call.measure, returns_logps)
 
 
-def divergence_of(global_call: DivergenceCall) -> Divergence:
+def divergence_of(call: DivergenceCall) -> Divergence:
     """The results of a call."""
-    with _paired(global_call) as (call, pair):
+    with _paired(call) as (call, pair):
         if call.token_weights is None:
             return _in_two_passes(call, pair)
         live = pair.student.live
@@ -236,14 +228,14 @@ def _in_one_pass(
 
 
 def in_one_pass_if_free(
-    global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
+    call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
 ) -> tuple[Divergence, Tensor | None]:
     """Values for a loss on_divergence * divergence.sum() + on_logps * logps.sum(), with factors ().
 
     In one pass the values have no gradient. The second result is then a () with value 0 that carries the loss's
     gradients: add it to the loss. In two passes the second result is None.
     """
-    with _paired(global_call) as (call, pair):
+    with _paired(call) as (call, pair):
         if not _one_pass_is_free(call, pair):
             return _in_two_passes(call, pair), None
         n = pair.student.live.count

@@ -19,6 +19,7 @@ from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.reductions import TokenMean, TokenSum
 from liger_rl.losses.supervised import CrossEntropy
+from liger_rl.models.local_tensors import localize
 
 __all__ = ["LigerFusedLinearCrossEntropyLoss"]
 
@@ -115,7 +116,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     ) -> Tensor | CrossEntropyOutput:
         """The loss, () float32 or with reduction="none" (N,); with results besides the loss a `CrossEntropyOutput`."""
         fused, vocab = self._fused(), lin_weight.shape[0]
-        ids = label_ids(target, vocab, self.ignore_index)
+        local = localize(_input, lin_weight, bias=bias, targets=target)
+        ids = label_ids(local.targets, vocab, self.ignore_index)
         counted = ids >= 0
         weights = factors = torch.ones(ids.shape[:1], device=ids.device)
         if self.ce_weight is not None:
@@ -123,10 +125,11 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             weights = torch.where(counted, self.ce_weight.float()[ids.clamp(0, vocab - 1)], 0.0)
             if self.reduction == "mean":
                 factors = factors * (counted.sum() / weights.sum())
-        hidden, weight, bias = head_factors(_input, lin_weight, bias)
+        hidden, weight, bias = head_factors(local.hidden, local.weight, local.bias)
         call = HeadCall(
-            hidden=hidden, weight=weight, targets=ids, bias=bias, options=fused.options, targets_name="target"
-        )
+            hidden=hidden, weight=weight, targets=ids, bias=bias, vocab_parallel=local.vocab_parallel,
+            options=fused.options, targets_name="target",
+        )  # fmt: skip
         loss, metrics = fused._loss(call, PolicyBatch(advantages=weights * factors))
         if self._smooths_classes:
             batch, classes = PolicyBatch(advantages=factors), cast(Tensor, self.ce_weight).float()

@@ -14,6 +14,7 @@ from liger_rl.losses.objectives import SAPO, VESPO
 from liger_rl.losses.options import warn_caller
 from liger_rl.losses.presets import PRESETS
 from liger_rl.losses.reductions import GlobalTokenMean
+from liger_rl.models.local_tensors import localize
 
 __all__ = ["LigerFusedLinearGRPOLoss"]
 
@@ -85,6 +86,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
         """
         fused = self._fused()
+        local = localize(_input, lin_weight, bias=bias, targets=selected_token_ids, mask=attention_mask)
+        _input, selected_token_ids, attention_mask = local.hidden, local.targets, local.mask
         if check_dense("_input", _input).dim() != 3:
             raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
         rows, columns = _input.shape[:2]
@@ -92,7 +95,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         check_shape("attention_mask", attention_mask, _input, (rows, columns))
         if vllm_is_ratio is not None:
             check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
-        check_dense("lin_weight", lin_weight, _input, "_input")
+        check_dense("lin_weight", local.weight, _input, "_input")
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
         global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
         num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
@@ -107,13 +110,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 raise ValueError(
                     f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}"
                 )
-            check_dense("ref_input", ref_input, _input, "_input")
-            check_dense("ref_weight", ref_weight, _input, "_input")
-            ref_input, ref_weight, ref_bias = head_factors(ref_input, ref_weight, ref_bias)
+            reference = localize(ref_input, ref_weight, bias=ref_bias)
+            check_dense("ref_input", reference.hidden, _input, "_input")
+            check_dense("ref_weight", reference.weight, _input, "_input")
+            ref_input, ref_weight, ref_bias = head_factors(reference.hidden, reference.weight, reference.bias)
             ref_per_token_logps = fused.reference_logps(
-                ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias
-            )
-        hidden, weight, bias = head_factors(_input, lin_weight, bias)
+                ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias,
+                vocab_parallel=reference.vocab_parallel,
+            )  # fmt: skip
+        hidden, weight, bias = head_factors(_input, local.weight, local.bias)
         loss, metrics = fused(
             hidden,
             weight,
@@ -121,6 +126,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             advantages,
             attention_mask,
             bias=bias,
+            vocab_parallel=local.vocab_parallel,
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps,
             importance_ratio=vllm_is_ratio,

@@ -12,6 +12,7 @@ from liger_rl.integrations.liger.liger_head import kept_whole, label_ids
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.options import in_interval
+from liger_rl.models.local_tensors import localize
 
 __all__ = ["LigerFusedLinearJSDLoss"]
 
@@ -58,9 +59,12 @@ class LigerFusedLinearJSDLoss(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. No gradient for the teacher."""
         self._check()
+        student = localize(student_input, student_weight, bias=student_bias, targets=true_labels)
+        teacher = localize(teacher_input, teacher_weight, bias=teacher_bias, student=student)
+        student_input, true_labels = student.hidden, student.targets
         check_dense("student_input", student_input)
-        check_dense("student_weight", student_weight, student_input, "student_input")
-        check_dense("teacher_weight", teacher_weight, student_input, "student_input")
+        check_dense("student_weight", student.weight, student_input, "student_input")
+        check_dense("teacher_weight", teacher.weight, student_input, "student_input")
         check_dense("true_labels", true_labels, student_input, "student_input")
         if true_labels.is_floating_point() or true_labels.shape != student_input.shape[:-1]:
             raise ValueError(
@@ -74,16 +78,17 @@ class LigerFusedLinearJSDLoss(nn.Module):
                 "weight to padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
             )
         labels = label_ids(true_labels, student_weight.shape[0], self.ignore_index)
-        weight, bias = kept_whole(student_weight), kept_whole(student_bias)
+        weight, bias = kept_whole(student.weight), kept_whole(student.bias)
         has_hard, counted, hard = self.weight_hard_loss != 0 or self.return_soft_hard_loss, labels >= 0, None
         count, transform = counted.sum().clamp(min=1), LogitTransform(temperature=self.temperature)
         call = DivergenceCall(
             hidden=student_input,
             weight=weight,
             bias=bias,
-            teacher_hidden=teacher_input,
-            teacher_weight=kept_whole(teacher_weight),
-            teacher_bias=kept_whole(teacher_bias),
+            vocab_parallel=student.vocab_parallel,
+            teacher_hidden=teacher.hidden,
+            teacher_weight=kept_whole(teacher.weight),
+            teacher_bias=kept_whole(teacher.bias),
             teacher_transform=transform,
             teacher_may_require_grad=True,
             measure=measure_of("jsd", self.beta),
@@ -96,7 +101,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
         result, one_pass_loss = in_one_pass_if_free(call, self.weight_soft_loss / count, -self.weight_hard_loss / count)
         soft, logps = result.divergence.sum() / count, result.logps
         if has_hard and logps is None:
-            logps = linear_logprobs(student_input, weight, labels, mask=counted, bias=bias).logps
+            place = student.vocab_parallel
+            logps = linear_logprobs(student_input, weight, labels, mask=counted, bias=bias, vocab_parallel=place).logps
         loss = self.weight_soft_loss * soft
         if logps is not None:
             hard = -logps.sum() / count

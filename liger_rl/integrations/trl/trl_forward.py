@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_rl.head.local_tensors import is_dtensor
 from liger_rl.integrations.trl import trl_batches
+from liger_rl.models.local_tensors import is_dtensor
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.live_rows import MicroBatch, Plan, RowOptions, inputs_of, placed, planned
 from liger_rl.step.model_body import INVOCATIONS, Body, body_of, has_invocations, no_graph

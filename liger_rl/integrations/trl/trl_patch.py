@@ -20,6 +20,7 @@ from liger_rl.integrations.patching import Framework, Patch, parameters_of
 from liger_rl.integrations.trl import trl_adapters, trl_batches, trl_distillation
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.models.local_tensors import localize
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
 
@@ -53,17 +54,19 @@ class FusedLogProbs:
         unknown = sorted(set(outputs) - set(OUTPUTS))
         if unknown:
             raise ValueError(f"outputs must be among {list(OUTPUTS)}, got {unknown}")
-        check_floating("hidden", hidden)
-        # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
-        under_autocast = torch.is_autocast_enabled(hidden.device.type)
         head = trl_adapters.adapted_head()
         if head is not None:
             (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
+        local = localize(hidden, weight, bias=bias, targets=targets)
+        check_floating("hidden", local.hidden)
+        # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
+        under_autocast = torch.is_autocast_enabled(hidden.device.type)
         result = linear_logprobs(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
+            local.hidden,
+            local.weight,
+            local.targets,
+            bias=local.bias,
+            vocab_parallel=local.vocab_parallel,
             transform=LogitTransform(temperature=temperature, softcap=final_logit_softcapping, scale=logit_scale),
             entropy="entropy" in outputs,
             extras=[name for name in EXTRAS if name in outputs],

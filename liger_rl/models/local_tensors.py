@@ -1,4 +1,4 @@
-"""DTensors in, this rank's tensors out. The placements on the mesh say what each argument of a head is.
+"""DTensors in, this rank's plain tensors out. The placements on the mesh say what each argument of a head is.
 
     weight Shard(0) over a dimension for data       gathered, as FSDP does; its gradient is the mean over that dimension
     weight Shard(0) over another dimension          its rows are this rank's part of the vocabulary
@@ -8,74 +8,122 @@
     hidden Shard(...) over other ranks              taken as it is: this rank's tokens
     hidden Partial                                  summed over that dimension
 
-A mesh dimension is for data if its name contains dp, data, batch or replicate. Any other dimension,
-also without a name, has ranks with the same tokens.
+A mesh dimension is for data if its name contains dp, data, batch or replicate. Any other dimension has ranks with the
+same tokens. A weight that is sharded over a dimension without a name is refused: FSDP2's default mesh has none.
 """
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.distributed import VocabParallel
+from liger_rl.distributed import VocabParallel, share_shards
+
+__all__ = ["LocalTensors", "localize"]
 
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
 
 def is_dtensor(value: object) -> bool:
+    return has_dtensor((value,))
+
+
+def has_dtensor(values: Sequence[object]) -> bool:
     # No module, no DTensor. We do not import it, because that takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return module is not None and any(isinstance(value, module.DTensor) for value in values)
 
 
-def has_dtensor(*values: object) -> bool:
-    return any(map(is_dtensor, values))
+class LocalTensors(NamedTuple):
+    """The plain tensors of one rank, named as the arguments of `linear_logprobs`."""
+
+    hidden: Any
+    weight: Any
+    bias: Any
+    targets: Any
+    mask: Any
+    vocab_parallel: VocabParallel | None
 
 
-# The tensors of a call of one head or two, in which each row is a token, and those in which each row is an id.
-TOKENS = ("hidden", "targets", "mask", "needed_mask", "teacher_hidden", "token_weights")
-ROWS = ("weight", "bias", "teacher_weight", "teacher_bias")
+def localize(
+    hidden: Any,
+    weight: Any,
+    *,
+    bias: Any = None,
+    targets: Any = None,
+    mask: Any = None,
+    vocab_parallel: VocabParallel | None = None,
+    student: LocalTensors | None = None,
+    in_forward: bool = False,
+) -> LocalTensors:
+    """The plain tensors of this rank, differentiable, with the place of its rows if the vocabulary is sharded.
 
+    Without a DTensor it returns the arguments. Each gathered tensor takes a collective, and its gradient another.
+    docs/distributed.md says which placements mean what.
 
-def localized(call: Any) -> Any:
-    """A `HeadCall` or `DivergenceCall` without DTensors. Each gathered tensor takes a collective, its gradient another.
+    Args:
+        hidden, weight, bias, targets, mask: as in `linear_logprobs`, each a plain tensor, a DTensor or None.
+        vocab_parallel: the place of a plain weight's rows.
+        student: with a teacher's head, the result for the student's, whose vocabulary must be sharded alike.
+        in_forward: the call is in the forward of the weight's module, where FSDP2 has gathered the weight. So a mesh
+            without names, as of transformers' tp_plan, shards the vocabulary.
 
     Raises:
-        ValueError: placements that no rule above covers; a vocab_parallel together with a DTensor weight; a teacher's
-            DTensor weight that starts at another id on this rank than the weight, or is over other ranks.
+        ValueError: placements that have no meaning; a weight that is sharded on a mesh without names; a vocab_parallel
+            together with a DTensor weight; a teacher's DTensor weight that starts at another id on this rank than the
+            student's, or is over other ranks.
     """
-    if not has_dtensor(*call.tensors):
-        return call
-    place: VocabParallel | None = call.vocab_parallel
-    teacher_weight: Any = getattr(call, "teacher_weight", None)
-    if is_dtensor(call.weight):
-        if place is not None:
+    if student is not None:
+        vocab_parallel = student.vocab_parallel
+    if not has_dtensor((hidden, weight, bias, targets, mask)):
+        return LocalTensors(hidden, weight, bias, targets, mask, vocab_parallel)
+    if not in_forward:
+        _check_names("weight", weight)
+        _check_names("bias", bias)
+    if is_dtensor(weight):
+        place = _vocab_parallel(weight)
+        if student is not None:
+            _check_sharded_alike(weight, place, vocab_parallel)
+        elif vocab_parallel is not None:
             raise ValueError("vocab_parallel must be None with a DTensor weight, whose mesh says where its rows belong")
-        place = place_of(call.weight)
-    if is_dtensor(teacher_weight):
-        places = place, place_of(teacher_weight)
-        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in places]
-        if starts[0] != starts[1]:
-            raise ValueError(
-                f"teacher_weight must be sharded over the ranks of weight, its rows starting at the same "
-                f"id, got {teacher_weight.placements} on {teacher_weight.device_mesh}"
-            )
-    group = None if place is None else place.group
-    placements = call.hidden.placements if is_dtensor(call.hidden) else ()
-    scattered = any(p.is_shard() and _is_over(call.hidden, d, group) for d, p in enumerate(placements))
-    if place is not None and scattered:
-        place = replace(place, sum_hidden_grad=False)
-    fields: dict[str, Any] = {"vocab_parallel": place}
-    for name in TOKENS:
-        if hasattr(call, name):
-            fields[name] = _tokens(getattr(call, name), group, summed=scattered and name == "hidden")
-    for name in ROWS:
-        if hasattr(call, name):
-            fields[name] = _rows(name, getattr(call, name))
-    return replace(call, **fields)
+        else:
+            vocab_parallel = place
+    local_weight, local_bias = _local_rows("weight", weight), _local_rows("bias", bias)
+    if is_dtensor(weight) and vocab_parallel is not None:
+        share_shards(local_weight, weight)
+    group = None if vocab_parallel is None else vocab_parallel.group
+    placements = hidden.placements if is_dtensor(hidden) else ()
+    scattered = any(p.is_shard() and _is_over(hidden, d, group) for d, p in enumerate(placements))
+    if vocab_parallel is not None and scattered:
+        vocab_parallel = replace(vocab_parallel, sum_hidden_grad=False)
+    local_hidden = _local_tokens(hidden, group, summed=scattered)
+    local_targets, local_mask = (_local_tokens(value, group) for value in (targets, mask))
+    return LocalTensors(local_hidden, local_weight, local_bias, local_targets, local_mask, vocab_parallel)
+
+
+def _check_names(name: str, value: Any) -> None:
+    if not is_dtensor(value) or value.device_mesh.mesh_dim_names is not None:
+        return
+    mesh = value.device_mesh
+    if any(_cuts_rows(placement) and mesh.size(d) > 1 for d, placement in enumerate(value.placements)):
+        raise ValueError(
+            f"{name} must be sharded on a mesh whose dimensions have names, got {mesh}; pass mesh_dim_names to "
+            'init_device_mesh: ("dp",) if its ranks have different tokens, as with FSDP2, ("tp",) if the vocabulary '
+            "is sharded"
+        )
+
+
+def _check_sharded_alike(weight: Any, teacher: VocabParallel | None, student: VocabParallel | None) -> None:
+    starts = [None if place is None else (place.group.group_name, place.vocab_start) for place in (teacher, student)]
+    if starts[0] != starts[1]:
+        raise ValueError(
+            f"the teacher's weight must be sharded over the ranks of the student's, its rows starting at the same id, "
+            f"got {weight.placements} on {weight.device_mesh}"
+        )
 
 
 def _is_data(mesh: Any, dimension: int) -> bool:
@@ -87,7 +135,7 @@ def _cuts_rows(placement: Any) -> bool:
     return getattr(placement, "dim", None) == 0  # Shard(0) or fully_shard's _StridedShard(0)
 
 
-def place_of(weight: Any) -> VocabParallel | None:
+def _vocab_parallel(weight: Any) -> VocabParallel | None:
     """The place of a DTensor weight; None if each rank has all of its rows."""
     mesh = weight.device_mesh
     dimensions = [d for d, p in enumerate(weight.placements) if _cuts_rows(p) and not _is_data(mesh, d)]
@@ -103,7 +151,7 @@ def place_of(weight: Any) -> VocabParallel | None:
     return VocabParallel(mesh.get_group(dimensions[0]), start)
 
 
-def _rows(name: str, value: Any) -> Any:
+def _local_rows(name: str, value: Any) -> Any:
     """A parameter as this rank needs it: whole over the data dimensions, this rank's part over other dimensions."""
     if not is_dtensor(value):
         return value
@@ -154,7 +202,7 @@ def _is_over(value: Any, dimension: int, group: Any) -> bool:
     return group is not None and value.device_mesh.get_group(dimension).group_name == group.group_name
 
 
-def _tokens(value: Any, group: Any, *, summed: bool = False) -> Any:
+def _local_tokens(value: Any, group: Any, *, summed: bool = False) -> Any:
     """A tensor of tokens: whole over the ranks of `group`, this rank's part over other ranks.
 
     `summed` sums and scatters its gradient over the group.
