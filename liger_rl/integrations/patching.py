@@ -24,7 +24,7 @@ logger = logging.getLogger("liger_rl")
 LOCK = threading.RLock()
 
 
-def parameters_of(function: Callable) -> str:
+def list_parameters(function: Callable) -> str:
     """The names of its parameters, in their order."""
     return " ".join(inspect.signature(function).parameters)
 
@@ -51,7 +51,7 @@ class Patch:
     ) -> None:
         self.module, _, self.name = target.partition(":")
         self.replacement, self.checked = replacement, checked or self.name
-        self.parameters = parameters_of(replacement) if parameters == "" else parameters
+        self.parameters = list_parameters(replacement) if parameters == "" else parameters
         self.group, self.since, self.needed = group, since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
         self._original: Any = None  # None while nothing is replaced
@@ -81,7 +81,7 @@ class Patch:
             function: Any = module
             for name in self.checked.split("."):
                 function = getattr(function, name, None)
-            names = parameters_of(function).split() if callable(function) else [str(function)]
+            names = list_parameters(function).split() if callable(function) else [str(function)]
             expected = self.parameters.split()
             if names != expected:
                 raise RuntimeError(
@@ -93,17 +93,17 @@ class Patch:
     def put(self, original: Any) -> None:
         """Replace `original` in the modules of the row."""
         self._original = original
-        for owner, name in self._places_of(original):
+        for owner, name in self._find_places(original):
             setattr(owner, name, self.replacement)
 
     def undo(self) -> None:
         """Put the original back in every place that was patched or has imported the replacement since."""
         if self.patched:
-            for owner, name in self._places_of(self.replacement):
+            for owner, name in self._find_places(self.replacement):
                 setattr(owner, name, self._original)
         self._original = None
 
-    def _places_of(self, value: Any) -> list[tuple[Any, str]]:
+    def _find_places(self, value: Any) -> list[tuple[Any, str]]:
         if self._owner is not None:
             attribute = self.name.rpartition(".")[2]
             return [(self._owner, attribute)] if vars(self._owner).get(attribute) is value else []
@@ -161,7 +161,7 @@ class Framework:
             for patch in self.patches:
                 if patch.group not in ("", *groups) or not patch.needed():
                     continue
-                if _numbers(version) < patch.since:
+                if _parse_version(version) < patch.since:
                     if patch.group:
                         check_version(self.name, version, patch.since, self.below)
                     continue
@@ -201,13 +201,13 @@ class Framework:
 
 def check_version(name: str, version: str | None, lowest: Version, below: Version) -> str:
     """-> version; ImportError unless lowest <= version < below."""
-    if version is None or not lowest <= _numbers(version) < below:
+    if version is None or not lowest <= _parse_version(version) < below:
         supported = f"{name} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
         raise ImportError(f"{supported} is supported, found {version}; nothing was patched")
     return version
 
 
-def _numbers(version: str | None) -> tuple[int, ...]:
+def _parse_version(version: str | None) -> tuple[int, ...]:
     """Major and minor number; () of a version that has none."""
     match = re.match(r"(\d+)\.(\d+)", version or "")
     return () if match is None else (int(match[1]), int(match[2]))

@@ -1,13 +1,12 @@
 """The tokens of a padded batch that a model has to run, and its micro-batches.
 
-1. Live rows: `planned` reads where each sequence begins and ends, in one copy to the host.
-2. Layout: `_laid_out` copies the token ids to the host. Sequences that begin with the same tokens become a tree in one
-   row (`prefix_tree`) if that saves a tenth of the tokens. Otherwise they are put into one row if attention takes the
-   sequences' ends, or padded.
-3. Micro-batches: sequences are grouped by prefix or by length; `inputs_of` makes a group's inputs, `placed` finds its
-   outputs.
+1. `_read_sequences` reads where each sequence begins and ends, in one copy to the host.
+2. `_lay_out` copies the token ids to the host. Sequences that begin with the same tokens become a tree in one row
+   (`prefix_tree`) if that saves a tenth of the tokens. Otherwise they are packed into one row, or padded.
+3. `plan_batch` makes micro-batches of sequences with a common prefix, or of similar length.
+4. `make_inputs` makes the model's inputs of a micro-batch, and `index_outputs` finds each token among the outputs.
 
-`Body` says what a model allows, and `trials` tries out what its config does not say.
+`Body` has what a model's config allows. `trials` runs the model to find out what the config does not say.
 """
 
 from collections.abc import Mapping
@@ -21,19 +20,20 @@ from liger_rl.head.checks import check_count
 from liger_rl.losses.options import Options
 from liger_rl.step import tree_attention
 from liger_rl.step.model_body import Body
-from liger_rl.step.prefix_tree import LEAST_SHARED, Ordered, PrefixTree, ordered, prefix_tree
+from liger_rl.step.prefix_tree import LEAST_SHARED, PrefixTree, SortedSequences, build_prefix_tree, sort_sequences
+from liger_rl.step.reason import Reason
 
 Idle = Literal["skip", "forward", "backward"]
-MOST_LEFT = 0.9  # trees run if they have at most this share of the other layout's tokens
-# Trees of fewer tokens, and with more in a row, run only if they are asked for: on a GPU a small step takes as long as
-# its launches, and a dense mask has all pairs of tokens.
-LEAST_TOKENS, MOST_DENSE = {"cuda": 1024}, {"cpu": 2048}
-KEPT = "trim=False keeps rows as they are"
+MAX_TREE_SHARE = 0.9  # trees run if they have at most this share of the other layout's tokens
+# Trees of fewer tokens, and rows of more, run only with share_prefixes=True: a small step on a GPU takes as long as its
+# launches, and a dense mask has all pairs of tokens.
+MIN_TREE_TOKENS, MAX_DENSE_TOKENS = {"cuda": 1024}, {"cpu": 2048}
+NO_TRIM = Reason("trim=False keeps rows as they are", "leave trim out")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions(Options):
-    """The keywords of `policy_steps` about rows."""
+class LayoutOptions(Options):
+    """The keywords of `policy_steps` that choose rows and micro-batches."""
 
     max_tokens: int | None = None
     trim: Annotated[bool, bool] = True
@@ -50,52 +50,58 @@ class RowOptions(Options):
 class MicroBatch(NamedTuple):
     """Sequences that run together."""
 
-    # (b, w), or (1, n) packed, int64 in CPU memory: the tokens' flat positions in the (B, T) batch, -1 for padding.
-    cells: Tensor | None  # None is the batch as it is
+    # (b, w), or (1, n) packed, int64 in CPU memory: flat indices into the (B, T) batch, -1 for padding.
+    cells: Tensor | None  # None: the batch as it is
     lengths: tuple[int, ...]  # number of tokens of each sequence, in order
-    packed: bool = False  # one row holds all sequences
-    keeps_mask: bool = True  # the attention mask says more than the positions
-    rows: tuple[int, ...] = ()  # the rows of the batch whose loss it computes
-    tree: "TreeRow | None" = None  # how the one row of `cells` is read
+    packed: bool = False  # all sequences are in one row
+    keeps_mask: bool = True  # the attention mask must be passed on
+    rows: tuple[int, ...] = ()  # the rows of the batch whose loss this micro-batch computes
+    tree: "TreeRow | None" = None  # if the one row of `cells` is a tree
 
 
 class TreeRow(NamedTuple):
-    """A micro-batch's tree, in CPU memory. Several of the batch's tokens may have one place."""
+    """A micro-batch's tree, in CPU memory. Tokens of several sequences may share a place."""
 
     tree: PrefixTree
     positions: Tensor  # (n,) int64, position_ids
-    cells: Tensor  # (m,) int64: flat positions in the (B, T) batch of all sequences' tokens
-    places: Tensor  # (m,) int64: the place at which each of these tokens is predicted
+    cells: Tensor  # (m,) int64: flat indices into the (B, T) batch, of all sequences' tokens
+    places: Tensor  # (m,) int64: the place in the row at which each of these tokens is predicted
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """The micro-batches of a batch."""
 
     live: list[MicroBatch]  # with a backward; their losses add up to the loss of the batch
     idle: list[MicroBatch]  # without a backward; the loss of the first live one includes their rows
     left_out: tuple[int, ...]  # rows with completion tokens that do not run
-    carrier: MicroBatch  # the cheapest to run once more, on a rank with fewer micro-batches than another
-    layout: str  # how the tokens are laid out, and why no prefix is shared
+    # The shortest live sequence. A rank with fewer micro-batches runs it again with weight zero, so that all ranks make
+    # the same number of collective calls.
+    carrier: MicroBatch
+    layout: str  # how the tokens are laid out
+    reason: Reason | None  # why the batch stays as it is, or why no prefix is shared
+
+    def describe(self) -> str:
+        return self.layout if self.reason is None else f"{self.layout}: {self.reason}"
 
     @property
     def has_trees(self) -> bool:
         return any(micro.tree is not None for micro in (*self.live, *self.idle))
 
 
-def planned(
+def plan_batch(
     ids: Tensor,  # (B, T)
     mask: Tensor,  # (B, T) bool, completion tokens
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, Any],  # the model's other inputs
     body: Body,
-    options: RowOptions,
+    options: LayoutOptions,
     *,
-    advantages: Tensor | None,  # (B, T), or (B, 1); rows without one have no gradient. None: all may have one
+    advantages: Tensor | None,  # (B, T) or (B, 1); rows of zeros have no gradient. None: all rows may have one
     runs_idle: bool,  # rows without a gradient run too, without a graph
-    together: str | None,  # why all sequences must be in one micro-batch; None if they need not
-    pairs: bool = False,  # rows r and B / 2 + r run together, and both if one lives
-) -> Plan:
-    """The plan of a batch. Raises ValueError for options that the model or the batch does not allow."""
-    obstacle = body.obstacle or (None if options.trim else KEPT)
+    one_micro_batch: Reason | None,  # why all sequences must be in one micro-batch; None if they need not
+    pairs: bool = False,  # rows r and B / 2 + r run together, and both if one has a gradient
+) -> BatchPlan:
+    """The micro-batches of a batch. ValueError for options that the model or the batch does not allow."""
+    obstacle = body.obstacle or (None if options.trim else NO_TRIM)
     for name, reason in (("packing", body.no_packing), ("share_prefixes", body.no_tree)):
         if getattr(options, name) and (obstacle or reason):
             raise ValueError(f"{name} must not be True here: {obstacle or reason}")
@@ -107,15 +113,18 @@ def planned(
                 f"{budget}: {body.obstacle}"
             )
         whole = MicroBatch(None, (), rows=tuple(range(batch)))
-        return Plan([whole], [], (), whole, f"the batch as it is: {body.obstacle or 'it has no token'}")
-    rows = _read_rows(ids, mask, inputs, advantages, body, options.trim)
+        return BatchPlan([whole], [], (), whole, "the batch as it is", body.obstacle or Reason("it has no token"))
+    rows = _read_sequences(ids, mask, inputs, advantages, body, options.trim)
     half = batch // 2 if pairs else batch
     if pairs:
-        rows = [row._replace(lives=row.lives or rows[(r + half) % batch].lives) for r, row in enumerate(rows)]
-    every_row = body.router or options.idle == "backward"
-    live = [r for r, row in enumerate(rows) if row.lives or every_row]
-    waiting = [r for r, row in enumerate(rows) if row.counts and not (row.lives or every_row)]
-    if not live:  # for a loss to call backward on
+        rows = [
+            row._replace(has_gradient=row.has_gradient or rows[(r + half) % batch].has_gradient)
+            for r, row in enumerate(rows)
+        ]
+    every_row = body.has_router_loss or options.idle == "backward"
+    live = [r for r, row in enumerate(rows) if row.has_gradient or every_row]
+    waiting = [r for r, row in enumerate(rows) if row.has_targets and not (row.has_gradient or every_row)]
+    if not live:  # a loss needs a graph to call backward on
         shortest = min(waiting or range(batch), key=lambda r: rows[r].length)
         live = sorted({shortest, (shortest + half) % batch})
         waiting = [r for r in waiting if r not in live]
@@ -126,92 +135,104 @@ def planned(
             f"max_tokens must be at least {rows[longest].length}, the longest sequence (row {longest} of input_ids, "
             f"without its padding), got {budget}"
         )
-    layout = _laid_out(live, idle, rows, ids, body, options, half)
-    if len(layout.live) > 1 and together is not None:
-        raise ValueError(f"max_tokens must be None or at least {layout.least(live)} here, got {budget}: {together}")
+    layout = _lay_out(live, idle, rows, ids, body, options, half)
+    if len(layout.live) > 1 and one_micro_batch is not None:
+        raise ValueError(
+            f"max_tokens must be None or at least {layout.least(live)} here, got {budget}: {one_micro_batch}"
+        )
     steps = [layout.micro_batch(group)._replace(rows=tuple(group)) for group in layout.live]
     without_backward = set(range(batch)) - set(live)
     steps[0] = steps[0]._replace(rows=tuple(sorted(without_backward.union(layout.live[0]))))
     alone = min(live, key=lambda r: rows[r].length)
-    carrier = _micro_batch([(alone, rows[alone])], ids.shape, body, layout.packed)
-    return Plan(steps, [layout.micro_batch(group) for group in layout.idle], tuple(left_out), carrier, layout.text)
+    carrier = _make_micro_batch([(alone, rows[alone])], ids.shape, body, layout.packed)
+    idle_micros = [layout.micro_batch(group) for group in layout.idle]
+    return BatchPlan(steps, idle_micros, tuple(left_out), carrier, layout.text, layout.reason)
 
 
 class _Layout(NamedTuple):
-    """Rows of the batch in groups, one for each micro-batch."""
+    """Rows of the batch in groups, one group for each micro-batch."""
 
     live: list[list[int]]
     idle: list[list[int]]
     text: str
+    reason: Reason | None  # why no prefix is shared
     packed: bool
     trees: "_Trees | None"  # None: padded or packed rows
-    rows: list["Row"]
+    rows: list["SequenceSpan"]
     shape: torch.Size  # (B, T)
     body: Body
 
     def micro_batch(self, group: list[int]) -> MicroBatch:
         if self.trees is not None:
             return self.trees.micro_batch(group)
-        return _micro_batch([(r, self.rows[r]) for r in group], self.shape, self.body, self.packed)
+        return _make_micro_batch([(r, self.rows[r]) for r in group], self.shape, self.body, self.packed)
 
     def least(self, live: list[int]) -> int:
         """The smallest max_tokens with which all live rows are one micro-batch."""
         if self.trees is not None:
             return sum(tokens for tokens, _ in self.trees.groups(live, None))
-        return _tokens([self.rows[r].length for r in live], self.packed)
+        return _count_tokens([self.rows[r].length for r in live], self.packed)
 
 
-def _laid_out(
-    live: list[int], idle: list[int], rows: list["Row"], ids: Tensor, body: Body, options: RowOptions, half: int
+def _lay_out(
+    live: list[int],
+    idle: list[int],
+    rows: list["SequenceSpan"],
+    ids: Tensor,
+    body: Body,
+    options: LayoutOptions,
+    half: int,  # B / 2 with pairs, else B
 ) -> _Layout:
-    """Trees if they may be and pay, else rows."""
+    """Trees if the model allows them and they save enough tokens, otherwise packed or padded rows."""
     budget, device, chosen = options.max_tokens, ids.device.type, sorted([*live, *idle])
-    packed = _packs(rows, chosen, body, options)
-    of_live, of_idle = (_groups(some, rows, budget, packed, half) for some in (live, idle))
+    packed = _can_pack(rows, chosen, body, options)
+    of_live, of_idle = (_group_by_length(some, rows, budget, packed, half) for some in (live, idle))
     lengths = [[rows[r].length for r in group] for group in (*of_live, *of_idle)]
-    count = sum(_tokens(some, packed) for some in lengths)
-    reason = None if options.trim else KEPT
-    reason = reason or body.no_tree or ("share_prefixes=False" if options.share_prefixes is False else None)
-    reason = reason or _no_run(rows, chosen, options)
+    count = sum(_count_tokens(some, packed) for some in lengths)
+    reason = None if options.trim else NO_TRIM
+    reason = reason or body.no_tree
+    if reason is None and options.share_prefixes is False:
+        reason = Reason("share_prefixes=False", "leave share_prefixes out")
+    reason = reason or _find_gap(rows, chosen, options)
     if reason is None:
-        trees = _Trees.of(chosen, rows, ids, body, half)
+        trees = _Trees.read(chosen, rows, ids, body, half)
         in_trees = [trees.groups(some, budget) for some in (live, idle)]
         sizes = [tokens for some in in_trees for tokens, _ in some]
         # With a dense mask, padding is no worse than the other sequences of a row.
         without = count if device == "cuda" else sum(map(sum, lengths))
-        pays = LEAST_TOKENS.get(device, 0) <= sum(sizes) <= MOST_LEFT * without
-        if options.share_prefixes or (pays and max(sizes) <= MOST_DENSE.get(device, max(sizes))):
+        pays = MIN_TREE_TOKENS.get(device, 0) <= sum(sizes) <= MAX_TREE_SHARE * without
+        if options.share_prefixes or (pays and max(sizes) <= MAX_DENSE_TOKENS.get(device, max(sizes))):
             text = f"{sum(sizes):,} tokens in trees of shared prefixes, of {count:,}"
             of_live, of_idle = ([group for _, group in some] for some in in_trees)
-            return _Layout(of_live, of_idle, text, packed, trees, rows, ids.shape, body)
-        reason = f"trees would have {sum(sizes):,} tokens, up to {max(sizes):,} in a row"
-    text = f"{count:,} tokens in {'packed' if packed else 'padded'} rows; no prefix is shared: {reason}"
-    return _Layout(of_live, of_idle, text, packed, None, rows, ids.shape, body)
+            return _Layout(of_live, of_idle, text, None, packed, trees, rows, ids.shape, body)
+        reason = Reason(f"trees would have {sum(sizes):,} tokens, up to {max(sizes):,} in a row")
+    text = f"{count:,} tokens in {'packed' if packed else 'padded'} rows; no prefix is shared"
+    return _Layout(of_live, of_idle, text, reason, packed, None, rows, ids.shape, body)
 
 
 # --- live rows --------------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    """A sequence in its row of the batch."""
+class SequenceSpan(NamedTuple):
+    """The tokens start <= t < stop of a row of the batch, and what the host knows of them."""
 
     start: int
     stop: int
-    counts: int  # it has a completion token
-    lives: int  # its log-probabilities may have a gradient
-    attended: int  # the attention mask is set at each of its tokens
-    steps: int  # each position is one more than the position before
-    first: int  # its first position
+    has_targets: int  # whether it has a completion token
+    has_gradient: int  # whether its log-probabilities may have a gradient
+    is_attended: int  # whether the attention mask is set at each token
+    is_consecutive: int  # whether each position is one more than the position before
+    first_position: int
 
     @property
     def length(self) -> int:
         return self.stop - self.start
 
 
-def _read_rows(
+def _read_sequences(
     ids: Tensor, mask: Tensor, inputs: Mapping[str, Any], advantages: Tensor | None, body: Body, trim: bool
-) -> list[Row]:
-    """The host's copy of the rows. Only rows with an advantage live; None: all."""
+) -> list[SequenceSpan]:
+    """The span of each row. With advantages, only rows with a nonzero one have a gradient."""
     width = ids.shape[1]
     column = torch.arange(width, device=ids.device)
     attention, positions = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -221,10 +242,10 @@ def _read_rows(
     start, stop = torch.zeros_like(counts, dtype=torch.int64), torch.full_like(counts, width, dtype=torch.int64)
     if trim:
         stop = torch.where(mask, column + 1, 0).amax(1)
-        if body.router or not body.causal:
+        if body.has_router_loss or not body.causal:
             stop = torch.maximum(stop, torch.where(attended, column + 1, 0).amax(1))
-        if body.rolls or body.counts:
-            # The token before the first completion token predicts it, even if it is padding.
+        if body.drops_left_padding or body.counts_attended:
+            # The token before the first completion token predicts it, and may be padding.
             first = torch.where(mask, column - 1, width - 1).amin(1)
             start = torch.minimum(first, torch.where(attended, column, width - 1).amin(1))
         stop = torch.maximum(stop, start + 1)
@@ -237,23 +258,23 @@ def _read_rows(
         steps = ~(jumps & inside[:, 1:] & inside[:, :-1]).any(1)
         first = positions.gather(1, start[:, None])[:, 0]
     table = torch.stack([start, stop, *(flag.long() for flag in (counts, lives, whole, steps)), first.long()], 1)
-    return [Row(*numbers) for numbers in table.tolist()]
+    return [SequenceSpan(*numbers) for numbers in table.tolist()]
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def wants_packing(body: Body, options: RowOptions) -> bool:
-    packing = body.packs if options.packing is None else options.packing
+def wants_packing(body: Body, options: LayoutOptions) -> bool:
+    packing = body.packs_by_default if options.packing is None else options.packing
     return packing and options.trim and body.obstacle is None and body.no_packing is None
 
 
-def _packs(rows: list[Row], chosen: list[int], body: Body, options: RowOptions) -> bool:
+def _can_pack(rows: list[SequenceSpan], chosen: list[int], body: Body, options: LayoutOptions) -> bool:
     if not wants_packing(body, options):
         return False
     for r in chosen:
         row = rows[r]
-        if not (row.attended and row.steps and (row.first == 0 or body.rotary)):
+        if not (row.is_attended and row.is_consecutive and (row.first_position == 0 or body.rotary)):
             if not options.packing:
                 return False
             raise ValueError(
@@ -266,37 +287,37 @@ def _packs(rows: list[Row], chosen: list[int], body: Body, options: RowOptions) 
 # --- trees of shared prefixes ----------------------------------------------------------------------------------------
 
 
-def _no_run(rows: list[Row], chosen: list[int], options: RowOptions) -> str | None:
-    """Why the chosen rows cannot be a tree. ValueError if they must be."""
+def _find_gap(rows: list[SequenceSpan], chosen: list[int], options: LayoutOptions) -> Reason | None:
+    """Why the chosen rows cannot be a tree; ValueError with share_prefixes=True."""
     for r in chosen:
-        if not (rows[r].attended and rows[r].steps):
+        if not (rows[r].is_attended and rows[r].is_consecutive):
             reason = f"row {r} of input_ids is no run of tokens that are attended to, at consecutive positions"
             if options.share_prefixes:
                 raise ValueError(f"share_prefixes must not be True here: {reason}")
-            return reason
+            return Reason(reason)
     return None
 
 
 class _Trees(NamedTuple):
-    """Rows of a batch that may be trees."""
+    """Rows of a batch, to be grouped into trees."""
 
     sequences: dict[int, Tensor]  # by row, (length,) int64 in CPU memory
-    rows: list[Row]
+    rows: list[SequenceSpan]
     width: int  # T
     body: Body
-    half: int  # rows of one remainder by it stay together
+    half: int  # rows r and r + half stay together
 
     @classmethod
-    def of(cls, chosen: list[int], rows: list[Row], ids: Tensor, body: Body, half: int) -> "_Trees":
+    def read(cls, chosen: list[int], rows: list[SequenceSpan], ids: Tensor, body: Body, half: int) -> "_Trees":
         host = ids.to("cpu", torch.int64)
         return cls({r: host[r, rows[r].start : rows[r].stop] for r in chosen}, rows, ids.shape[1], body, half)
 
     def groups(self, chosen: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
-        """Each micro-batch's number of tokens, and its rows. Rows with a common prefix stay together if they fit."""
+        """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
         if budget is not None and self.half < max(chosen, default=0):
-            # Pairs share their prompt, and fill the micro-batches in their order.
+            # A pair has one prompt. Pairs fill the micro-batches in order.
             of_pairs: list[tuple[int, list[int]]] = []
-            for pair in _units(chosen, self.half):
+            for pair in _group_pairs(chosen, self.half):
                 size = sum(tokens for tokens, _ in self.groups(pair, None))
                 if of_pairs and of_pairs[-1][0] + size <= budget:
                     of_pairs[-1] = (of_pairs[-1][0] + size, sorted([*of_pairs[-1][1], *pair]))
@@ -327,43 +348,47 @@ class _Trees(NamedTuple):
         """The rows of one micro-batch."""
         rows = [self.rows[r] for r in group]
         lengths = tuple(row.length for row in rows)
-        tree = prefix_tree(lengths, self._order(group))
+        tree = build_prefix_tree(lengths, self._order(group))
         starts = torch.tensor([r * self.width + row.start for r, row in zip(group, rows, strict=True)])
-        first = torch.tensor([_first(row, self.body) for row in rows])
+        first = torch.tensor([_first_position(row, self.body) for row in rows])
         cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
         return MicroBatch((starts[tree.sequences] + tree.offsets)[None], lengths, packed=True, tree=row)
 
-    def _order(self, chosen: list[int]) -> Ordered:
-        return ordered([self.sequences[r] for r in chosen], [_first(self.rows[r], self.body) for r in chosen])
+    def _order(self, chosen: list[int]) -> SortedSequences:
+        return sort_sequences(
+            [self.sequences[r] for r in chosen], [_first_position(self.rows[r], self.body) for r in chosen]
+        )
 
 
-def _first(row: Row, body: Body) -> int:
-    return 0 if body.rotary or body.counts else row.first
+def _first_position(row: SequenceSpan, body: Body) -> int:
+    return 0 if body.rotary or body.counts_attended else row.first_position
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 
 
-def _tokens(lengths: list[int], packed: bool) -> int:
+def _count_tokens(lengths: list[int], packed: bool) -> int:
     return sum(lengths) if packed else max(lengths) * len(lengths)
 
 
-def _units(sequences: list[int], half: int) -> list[list[int]]:
-    """Rows that must run together: those of one remainder by `half`, each list in order."""
+def _group_pairs(sequences: list[int], half: int) -> list[list[int]]:
+    """Rows that must run together, r and r + half, in order."""
     units: dict[int, list[int]] = {}
     for row in sorted(sequences):
         units.setdefault(row % max(half, 1), []).append(row)
     return list(units.values())
 
 
-def _groups(sequences: list[int], rows: list[Row], budget: int | None, packed: bool, half: int) -> list[list[int]]:
-    """Rows of each micro-batch. The longest come first; a micro-batch has them in the batch's order."""
+def _group_by_length(
+    sequences: list[int], rows: list[SequenceSpan], budget: int | None, packed: bool, half: int
+) -> list[list[int]]:
+    """Rows of each micro-batch, in the batch's order. The longest rows come first."""
     groups: list[list[int]] = []
-    for unit in sorted(_units(sequences, half), key=lambda unit: -max(rows[r].length for r in unit)):
+    for unit in sorted(_group_pairs(sequences, half), key=lambda unit: -max(rows[r].length for r in unit)):
         # Without packing, a short row would be padded to the length of a long one.
         for group in groups if packed else groups[-1:]:
-            if budget is None or _tokens([rows[r].length for r in (*group, *unit)], packed) <= budget:
+            if budget is None or _count_tokens([rows[r].length for r in (*group, *unit)], packed) <= budget:
                 group += unit
                 break
         else:
@@ -371,7 +396,9 @@ def _groups(sequences: list[int], rows: list[Row], budget: int | None, packed: b
     return [sorted(group) for group in groups]
 
 
-def _micro_batch(sequences: list[tuple[int, Row]], shape: torch.Size, body: Body, packed: bool) -> MicroBatch:
+def _make_micro_batch(
+    sequences: list[tuple[int, SequenceSpan]], shape: torch.Size, body: Body, packed: bool
+) -> MicroBatch:
     lengths = tuple(row.length for _, row in sequences)
     if not packed and len(sequences) == shape[0] and min(lengths) == shape[1]:
         return MicroBatch(None, lengths)
@@ -380,12 +407,17 @@ def _micro_batch(sequences: list[tuple[int, Row]], shape: torch.Size, body: Body
         offsets = torch.arange(sum(lengths)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         return MicroBatch((torch.repeat_interleave(starts, sizes) + offsets)[None], lengths, packed=True)
     column = torch.arange(max(lengths))
-    plain = body.rolls and body.causal and not body.router and all(row.attended and row.steps for _, row in sequences)
+    plain = (
+        body.drops_left_padding
+        and body.causal
+        and not body.has_router_loss
+        and all(row.is_attended and row.is_consecutive for _, row in sequences)
+    )
     return MicroBatch(torch.where(column < sizes[:, None], starts[:, None] + column, -1), lengths, keeps_mask=not plain)
 
 
-def inputs_of(micro: MicroBatch, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any], body: Body) -> dict[str, Any]:
-    """A micro-batch's inputs: `input_ids`, `counted` (the mask of completion tokens), and the others by their names."""
+def make_inputs(micro: MicroBatch, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any], body: Body) -> dict[str, Any]:
+    """The model's inputs of a micro-batch, by name. `counted` is the mask of completion tokens."""
     if micro.cells is None:
         return {"input_ids": ids, "counted": mask, **inputs}
     cells = micro.cells.to(ids.device, non_blocking=True)
@@ -395,14 +427,14 @@ def inputs_of(micro: MicroBatch, ids: Tensor, mask: Tensor, inputs: Mapping[str,
     tensors["counted"] = mask.reshape(-1)[places] & inside
     attention, positions = tensors.pop("attention_mask", None), tensors.pop("position_ids", None)
     if micro.tree is not None:
-        return tensors | _tree_inputs(micro.tree, mask, body)
+        return tensors | _make_tree_inputs(micro.tree, mask, body)
     if attention is not None and not micro.packed and micro.keeps_mask:
         device = attention.device
         tensors["attention_mask"] = attention.reshape(-1)[places.to(device)].masked_fill(~inside.to(device), 0)
-    if body.rolls or positions is not None or micro.packed:
-        tensors["position_ids"] = _positions(micro, positions, places, inside, ids, body)
-    if micro.packed and body.varlen:
-        # Flash attention would look for the sequences' ends in each layer's positions.
+    if body.drops_left_padding or positions is not None or micro.packed:
+        tensors["position_ids"] = _make_positions(micro, positions, places, inside, ids, body)
+    if micro.packed and body.takes_sequence_ends:
+        # Otherwise flash attention would search the positions for the sequences' ends in each layer.
         ends = nn.functional.pad(torch.tensor(micro.lengths).cumsum(0), (1, 0))
         ends, longest = ends.to(ids.device, torch.int32, non_blocking=True), max(micro.lengths)
         tensors |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
@@ -412,26 +444,26 @@ def inputs_of(micro: MicroBatch, ids: Tensor, mask: Tensor, inputs: Mapping[str,
     return tensors
 
 
-def _tree_inputs(row: TreeRow, mask: Tensor, body: Body) -> dict[str, Any]:
+def _make_tree_inputs(row: TreeRow, mask: Tensor, body: Body) -> dict[str, Any]:
     device, tree = mask.device, row.tree
     cells, places, follows = (x.to(device, non_blocking=True) for x in (row.cells, row.places, tree.follows))
-    # A place is predicted if one of its sequences counts it.
+    # A place is predicted if it is a completion token of one of its sequences.
     counts = torch.zeros(tree.tokens, dtype=torch.int32, device=device)
     counts.index_add_(0, places, mask.reshape(-1)[cells].to(torch.int32))
     return {
         "counted": ((counts > 0) & follows)[None],
         "position_ids": row.positions[None].to(device, non_blocking=True),
-        "attention_mask": tree_attention.masks(
+        "attention_mask": tree_attention.make_masks(
             body.config, tree.ends, row.positions, device, body.dtype, dense=device.type == "cpu"
         ),
     }
 
 
-def _positions(
+def _make_positions(
     micro: MicroBatch, position_ids: Tensor | None, places: Tensor, inside: Tensor, ids: Tensor, body: Body
 ) -> Tensor:
-    """The padded batch's positions, from 0 on in packed sequences. Padding counts on, so that it is seen without a mask
-    that a row is one sequence."""
+    """The padded batch's positions; packed sequences begin at 0. Padding continues the positions before it, so that a
+    row without a mask is recognized as one sequence."""
     batch, width = ids.shape
     if position_ids is None:
         positions = places % width
@@ -443,14 +475,14 @@ def _positions(
         return positions - torch.repeat_interleave(first, lengths, output_size=positions.shape[1])
     last = positions.gather(1, lengths[:, None] - 1)
     running = positions[:, :1] + torch.arange(positions.shape[1], device=ids.device, dtype=positions.dtype)
-    # A table of positions may end at the model's last one.
+    # A table of positions may have no entry beyond the model's last position.
     return torch.where(inside, positions, torch.minimum(running, last.clamp(min=body.positions - 1)))
 
 
-def placed(micros: list[MicroBatch], shape: torch.Size, device: torch.device) -> Tensor | None:
-    """(B, T): the place of each of the batch's tokens in the concatenated flat outputs of the micro-batches.
+def index_outputs(micros: list[MicroBatch], shape: torch.Size, device: torch.device) -> Tensor | None:
+    """(B, T) index of each token into the concatenated flat outputs of the micro-batches.
 
-    A token of none of them has the place after the last output. None if the output is the batch.
+    Tokens that did not run get the index behind the last output. None if the batch ran as it is.
     """
     if len(micros) == 1 and micros[0].cells is None:
         return None

@@ -25,28 +25,30 @@ from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.metrics import Metric, reduce_metrics
 from liger_rl.step.live_rows import (
+    BatchPlan,
     Idle,
+    LayoutOptions,
     MicroBatch,
-    Plan,
-    RowOptions,
-    inputs_of,
-    placed,
-    planned,
+    index_outputs,
+    make_inputs,
+    plan_batch,
     wants_packing,
 )  # fmt: skip
 from liger_rl.step.model_body import (
-    CARRIED,
+    ROUTER_LOSS,
+    TOKEN_INPUTS,
     Body,
-    body_of,
     fused_forward,
+    get_swapped_model,
     is_plain,
-    model_inputs,
     no_graph,
+    read_body,
+    read_model_inputs,
     router_loss,
-    swapped_model,
 )  # fmt: skip
-from liger_rl.step.ranks import agreement, data_parallel, first_device, rank_groups
-from liger_rl.step.trials import after_trial, needs_trial
+from liger_rl.step.ranks import agree_on_counts, find_ddp, find_rank_groups, first_device
+from liger_rl.step.reason import Reason
+from liger_rl.step.trials import apply_trial, needs_trial
 
 __all__ = [
     "PolicyStep", "PolicySteps", "completion_logps", "loss_step", "loss_steps", "policy_step", "policy_steps",
@@ -154,10 +156,10 @@ policy_steps = loss_steps
 
 
 class _Output(NamedTuple):
-    """A micro-batch's tokens, flat, in the order of its cells."""
+    """The outputs of a micro-batch, flat, in the order of its cells."""
 
     logps: Tensor
-    values: dict[str, Tensor]  # other values of the head by name
+    values: dict[str, Tensor]  # the head's other results by name
     aux_loss: Tensor | None
 
 
@@ -174,61 +176,60 @@ class PolicySteps(Iterator[PolicyStep]):
         batch: Mapping[str, Any],
         loss: FusedLinearLoss,
         extra_inputs: dict[str, Any],
-        options: dict[str, Any],  # of `RowOptions`
+        options: dict[str, Any],  # of `LayoutOptions`
         group: Any,
         *,
         logps_alone: bool = False,
     ) -> None:
         self._model, self._loss = model, loss
-        groups, device = rank_groups(model, group), first_device(model)
-        with agreement(groups, device) as counts:
-            # First, because a swap runs the model, and with it the collectives of a sharded one.
-            self._swapped = swapped = swapped_model(model)
-            row_options = RowOptions(**options)
+        groups, device = find_rank_groups(model, group), first_device(model)
+        with agree_on_counts(groups, device) as counts:
+            # The swap comes first: it runs the model, which has collectives if it is sharded.
+            self._swapped = swapped = get_swapped_model(model)
+            row_options = LayoutOptions(**options)
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
             _check_loss(loss, swapped)
-            self._inputs = inputs = model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
-            ids, mask = _tokens(batch)
+            self._inputs = inputs = read_model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
+            ids, mask = _read_tokens(batch)
             if inputs.get("support") is not None:
                 check_type("support", inputs["support"], Support, "a Support or None")
-            aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
+            aligned = None if logps_alone else _align_batch(batch, loss, ids, mask)
             if aligned is not None and loss.terms.nll_weight:  # the NLL term may have tokens of its own
                 mask = aligned.mask.view(ids.shape) != 0
             self._ids, self._mask = ids, mask
-            obstacle = None
-            if batch.get("segments") is not None:
-                obstacle = "its segments are one packed row"
-            body = body_of(model, swapped, inputs, ids, obstacle)
+            has_segments = batch.get("segments") is not None
+            obstacle = Reason("its segments are one packed row") if has_segments else None
+            body = read_body(model, swapped, inputs, ids, obstacle)
             packs = wants_packing(body, row_options)
             counts[0] = packs and needs_trial(swapped, body, "packing")
-        # A trial has collectives: if one rank needs it, every rank runs it.
+        # A trial may have collectives, so all ranks run it if one rank needs it.
         if packs or counts[0]:
-            body = self._after_trial(body, "packing", again=bool(groups) and counts[0] > 0)
+            body = self._apply_trial(body, "packing", again=bool(groups) and counts[0] > 0)
         if aligned is None:
-            body = replace(body, router=False)  # nobody reads the router loss
+            body = replace(body, has_router_loss=False)  # nobody reads the router loss
         tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
         if tried and body.no_tree is None:
-            body = self._after_trial(body, "trees", again=False)
-        with agreement(groups, device) as counts:
-            plan = self._planned(body, aligned, row_options)
+            body = self._apply_trial(body, "trees", again=False)
+        with agree_on_counts(groups, device) as counts:
+            plan = self._plan_batch(body, aligned, row_options)
             counts[:] = len(plan.live), len(plan.idle), plan.has_trees and not tried
         if counts[2]:
-            body = self._after_trial(body, "trees", again=bool(groups))
-            with agreement(groups, device) as counts:
-                plan = self._planned(body, aligned, row_options)
+            body = self._apply_trial(body, "trees", again=bool(groups))
+            with agree_on_counts(groups, device) as counts:
+                plan = self._plan_batch(body, aligned, row_options)
                 counts[:2] = len(plan.live), len(plan.idle)
-        self.layout = plan.layout
+        self.layout = plan.describe()
         # `_forwards` run without a graph, before the first step.
         self._steps, self._forwards = counts[:2]
         if aligned is not None and plan.left_out:
             # An earlier step may have given NaN for rows that do not run.
-            left_out = _rows_mask(plan.left_out, ids)
+            left_out = _mask_rows(plan.left_out, ids)
             logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
             filled = {name: column.masked_fill(left_out, 0.0) for name, column in logps.items() if column is not None}
             aligned = replace(aligned, **filled)
         self._aligned, self._body, self._plan = aligned, body, plan
-        self._taken = 0
+        self._steps_taken = 0
         self._total: PolicyStep | None = None
 
     def __len__(self) -> int:
@@ -236,55 +237,55 @@ class PolicySteps(Iterator[PolicyStep]):
 
     def __next__(self) -> PolicyStep:
         """Runs the next micro-batch. Micro-batches without a graph run before the first."""
-        number = self._taken
+        number = self._steps_taken
         if number == self._steps:
             raise StopIteration
         idle, left_out = (self._plan.idle, self._plan.left_out) if number == 0 else ([], ())
         with no_graph():
             outputs = self._run_all(idle, self._forwards if number == 0 else 0)
-        wrapper = data_parallel(self._model) if number < self._steps - 1 else None
+        wrapper = find_ddp(self._model) if number < self._steps - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():
             if number < len(self._plan.live):
                 micro = self._plan.live[number]
-                step = self._step_of([micro, *idle], [self._run(micro), *outputs], left_out)
+                step = self._make_step([micro, *idle], [self._run(micro), *outputs], left_out)
             else:
-                step = self._step_of_nothing(self._run(self._plan.carrier))
-        self._taken += 1
+                step = self._make_empty_step(self._run(self._plan.carrier))
+        self._steps_taken += 1
         # Detached: the graph would keep memory that a backward does not free.
         detached = step._replace(loss=step.loss.detach())
-        self._total = detached if self._total is None else _merged(self._total, detached)
+        self._total = detached if self._total is None else _merge_steps(self._total, detached)
         return step
 
     @property
     def total(self) -> PolicyStep:
         """The step of the whole batch: the sum of the losses, without gradient, and all metrics, merged."""
-        if self._total is None or self._taken < len(self):
-            raise RuntimeError(f"total is known after all {len(self)} steps, {self._taken} were taken")
+        if self._total is None or self._steps_taken < len(self):
+            raise RuntimeError(f"total is known after all {len(self)} steps, {self._steps_taken} were taken")
         return self._total
 
     def logps(self) -> Tensor:
         """(B, T) log-probabilities alone."""
         logps = [output.logps for output in self._run_all(self._plan.live, self._steps)]
-        return _gathered(logps, placed(self._plan.live, self._ids.shape, self._ids.device), self._mask)
+        return _gather_tokens(logps, index_outputs(self._plan.live, self._ids.shape, self._ids.device), self._mask)
 
     @cached_property
-    def _prepared(self) -> PreparedLoss:
-        """With the weights and divisors of the whole batch."""
+    def _prepared_loss(self) -> PreparedLoss:
+        """The loss with the weights and divisors of the whole batch."""
         assert self._aligned is not None
         return self._loss.terms.prepared(self._aligned, torch.float32)
 
     def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
-        """Runs `number` micro-batches, because other ranks do, and returns the outputs of `micros`."""
+        """The outputs of `micros`. Runs the model `number` times, as other ranks do."""
         outputs = [self._run(micros[n] if n < len(micros) else self._plan.carrier) for n in range(number)]
         return outputs[: len(micros)]
 
     def _run(self, micro: MicroBatch) -> _Output:
-        inputs = inputs_of(micro, self._ids, self._mask, self._inputs, self._body)
+        inputs = make_inputs(micro, self._ids, self._mask, self._inputs, self._body)
         output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
         width = inputs["input_ids"].shape[1]
         if (
             output.aux_loss is not None
-            and not self._body.router
+            and not self._body.has_router_loss
             and micro.cells is not None
             and self._aligned is not None
         ):
@@ -301,10 +302,10 @@ class PolicySteps(Iterator[PolicyStep]):
         values = {name: flat(value) for name in names if (value := getattr(output, name)) is not None}
         return _Output(flat(output.per_token_logps), values, output.aux_loss)
 
-    def _step_of(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
-        """The loss of the rows of the first micro-batch."""
+    def _make_step(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
+        """The step of the rows of the first micro-batch. The others are idle, and have metrics only."""
         shape, device, rows = self._ids.shape, self._ids.device, micros[0].rows
-        source, prepared, mask, index = placed(micros, shape, device), self._prepared, self._mask, None
+        source, prepared, mask, index = index_outputs(micros, shape, device), self._prepared_loss, self._mask, None
         if len(rows) < shape[0]:
             assert source is not None
             index = torch.tensor(rows).to(device, non_blocking=True)
@@ -314,14 +315,14 @@ class PolicySteps(Iterator[PolicyStep]):
 
         def column(name: str) -> Any:
             values = [output.values[name] for output in outputs if name in output.values]
-            return _gathered(values, source, mask) if values else None
+            return _gather_tokens(values, source, mask) if values else None
 
         def whole(values: Tensor) -> Tensor:
             """(B, T) without gradient"""
             values = values.detach()
             return values if index is None else values.new_zeros(shape).index_copy(0, index, values)
 
-        logps = _gathered([output.logps for output in outputs], source, mask)
+        logps = _gather_tokens([output.logps for output in outputs], source, mask)
         entropy, missing = column("entropy"), column("missing_target")
         loss_shape = prepared.batch.mask.shape  # (N,) with segments
         others = {name: column(name) for name in self._loss.terms.reads}
@@ -335,42 +336,42 @@ class PolicySteps(Iterator[PolicyStep]):
             total = total + router_loss(self._swapped, outputs[0].aux_loss).to(total.device)
         values = whole(logps)
         if left_out:
-            values = values.masked_fill(_rows_mask(left_out, self._ids) & self._mask, math.nan)
+            values = values.masked_fill(_mask_rows(left_out, self._ids) & self._mask, math.nan)
         return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy), self.layout)
 
-    def _step_of_nothing(self, output: _Output) -> PolicyStep:
-        """A loss of 0 whose graph goes through the whole model."""
+    def _make_empty_step(self, output: _Output) -> PolicyStep:
+        """A step whose loss is 0, with a graph through the whole model."""
         nothing = self._ids.new_zeros(self._ids.shape, dtype=torch.float32)
         loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
         return PolicyStep(loss, {}, nothing, nothing if "entropy" in output.values else None, self.layout)
 
-    def _after_trial(self, body: Body, what: str, *, again: bool) -> Body:
-        options = {name: value for name, value in self._inputs.items() if name not in CARRIED and is_plain(value)}
+    def _apply_trial(self, body: Body, what: str, *, again: bool) -> Body:
+        options = {name: value for name, value in self._inputs.items() if name not in TOKEN_INPUTS and is_plain(value)}
 
         def run(inputs: dict[str, Any]) -> Tensor:
             inputs = options | inputs
             return fused_forward(self._model, self._loss, inputs, others=False, temperature=1.0).per_token_logps
 
-        return after_trial(run, self._swapped, body, self._ids.device, what, again=again)
+        return apply_trial(run, self._swapped, body, self._ids.device, what, again=again)
 
-    def _planned(self, body: Body, aligned: AlignedBatch | None, options: RowOptions) -> Plan:
-        terms, together = self._loss.terms, None
-        if body.router:
-            together = "the router loss is of all tokens"
+    def _plan_batch(self, body: Body, aligned: AlignedBatch | None, options: LayoutOptions) -> BatchPlan:
+        terms, one_micro_batch = self._loss.terms, None
+        if body.has_router_loss:
+            one_micro_batch = ROUTER_LOSS
         elif aligned is not None and terms.locality == "batch":
-            together = "the loss's sequences depend on each other"
-        # A support has the metric missing_target.
+            one_micro_batch = Reason("the loss's sequences depend on each other")
+        # A support adds the metric missing_target.
         metrics_read = terms.metrics_read_all or (terms.metrics != "none" and self._inputs.get("support") is not None)
-        return planned(
+        return plan_batch(
             self._ids, self._mask, self._inputs, body, options,
             advantages=aligned.advantages if aligned is not None and terms.idle_without_advantages else None,
             runs_idle=aligned is None or metrics_read or options.idle == "forward",
-            together=together,
+            one_micro_batch=one_micro_batch,
             pairs=aligned is not None and aligned.pairs,
         )  # fmt: skip
 
 
-def _merged(a: PolicyStep, b: PolicyStep) -> PolicyStep:
+def _merge_steps(a: PolicyStep, b: PolicyStep) -> PolicyStep:
     entropy = None if a.entropy is None or b.entropy is None else a.entropy + b.entropy
     metrics = reduce_metrics([a.metrics, b.metrics])
     return PolicyStep(a.loss + b.loss, metrics, a.per_token_logps + b.per_token_logps, entropy, a.layout)
@@ -399,23 +400,23 @@ def completion_logps(
     return PolicySteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
 
 
-def _rows_mask(rows: tuple[int, ...], ids: Tensor) -> Tensor:
-    """(B, 1) bool, set at these rows of the token ids."""
+def _mask_rows(rows: tuple[int, ...], ids: Tensor) -> Tensor:
+    """(B, 1) bool, True at `rows`."""
     mask = torch.zeros(ids.shape[0], 1, dtype=torch.bool)
     mask[list(rows)] = True
     return mask.to(ids.device, non_blocking=True)
 
 
-def _gathered(values: list[Tensor], source: Tensor | None, mask: Tensor) -> Tensor:
-    """Flat outputs -> (B, T), by the places that `placed` found; 0 for a token that does not count."""
+def _gather_tokens(values: list[Tensor], source: Tensor | None, mask: Tensor) -> Tensor:
+    """Flat outputs -> (B, T), by the index of `index_outputs`; 0 where `mask` is False."""
     if source is None:
         return values[0].unflatten(0, mask.shape)
-    # A place of a tree may count in one sequence and not in another.
+    # A place of a tree may be a completion token of one sequence and a prompt token of another.
     gathered = torch.cat([*values, torch.zeros_like(values[0][:1])])[source]
     return gathered.masked_fill(~mask.view(*mask.shape, *[1] * (gathered.dim() - 2)), 0)
 
 
-def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
+def _align_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
     if loss.passes == "one":
         raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
     columns: dict[str, Any] = {name: batch.get(name) for name in loss.COLUMNS}
@@ -432,7 +433,7 @@ def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor,
     return loss.terms.check(loss.batch(ids, mask, **columns), mask.shape, ids.device)
 
 
-def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _read_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """input_ids (B, T), and their mask as bool, False in the first column."""
     for name in ("input_ids", "mask"):
         if not isinstance(batch.get(name), Tensor):

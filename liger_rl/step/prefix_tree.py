@@ -1,6 +1,6 @@
-"""Sequences that begin with the same tokens, laid out in one row in which these tokens stand once.
+"""Sequences that begin with the same tokens, laid out in one row that has these tokens once.
 
-The row is a tree of runs of tokens in preorder: a run stands before the runs that continue it. Token q sees token k if
+The row is a tree of runs of tokens in preorder: a run comes before the runs that continue it. Token q sees token k if
 
     k <= q < ends[k]
 
@@ -21,41 +21,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LEAST_SHARED = 16  # first tokens in common; with fewer, sequences share none
+LEAST_SHARED = 16  # sequences with at most this many first tokens in common share none
 
 
 class PrefixTree(NamedTuple):
     """The layout of some sequences in one row of n places, in CPU memory."""
 
-    sequences: Tensor  # (n,) int64, a sequence that has the token
-    offsets: Tensor  # (n,) int64, its place in that sequence
+    sequences: Tensor  # (n,) int64, the number of a sequence that has the token
+    offsets: Tensor  # (n,) int64, the token's index in that sequence
     ends: Tensor  # (n,) int64, as above
-    follows: Tensor  # (n,) bool, the token at the place before is the one before it in its sequence
-    places: list[Tensor]  # of each sequence, (length,) int64: where each of its tokens is predicted
+    follows: Tensor  # (n,) bool, whether the place before has the preceding token of the sequence
+    places: list[Tensor]  # for each sequence, (length,) int64: the place at which each token is predicted
 
     @property
     def tokens(self) -> int:
         return self.ends.numel()
 
 
-class Ordered(NamedTuple):
+class SortedSequences(NamedTuple):
     """Sequences in lexicographic order."""
 
-    order: list[int]  # their numbers
-    shared: list[int]  # number of first tokens that each has in common with the one before it; 0 for the first
+    order: list[int]  # numbers of the sequences
+    shared: list[int]  # number of first tokens in common with the sequence before; 0 for the first
 
     def sizes(self, lengths: Sequence[int]) -> list[int]:
-        """Places that each sequence adds to a row with the one before it."""
+        """Number of places that each sequence adds to the row."""
         pairs = zip(self.order, self.shared, strict=True)
         return [lengths[s] - (common - 1 if common > LEAST_SHARED else 0) for s, common in pairs]
 
 
-def ordered(sequences: Sequence[Tensor], starts: Sequence[int]) -> Ordered:
-    """The order in which sequences (CPU, int64) with equal first tokens are neighbours.
+def sort_sequences(sequences: Sequence[Tensor], starts: Sequence[int]) -> SortedSequences:
+    """An order in which sequences (CPU, int64) with equal first tokens are neighbours.
 
-    `starts`: position of each one's first token. Sequences with different ones share no token.
+    `starts`: position of the first token of each. Sequences with different starts share no token.
     """
-    # Any order of single tokens will do, such as that of their bytes.
+    # By the bytes of the tokens: any total order will do.
     keys = [(start, tokens.numpy().tobytes()) for start, tokens in zip(starts, sequences, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = [0] * min(len(order), 1)
@@ -64,30 +64,30 @@ def ordered(sequences: Sequence[Tensor], starts: Sequence[int]) -> Ordered:
         differ = sequences[before][:length] != sequences[after][:length]
         equal = int(differ.byte().argmax()) if bool(differ.any()) else length
         shared.append(equal if starts[before] == starts[after] else 0)
-    return Ordered(order, shared)
+    return SortedSequences(order, shared)
 
 
-def prefix_tree(lengths: Sequence[int], known: Ordered) -> PrefixTree:
-    """The tree of all sequences, by their order. Each adds its tokens from the last one shared with the one before."""
-    sizes = known.sizes(lengths)
+def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences) -> PrefixTree:
+    """The tree of all sequences. Each adds its tokens from the last one that it shares with the sequence before."""
+    sizes = ordered.sizes(lengths)
     total = sum(sizes)
     ends, follows = torch.full((total,), total), torch.ones(total, dtype=torch.bool)
     nothing = torch.empty(0, dtype=torch.int64)
     offsets, places = [nothing], [nothing] * len(lengths)
-    path = predicted = nothing  # where the sequence before has its tokens, and where they are predicted
+    path = predicted = nothing  # of the sequence before: the places of its tokens, and where they are predicted
     start = 0
-    for sequence, size in zip(known.order, sizes, strict=True):
+    for sequence, size in zip(ordered.order, sizes, strict=True):
         first = lengths[sequence] - size
-        own = torch.arange(start, start + size)
+        added = torch.arange(start, start + size)
         offsets.append(torch.arange(first, first + size))
         follows[start] = False
         ends[path[first:]] = start
-        path = torch.cat([path[:first], own])
-        # The last shared token is predicted where the sequence before has it.
-        places[sequence] = predicted = own if first == 0 else torch.cat([predicted[: first + 1], own[1:]])
+        path = torch.cat([path[:first], added])
+        # The last shared token is predicted at its place in the sequence before.
+        places[sequence] = predicted = added if first == 0 else torch.cat([predicted[: first + 1], added[1:]])
         start += size
     return PrefixTree(
-        torch.repeat_interleave(torch.tensor(known.order, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64)),
+        torch.repeat_interleave(torch.tensor(ordered.order, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64)),
         torch.cat(offsets),
         ends,
         follows,

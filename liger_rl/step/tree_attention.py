@@ -1,9 +1,9 @@
 """The attention of a row that is a prefix tree: token q sees token k if k <= q < ends[k], within a layer's window.
 
-On a GPU the mask is flex attention's `BlockMask`. Its kernel leaves out blocks of 128 x 128 pairs that do not see each
-other. A model of another kind of attention runs flex attention too: the function that transformers has registered for
-this kind is wrapped, and the wrapper calls flex attention where it gets a `BlockMask`. No setting of the model changes,
-so a layer that is run again in the backward does the same. On a CPU the mask is dense.
+On a GPU the mask is flex attention's `BlockMask`, whose kernel skips blocks of 128 x 128 pairs that do not see each
+other. A model with another kind of attention runs flex attention too: we wrap the function that transformers has
+registered for this kind, and the wrapper calls flex attention if it gets a `BlockMask`. No setting of the model
+changes, so activation checkpointing recomputes the same. On a CPU the mask is dense.
 """
 
 import inspect
@@ -17,37 +17,42 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from liger_rl.step.reason import Reason
+
 BLOCK = 128
-LAYERS = {"full_attention", "sliding_attention"}
-DENSE = ("sdpa", "eager")  # kinds of attention that take a dense mask
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+SDPA = 'attn_implementation="sdpa"'
+DENSE_ATTENTION = ("sdpa", "eager")  # kinds of attention that take a dense mask
 
 
-def lacks(model: nn.Module, config: Any, device: torch.device) -> str | None:
-    """Why rows of this model cannot be trees; None if its attention allows it. `config` is that of its text."""
+def find_obstacle(model: nn.Module, config: Any, device: torch.device) -> Reason | None:
+    """Why rows of this model cannot be trees; None if its attention allows them. `config`: the text model's."""
     name, kind = type(model).__name__, config._attn_implementation
     if not {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters):
-        return f"the forward of {name} takes no position_ids or no attention_mask"
-    layers = set(getattr(config, "layer_types", None) or ()) - LAYERS
+        return Reason(f"the forward of {name} takes no position_ids or no attention_mask")
+    layers = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if layers:
-        return f"{name} has layers of type {', '.join(sorted(layers))}"
+        return Reason(f"{name} has layers of type {', '.join(sorted(layers))}")
     if any(mask.dtype == torch.bool and mask.dim() == 4 for mask in model.buffers()):
-        return f"{name} has a mask of columns of its own"
+        return Reason(f"{name} has a mask of columns of its own")
     if len({str(place) for place in getattr(model, "hf_device_map", {}).values()}) > 1:
-        return f"{name} is split over devices"
+        return Reason(f"{name} is split over devices")
     if device.type not in ("cpu", "cuda"):
-        return f"flex attention may have no backward on {device.type}"
+        return Reason(f"flex attention may have no backward on {device.type}")
     if device.type == "cpu":
-        if kind not in DENSE:
-            return f"attention {kind!r} takes no dense mask, as trees have on a CPU"
+        if kind not in DENSE_ATTENTION:
+            return Reason(f"attention {kind!r} takes no dense mask, as trees have on a CPU", SDPA)
     elif kind not in ALL_ATTENTION_FUNCTIONS or not getattr(model, "_supports_attention_backend", False):
-        return f"attention {kind!r} cannot be replaced by flex attention"
+        return Reason(f"attention {kind!r} cannot be replaced by flex attention", SDPA)
     if device.type != "cpu" and any(hasattr(module, "sinks") for module in model.modules()):
-        return f"{name} has attention sinks"
-    return "dropout draws for each sequence" if any(map(_drops, model.modules())) else None
+        return Reason(f"{name} has attention sinks")
+    if any(map(_is_random, model.modules())):
+        return Reason("dropout draws for each sequence", "set the dropout of the model and of LoRA to 0")
+    return None
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether the module draws: it is a dropout, or has the rate of a functional one or of a router's noise."""
+def _is_random(module: nn.Module) -> bool:
+    """Whether the module draws random numbers: for a dropout, also a functional one, or for a router's noise."""
     if not module.training:
         return False
     rates = [value for name, value in vars(module).items() if "drop" in name or "jitter_noise" in name]
@@ -55,7 +60,7 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def masks(
+def make_masks(
     config: Any,
     ends: Tensor,  # (n,) int64 in CPU memory
     positions: Tensor,  # (n,) int64 in CPU memory, in each token's sequence
@@ -64,14 +69,14 @@ def masks(
     *,
     dense: bool,
 ) -> Any:
-    """What the model's `attention_mask` has to be: a mask (1, 1, n, n), or a dict of them by type of layer."""
+    """The model's `attention_mask`: a mask (1, 1, n, n), or a dict of masks by type of layer."""
     kind = config._attn_implementation
     if not dense:
-        _flex_serves(kind)
+        _install_flex_attention(kind)
 
     def mask(window: int | None) -> Any:
         if not dense:
-            return _block_mask(ends, positions, window, device)
+            return _make_block_mask(ends, positions, window, device)
         place = torch.arange(ends.numel())
         sees = (place <= place[:, None]) & (place[:, None] < ends)
         if window is not None:
@@ -88,11 +93,11 @@ def masks(
     return mask(None if layers == {"full_attention"} else window)
 
 
-def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: torch.device) -> BlockMask:
+def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device: torch.device) -> BlockMask:
     n = ends.numel()
     blocks = -(-n // BLOCK)
     padding = (0, blocks * BLOCK - n)
-    # A padded token neither sees nor is seen.
+    # Padded tokens see nothing and are not seen.
     ends = nn.functional.pad(ends, padding)
     place = torch.arange(blocks * BLOCK).view(blocks, BLOCK)
     first, last = place[:, :1], place[:, -1:].clamp(max=n - 1)
@@ -107,7 +112,7 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
         low, high = known.amin(1), known.amax(1)
         some &= low[:, None] - high < window
         whole &= high[:, None] - low < window
-    if padding[1]:  # a kernel may not look whether a key of a whole block is there
+    if padding[1]:  # a kernel may not check whether the keys of a whole block exist
         whole[-1] = whole[:, -1] = False
     seen = ends.to(device, torch.int32, non_blocking=True)
     at = nn.functional.pad(positions, padding).to(device, torch.int32, non_blocking=True)
@@ -121,7 +126,7 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
         return sees(batch, head, query, key) & (at[query] - at[key] < width)
 
     chosen_mod: Any = sees if window is None else sees_in_window
-    chosen_mod.is_tree = True  # other masks of blocks are not this module's
+    chosen_mod.is_tree = True  # tells this module's block masks from others
 
     def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
         order = (~chosen).to(torch.int8).argsort(dim=1, stable=True)
@@ -133,7 +138,7 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
     for x in (seen, at):
         torch._dynamo.maybe_mark_dynamic(x, 0)
     mask: Any = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=chosen_mod, seq_lengths=(n, n))
-    mask.ndim = 4  # some models ask whether a mask has two dimensions
+    mask.ndim = 4  # some models check whether a mask has two dimensions
     return mask
 
 
@@ -141,25 +146,27 @@ def _block_mask(ends: Tensor, positions: Tensor, window: int | None, device: tor
 
 
 @cache
-def _flex_serves(kind: str) -> None:
-    """Makes flex attention run where attention of this kind gets a tree's `BlockMask`. It holds for the process."""
-    ALL_ATTENTION_FUNCTIONS[kind] = _with_blocks(ALL_ATTENTION_FUNCTIONS[kind], softcap=kind != "sdpa")
+def _install_flex_attention(kind: str) -> None:
+    """Let attention of this kind run flex attention if it gets a tree's `BlockMask`, for the rest of the process."""
+    ALL_ATTENTION_FUNCTIONS[kind] = _wrap_attention(ALL_ATTENTION_FUNCTIONS[kind], softcap=kind != "sdpa")
 
 
-def _with_blocks(attention: Callable, *, softcap: bool) -> Callable:
-    # SDPA has no softcap and leaves it out.
+def _wrap_attention(attention: Callable, *, softcap: bool) -> Callable:
+    # SDPA ignores a softcap.
     @wraps(attention)
-    def either(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any):
+    def attend_with_blocks(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
+    ):
         if not (isinstance(attention_mask, BlockMask) and getattr(attention_mask.mask_mod, "is_tree", False)):
             return attention(module, query, key, value, attention_mask, *args, **options)
         cap = options.get("softcap") if softcap else None
-        output = _flex(query, key, value, attention_mask, options.get("scaling"), cap)
+        output = _run_flex_attention(query, key, value, attention_mask, options.get("scaling"), cap)
         return output.transpose(1, 2).contiguous(), None
 
-    return either
+    return attend_with_blocks
 
 
-def _flex(
+def _run_flex_attention(
     query: Tensor,  # (1, heads, n, D)
     key: Tensor,  # (1, key heads, n, D)
     value: Tensor,
@@ -168,23 +175,23 @@ def _flex(
     softcap: float | None,
 ) -> Tensor:
     dtype, device = value.dtype, query.device.type
-    if torch.is_autocast_enabled(device):  # as it converts the arguments of other kinds of attention
+    if torch.is_autocast_enabled(device):  # autocast does so for other kinds of attention
         dtype = torch.get_autocast_dtype(device)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     for x in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(x, 2)
     heads = query.shape[1], key.shape[1]
-    attend = _compiled(dtype, *heads, query.shape[3], value.shape[3], scale, softcap, mask.mask_mod.__name__)
+    attend = _compile_attention(dtype, *heads, query.shape[3], value.shape[3], scale, softcap, mask.mask_mod.__name__)
     return attend(query, key, value, mask, scale, softcap)
 
 
 @cache
-def _compiled(*shape: Any) -> Callable:
-    """Compiled flex attention of its own for each shape of heads and kind of mask.
+def _compile_attention(*shape: Any) -> Callable:
+    """Flex attention, compiled once for each shape of heads and kind of mask.
 
-    Dynamo counts recompilations by code object, up to a limit, so each has a code object of its own.
+    Dynamo limits the recompilations of a code object, so each gets a code object of its own.
     """
-    name = f"tree_attention_{_compiled.cache_info().currsize}"
+    name = f"tree_attention_{_compile_attention.cache_info().currsize}"
     return torch.compile(FunctionType(_attend.__code__.replace(co_name=name), globals(), name))
 
 

@@ -260,7 +260,7 @@ def trl_steps(rank, wrapper, whole_step, long):
             wrapped = shard(model, rank.mesh(), wrapper)
         for step in range(2):
             inputs, weights = trl_batch(rank, step, long=long)
-            patch.setattr(trl_batches, "idle_rows", lambda weights=weights: weights == 0)
+            patch.setattr(trl_batches, "get_idle_rows", lambda weights=weights: weights == 0)
             logps = wrapped(**inputs, fused_lm_head=True).log_probs
             (logps.exp() * weights[:, None]).sum().backward()
         return gradients(model), runs

@@ -25,8 +25,8 @@ def test_each_place_sees_the_beginning_of_its_sequence(least_shared, monkeypatch
     for trial in range(60):
         sequences = [torch.tensor(tokens) for _ in range(trial % 4) for tokens in grown(trial % 3, draw)]
         lengths, starts = [len(tokens) for tokens in sequences], torch.randint(2, (len(sequences),)).tolist()
-        known = prefix_tree.ordered(sequences, starts)
-        tree = prefix_tree.prefix_tree(lengths, known)
+        known = prefix_tree.sort_sequences(sequences, starts)
+        tree = prefix_tree.build_prefix_tree(lengths, known)
         assert tree.tokens == sum(known.sizes(lengths)) <= sum(lengths)
         place = torch.arange(tree.tokens)
         sees = (place <= place[:, None]) & (place[:, None] < tree.ends)
@@ -46,8 +46,8 @@ def test_each_place_sees_the_beginning_of_its_sequence(least_shared, monkeypatch
 
 def test_a_long_chain_of_sequences():
     sequences = [torch.arange(18 * n) for n in range(1, 1200)]
-    known = prefix_tree.ordered(sequences, [0] * len(sequences))
-    assert prefix_tree.prefix_tree([len(tokens) for tokens in sequences], known).tokens == 18 * 1199 + 1198
+    known = prefix_tree.sort_sequences(sequences, [0] * len(sequences))
+    assert prefix_tree.build_prefix_tree([len(tokens) for tokens in sequences], known).tokens == 18 * 1199 + 1198
 
 
 @pytest.mark.parametrize("window", [None, 50, 300])
@@ -57,8 +57,8 @@ def test_blocks_of_the_mask(window):
         starts = [torch.randint(3, 9, (int(length),)) for length in torch.randint(20, 400, (3,))]
         sequences = [torch.cat([starts[n % 3], torch.randint(3, 99, (90 + 20 * n,))]) for n in range(7)]
         lengths = [len(tokens) for tokens in sequences]
-        tree = prefix_tree.prefix_tree(lengths, prefix_tree.ordered(sequences, [0] * 7))
-        mask = tree_attention._block_mask(tree.ends, tree.offsets, window, torch.device("cpu"))
+        tree = prefix_tree.build_prefix_tree(lengths, prefix_tree.sort_sequences(sequences, [0] * 7))
+        mask = tree_attention._make_block_mask(tree.ends, tree.offsets, window, torch.device("cpu"))
         q, k = torch.meshgrid(torch.arange(tree.tokens), torch.arange(tree.tokens), indexing="ij")
         dense = (k <= q) & (q < tree.ends) & (tree.offsets[q] - tree.offsets[k] < (window or 10**6))
         assert torch.equal(mask.mask_mod(0, 0, q, k), dense)

@@ -15,7 +15,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 import trl_runs
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl.trl_batches import grouped, idle_rows
+from liger_rl.integrations.trl.trl_batches import get_idle_rows, order_by_prompt
 
 ACCUMULATED, STEPS = 2, 2  # micro-batches of an optimizer step, optimizer steps of a generation
 OPTIONS = {
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 class Recorder(transformers.TrainerCallback):
-    """Of every micro-batch the inputs, `idle_rows` and the gradients of the forward's outputs."""
+    """Of every micro-batch the inputs, `get_idle_rows` and the gradients of the forward's outputs."""
 
     def __init__(self, trainer) -> None:
         self.micro_batches: list[SimpleNamespace] = []
@@ -51,7 +51,7 @@ class Recorder(transformers.TrainerCallback):
     def after_forward(self, model, args, output):
         if torch.is_grad_enabled():
             micro_batch = self.micro_batches[-1]
-            micro_batch.idle = idle_rows()
+            micro_batch.idle = get_idle_rows()
             for name in ("log_probs", "entropy"):
                 output[name].register_hook(lambda grad, name=name: micro_batch.output_gradients.update({name: grad}))
 
@@ -171,7 +171,7 @@ def half_without_advantage(*, per_token=False, tool_mask=False):
     ],
 )
 def test_groups_fill_micro_batches(names, size, expected):
-    order = grouped([name.encode() for name in names], size)
+    order = order_by_prompt([name.encode() for name in names], size)
     assert "".join(names[row] for row in order) == expected
     assert sorted(order) == list(range(len(names)))
 
@@ -216,7 +216,7 @@ def test_losses(name, path_of, tmp_path):
     # A router's loss reaches the model past the log-probabilities.
     if steps_with_idle_rows != ALWAYS and model != "moe":
         assert has_gradient(patched.micro_batches[-1]).all()
-    assert idle_rows() is None
+    assert get_idle_rows() is None
 
 
 @pytest.mark.parametrize("options", [{"per_token": True}, {"tool_mask": True}], ids=str)

@@ -18,7 +18,7 @@ import oracles
 import trl_runs
 from head_calls import Products
 from liger_rl.integrations.trl import patched_trl, trl_distillation
-from liger_rl.integrations.trl.trl_distillation import LOSS, METHOD, RefusedStudentLayer
+from liger_rl.integrations.trl.trl_distillation import LOSS, METHOD_PATCH, CheckedStudentLayer
 from liger_rl.integrations.trl.trl_distillation import _chunked_divergence_loss as patched_loss
 
 NAME = "ChunkedDivergenceFunction"
@@ -217,6 +217,6 @@ def test_an_adapter_on_the_head_is_trained(path_of, tmp_path, monkeypatch):
         trainer = adapted(path_of, tmp_path)
     with pytest.raises(RuntimeError, match=r"patch_trl\(\) must hold"):
         trainer.train()
-    RefusedStudentLayer.accepted = False
-    METHOD.undo()
+    CheckedStudentLayer.accepted = False
+    METHOD_PATCH.undo()
     assert vars(DistillationTrainer)["_compute_loss"] is before

@@ -1,11 +1,11 @@
-"""LoRA adapters on the lm_head under TRL, whose op gets the head's weight and bias alone.
+"""LoRA adapters on the lm_head under TRL, whose op gets only the head's weight and bias.
 
-Two things are replaced besides the op. One is the class by which TRL's trainers recognise a head that they refuse: ours
-accepts the layers that `read_head` understands and raises for all others. The other is the function that gives a model
-its fused forward: the new forward says, for the length of a call, which head the op is working for.
+Two things are replaced besides the op. TRL's trainers refuse a head that is an instance of PEFT's `BaseTunerLayer`. Our
+class in its place accepts the layers that `read_head` understands, and raises for all others. TRL's `add_fused_lm_head`
+gives a model its fused forward. Our forward also sets the head that the op works for, for the length of a call.
 
-A model keeps that forward after the patch is undone. It then computes as TRL's does, and raises if TRL's op leaves an
-adapter out.
+A model keeps our forward after `unpatch_trl`. It then computes as TRL's does, and raises if TRL's op leaves an adapter
+out.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_rl.integrations.patching import Patch, Version
 from liger_rl.integrations.trl import trl_batches
-from liger_rl.integrations.trl.trl_forward import on_live_tokens
+from liger_rl.integrations.trl.trl_forward import wrap_forward
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.lm_head import check_bypassed_modules
 
@@ -30,18 +30,18 @@ TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo
 
 
 @dataclass
-class _Call:
+class _ForwardCall:
     """One run of the fused forward of a model with adapters on its head."""
 
     head: HeadParts
     reached_op: bool = False
 
 
-_call: ContextVar[_Call | None] = ContextVar("liger_rl_trl_call", default=None)
+_call: ContextVar[_ForwardCall | None] = ContextVar("liger_rl_trl_call", default=None)
 
 
-def adapted_head() -> HeadParts | None:
-    """For the op: the head of the model whose fused forward is calling it; None if no adapters are active on it."""
+def get_adapted_head() -> HeadParts | None:
+    """The head of the model whose fused forward calls the op; None if it has no active adapters."""
     call = _call.get()
     if call is None:
         return None
@@ -49,8 +49,8 @@ def adapted_head() -> HeadParts | None:
     return call.head
 
 
-def gathered_head(*parameters: Tensor) -> AbstractContextManager:
-    """TRL's context in which ZeRO-3 holds a head whole. It does nothing where the head is whole already."""
+def gather_head(*parameters: Tensor) -> AbstractContextManager:
+    """TRL's context that gathers a head under ZeRO-3, and does nothing for a head that is whole."""
     return importlib.import_module("trl.trainer.utils").maybe_gather_lm_head_ctx(*parameters)
 
 
@@ -61,7 +61,7 @@ def uses_peft() -> bool:
     return is_peft_available()
 
 
-class _ReadsTheLayer(type):
+class _LayerCheck(type):
     def __instancecheck__(cls: Any, layer: Any) -> bool:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -72,17 +72,17 @@ class _ReadsTheLayer(type):
         return False
 
 
-class RefusedLayer(metaclass=_ReadsTheLayer):
-    """In place of PEFT's `BaseTunerLayer` in TRL's trainers. They refuse a head that is an instance of it.
+class CheckedLayer(metaclass=_LayerCheck):
+    """In place of PEFT's `BaseTunerLayer` in TRL's trainers, which refuse a head that is an instance of it.
 
-    No layer is an instance. A layer that the fused head cannot take apart raises.
+    No layer is an instance of it. `isinstance` raises for a layer that `read_head` refuses.
     """
 
-    accepted = False  # whether a trainer has let an adapter pass
+    accepted = False  # whether a trainer has accepted an adapter
 
 
-def refusal(trainer: str, replacement: type = RefusedLayer, *, since: Version = (0, 0)) -> Patch:
-    """The row of PEFT's class in one trainer's module."""
+def make_layer_patch(trainer: str, replacement: type = CheckedLayer, *, since: Version = (0, 0)) -> Patch:
+    """The patch of PEFT's class in one trainer's module."""
     return Patch(f"{trainer}:BaseTunerLayer", replacement, None, modules=(trainer,), since=since, needed=uses_peft)
 
 
@@ -92,41 +92,41 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """`trl.trainer.utils.add_fused_lm_head`, of which the forward runs on live tokens and tells the op its head.
+    """`trl.trainer.utils.add_fused_lm_head`, with a forward that runs live tokens and sets the head of the op.
 
-    With PEFT installed it raises for adapters on the head that `read_head` refuses, and for any together with
-    cast_lm_head_to_fp32, as TRL.
+    With PEFT installed it raises for adapters on the head that `read_head` refuses, and as TRL for any adapter together
+    with cast_lm_head_to_fp32.
     """
     peft = uses_peft()
-    if peft and cast_lm_head_to_fp32 and _read(model).adapters:
+    if peft and cast_lm_head_to_fp32 and _read_unsharded_head(model).adapters:
         raise ValueError(
             f"cast_lm_head_to_fp32 and an adapter on the head of {type(model).__name__} exclude each other in TRL, "
             "whose cast replaces the head's forward; leave one out and load the model anew"
         )
-    FORWARD.original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
+    FORWARD_PATCH.original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
     forward = model.forward.__func__
     if peft:
-        forward = _naming_its_head(forward)
-    model.forward = MethodType(on_live_tokens(forward, lambda: trl_batches.whole_step and FORWARD.patched), model)
+        forward = _wrap_with_head(forward)
+    model.forward = MethodType(wrap_forward(forward, lambda: trl_batches.whole_step and FORWARD_PATCH.patched), model)
 
 
-def _naming_its_head(fused_forward: Callable) -> Callable:
+def _wrap_with_head(fused_forward: Callable) -> Callable:
     @functools.wraps(fused_forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        with naming_head(self) if fused_lm_head else nullcontext():
+        with set_adapted_head(self) if fused_lm_head else nullcontext():
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
 
     return forward
 
 
 @contextmanager
-def naming_head(model: Any) -> Iterator[None]:
-    """The context in which `adapted_head` is the model's, if adapters are active. RuntimeError if no op reads it."""
-    head = _read(model)
+def set_adapted_head(model: Any) -> Iterator[None]:
+    """`get_adapted_head` is the model's head in this context, if it has adapters. RuntimeError if no op reads it."""
+    head = _read_unsharded_head(model)
     if not head.adapters:
         yield
         return
-    call = _Call(head)
+    call = _ForwardCall(head)
     token = _call.set(call)
     try:
         yield
@@ -139,11 +139,11 @@ def naming_head(model: Any) -> Iterator[None]:
         )
 
 
-def _read(model: Any) -> HeadParts:
+def _read_unsharded_head(model: Any) -> HeadParts:
     owner = type(model).__name__
     head = read_head(model.get_output_embeddings(), owner)
     factors = [factor.weight for adapter in head.adapters for factor in (adapter.a, adapter.b)]
-    # The mark is DeepSpeed's, on every parameter under ZeRO-3.
+    # DeepSpeed sets ds_id on every parameter under ZeRO-3.
     if any(isinstance(factor, DTensor) or hasattr(factor, "ds_id") for factor in factors):
         raise ValueError(
             f"the adapters on the head of {owner} are sharded (FSDP2 or ZeRO-3), which the fused head does not "
@@ -152,5 +152,5 @@ def _read(model: Any) -> HeadParts:
     return head
 
 
-FORWARD = Patch("trl.trainer.utils:add_fused_lm_head", add_fused_lm_head)
-ROWS = (FORWARD, *map(refusal, TRAINERS))
+FORWARD_PATCH = Patch("trl.trainer.utils:add_fused_lm_head", add_fused_lm_head)
+PATCHES = (FORWARD_PATCH, *map(make_layer_patch, TRAINERS))

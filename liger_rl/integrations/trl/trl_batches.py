@@ -1,14 +1,14 @@
-"""Micro-batches of TRL's GRPOTrainer and RLOOTrainer, for a model forward that runs the prompt of a group once.
+"""Micro-batches of TRL's GRPOTrainer and RLOOTrainer, so that the model runs the prompt of a group once.
 
-Two methods are replaced. `_prepare_inputs` moves the completions of one prompt into one micro-batch where it can, after
-TRL's shuffle and split. A sequence stays in its optimizer step, so the sum of the step's gradients is the same to
-rounding. Metrics that TRL averages over micro-batches, such as the KL or a clip ratio, may change. `_compute_loss`
-tells the forward which sequences have no gradient: `idle_rows`.
+Two methods are replaced. After TRL's shuffle and split, `_prepare_inputs` moves the completions of one prompt into one
+micro-batch where it can. A sequence stays in its optimizer step, so the step's gradient is the same to rounding.
+Metrics that TRL averages over micro-batches, such as the KL or a clip ratio, may change. `_compute_loss` records which
+sequences have no gradient, for `get_idle_rows`.
 
-TRL's order stays where the gradient of a sequence depends on the other sequences of its micro-batch: loss_type "bnpo"
-(a mean over the micro-batch's tokens), an entropy bonus (such a mean too), top_entropy_quantile below 1 (the
-micro-batch's quantile), and the auxiliary loss of a router. TRL's order also stays for batches with images, under
-ZeRO-3, and for a subclass with a loss or a call of the model of its own.
+TRL's order stays if the gradient of a sequence depends on the other sequences of its micro-batch: loss_type "bnpo" and
+an entropy bonus (means over the micro-batch's tokens), top_entropy_quantile below 1 (the micro-batch's quantile), and
+the auxiliary loss of a router. It also stays for batches with images, under ZeRO-3, and for a subclass with its own
+loss or call of the model.
 """
 
 import importlib
@@ -22,34 +22,34 @@ from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
 
-# Losses of GRPOTrainer that are sums over the sequences of an optimizer step, whichever micro-batch has them.
+# Losses of GRPOTrainer that are sums over the sequences of an optimizer step, in any split into micro-batches.
 SUMS_OVER_SEQUENCES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 
 whole_step = True  # False: the replaced methods do what TRL's do
 
-_Property = Callable[[Any], bool]  # of a trainer
+_TrainerTest = Callable[[Any], bool]
 
-_idle: ContextVar[Tensor | None] = ContextVar("liger_rl_trl_idle_rows", default=None)
+_idle_rows: ContextVar[Tensor | None] = ContextVar("liger_rl_trl_idle_rows", default=None)
 
 
-def idle_rows() -> Tensor | None:
-    """(B,) bool: the sequences of the micro-batch whose log-probabilities and entropies have no gradient.
+def get_idle_rows() -> Tensor | None:
+    """(B,) bool, the sequences of the micro-batch whose log-probabilities and entropies have no gradient.
 
-    None outside of `_compute_loss`, and where every sequence may have a gradient. The forward must return an idle
-    sequence's values all the same: for the metrics, the entropy quantile, and a ratio that zero then multiplies.
+    None outside of `_compute_loss`, and if every sequence may have a gradient. The forward must still return the values
+    of idle sequences, because metrics, the entropy quantile and ratios read them.
     """
-    return _idle.get()
+    return _idle_rows.get()
 
 
-def zero_3(model: Any) -> bool:
-    """Whether DeepSpeed shards the parameters: it records the order in which a forward uses them."""
+def uses_zero_3(model: Any) -> bool:
+    """Whether ZeRO-3 shards the parameters. It records the order in which a forward uses them."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def grouped(prompts: Sequence[bytes], size: int) -> list[int]:
-    """-> an order of the sequences, for micro-batches of `size`, that keeps equal prompts together.
+def order_by_prompt(prompts: Sequence[bytes], size: int) -> list[int]:
+    """An order of the sequences in which micro-batches of `size` keep equal prompts together.
 
-    The largest group that fits into the rest of a micro-batch comes next. If none fits, the largest is split.
+    The largest group that fits into the current micro-batch comes next. If none fits, the largest group is split.
     """
     members: dict[bytes, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -64,19 +64,19 @@ def grouped(prompts: Sequence[bytes], size: int) -> list[int]:
     return order
 
 
-def _regrouped(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
-    """The micro-batches of one generation, of which each `window` successive ones belong to one optimizer step."""
+def _regroup_batches(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
+    """Micro-batches of one generation, with equal prompts together. `window` successive ones are an optimizer step."""
     ids, mask = (torch.cat([batch[name] for batch in batches]) for name in ("prompt_ids", "prompt_mask"))
     prompts = [row.tobytes() for row in ids.masked_fill(mask == 0, -1).cpu().numpy()]  # the one copy to the host
     size = len(prompts) // len(batches)
     steps = range(0, len(prompts), window * size)
-    order = [start + row for start in steps for row in grouped(prompts[start : start + window * size], size)]
-    columns = {name: _ordered([batch[name] for batch in batches], order) for name in batches[0]}
+    order = [start + row for start in steps for row in order_by_prompt(prompts[start : start + window * size], size)]
+    columns = {name: _reorder_column([batch[name] for batch in batches], order) for name in batches[0]}
     return importlib.import_module("trl.trainer.utils").split_tensor_dict(columns, len(batches))
 
 
-def _ordered(parts: list[Any], order: list[int]) -> Any:
-    """One column of all micro-batches: a tensor or a list, or a value that the sequences share."""
+def _reorder_column(parts: list[Any], order: list[int]) -> Any:
+    """One column of all micro-batches in a new order. A scalar, which all sequences share, stays."""
     if parts[0] is None or getattr(parts[0], "ndim", 1) == 0:
         return parts[0]
     if isinstance(parts[0], Tensor):
@@ -96,8 +96,8 @@ def _grpo_has_other_gradients(trainer: Any) -> bool:
     return trainer.beta != 0.0 or (bonus_is_on and trainer.entropy_coef != 0.0)
 
 
-def _idle_rows_of(inputs: dict[str, Any]) -> Tensor:
-    """Every loss multiplies each token by its advantage, (B,) or (B, T), and by the masks, (B, T)."""
+def _find_idle_rows(inputs: dict[str, Any]) -> Tensor:
+    """(B,) bool, rows without a gradient: every loss multiplies tokens by advantages, (B,) or (B, T), and by masks."""
     advantages = inputs["advantages"]
     live = (advantages if advantages.ndim > 1 else advantages[:, None]) != 0
     for name in {"completion_mask", "tool_mask"} & inputs.keys():
@@ -105,15 +105,15 @@ def _idle_rows_of(inputs: dict[str, Any]) -> Tensor:
     return ~live.any(-1)
 
 
-def _rows(trainer: str, is_a_sum: _Property, has_other_gradients: _Property) -> tuple[Patch, Patch]:
-    """The rows of a trainer, "module:Class", by what its options say of its loss."""
+def _make_patches(trainer: str, is_a_sum: _TrainerTest, has_other_gradients: _TrainerTest) -> tuple[Patch, Patch]:
+    """The two patches of a trainer, "module:Class"."""
 
     def applies(self: Any) -> bool:
-        """Whether the loss and its call of the model are TRL's, not a subclass's, without a router's auxiliary loss."""
+        """Whether the loss and its call of the model are TRL's, not a subclass's, and there is no router loss."""
         methods = (self.compute_loss, self._get_per_token_logps_and_entropies)
         is_trls = all(method.__module__ == loss.module for method in methods)
         is_trls = is_trls and getattr(self._compute_loss, "__func__", None) is _compute_loss
-        return whole_step and is_trls and not self.aux_loss_enabled and not zero_3(self.model)
+        return whole_step and is_trls and not self.aux_loss_enabled and not uses_zero_3(self.model)
 
     def _prepare_inputs(self: Any, generation_batch: Any) -> Any:
         before = self._buffered_inputs
@@ -125,23 +125,23 @@ def _rows(trainer: str, is_a_sum: _Property, has_other_gradients: _Property) -> 
             return inputs
         if not batches[0].keys().isdisjoint({"pixel_values", "num_images"}):
             return inputs
-        self._buffered_inputs = _regrouped(batches, window)
+        self._buffered_inputs = _regroup_batches(batches, window)
         return self._buffered_inputs[self._step % count]
 
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        token = _idle.set(_idle_rows_of(inputs) if applies(self) and not has_other_gradients(self) else None)
+        token = _idle_rows.set(_find_idle_rows(inputs) if applies(self) and not has_other_gradients(self) else None)
         try:
             return loss.original(self, model, inputs)
         finally:
-            _idle.reset(token)
+            _idle_rows.reset(token)
 
     prepare = Patch(f"{trainer}._prepare_inputs", _prepare_inputs)
     loss = Patch(f"{trainer}._compute_loss", _compute_loss)
     return prepare, loss
 
 
-ROWS = (
-    *_rows("trl.trainer.grpo_trainer:GRPOTrainer", _grpo_is_a_sum, _grpo_has_other_gradients),
+PATCHES = (
+    *_make_patches("trl.trainer.grpo_trainer:GRPOTrainer", _grpo_is_a_sum, _grpo_has_other_gradients),
     # The loss of RLOO is a mean over sequences, and its KL is in the reward.
-    *_rows("trl.trainer.rloo_trainer:RLOOTrainer", lambda trainer: True, lambda trainer: False),
+    *_make_patches("trl.trainer.rloo_trainer:RLOOTrainer", lambda trainer: True, lambda trainer: False),
 )

@@ -1,8 +1,8 @@
 """The loss of TRL's DistillationTrainer on this package's divergence of two heads.
 
-With PEFT two more things are replaced, to train a LoRA adapter on the student's lm_head: the trainer's refusal of such
-an adapter, and the method that calls the loss, which also has to say which head it is. Once an adapter was accepted,
-that method stays when the patch is undone, and raises if TRL's loss would leave the adapter out.
+With PEFT two more things are replaced, to train a LoRA adapter on the student's lm_head: the class by which the trainer
+recognises and refuses such an adapter, and the method that calls the loss, which sets the head of the call. Once an
+adapter was accepted, the method stays after `unpatch_trl`, and raises if TRL's loss would leave the adapter out.
 
 TRL 1.15 has none of this, and then nothing is replaced.
 """
@@ -44,17 +44,18 @@ def _chunked_divergence_loss(
     """-> (loss, sum of the student's entropies in nats, number of tokens that count), () each.
 
     The loss is the sum of the divergences over num_items_in_batch, or without it over the number of tokens that count.
-    It alone has a gradient. The teacher's tensors may require gradients, as in TRL.
+    Only the loss has a gradient. The teacher's tensors may require gradients, as in TRL.
     """
     dtype = student_hidden_states.dtype
-    weight, bias = _whole(student_lm_head_weight, student_lm_head_bias, dtype)
-    teacher_weight, teacher_bias = _whole(teacher_lm_head_weight, teacher_lm_head_bias, teacher_hidden_states.dtype)
-    # As in TRL, whatever the weights are.
+    teacher_dtype = teacher_hidden_states.dtype
+    weight, bias = _gather_weight(student_lm_head_weight, student_lm_head_bias, dtype)
+    teacher_weight, teacher_bias = _gather_weight(teacher_lm_head_weight, teacher_lm_head_bias, teacher_dtype)
+    # As in TRL, whatever the dtype of the weights.
     autocast = torch.is_autocast_enabled(student_hidden_states.device.type)
-    compute_dtype = None if autocast or dtype != teacher_hidden_states.dtype else dtype
-    # The mark is DeepSpeed's, on every parameter under ZeRO-3.
+    compute_dtype = None if autocast or dtype != teacher_dtype else dtype
+    # DeepSpeed sets ds_id on every parameter under ZeRO-3.
     sharded = any(hasattr(parameter, "ds_id") for parameter in (weight, bias, teacher_weight, teacher_bias))
-    hidden, head = student_hidden_states, trl_adapters.adapted_head()
+    hidden, head = student_hidden_states, trl_adapters.get_adapted_head()
     if head is not None:
         (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
     mask = completion_mask != 0
@@ -77,7 +78,7 @@ def _chunked_divergence_loss(
             ),
             entropy=True,
             compute_dtype=compute_dtype,
-            gather=trl_adapters.gathered_head if sharded else None,
+            gather=trl_adapters.gather_head if sharded else None,
             chunk_tokens=chunks.get("chunk_tokens"),
             chunk_vocab=chunks.get("chunk_vocab"),
         ),
@@ -93,38 +94,38 @@ def _chunked_divergence_loss(
     return loss, result.entropy.detach().sum(), count
 
 
-def _whole(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Whole under FSDP2, as TRL's loss has a head."""
+def _gather_weight(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The whole head under FSDP2, as TRL's loss gathers it."""
     if not isinstance(weight, DTensor):
         return weight, bias
     return weight.full_tensor().to(dtype), bias.full_tensor() if isinstance(bias, DTensor) else bias
 
 
-class RefusedStudentLayer(trl_adapters.RefusedLayer):
-    """Knows whether this trainer has accepted an adapter."""
+class CheckedStudentLayer(trl_adapters.CheckedLayer):
+    """For this trainer alone: whether it accepted an adapter."""
 
     accepted = False
 
 
 class _MethodPatch(Patch):
-    """The replacement outlives the patch if an adapter was accepted."""
+    """A patch that stays if an adapter was accepted."""
 
     def undo(self) -> None:
-        if not RefusedStudentLayer.accepted:
+        if not CheckedStudentLayer.accepted:
             super().undo()
 
 
 def _compute_loss(self: Any, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
-    """The trainer's, naming the head of its loss."""
-    with trl_adapters.naming_head(unwrapped_student):
-        return METHOD.original(self, unwrapped_student, inputs, num_items_in_batch)
+    """The trainer's method, with its model's head set for the loss."""
+    with trl_adapters.set_adapted_head(unwrapped_student):
+        return METHOD_PATCH.original(self, unwrapped_student, inputs, num_items_in_batch)
 
 
-METHOD = _MethodPatch(
+METHOD_PATCH = _MethodPatch(
     f"{TRAINER}:DistillationTrainer._compute_loss", _compute_loss, since=SINCE, needed=trl_adapters.uses_peft
 )
-ROWS = (
+PATCHES = (
     Patch(f"{TRAINER}:{LOSS}", _chunked_divergence_loss, modules=(TRAINER,), since=SINCE),
-    METHOD,
-    trl_adapters.refusal(TRAINER, RefusedStudentLayer, since=SINCE),
+    METHOD_PATCH,
+    trl_adapters.make_layer_patch(TRAINER, CheckedStudentLayer, since=SINCE),
 )

@@ -1,8 +1,8 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
 The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_forward`); in
-GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' refusal of LoRA adapters on the lm_head
-(`trl_adapters`); and DistillationTrainer's loss (`trl_distillation`).
+GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' make_layer_patch of LoRA adapters on the lm_head
+(`trl_adapters`); and the loss of DistillationTrainer (`trl_distillation`).
 """
 
 from collections.abc import Collection, Iterator
@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_rl.head.checks import check_flag, check_floating
 from liger_rl.head.head_options import Tolerance
 from liger_rl.head.logprobs import linear_logprobs
-from liger_rl.integrations.patching import Framework, Patch, parameters_of
+from liger_rl.integrations.patching import Framework, Patch, list_parameters
 from liger_rl.integrations.trl import trl_adapters, trl_batches, trl_distillation
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -48,13 +48,13 @@ class FusedLogProbs:
     ) -> tuple[Tensor | None, ...]:
         """-> (log-probabilities, entropy, log sum p^2, mean logit, top-1), None where not among `outputs`.
 
-        Each (N,) float32, top-1 bool; gradients through the first two. `chunk_size`, the width of TRL's tiles, is not
-        used. ValueError for another name in `outputs`, and as `linear_logprobs`.
+        Each is (N,) float32, top-1 bool. The first two have gradients. `chunk_size`, the width of TRL's tiles, has no
+        effect. ValueError for another name in `outputs`, and as `linear_logprobs`.
         """
         unknown = sorted(set(outputs) - set(OUTPUTS))
         if unknown:
             raise ValueError(f"outputs must be among {list(OUTPUTS)}, got {unknown}")
-        head = trl_adapters.adapted_head()
+        head = trl_adapters.get_adapted_head()
         if head is not None:
             (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
         local = localize(hidden, weight, bias=bias, targets=targets)
@@ -71,7 +71,7 @@ class FusedLogProbs:
             entropy="entropy" in outputs,
             extras=[name for name in EXTRAS if name in outputs],
             compute_dtype=None if under_autocast else hidden.dtype,
-            gather=trl_adapters.gathered_head,
+            gather=trl_adapters.gather_head,
             **self.options,
         )
         constant = (None if value is None else value.detach() for value in result[2 : len(OUTPUTS)])
@@ -80,16 +80,16 @@ class FusedLogProbs:
 
 _op = FusedLogProbs({})
 # TRL passes the arguments by position. TRL 1.15 has the op only where Triton is.
-_op_patch = Patch(f"trl.trainer.utils:{NAME}", _op, f"ctx {parameters_of(_op.apply)}", checked=f"{NAME}.forward")
+_op_patch = Patch(f"trl.trainer.utils:{NAME}", _op, f"ctx {list_parameters(_op.apply)}", checked=f"{NAME}.forward")
 # A new version is supported once its trainers pass the tests.
 TRL = Framework(
     "trl",
     (1, 15),
     (1, 17),
     _op_patch,
-    *trl_adapters.ROWS,
-    *trl_distillation.ROWS,
-    *trl_batches.ROWS,
+    *trl_adapters.PATCHES,
+    *trl_distillation.PATCHES,
+    *trl_batches.PATCHES,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
 )
 
@@ -127,7 +127,7 @@ def patch_trl(
     # A call without tokens raises for an option that is refused.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
     TRL.patch()
-    _set(options)
+    _set_options(options)
     trl_batches.whole_step = whole_step
 
 
@@ -148,10 +148,10 @@ def patched_trl(**options: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            _set(before[0])
+            _set_options(before[0])
             trl_batches.whole_step = before[1]
 
 
-def _set(options: dict[str, Any]) -> None:
+def _set_options(options: dict[str, Any]) -> None:
     _op.options = options
     trl_distillation.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}
