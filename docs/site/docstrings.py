@@ -18,7 +18,8 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         if pkg.name == "liger_rl":
             for module in pkg["integrations"].modules.values():
-                _describe_methods(module, pkg["integrations.patching.Framework"])
+                for part in (module, *module.modules.values()):
+                    _describe_methods(part, pkg["integrations.patching.Framework"])
             _rewrite(pkg, {str(name) for name in pkg.exports or ()})
 
 

@@ -49,7 +49,8 @@ class System(NamedTuple):
 
 
 def system_of(name: str) -> System:
-    module = importlib.import_module(f"liger_rl.integrations.{name}")
+    home = name if name == "verl" else f"{name}.{name}_patch"
+    module = importlib.import_module(f"liger_rl.integrations.{home}")
     (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
     functions = [getattr(module, f"{verb}_{name}") for verb in ("patch", "unpatch", "patched")]
     return System(framework, *functions)
