@@ -241,7 +241,7 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
     ):
         kl = replace(kl, importance_weighted=entropy)
         terms = PolicyTerms(objective=objective(), reduction=TokenSum(), kl=kl)
-        prepared = terms.prepared(terms.check(batch, torch.Size([N]), CPU), torch.float32)
+        prepared = terms.prepare(terms.check(batch, torch.Size([N]), CPU), torch.float32)
         policy_terms_triton.launch(prepared, ones(N), outputs=("slopes", "sums") if entropy else ("sums",))
         policy_terms_triton.launch(prepared, ones(N), outputs=("slopes",))
         policy_terms_triton.launch(

@@ -13,7 +13,7 @@ from liger_rl.head.live_tokens import live_tokens
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses import fused
-from liger_rl.losses.batch import PolicyBatch, batch_of
+from liger_rl.losses.batch import PolicyBatch, make_batch
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.options import one_of
@@ -89,7 +89,7 @@ def grpo_loss_from_logits(
             and a mask or column together with a `PolicyBatch`.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
-    batch = batch_of(
+    batch = make_batch(
         "grpo_loss_from_logits", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
         ref_per_token_logps=ref_per_token_logps, importance_ratio=importance_ratio, segments=segments,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def grpo_loss_from_logits(
     logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
     columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)
     if columns is None:
-        prepared = terms.prepared(aligned, torch.float32)
+        prepared = terms.prepare(aligned, torch.float32)
         values = prepared.per_token(logps)
         with torch.no_grad():
             is_clipped = clip_indicator_of(clip_indicator, values.token_loss, prepared.batch.advantages)

@@ -13,7 +13,7 @@ from liger_rl.head.head_call import HeadCall
 from liger_rl.head.head_options import Tolerance
 from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
-from liger_rl.losses.batch import PolicyBatch, batch_of
+from liger_rl.losses.batch import PolicyBatch, make_batch
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.metrics import MetricsLevel
@@ -136,7 +136,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
                 needs. With a sharded head, each rank raises by itself.
         """
-        batch = batch_of(
+        batch = make_batch(
             "FusedLinearGRPOLoss", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps, sampling_per_token_logps=sampling_per_token_logps,
             importance_ratio=importance_ratio, segments=segments, num_sequences=num_sequences,

@@ -75,7 +75,7 @@ def _name(term: Any) -> str:
 def prepared_loss(terms: PolicyTerms, aligned: AlignedBatch, call: HeadCall) -> PreparedLoss:
     """The loss of the tokens that count."""
     counted = counted_tokens(call.targets, call.mask)
-    return terms.prepared(replace(aligned, mask=counted), torch.float32)
+    return terms.prepare(aligned, torch.float32, counted)
 
 
 def loss_in_one_pass(

@@ -1,8 +1,8 @@
-"""The columns of a batch: checked and aligned once, so that losses need not look again."""
+"""The columns of a batch, which are checked and aligned once, before any loss reads them."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from liger_rl.losses.segments import Segments, segment_sum
 
 # A ratio of e^40 is 2e17. The bound keeps products of two ratios finite in float32, and 0 * ratio from being NaN.
 MAX_LOG_RATIO = 40.0
-# One entry per token, in a PolicyBatch and in an AlignedBatch.
+# The columns of a PolicyBatch, and those that only a PreferenceBatch has.
 COLUMNS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
-
-MORE_COLUMNS = ("shift", "nll_mask", "entropy")  # of an AlignedBatch alone
+PREFERENCE_COLUMNS = ("shift", "nll_mask")
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -25,10 +24,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedBatch:
-    """The batch that losses compute with.
-
-    Every column has the shape and dtype of the log-probabilities. It is 0 wherever the mask is 0.
-    """
+    """The batch that losses read. Columns have the shape and dtype of the log-probabilities, and are 0 where masked."""
 
     advantages: Tensor
     mask: Tensor  # bool
@@ -44,8 +40,7 @@ class AlignedBatch:
     pairs: bool = False
     shift: Tensor | None = None  # subtracted from a sequence's log-ratio or reward
     nll_mask: Tensor | None = None  # tokens of an objective's NLL term; None: those with an advantage above 0
-    # What the head gives for each token besides its log-probability, if an objective reads it. `lse` and `mean_logits`
-    # have a gradient.
+    # The head's other values for each token, if an objective reads them. `lse` and `mean_logits` have a gradient.
     entropy: Tensor | None = None
     lse: Tensor | None = None
     mean_logits: Tensor | None = None
@@ -54,25 +49,29 @@ class AlignedBatch:
     topk_logps: Tensor | None = None  # (..., K)
     topk_ids: Tensor | None = None  # (..., K)
 
-    def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
-        """Detached copies of the columns in `dtype`, 0 where the mask is 0; the mask as bool."""
-        masked = self.mask == 0
-        columns: dict[str, Any] = {name: getattr(self, name) for name in (*COLUMNS, *MORE_COLUMNS)}
-        for name, column in columns.items():
-            columns[name] = None if column is None else column.detach().to(dtype).masked_fill(masked, 0.0)
-        return replace(self, **columns, mask=~masked)
+    def clean(self, dtype: torch.dtype, mask: Tensor | None = None) -> "AlignedBatch":
+        """The batch with a bool mask, and columns that are detached, in `dtype`, and 0 where masked.
+
+        `mask` replaces the batch's.
+        """
+        masked = (self.mask if mask is None else mask) == 0
+        columns = dict(vars(self))
+        for name in (*COLUMNS, *PREFERENCE_COLUMNS):
+            if columns[name] is not None:
+                columns[name] = columns[name].detach().to(dtype).masked_fill(masked, 0.0)
+        columns["mask"] = ~masked
+        return AlignedBatch(**columns)
 
     def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
-        """The tokens at flat positions of (B, T) or (N,). The divisors stay those of the whole batch.
+        """The tokens at flat positions of (B, T) or (N,), with the divisors of the whole batch.
 
-        (b, w) positions of (B, T) give rows, in the order of pairs if there are pairs. (n,) positions give packed
-        tokens; with `sequences` each keeps its row (or pair) of a padded batch as its segment.
+        Positions are (b, w), for rows of (B, T) with pairs in order, or (n,), for packed tokens. With `sequences`, the
+        segment of a packed token is its row (or pair) in the padded batch.
         """
-        shape = self.mask.shape
-        columns: dict[str, Any] = {}
-        for name in ("mask", *COLUMNS, *MORE_COLUMNS):
-            column = getattr(self, name)
-            columns[name] = None if column is None else column.expand(shape).reshape(-1)[positions]
+        shape, columns = self.mask.shape, dict(vars(self))
+        for name in ("mask", *COLUMNS, *PREFERENCE_COLUMNS):
+            if columns[name] is not None:
+                columns[name] = columns[name].expand(shape).reshape(-1)[positions]
         segments, rows = self.segments, columns["mask"].dim() == 2
         if len(shape) == 2 and sequences and not rows:
             if isinstance(positions, slice):
@@ -81,19 +80,20 @@ class AlignedBatch:
             segments = Segments(index=positions // max(shape[1], 1) % max(count, 1), count=count)
         elif segments is not None:
             segments = replace(segments, index=segments.index[positions])
-        return replace(self, **columns, segments=segments, pairs=self.pairs and rows)
+        columns["segments"], columns["pairs"] = segments, self.pairs and rows
+        return AlignedBatch(**columns)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
-        """logp - old, differentiable. Without old log-probabilities, old is logp without gradient."""
+        """logp - old, differentiable. If there are no old log-probabilities, old is logp without gradient."""
         return logps - (logps.detach() if self.old_per_token_logps is None else self.old_per_token_logps)
 
     def ratio(self, logps: Tensor) -> Tensor:
         """exp(logp - old), at most e^40, differentiable."""
-        return bounded_exp(self.log_ratio(logps))
+        return self.log_ratio(logps).clamp(max=MAX_LOG_RATIO).exp()
 
     @property
     def nll_tokens(self) -> Tensor:
-        """bool: the tokens of an objective's NLL term."""
+        """Bool, the tokens of an objective's NLL term."""
         return self.advantages > 0 if self.nll_mask is None else self.nll_mask != 0
 
     def check_sequences(self) -> None:
@@ -155,51 +155,53 @@ class PolicyBatch:
     num_sequences: int | Tensor | None = None
     num_items_in_batch: int | float | Tensor | None = None
 
-    def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
-        """Every column in `shape`, (B, T) or (N,), with its values as they are, and a mask in any case.
+    ALIGNED: ClassVar[tuple[str, ...]] = ("mask", *COLUMNS)
+
+    def align(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
+        """The columns in `shape`, (B, T) or (N,), values unchanged, and a mask of True if there is none.
 
         Raises TypeError or ValueError for a column or a divisor that does not fit.
         """
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
-        columns: dict[str, Any] = {}
-        for name in ("mask", *COLUMNS):
+        columns: dict[str, Any] = dict.fromkeys(COLUMNS)
+        for name in self.ALIGNED:
             column = getattr(self, name)
-            needed = column is not None or name == "advantages"
-            columns[name] = _column(name, column, shape, device) if needed else None
-        mask, ratio = columns.pop("mask"), self.importance_ratio
+            if column is not None or name == "advantages":
+                columns[name] = _align_column(name, column, shape, device)
+        if self.mask is None:
+            columns["mask"] = torch.ones(shape, dtype=torch.bool, device=device)
         if self.segments is not None:
             _check_segments(self.segments, shape, device)
-        num_sequences = _divisor("num_sequences", self.num_sequences, device)
-        if num_sequences is None and len(shape) == 2:
+        num_sequences, num_items_in_batch = self.num_sequences, self.num_items_in_batch
+        if num_sequences is not None:
+            num_sequences = _check_divisor("num_sequences", num_sequences, device)
+        elif len(shape) == 2:
             num_sequences = max(shape[0], 1)
-        elif num_sequences is None and self.segments is not None:
+        elif self.segments is not None:
             num_sequences = max(self.segments.count, 1)
+        if num_items_in_batch is not None:
+            num_items_in_batch = _check_divisor("num_items_in_batch", num_items_in_batch, device)
+        ratio = self.importance_ratio
         return AlignedBatch(
             **columns,
-            mask=torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask,
             importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
             segments=self.segments,
             num_sequences=num_sequences,
-            num_items_in_batch=_divisor("num_items_in_batch", self.num_items_in_batch, device),
+            num_items_in_batch=num_items_in_batch,
+            pairs=getattr(self, "pairs", False),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(PolicyBatch):
-    """A batch of judged sequences: advantages of 1, -1 or 0, as `liger_rl.losses.preference` reads them."""
+    """A batch of judged sequences, whose advantages are 1, -1 or 0: see `liger_rl.losses.preference`."""
 
     pairs: bool = False
     shift: Tensor | None = None  # (B,), (B, T) or (N,)
     nll_mask: Tensor | None = None  # (B, T) or (N,)
 
-    def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
-        aligned = super().checked(shape, device)
-        more = {name: getattr(self, name) for name in ("shift", "nll_mask")}
-        columns: dict[str, Any] = {
-            name: None if x is None else _column(name, x, shape, device) for name, x in more.items()
-        }
-        return replace(aligned, pairs=self.pairs, **columns)
+    ALIGNED: ClassVar[tuple[str, ...]] = (*PolicyBatch.ALIGNED, *PREFERENCE_COLUMNS)
 
 
 def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> None:
@@ -215,8 +217,8 @@ def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> N
         )
 
 
-def _column(name: str, value: Any, shape: torch.Size, device: torch.device) -> Tensor:
-    column = check_dense(name, value)
+def _align_column(name: str, column: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    check_dense(name, column)
     if column.device != device:
         raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
     if column.shape == shape:
@@ -244,15 +246,13 @@ def check_mask_values(mask: Tensor | None) -> None:
     """Raises ValueError if a mask in CPU memory has a value other than 0 and 1."""
     if mask is None or mask.device.type != "cpu" or mask.dtype == torch.bool:
         return
-    odd = mask[(mask != 0) & (mask != 1)]
-    if odd.numel():
-        raise ValueError(f"mask must be 0 or 1 for every token, got {odd[0].item()} and {odd.numel() - 1} others")
+    wrong = mask[(mask != 0) & (mask != 1)]
+    if wrong.numel():
+        raise ValueError(f"mask must be 0 or 1 for every token, got {wrong[0].item()} and {wrong.numel() - 1} others")
 
 
-def _divisor(name: str, value: Any, device: torch.device) -> Any:
-    """The caller's divisor, without gradient."""
-    if value is None:
-        return None
+def _check_divisor(name: str, value: Any, device: torch.device) -> Any:
+    """Returns the divisor, without gradient. Raises TypeError or ValueError unless it is a number of at least 1."""
     if not isinstance(value, Tensor):
         if not 1 <= number(name, value) < math.inf:
             raise ValueError(f"{name} must be at least 1 and finite, got {value}")
@@ -267,11 +267,11 @@ def _divisor(name: str, value: Any, device: torch.device) -> Any:
     return value.detach().reshape(())
 
 
-def batch_of(function: str, advantages: Tensor | PolicyBatch, **columns: Any) -> PolicyBatch:
-    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages and the other columns."""
+def make_batch(function: str, advantages: Tensor | PolicyBatch, **columns: Any) -> PolicyBatch:
+    """The `PolicyBatch` of a function's arguments, which are the batch itself, or advantages and other columns."""
     if not isinstance(advantages, PolicyBatch):
         return PolicyBatch(advantages=advantages, **columns)
-    doubled = [name for name, column in columns.items() if column is not None]
-    if doubled:
-        raise TypeError(f"{', '.join(doubled)} must be in the PolicyBatch that {function} got, not beside it")
+    separate = [name for name, column in columns.items() if column is not None]
+    if separate:
+        raise TypeError(f"{', '.join(separate)} must be in the PolicyBatch that {function} got, not beside it")
     return advantages

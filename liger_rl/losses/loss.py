@@ -52,10 +52,13 @@ class PolicyTerms(Options):
     reads_reference: bool = field(init=False, repr=False)  # a penalty, or perhaps a user's objective or correction
     # A sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics.
     idle_without_advantages: bool = field(init=False, repr=False)
+    nll_weight: float = field(init=False, repr=False)  # of the mean of -logp over `AlignedBatch.nll_tokens`
+    topk: int | None = field(init=False, repr=False)  # the number of likeliest ids whose log-probabilities are read
+    checked_terms: tuple[Any, ...] = field(init=False, repr=False)  # the terms that have a method `check`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        corrections = tuple(self.corrections)  # read once: an iterator is empty the second time
+        corrections = tuple(self.corrections)  # an iterator can be read only once
         for place, correction in enumerate(corrections):
             callable_instance(f"corrections[{place}]", correction)
         bonus = self.entropy_bonus.entropy_coef != 0.0
@@ -63,124 +66,123 @@ class PolicyTerms(Options):
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
         factors = (self.objective, *corrections)
         locality, penalised = _locality(factors), bonus or self.kl.beta != 0.0
-        restricted = any(_says(correction, "restricts_entropy") for correction in corrections)
+        restricted = any(getattr(correction, "restricts_entropy", False) for correction in corrections)
         reads: Any = self.objective.reads(self.metrics) if hasattr(self.objective, "reads") else ()
         needs_entropy = restricted or bonus or self.metrics == "with_entropy" or "entropy" in reads
         # An objective's own metrics read the tokens of its loss alone.
-        own_metrics = _says(self.objective, "own_metrics")
+        own_metrics = getattr(self.objective, "own_metrics", False)
         by_sequence = self.metrics in ("basic", "with_entropy") and not own_metrics
         metrics_read_all = (needs_entropy or by_sequence) and not own_metrics
-        idle_tokens = _says_of_its_formula(self.objective, "zero_without_advantage")
-        idle_sequences = idle_tokens or _says_of_its_formula(self.objective, "sequence_zero_without_advantages")
+        idle_tokens = _read_formula_attribute(self.objective, "zero_without_advantage")
+        idle_sequences = idle_tokens or _read_formula_attribute(self.objective, "sequence_zero_without_advantages")
+        terms = (*factors, self.reduction)
         derived = {
             "corrections": corrections,
             "needs_entropy": needs_entropy,
             "reads": frozenset(reads) - {"entropy"},
-            "needs_sequences": by_sequence
-            or any(_says(term, "needs_sequences") for term in (*factors, self.reduction)),
+            "needs_sequences": by_sequence or any(getattr(term, "needs_sequences", False) for term in terms),
             "locality": locality,
             "penalised": penalised,
             "metrics_read_all": metrics_read_all,
             "projects_all": not idle_tokens or locality != "token" or penalised or metrics_read_all,
             "reads_reference": self.kl.beta != 0.0
-            or _says(self.objective, "reads_reference")
+            or getattr(self.objective, "reads_reference", False)
             or any(not type(term).__module__.startswith("liger_rl.") for term in factors),
             "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
+            "nll_weight": getattr(self.objective, "nll_weight", 0.0),
+            "topk": getattr(self.objective, "topk", None),
+            "checked_terms": tuple(term for term in terms if hasattr(term, "check")),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
     def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
-        """The batch's columns in `shape`, unread. Raises for columns that do not fit together, or that are missing."""
-        self.kl.check(batch)
-        if batch.ref_per_token_logps is not None and not self.reads_reference:
+        """The columns of `batch` in `shape`, (B, T) or (N,), without reading their values.
+
+        Raises TypeError or ValueError for columns that do not fit together or are missing.
+        """
+        if batch.ref_per_token_logps is None:
+            if self.kl.beta != 0.0:
+                raise ValueError(
+                    f"ref_per_token_logps must be given for a KL penalty with beta = {self.kl.beta}, got None"
+                )
+        elif not self.reads_reference:
             warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
-        aligned = batch.checked(shape, device)
+        aligned = batch.align(shape, device)
         if self.sampler_correction is not None:
             self.sampler_correction.check(aligned)
             aligned = replace(aligned, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
         if self.needs_sequences:
             aligned.check_sequences()
-        terms: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
-        for term in terms:
-            if hasattr(term, "check"):
-                term.check(aligned)
+        for term in self.checked_terms:
+            term.check(aligned)
         return aligned
 
-    def prepared(self, aligned: AlignedBatch, dtype: torch.dtype) -> "PreparedLoss":
-        """The loss of the batch that `check` returned, with everything made that needs no log-probability."""
-        clean = aligned.cleaned(dtype)
+    def prepare(self, aligned: AlignedBatch, dtype: torch.dtype, mask: Tensor | None = None) -> "PreparedLoss":
+        """Computes all that needs no log-probabilities, from the result of `check`. `mask` replaces the batch's."""
+        batch = aligned.clean(dtype, mask)
         if self.sampler_correction is not None:
-            clean = replace(clean, importance_ratio=self.sampler_correction.ratio(clean))
-        weights: Any = None if self.reduction is None else self.reduction(clean)
-        if isinstance(weights, (int, float)):  # one number for all tokens
-            weights = clean.advantages.new_full((), weights)
+            batch = replace(batch, importance_ratio=self.sampler_correction.ratio(batch))
+        weights: Any = None
         if self.reduction is not None:
-            _check_fits("the result of reduction", weights, clean.mask.shape)
+            weights = self.reduction(batch)
+            if isinstance(weights, (int, float)):  # one number for all tokens
+                weights = batch.advantages.new_full((), weights)
+            _check_broadcasts("the result of reduction", weights, batch.mask.shape)
         nll_weights = None
         if self.nll_weight:
-            tokens = clean.nll_tokens
+            tokens = batch.nll_tokens
             nll_weights = self.nll_weight * tokens.to(dtype) / tokens.sum().clamp(min=1)
-        return PreparedLoss(self, clean, weights, self.metrics, nll_weights=nll_weights)
-
-    @property
-    def nll_weight(self) -> float:
-        return getattr(self.objective, "nll_weight", 0.0)
-
-    @property
-    def topk(self) -> int | None:
-        """The number of likeliest ids whose log-probabilities the objective reads."""
-        return getattr(self.objective, "topk", None)
+        return PreparedLoss(self, batch, weights, self.metrics, nll_weights=nll_weights)
 
     def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
 
         In GRPO, a group with equal rewards has advantages of 0. Its tokens need not be projected.
         """
-        return None if self.projects_all else _unexpanded(aligned.advantages)
+        return None if self.projects_all else _drop_expansion(aligned.advantages)
 
     def may_have_gradient(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where a token may have a gradient, shaped like the tokens or (B, 1); None for all."""
-        return None if self.penalised else _unexpanded(aligned.advantages)
+        return None if self.penalised else _drop_expansion(aligned.advantages)
 
 
-def _check_fits(name: str, values: Any, shape: torch.Size) -> None:
+def _check_broadcasts(name: str, values: Any, shape: torch.Size) -> None:
     """Raise unless `values` is a tensor that broadcasts to the tokens' shape; (N, 1) and (N,) would make (N, N)."""
+    if isinstance(values, Tensor) and values.shape == shape:
+        return
     instance_of(name, values, Tensor)
     sizes = zip(values.shape[::-1], shape[::-1], strict=False)
     if values.dim() > len(shape) or any(size not in (1, tokens) for size, tokens in sizes):
         raise ValueError(f"{name} must broadcast to {tuple(shape)}, one for each token, got {tuple(values.shape)}")
 
 
-def _unexpanded(column: Tensor) -> Tensor:
-    """(B, 1) of a column that was expanded to (B, T), so that callers do not write it out."""
+def _drop_expansion(column: Tensor) -> Tensor:
+    """(B, 1) of a column that was expanded to (B, T), so that callers do not write out (B, T)."""
     return column[:, :1] if column.dim() == 2 and column.stride(1) == 0 else column
 
 
-def _says(term: Any, name: str) -> bool:
-    """An objective's or a correction's attribute, such as `token_local`; False if it is not there."""
-    return getattr(term, name, False)
-
-
 def _locality(factors: Iterable[Any]) -> Locality:
-    # A bonus is a mean over tokens that are not known before all entropies are.
-    if any(_says(factor, "restricts_entropy") for factor in factors):
-        return "batch"
-    if all(_says(factor, "token_local") and not _says(factor, "needs_sequences") for factor in factors):
-        return "token"
-    local = all(_says(factor, "token_local") or _says(factor, "sequence_local") for factor in factors)
-    return "sequence" if local else "batch"
+    locality: Locality = "token"
+    for factor in factors:
+        token_local = getattr(factor, "token_local", False)
+        # The tokens of an entropy bonus are known only after the entropies of the whole batch.
+        if getattr(factor, "restricts_entropy", False) or not (token_local or getattr(factor, "sequence_local", False)):
+            return "batch"
+        if not token_local or getattr(factor, "needs_sequences", False):
+            locality = "sequence"
+    return locality
 
 
-def _says_of_its_formula(objective: Any, name: str) -> bool:
-    """`_says`, except that a subclass with its own formula does not inherit the attribute of another formula."""
+def _read_formula_attribute(objective: Any, name: str) -> bool:
+    """An attribute that a subclass with another formula does not inherit; False if there is none."""
     if name not in getattr(objective, "__dict__", {}):
         for cls in type(objective).__mro__:
             if name in cls.__dict__:
                 break
             if "__call__" in cls.__dict__ or "forward" in cls.__dict__:
                 return False
-    return _says(objective, name)
+    return getattr(objective, name, False)
 
 
 class TokenTerms(NamedTuple):
@@ -224,19 +226,22 @@ class PreparedLoss(NamedTuple):
         entropy: Tensor | None = None,
         others: Mapping[str, Tensor] = NOTHING,
     ) -> TokenTerms:
-        """importance_ratio_t factor_t objective_t + beta kl_t of each token. `others`: the head's values by name."""
+        """importance_ratio_t factor_t objective_t + beta kl_t of each token.
+
+        `others` has the head's other values by name: fields of `AlignedBatch`.
+        """
         terms, batch = self.terms, self.batch
         masked = ~batch.mask
         # A fill, not a product: a masked NaN must not reach the value or the gradient.
         logps = per_token_logps.masked_fill(masked, 0.0)
+        values: dict[str, Any] = {}
         if entropy is not None:
             entropy = entropy.to(logps.dtype).masked_fill(masked, 0.0)
-            batch = replace(batch, entropy=entropy.detach())
-        if others:
-            # Booleans and lists of K have no masked gradient to drop.
-            fills = {name: masked if x.dim() == masked.dim() else masked[..., None] for name, x in others.items()}
-            filled: dict[str, Any] = {name: x.masked_fill(fills[name], 0) for name, x in others.items()}
-            batch = replace(batch, **filled)
+            values["entropy"] = entropy.detach()
+        for name, value in others.items():
+            values[name] = value.masked_fill(masked if value.dim() == masked.dim() else masked[..., None], 0)
+        if values:
+            batch = replace(batch, **values)
         token_loss = terms.objective(logps, batch)
         instance_of("the result of objective", token_loss, TokenLoss)
         loss = token_loss.loss
@@ -247,14 +252,15 @@ class PreparedLoss(NamedTuple):
         keeps_entropy = batch.mask
         for place, correction in enumerate(terms.corrections):
             factor = correction(logps, batch)
-            _check_fits(f"the result of corrections[{place}]", factor, logps.shape)
+            _check_broadcasts(f"the result of corrections[{place}]", factor, logps.shape)
             loss = loss * factor
-            if _says(correction, "restricts_entropy"):
+            if getattr(correction, "restricts_entropy", False):
                 keeps_entropy = keeps_entropy & (factor != 0)
-        if batch.importance_ratio is not None and not _says(terms.objective, "takes_importance_ratio"):
+        if batch.importance_ratio is not None and not getattr(terms.objective, "takes_importance_ratio", False):
             loss = loss * batch.importance_ratio
-        kl = terms.kl(logps, batch, token_loss.ratio)
-        if kl is not None:
+        kl = None
+        if terms.kl.beta != 0.0:
+            kl = terms.kl(logps, batch, token_loss.ratio)
             loss = loss + terms.kl.beta * kl
         return TokenTerms(loss.masked_fill(masked, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
 
@@ -274,12 +280,12 @@ class PreparedLoss(NamedTuple):
             if tokens.entropy is None:
                 raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
             loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, self.entropy_count)
-        own_metrics = tokens.token_loss.metrics
-        if own_metrics is None:
+        if self.metrics == "none":
+            return PolicyLoss(loss, {})
+        with torch.no_grad():
+            if tokens.token_loss.metrics is not None:
+                return PolicyLoss(loss, tokens.token_loss.metrics(self.metrics))
             metrics = policy_metrics(self.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
-        else:
-            with torch.no_grad():
-                metrics = {} if self.metrics == "none" else own_metrics(self.metrics)
         return PolicyLoss(loss, metrics)
 
 
@@ -339,4 +345,4 @@ def ppo_loss_fn(
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
     aligned = terms.check(batch, per_token_logps.shape, per_token_logps.device)
     check_mask_values(batch.mask)
-    return terms.prepared(aligned, dtype).evaluate(per_token_logps.to(dtype), entropy)
+    return terms.prepare(aligned, dtype).evaluate(per_token_logps.to(dtype), entropy)

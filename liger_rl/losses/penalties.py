@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from liger_rl.losses.batch import MAX_LOG_RATIO, AlignedBatch, PolicyBatch
+from liger_rl.losses.batch import MAX_LOG_RATIO, AlignedBatch
 from liger_rl.losses.options import Options
 
 
@@ -43,14 +43,9 @@ class KLPenalty(Options):
     kl_estimator: Annotated[str, tuple(ESTIMATORS)] = "k3"
     importance_weighted: Annotated[bool, bool] = False
 
-    def check(self, batch: PolicyBatch) -> None:
-        if self.beta != 0.0 and batch.ref_per_token_logps is None:
-            raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
-
-    def __call__(self, logps: Tensor, batch: AlignedBatch, ratio: Tensor | None) -> Tensor | None:
-        """The estimate of the KL per token in nats, before the coefficient; None at beta == 0."""
-        if self.beta == 0.0 or batch.ref_per_token_logps is None:
-            return None
+    def __call__(self, logps: Tensor, batch: AlignedBatch, ratio: Tensor | None) -> Tensor:
+        """The estimate of the KL per token in nats, before the coefficient."""
+        assert batch.ref_per_token_logps is not None
         kl = ESTIMATORS[self.kl_estimator](logps, batch.ref_per_token_logps)
         if self.importance_weighted:
             if ratio is None:
@@ -69,13 +64,10 @@ class EntropyBonus(Options):
 
     entropy_coef: Annotated[float, "(-inf, inf)"] = 0.0  # 0 computes nothing
 
-    def __call__(self, entropy: Tensor, kept: Tensor, count: Tensor | None = None) -> Tensor:
-        """() the term, of entropies in nats and the bool mask of the tokens kept, (B, T) or (N,).
-
-        `count` is the mean's divisor if the tokens here are not all, (); None counts them.
-        """
-        count = kept.sum() if count is None else count
-        return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / count.clamp(min=1)
+    def __call__(self, entropy: Tensor, mask: Tensor, count: Tensor | None = None) -> Tensor:
+        """() the term, from entropies in nats and a bool mask, (B, T) or (N,). `count`, (), replaces the mask's sum."""
+        count = mask.sum() if count is None else count
+        return -self.entropy_coef * torch.where(mask, entropy, 0.0).sum() / count.clamp(min=1)
 
 
 NO_PENALTY = KLPenalty()

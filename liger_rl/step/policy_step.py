@@ -272,7 +272,7 @@ class PolicySteps(Iterator[PolicyStep]):
     def _prepared_loss(self) -> PreparedLoss:
         """The loss with the weights and divisors of the whole batch."""
         assert self._aligned is not None
-        return self._loss.terms.prepared(self._aligned, torch.float32)
+        return self._loss.terms.prepare(self._aligned, torch.float32)
 
     def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
         """The outputs of `micros`. Runs the model `number` times, as other ranks do."""

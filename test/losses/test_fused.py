@@ -67,7 +67,7 @@ def interpreted(monkeypatch):
 
 
 def prepare(terms: PolicyTerms, columns: dict[str, Tensor], shape: torch.Size, dtype=torch.float32) -> PreparedLoss:
-    return terms.prepared(terms.check(PolicyBatch(**columns), shape, DEVICE), dtype)
+    return terms.prepare(terms.check(PolicyBatch(**columns), shape, DEVICE), dtype)
 
 
 def by_formula(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor, dtype=torch.float32):

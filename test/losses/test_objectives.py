@@ -406,7 +406,7 @@ CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, Clip
 def test_clipped_tokens_are_exactly_zero(name):
     c = columns(20, 6, noise=0.8)
     leaf = c.logps.clone().requires_grad_()
-    aligned = batch_of(c).checked(leaf.shape, leaf.device).cleaned(leaf.dtype)
+    aligned = batch_of(c).align(leaf.shape, leaf.device).clean(leaf.dtype)
     found = preset_of(name).objective(torch.where(c.mask, leaf, 0.0), aligned)
     cut = ((found.clip_low | found.clip_high) & c.mask).expand_as(c.mask)
     assert 5 < cut.sum() < c.mask.sum()

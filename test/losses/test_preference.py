@@ -43,7 +43,7 @@ def ours(objective, x: dict[str, Tensor], **columns) -> Tensor:
     given = {"advantages": side, "ref_per_token_logps": x["ref"], "pairs": True, "num_sequences": PAIRS} | columns
     batch = PreferenceBatch(mask=x["mask"], **given)
     terms = liger_rl.losses.loss.PolicyTerms(objective=objective, reduction=SequenceMean())
-    prepared = terms.prepared(terms.check(batch, x["mask"].shape, x["mask"].device), x["logps"].dtype)
+    prepared = terms.prepare(terms.check(batch, x["mask"].shape, x["mask"].device), x["logps"].dtype)
     others = {"log_sum_sq_probs": x["sum_sq"]} if "log_sum_sq_probs" in terms.reads else {}
     return prepared.evaluate(x["logps"], others=others).loss
 
