@@ -1,7 +1,7 @@
-"""The loss of a batch of log-probabilities: by one kernel if it knows the formula, else by the formulas themselves.
+"""Evaluates a loss by one kernel if there is one, else by its formulas.
 
-On a GPU the formulas of `liger_rl.losses` are dozens of small launches each way. `fused_triton` has one kernel for the
-published losses in which each token's gradient depends on that token alone. This module decides which of the two runs.
+On a GPU the formulas of `liger_rl.losses` are dozens of small launches each way. `fused_triton` is one launch. It has
+the published losses in which a token's gradient depends on that token alone.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.once import differentiable_once
-from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.loss import NOTHING, PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.loss import NOTHING, PolicyLoss, PreparedLoss
 from liger_rl.losses.metrics import Metric, loss_metrics
 
-DIFFERENTIABLE = ("logps", "entropy", "lse", "mean_logits")  # values of the head
-DEVICES = ("cuda",)  # on other devices launches cost little
+DEVICES = ("cuda",)  # launches on other devices cost little
 
 
 def evaluate(
@@ -26,8 +24,8 @@ def evaluate(
     entropy: Tensor | None = None,
     others: Mapping[str, Tensor] = NOTHING,
 ) -> PolicyLoss:
-    """`prepared.evaluate`, differentiable once, for (B, T) or (N,) log-probabilities of the whole batch."""
-    kernel = kernel_for(prepared, logps)
+    """`prepared.evaluate` of (B, T) or (N,) log-probabilities, differentiable once."""
+    kernel = find_kernel(prepared, logps)
     if kernel is None:
         return prepared.evaluate(logps, entropy, others)
     loss, *_, sums = _Launch.apply(logps, prepared, kernel, ("sums",), "active")
@@ -41,28 +39,35 @@ def with_gradients(
     entropy: Tensor | None,
     others: Mapping[str, Tensor] = NOTHING,
 ) -> tuple[PolicyLoss, dict[str, Tensor]]:
-    """The loss and its gradients by the names of the values; "logps" is always there, others if the loss reads them."""
-    values = {"logps": logps, "entropy": entropy, **others}
-    leaves = {
-        name: x.detach().requires_grad_() for name, x in values.items() if x is not None and name in DIFFERENTIABLE
-    }
-    read = {name: leaves.get(name, x) for name, x in others.items()}
-    result = evaluate(prepared, leaves["logps"], leaves.get("entropy"), read)
-    gradients = {"logps": torch.zeros_like(logps)}
+    """The loss, and its gradients by the names of the values: "logps", and others that the loss reads."""
+    logps = logps.detach().requires_grad_()
+    leaves = {"logps": logps}
+    if entropy is not None:
+        entropy = leaves["entropy"] = entropy.detach().requires_grad_()
+    values = dict(others)
+    for name in ("lse", "mean_logits"):
+        if name in values:
+            values[name] = leaves[name] = values[name].detach().requires_grad_()
+    result = evaluate(prepared, logps, entropy, values)
+    gradients: dict[str, Tensor] = {}
     if result.loss.requires_grad:
-        found = torch.autograd.grad(result.loss, tuple(leaves.values()), allow_unused=True)
-        gradients |= {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+        grads = torch.autograd.grad(result.loss, tuple(leaves.values()), allow_unused=True)
+        for name, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                gradients[name] = grad
+    if "logps" not in gradients:
+        gradients["logps"] = torch.zeros_like(logps)
     return result, gradients
 
 
 def per_token(
     prepared: PreparedLoss, logps: Tensor, clip_indicator: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Unreduced loss, differentiable once, with KL and clip indicator; None without a kernel.
+    """Unreduced loss, differentiable once, KL and clip indicator; None if there is no kernel.
 
-    The batch's columns need not be clean.
+    Masked entries of the columns may have any value.
     """
-    kernel = kernel_of(prepared.terms, prepared.batch)
+    kernel = find_kernel(prepared, logps, reduces=False)
     if kernel is None:
         return None
     return _Launch.apply(logps, prepared, kernel, ("losses", "kls", "clipped"), clip_indicator)[:3]
@@ -89,34 +94,31 @@ class _Launch(torch.autograd.Function):
         return None if grad is None else grad * slopes, None, None, None, None
 
 
-def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
-    """`fused_triton`, if it has the formulas of the terms and can read the batch's columns; else None."""
-    device = batch.advantages.device
-    if device.type not in DEVICES:
-        return None
-    if device.type == "cuda" and not compiles(device):
+def find_kernel(prepared: PreparedLoss, logps: Tensor, *, reduces: bool = True) -> ModuleType | None:
+    """`fused_triton`, if it has the formulas of the loss and can read its tensors; else None.
+
+    If it `reduces` the losses of the tokens, it needs one float32 weight for each, and makes no metric above "loss".
+    """
+    device, terms, batch, weights = logps.device, prepared.terms, prepared.batch, prepared.weights
+    if device.type not in DEVICES or (device.type == "cuda" and not compiles(device)):
         return None
     if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
         return None
-    columns = (batch.advantages, batch.old_per_token_logps, batch.ref_per_token_logps, batch.importance_ratio)
+    columns = [batch.advantages, batch.old_per_token_logps, batch.ref_per_token_logps, batch.importance_ratio]
+    if reduces:
+        if not isinstance(weights, Tensor) or weights.requires_grad or weights.shape != batch.mask.shape:
+            return None
+        if weights.device != device or not weights.dtype == logps.dtype == torch.float32:
+            return None
+        if prepared.metrics not in ("none", "loss"):
+            return None
+        columns += [logps, weights]
     # A subclass of Tensor, such as a DTensor, has no memory for a kernel to read.
     if any(column is not None and type(column) is not Tensor for column in columns):
         return None
     from liger_rl.losses import fused_triton
 
     return fused_triton if fused_triton.knows(terms) else None
-
-
-def kernel_for(prepared: PreparedLoss, logps: Tensor) -> ModuleType | None:
-    """`kernel_of` the terms and batch, if it has the metrics and can read these log-probabilities and the weights."""
-    kernel, weights = kernel_of(prepared.terms, prepared.batch), prepared.weights
-    if kernel is None or not isinstance(weights, Tensor) or weights.requires_grad:
-        return None
-    if weights.shape != prepared.batch.mask.shape or weights.device != logps.device:
-        return None
-    if any(tensor.dtype != torch.float32 or type(tensor) is not Tensor for tensor in (logps, weights)):
-        return None
-    return kernel if prepared.metrics in ("none", "loss") else None
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:

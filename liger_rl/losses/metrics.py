@@ -51,11 +51,12 @@ class Metric:
         return format(self.item(), spec)
 
 
-@torch.no_grad()
 def policy_metrics(
     level: MetricsLevel, logps: Tensor, token_loss: TokenLoss, kl: Tensor | None, batch: AlignedBatch
 ) -> dict[str, Metric]:
-    """Metrics by name, at one of four levels. "none" has none. Each other level has those of the level before.
+    """Metrics by name, at one of three levels, without gradient: call it in `no_grad`.
+
+    Each level has the metrics of the level before.
 
     - "loss", with a KL penalty: `kl_ref`, the mean KL to the reference in nats. With an objective that clips, shares of
       the tokens: `clip_low` (r below the lower bound and A < 0), `clip_high` (r above the upper bound and A > 0), and
@@ -69,8 +70,6 @@ def policy_metrics(
       five without the prefix, and the last as `num_segments`.
     - "with_entropy": `entropy`, averaged as `new_logprobs`.
     """
-    if level == "none":
-        return {}
     mask, dtype, kl_total, clipped = batch.mask, logps.dtype, None, None
     count = mask.sum()
     if kl is not None:
@@ -78,15 +77,15 @@ def policy_metrics(
     low, high = token_loss.clip_low, token_loss.clip_high
     if low is not None and high is not None:
         # One sum for the three, because each small launch costs a GPU time.
-        sides = [side.expand_as(mask) for side in (low, high, low | high)]
-        clipped = (torch.stack(sides) & mask).flatten(1).sum(1).to(dtype)
+        indicators = torch.stack([low.expand_as(mask), high.expand_as(mask), (low | high).expand_as(mask)])
+        clipped = (indicators & mask).flatten(1).sum(1).to(dtype)
     metrics = loss_metrics(count, kl_total, clipped)
     if level == "loss":
         return metrics
 
     if batch.num_sequences is None:
         raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
-    # It sums to 1 over each sequence, on all ranks that hold parts of it.
+    # Sums to 1 over each sequence, on all ranks that hold parts of it.
     share = mask.to(dtype) / batch.sequence_length()
     sequences = divisor(batch.num_sequences)
     weight = share / sequences
@@ -134,11 +133,14 @@ def sequence_means(values: Mapping[str, Tensor], batch: AlignedBatch, where: Ten
 
 
 def loss_metrics(count: Tensor, kl: Tensor | None, clipped: Tensor | None) -> dict[str, Metric]:
-    """The level "loss", from () sums over `count` tokens: the KL, and the three clip indicators (3,)."""
-    totals = {} if kl is None else {"kl_ref": kl}
+    """The level "loss", from sums over `count` tokens: the KL, (), and the three clip indicators, (3,)."""
+    metrics = {} if kl is None else {"kl_ref": Metric(kl, count=count)}
     if clipped is not None:
-        totals |= dict(zip(("clip_low", "clip_high", "clip_ratio"), clipped.unbind(), strict=True))
-    return {name: Metric(total, count=count) for name, total in totals.items()}
+        low, high, either = clipped.unbind()
+        metrics["clip_low"] = Metric(low, count=count)
+        metrics["clip_high"] = Metric(high, count=count)
+        metrics["clip_ratio"] = Metric(either, count=count)
+    return metrics
 
 
 def _extreme(reduce: Callable[[Tensor], Tensor], batch: AlignedBatch, neutral: float) -> Tensor:

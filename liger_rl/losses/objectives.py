@@ -82,18 +82,17 @@ class PPOClip(Options):
         return not self.token_local or self.mean_advantages
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio = self._ratio(logps, batch)
+        ratio = batch.ratio(logps) if self.importance_sampling_level == "token" else self._sequence_ratio(logps, batch)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
         unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
         advantages = batch.sequence_mean(batch.advantages) if self.mean_advantages else batch.advantages
         loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
-        return _clipped(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
+        loss = loss if loss.shape == logps.shape else loss.expand_as(logps)
+        return _add_indicators(loss, ratio, advantages, ratio < low, ratio > high)
 
-    def _ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
-        if self.importance_sampling_level == "token":
-            return batch.ratio(logps)
+    def _sequence_ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if self.importance_sampling_level == "sequence":
             return bounded_exp(batch.sequence_mean(batch.log_ratio(logps)))
         detached = logps.detach()
@@ -121,7 +120,7 @@ class CISPO(Options):
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio, low, high = batch.ratio(logps), self.ratio_min, self.epsilon_high
         loss = -ratio.detach().clamp(low, high) * batch.advantages * logps
-        return _clipped(loss, ratio, batch.advantages, ratio < low, ratio > high)
+        return _add_indicators(loss, ratio, batch.advantages, ratio < low, ratio > high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +216,7 @@ class GMPO(Options):
             log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
             loss = loss * bounded_exp(batch.sequence_mean(torch.where(batch.mask, log_correction, 0.0)))
         ratio, low, high = bounded_exp(log_ratio), math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
-        return _clipped(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
+        return _add_indicators(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +255,7 @@ class DPPO(Options):
         too_low, too_high = self.moved_too_far(detached, detached - batch.log_ratio(detached))
         dropped = torch.where(advantages > 0, too_high, too_low)
         loss = torch.where(dropped, 0.0, -ratio.detach().clamp(max=self.ratio_cap) * advantages * logps)
-        return _clipped(loss, ratio, advantages, too_low, too_high)
+        return _add_indicators(loss, ratio, advantages, too_low, too_high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +351,7 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
-def _clipped(loss: Tensor, ratio: Tensor, advantages: Tensor, under: Tensor, over: Tensor) -> TokenLoss:
+def _add_indicators(loss: Tensor, ratio: Tensor, advantages: Tensor, under: Tensor, over: Tensor) -> TokenLoss:
     return TokenLoss(loss, ratio, under & (advantages < 0), over & (advantages > 0), under | over)
 
 

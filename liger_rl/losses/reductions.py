@@ -1,8 +1,9 @@
 """Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
 
 A reduction is a callable `(batch) -> weights` on an `AlignedBatch`, 0 at masked tokens. m is the mask, 1 at tokens that
-count. Micro-batches that a caller gives to `ppo_loss_fn` add up to the whole batch if they share its divisors,
-num_sequences or num_items_in_batch. A reduction may have
+count. It is cast first, because a bool divided by a number is of torch's default dtype. Micro-batches that a caller
+gives to `ppo_loss_fn` add up to the whole batch if they share its divisors, num_sequences or num_items_in_batch. A
+reduction may have
 
     check(batch): raises ValueError for a batch that lacks a column or divisor.
     needs_sequences: True if it must know which tokens are of one sequence, as `batch.sequence_length()` does.
@@ -42,7 +43,7 @@ class SequenceMean(_OverSequences):
     needs_sequences: ClassVar[bool] = True
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / (batch.sequence_length() * self.sequences(batch))
+        return batch.mask.to(batch.advantages.dtype) / (batch.sequence_length() * self.sequences(batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class SequenceSum(_OverSequences):
     """m / num_sequences: the mean of the sequences' token sums. Longer sequences weigh more. arXiv:2602.05261."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / self.sequences(batch)
+        return batch.mask.to(batch.advantages.dtype) / self.sequences(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class TokenMean:
     """m / sum m: the mean over this batch's tokens; TRL's "bnpo"."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / batch.mask.sum().clamp(min=1)
+        return batch.mask.to(batch.advantages.dtype) / batch.mask.sum().clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +75,11 @@ class GlobalTokenMean:
         whole_number("world_size", self.world_size, least=1)
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
+        weights = batch.mask.to(batch.advantages.dtype)
         if batch.num_items_in_batch is None:
-            return TokenMean()(batch)
+            return weights / batch.mask.sum().clamp(min=1)
         # The weights come first: an integer tensor divided by a number is of torch's default dtype.
-        return _weights(batch) * self.world_size / divisor(batch.num_items_in_batch)
+        return weights * self.world_size / divisor(batch.num_items_in_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class FixedLengthMean(_OverSequences, Options):
     max_completion_length: Annotated[float, "(0, inf)"]  # the most tokens of a completion; it has no default
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / self.max_completion_length / self.sequences(batch)
+        return batch.mask.to(batch.advantages.dtype) / self.max_completion_length / self.sequences(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +97,7 @@ class TokenSum:
     """m: the sum over tokens, for callers with their own divisor."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch)
-
-
-def _weights(batch: AlignedBatch) -> Tensor:
-    """m, in the dtype of the loss: a bool divided by a number is of torch's default dtype."""
-    return batch.mask.to(batch.advantages.dtype)
+        return batch.mask.to(batch.advantages.dtype)
 
 
 def divisor(count: int | float | Tensor) -> float | Tensor:

@@ -80,7 +80,7 @@ def by_formula(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor, dt
 def by_kernel(terms: PolicyTerms, columns: dict[str, Tensor], logps: Tensor):
     """-> PolicyLoss and the gradient."""
     prepared = prepare(terms, columns, logps.shape)
-    assert fused.kernel_for(prepared, logps) is fused_triton
+    assert fused.find_kernel(prepared, logps) is fused_triton
     result, gradients = fused.with_gradients(prepared, logps, None)
     return result, gradients["logps"]
 
@@ -251,10 +251,10 @@ def test_others_run_their_formulas(name, monkeypatch):
     dtype = torch.float64 if name == "float64" else torch.float32
     logps, entropy = logps.to(dtype), torch.rand_like(logps) if terms.needs_entropy else None
     prepared = prepare(terms, columns, logps.shape, dtype)
-    assert fused.kernel_for(prepared, logps) is None
+    assert fused.find_kernel(prepared, logps) is None
     # Some tokens have no metrics, and a weight each.
     if name != "metrics" and (prepared.weights is None or prepared.weights.shape == logps.shape):
-        assert fused.kernel_for(prepared.take(slice(0, 3)), logps.flatten()[:3]) is None
+        assert fused.find_kernel(prepared.take(slice(0, 3)), logps.flatten()[:3]) is None
     leaves = [logps.clone().requires_grad_() for _ in range(2)]
     found, expected = fused.evaluate(prepared, leaves[0], entropy), prepared.evaluate(leaves[1], entropy)
     assert torch.equal(found.loss, expected.loss)
