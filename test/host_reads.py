@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from liger_rl.kernels import reference
+
 # Reads of a value, and results whose size depends on values.
 READS = {
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
@@ -46,13 +48,21 @@ class _ByName(TorchDispatchMode):
 def host_reads(device: torch.device) -> Iterator[HostReads]:
     reads = HostReads()
     if device.type == "cpu":
-        to_list = Tensor.tolist  # reaches no dispatcher on CPU
+        to_list, select = Tensor.tolist, reference.select  # the former reaches no dispatcher on CPU
 
         def counted(tensor: Tensor) -> list:
             reads.names.append("tolist")
             return to_list(tensor)
 
-        with _ByName(reads), mock.patch.object(Tensor, "tolist", counted):
+        def uncounted(*args):
+            """A GPU has a kernel in its place, which reads nothing."""
+            before = len(reads.names)
+            selected = select(*args)
+            del reads.names[before:]
+            return selected
+
+        replaced = mock.patch.object(Tensor, "tolist", counted), mock.patch.object(reference, "select", uncounted)
+        with _ByName(reads), replaced[0], replaced[1]:
             yield reads
         return
     before = torch.cuda.get_sync_debug_mode()
