@@ -1,4 +1,4 @@
-"""A table of another package's functions and methods, each with its replacement; and the functions that apply it.
+"""Tables of another package's functions and methods with their replacements, and functions that apply a table.
 
 VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours), gain="float32 logits")
 unpatch_verl, patched_verl, is_patched = VERL.unpatch, VERL.within, VERL.is_patched
@@ -25,16 +25,16 @@ LOCK = threading.RLock()
 
 
 def list_parameters(function: Callable) -> str:
-    """The names of its parameters, in their order."""
+    """The names of the function's parameters, in order."""
     return " ".join(inspect.signature(function).parameters)
 
 
 class Patch:
     """One row of a table: a function, a class or a method of another package, and its replacement.
 
-    A function is replaced in every loaded module of the package, because modules hold what they import. A method is
-    replaced in its class, for objects that exist already too. `parameters` are the names of the target's in their
-    order. "" stands for the replacement's parameters, None for any.
+    A function is replaced in every loaded module of the package, because a module keeps what it imported. A method is
+    replaced in its class, also for objects that exist already. `parameters` are the names of the target's parameters
+    in order; "" means those of the replacement, None any.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Patch:
         replacement: Any,
         parameters: str | None = "",
         *,
-        checked: str = "",  # the name in the module that has these parameters, if it is not the target's
+        checked: str = "",  # the name in the module whose parameters are checked; the target by default
         modules: Collection[str] = (),  # packages and modules with the function; the target's package by default
         group: str = "",  # the row is applied if `Framework.patch` names this group; "" is always applied
         since: Version = (0, 0),  # the lowest version of the package that has the target
@@ -63,14 +63,14 @@ class Patch:
 
     @property
     def original(self) -> Any:
-        """The replaced object; RuntimeError while nothing is replaced."""
-        original = self._original  # one read: another thread may undo the patch
+        """The replaced object; RuntimeError if nothing is replaced."""
+        original = self._original  # read once: another thread may undo the patch
         if original is None:
             raise RuntimeError(f"{self.replacement} was called after it had been taken back")
         return original
 
     def find(self) -> Any:
-        """-> the object to replace; ImportError or RuntimeError if it is not there or takes other parameters."""
+        """The object to replace; ImportError or RuntimeError if it does not exist or takes other parameters."""
         module = importlib.import_module(self.module)
         owner, _, attribute = self.name.rpartition(".")
         self._owner = getattr(module, owner, object) if owner else None
@@ -97,7 +97,7 @@ class Patch:
             setattr(owner, name, self.replacement)
 
     def undo(self) -> None:
-        """Put the original back in every place that was patched or has imported the replacement since."""
+        """Put the original back everywhere, also in modules that imported the replacement since."""
         if self.patched:
             for owner, name in self._find_places(self.replacement):
                 setattr(owner, name, self._original)
@@ -112,7 +112,7 @@ class Patch:
             (module, name)
             for key, module in list(sys.modules.items())
             if (key in self.home or key.startswith(inside)) and isinstance(module, ModuleType)
-            # Not getattr, which would make lazy modules load what they have not loaded.
+            # vars, because getattr would make lazy modules import.
             for name, held in list(vars(module).items())
             if held is value
         ]
@@ -128,13 +128,13 @@ class Framework:
         below: Version,
         *patches: Patch,  # the rows
         gain: str,  # the advantage over the package's own functions, for the log
-        distributions: tuple[str, ...] = (),  # metadata that may know the version; none: `__version__` does
+        distributions: tuple[str, ...] = (),  # whose metadata has the version; none: `__version__` has it
     ) -> None:
         self.name, self.lowest, self.below, self.patches = name, lowest, below, patches
         self.gain, self.distributions = gain, distributions
 
     def version(self) -> str:
-        """The installed version; ImportError if there is none or it is not supported."""
+        """The installed version; ImportError if the package is missing or its version not supported."""
         try:
             package = importlib.import_module(self.name.replace("-", "_"))
         except ImportError as error:
@@ -146,15 +146,15 @@ class Framework:
         return check_version(self.name, version, self.lowest, self.below)
 
     def original(self, name: str) -> Any:
-        """The replaced object of that name, such as "Actor.forward"."""
+        """The object that the patch `name`, such as "Actor.forward", replaced."""
         (patch,) = (patch for patch in self.patches if patch.name == name)
         return patch.original
 
     def patch(self, *groups: str) -> None:
-        """Apply the rows of no group and of `groups`, all of them or none. Those in place stay.
+        """Apply the rows without a group and those of `groups`: all of them or none. Applied rows stay.
 
-        A row of a later version is left out. It raises ImportError if its group is named. A patch that was not in place
-        is logged to "liger_rl", at the level INFO.
+        A row that needs a later version is left out, or raises ImportError if its group is named. New patches are
+        logged to "liger_rl", at the level INFO.
         """
         with LOCK:
             version, originals = self.version(), []
@@ -173,14 +173,14 @@ class Framework:
             logger.info("patched %s %s: %s; %s", self.name, version, ", ".join(dict.fromkeys(added)), self.gain)
 
     def unpatch(self) -> None:
-        """Undo the patch, in modules that were loaded since too. Harmless where nothing is patched."""
+        """Undo the patch, also in modules that were loaded since. Harmless if nothing is patched."""
         with LOCK:
             for patch in self.patches:
                 patch.undo()
 
     @contextmanager
     def within(self, *groups: str) -> Iterator[None]:
-        """The patch for the length of a `with` block, by the patch function's arguments; then the state before it."""
+        """Patch for the length of a `with` block, then restore the state before it."""
         with LOCK:
             before = [(patch, patch.patched) for patch in self.patches]
             self.patch(*groups)
@@ -195,7 +195,7 @@ class Framework:
                             patch.put(patch.find())
 
     def is_patched(self) -> bool:
-        """Whether the patch is in place now."""
+        """Whether the patch is applied."""
         return any(patch.patched for patch in self.patches)
 
 
@@ -208,6 +208,6 @@ def check_version(name: str, version: str | None, lowest: Version, below: Versio
 
 
 def _parse_version(version: str | None) -> tuple[int, ...]:
-    """Major and minor number; () of a version that has none."""
+    """(major, minor); () if the version has none."""
     match = re.match(r"(\d+)\.(\d+)", version or "")
     return () if match is None else (int(match[1]), int(match[2]))

@@ -1,4 +1,4 @@
-"""verl's fused log-probabilities and entropy, by its own signatures, on this package's head: docs/verl.md."""
+"""verl's fused log-probabilities and entropies on this package's head, by verl's signatures: docs/verl.md."""
 
 import importlib
 from types import SimpleNamespace
@@ -29,20 +29,20 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`.
 
-    Position t predicts labels[t]. A negative label masks its token. docs/verl.md lists all differences from verl's.
+    Position t predicts labels[t]. A negative label masks its token. docs/verl.md lists the differences from verl's.
 
-    The ranks of dist_process_group hold the vocabulary in equal parts, in their order, and the same hidden states and
-    labels. As in verl the gradient of hidden is then this rank's part, which the gather before the head adds up.
+    Each rank of dist_process_group holds an equal part of the vocabulary, in rank order, and all of hidden and labels.
+    As in verl the gradient of hidden is then this rank's part of the sum.
 
     Returns:
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
-        entropy: (N,) float32 in nats, differentiable, whatever the reduction.
+        entropy: (N,) float32 in nats, differentiable. It is not reduced.
     """
-    place = None
+    vocab_parallel = None
     if dist_process_group is not None and dist.get_world_size(dist_process_group) > 1:
         start = dist.get_rank(dist_process_group) * weight.shape[0]
-        place = VocabParallel(dist_process_group, start, sum_hidden_grad=False)
-    local = localize(hidden, weight, targets=labels, vocab_parallel=place)
+        vocab_parallel = VocabParallel(dist_process_group, start, sum_hidden_grad=False)
+    local = localize(hidden, weight, targets=labels, vocab_parallel=vocab_parallel)
     hidden, labels = local.hidden, local.targets
     for name, tensor in (("hidden", hidden), ("labels", labels)):
         if not isinstance(tensor, Tensor):
@@ -50,8 +50,8 @@ def linear_cross_entropy(
     if hidden.dim() < 2:
         raise ValueError(f"hidden must be (..., H) with at least two dimensions, got {tuple(hidden.shape)}")
     rows = hidden.shape[:-1].numel()
-    several = labels.numel() > rows == labels.shape[:-1].numel() and labels.dim() > 1
-    if labels.numel() != rows and not several:
+    has_lists = labels.numel() > rows == labels.shape[:-1].numel() and labels.dim() > 1
+    if labels.numel() != rows and not has_lists:
         raise ValueError(
             f"labels must have {rows} elements, one per row of hidden {tuple(hidden.shape)}, got {tuple(labels.shape)}"
         )
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         local.weight,
-        labels.reshape(rows, -1) if several else labels.reshape(-1),
+        labels.reshape(rows, -1) if has_lists else labels.reshape(-1),
         transform=transform,
         entropy=True,
         vocab_parallel=local.vocab_parallel,
@@ -78,21 +78,21 @@ def fused_linear_for_ppo(
     input_ids: Tensor,  # (N,) or (B, T), the predicted ids; or K for each, (N, K) or (B, T, K)
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """verl's `FusedLinearForPPO.forward`, all in float32, whatever the module's chunk_size.
+    """verl's `FusedLinearForPPO.forward`, with float32 logits. The module's chunk_size has no effect.
 
-    Returns log_probs and entropy as `linear_cross_entropy`, shaped like input_ids and like hidden_states without H.
+    Returns log_probs in the shape of input_ids, and entropy in the shape of hidden_states without H.
     """
     log_probs, entropy = linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature)
     return log_probs.view(input_ids.shape), entropy.view(hidden_states.shape[:-1])
 
 
 def inputs_with_teacher(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`FSDPEngineWithLMHead.prepare_model_inputs`, with a teacher's K ids of a token behind its label.
+    """`FSDPEngineWithLMHead.prepare_model_inputs`, with the teacher's K ids after each token's label.
 
     verl's fused forwards pass `shift_labels` on, so the head gets 1 + K ids for each token.
     """
     inputs, output_args = VERL.original("FSDPEngineWithLMHead.prepare_model_inputs")(self, micro_batch)
-    teacher = _teacher(self, micro_batch)
+    teacher = _read_teacher(self, micro_batch)
     if teacher is not None:
         if "shift_labels" not in inputs:
             raise ValueError("use_remove_padding must be True for top-K distillation with use_fused_kernels, got False")
@@ -103,9 +103,9 @@ def inputs_with_teacher(self: Any, micro_batch: Any) -> tuple[dict[str, Any], di
 def outputs_with_losses(
     self: Any, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
 ) -> dict[str, Any]:
-    """`FSDPEngineWithLMHead.prepare_model_outputs`, with the losses that it would make from logits."""
-    teacher = _teacher(self, micro_batch)
-    # VeOmni's engine derives from this one. It gives its models no such labels, because they compute the losses.
+    """`FSDPEngineWithLMHead.prepare_model_outputs`, with the top-K losses that verl would compute from logits."""
+    teacher = _read_teacher(self, micro_batch)
+    # VeOmni's engine derives from this one, but its models compute the losses themselves.
     if teacher is not None and getattr(output, "fused_linear_aux", None) is None:
         logps = output.log_probs.view(*teacher[0].shape[:-1], 1 + teacher[0].shape[-1])
         output.log_probs = logps[..., 0]
@@ -119,7 +119,7 @@ def outputs_with_losses(
 def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
     """verl's `compute_forward_kl_topk` from float32 log-probabilities (..., K) at a teacher's ids.
 
-    sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`; masses before the clamp.
+    sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`. Masses are not clamped.
     """
     student_mass, teacher_mass = (logps.detach().exp().sum(-1) for logps in (student, teacher))
     log_p, log_q = ((logps if lowest is None else logps.clamp(min=lowest)) for logps in (student, teacher))
@@ -127,8 +127,8 @@ def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> S
     return SimpleNamespace(distillation_losses=losses, student_mass=student_mass, teacher_mass=teacher_mass)
 
 
-def _teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None:
-    """Ids and log-probabilities (1, N, K) of this rank's tokens; None unless verl wants losses without logits."""
+def _read_teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None:
+    """The teacher's ids and log-probabilities (1, N, K) of this rank's tokens; None without a fused top-K loss."""
     setting = importlib.import_module("verl.utils.tensordict_utils").get_non_tensor_data
     fused_topk = all(setting(micro_batch, key, False) for key in ("distillation_use_topk", "use_fused_kernels"))
     if not fused_topk or micro_batch.get("teacher_ids", None) is None:
@@ -162,12 +162,11 @@ def patch_verl(*, distillation: bool = False) -> None:
     """Put this module's functions in place of verl's fused backends, in all of verl's modules.
 
     `linear_cross_entropy` serves `impl_backend=triton` and Megatron. `fused_linear_for_ppo` serves the default
-    `impl_backend=torch` and `liger`. verl calls them with `use_fused_kernels=True`. Call it in every worker process.
+    `impl_backend=torch` and `liger`. verl calls them with `use_fused_kernels=True`. Patch in every worker process.
 
     Args:
-        distillation: also make verl's `forward_kl_topk` without logits, in its engine for FSDP, with
-            `use_fused_kernels=True` and `use_remove_padding=True`. verl has no such loss. It needs verl >= 0.8, and
-            imports verl's engines.
+        distillation: also compute verl's loss `forward_kl_topk` without logits, in the engine for FSDP with
+            `use_fused_kernels=True` and `use_remove_padding=True`. It needs verl >= 0.8, and imports verl's engines.
     """
     VERL.patch(*(("distillation",) if distillation else ()))
 

@@ -11,7 +11,7 @@ from liger_rl.fused_linear.cross_entropy import TargetsAlone, class_smoothing
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.checks import check_shape
 from liger_rl.head.head_call import HeadCall
-from liger_rl.integrations.liger.liger_head import head_factors, label_ids
+from liger_rl.integrations.liger.liger_head import make_targets, prepare_head
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.loss import PolicyTerms
@@ -27,7 +27,7 @@ REDUCTIONS: dict[str, Any] = {"mean": TokenMean(), "sum": TokenSum(), "none": No
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The results that were asked for; None for others. If liger-kernel is loaded, its own class is returned."""
+    """The loss and the requested results; others are None. If liger-kernel is loaded, its own class is returned."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -37,11 +37,11 @@ class CrossEntropyOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _CrossEntropy(CrossEntropy):
-    """Liger's: the class weight is a factor of the cross entropy, but not of the z-loss; with scaling both get p."""
+    """Liger's cross entropy: class weights do not multiply the z-loss. With `scaled`, p multiplies both."""
 
     scaled: bool = False
-    predicts: bool = False
-    own: tuple[str, ...] = ()  # other values that are read
+    returns_predicted: bool = False
+    extra_reads: tuple[str, ...] = ()  # other results of the head that become metrics
 
     @property
     def zero_without_advantage(self) -> bool:  # type: ignore[override]
@@ -49,10 +49,10 @@ class _CrossEntropy(CrossEntropy):
 
     @property
     def topk(self) -> int | None:
-        return 1 if self.predicts else None
+        return 1 if self.returns_predicted else None
 
     def reads(self, level: MetricsLevel) -> set[str]:
-        return super().reads("loss") | set(self.own)
+        return super().reads("loss") | set(self.extra_reads)
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         z = self.z_term(batch) if self.z_loss else torch.zeros_like(logps)
@@ -87,7 +87,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._fused()  # so that a mistake shows here
+        self._fused()  # checks the options
 
     @property
     def _smooths_classes(self) -> bool:
@@ -98,10 +98,10 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {self.reduction!r}")
         if self._smooths_classes and self.use_token_scaling:
             raise ValueError("use_token_scaling must be False with ce_weight and label_smoothing together")
-        own = ("is_top1",) * self.return_token_accuracy + ("topk_ids",) * self.return_predicted_tokens
+        extra_reads = ("is_top1",) * self.return_token_accuracy + ("topk_ids",) * self.return_predicted_tokens
         objective = (_ClassSmoothed if self._smooths_classes else _CrossEntropy)(
             label_smoothing=self.label_smoothing, z_loss=self.lse_square_scale, scaled=self.use_token_scaling,
-            predicts=self.return_predicted_tokens, own=own,
+            returns_predicted=self.return_predicted_tokens, extra_reads=extra_reads,
         )  # fmt: skip
         terms = PolicyTerms(objective=objective, reduction=REDUCTIONS[self.reduction])
         return FusedLinearLoss(terms, "two" if self.reduction == "none" else "auto", {"softcap": self.softcap})
@@ -114,10 +114,10 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         target: Tensor,  # (N,), ignore_index where a token does not count
         bias: Tensor | None = None,  # (V,)
     ) -> Tensor | CrossEntropyOutput:
-        """The loss, () float32 or with reduction="none" (N,); with results besides the loss a `CrossEntropyOutput`."""
+        """The loss: () float32, or (N,) with reduction="none". With further results a `CrossEntropyOutput`."""
         fused, vocab = self._fused(), lin_weight.shape[0]
         local = localize(_input, lin_weight, bias=bias, targets=target)
-        ids = label_ids(local.targets, vocab, self.ignore_index)
+        ids = make_targets(local.targets, vocab, self.ignore_index)
         counted = ids >= 0
         weights = factors = torch.ones(ids.shape[:1], device=ids.device)
         if self.ce_weight is not None:
@@ -125,7 +125,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             weights = torch.where(counted, self.ce_weight.float()[ids.clamp(0, vocab - 1)], 0.0)
             if self.reduction == "mean":
                 factors = factors * (counted.sum() / weights.sum())
-        hidden, weight, bias = head_factors(local.hidden, local.weight, local.bias)
+        hidden, weight, bias = prepare_head(local.hidden, local.weight, local.bias)
         call = HeadCall(
             hidden=hidden, weight=weight, targets=ids, bias=bias, vocab_parallel=local.vocab_parallel,
             options=fused.options, targets_name="target",
@@ -137,13 +137,13 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
 
-        def reduced(name: str) -> Tensor:
+        def reduce(name: str) -> Tensor:
             values = metrics[name].total.float()
             if self.reduction == "none":
                 return values
             return values.sum() / counted.sum().clamp(min=1) if self.reduction == "mean" else values.sum()
 
-        accuracy = reduced("is_top1") if self.return_token_accuracy else None
+        accuracy = reduce("is_top1") if self.return_token_accuracy else None
         predicted = None
         if self.return_predicted_tokens:
             predicted = torch.where(counted, metrics["topk_ids"].total[..., 0], -1)
@@ -151,6 +151,6 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             sys.modules.get("liger_kernel.transformers.functional"), "CrossEntropyOutput", CrossEntropyOutput
         )
         return output(
-            loss=loss, z_loss=reduced("z_loss") if self.return_z_loss else None, token_accuracy=accuracy,
+            loss=loss, z_loss=reduce("z_loss") if self.return_z_loss else None, token_accuracy=accuracy,
             predicted_tokens=predicted,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_chunk, check_dense
-from liger_rl.integrations.liger.liger_head import check_shape, head_factors
+from liger_rl.integrations.liger.liger_head import check_shape, prepare_head
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.objectives import SAPO, VESPO
 from liger_rl.losses.options import warn_caller
@@ -19,7 +19,7 @@ from liger_rl.models.local_tensors import localize
 __all__ = ["LigerFusedLinearGRPOLoss"]
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
-# Options that have no effect on the losses without them -> the value that is accepted there.
+# Options that some losses do not read -> the value that is accepted there.
 SWITCHES = {"delta": None, "importance_sampling_level": "token"}
 
 
@@ -27,10 +27,10 @@ SWITCHES = {"delta": None, "importance_sampling_level": "token"}
 class LigerFusedLinearGRPOLoss(nn.Module):
     """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` 0.8.5: `(loss, metrics)` from hidden states.
 
-    The same numbers, except where Liger's are wrong, such as in the padding of luspo, with (B, T) advantages and with
-    -inf at masked tokens. docs/liger.md lists every difference, and the options without effect.
+    The numbers are Liger's, except where Liger's are wrong: in the padding of luspo, with (B, T) advantages, and with
+    -inf at masked tokens. docs/liger.md lists all differences, and the options without effect.
 
-    Options are Liger's, and attributes of the same names, checked here and at every call.
+    Options are Liger's. They are attributes of the same names, checked here and at every call.
     """
 
     beta: float = 0.04
@@ -54,7 +54,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._fused()  # so that a mistake shows here
+        self._fused()  # checks the options
 
     @outside_of_graphs
     def forward(
@@ -75,11 +75,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and metrics of one batch.
 
-        ref_input, ref_weight and ref_bias are the reference model's head, in place of ref_per_token_logps, which has
-        precedence. No reference has an effect where beta = 0.
+        The reference is ref_per_token_logps, or else the reference model's head: ref_input, ref_weight and ref_bias.
+        Without beta no reference has an effect.
 
-        "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, with the ranks of torch.distributed's default
-        group. Without it the batch's count is summed over the ranks: one all-reduce a call.
+        "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, where ranks is the size of the
+        default group of torch.distributed.
+        If num_items_in_batch is None, the batch's count is summed over the ranks: one all-reduce in each call.
 
         Returns:
             loss: () in float32.
@@ -98,9 +99,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         check_dense("lin_weight", local.weight, _input, "_input")
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
         global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
-        num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
+        num_items_in_batch = _compute_divisor(num_items_in_batch, counted, global_mean=global_mean)
         if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
-            vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
+            vllm_is_ratio = _spread_ratios(vllm_is_ratio, counted)
         if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
             warn_caller("Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.")
         if self.beta == 0.0:
@@ -113,12 +114,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             reference = localize(ref_input, ref_weight, bias=ref_bias)
             check_dense("ref_input", reference.hidden, _input, "_input")
             check_dense("ref_weight", reference.weight, _input, "_input")
-            ref_input, ref_weight, ref_bias = head_factors(reference.hidden, reference.weight, reference.bias)
+            ref_input, ref_weight, ref_bias = prepare_head(reference.hidden, reference.weight, reference.bias)
             ref_per_token_logps = fused.reference_logps(
                 ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias,
                 vocab_parallel=reference.vocab_parallel,
             )  # fmt: skip
-        hidden, weight, bias = head_factors(_input, local.weight, local.bias)
+        hidden, weight, bias = prepare_head(_input, local.weight, local.bias)
         loss, metrics = fused(
             hidden,
             weight,
@@ -137,7 +138,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return loss, (*values, clipped)
 
     def _fused(self) -> FusedLinearGRPOLoss:
-        """The module of the options as they are now."""
+        """The fused loss of the current options."""
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"loss_type must be one of {list(LOSS_TYPES)}, as in liger-kernel, got {self.loss_type!r}; "
@@ -154,7 +155,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 raise ValueError(f"{name} must be {off!r} with loss_type {self.loss_type!r}, got {getattr(self, name)}")
         options = {name: value for name, value in vars(self).items() if name in known}
         if "world_size" in known:
-            options["world_size"] = _ranks()
+            options["world_size"] = _count_ranks()
         return FusedLinearGRPOLoss(
             self.loss_type,
             beta=self.beta,
@@ -164,15 +165,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         )
 
 
-def _ranks() -> int:
+def _count_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _divisor(
+def _compute_divisor(
     num_items_in_batch: int | float | Tensor | None, counted: Tensor, *, global_mean: bool
 ) -> int | float | Tensor | None:
-    """Tokens of all ranks, at least 1 of each rank, as Liger has it; None where the loss does not divide by them."""
-    count, ranks = num_items_in_batch, _ranks()
+    """Tokens of all ranks, at least 1 for each rank as in Liger; None if the loss does not divide by them."""
+    count, ranks = num_items_in_batch, _count_ranks()
     if count is None and global_mean:
         count = counted.sum()
         if ranks > 1:
@@ -182,8 +183,8 @@ def _divisor(
     return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
 
 
-def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
-    """Ratios per token with the same product over each sequence: its one ratio goes to its first counted token."""
+def _spread_ratios(ratio: Tensor, counted: Tensor) -> Tensor:
+    """(B, T) ratios. A ratio for a sequence goes to its first counted token; the other tokens get 1."""
     if ratio.shape == counted.shape:
         return ratio
     first = counted & (counted.cumsum(-1) == 1)

@@ -8,7 +8,7 @@ from liger_rl.head.checks import check_dense
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.head.pair.pair_call import DivergenceCall, in_one_pass_if_free, measure_of
-from liger_rl.integrations.liger.liger_head import kept_whole, label_ids
+from liger_rl.integrations.liger.liger_head import copy_under_zero_3, make_targets
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.options import in_interval
@@ -25,12 +25,11 @@ class LigerFusedLinearJSDLoss(nn.Module):
         soft = mean of JSD_beta(student, teacher) at `temperature`
         hard = mean of -log p_student(label) at temperature 1
 
-    Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
-    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's, for example a
-    teacher with more vocabulary entries than the student raises here.
+    Both means are over the tokens whose label is not ignore_index. beta, in [0, 1], is the teacher's share in the
+    mixture. At beta 0 and 1 the JSD is KL(teacher || student) and KL(student || teacher), see `linear_divergence`.
 
-    A hard loss at another temperature than 1 takes products of its own. beta is in [0, 1], the teacher's share in the
-    mixture. Options are attributes of the same names, checked here and at every call.
+    Options are attributes of the same names, checked here and at every call. If temperature is not 1, the hard loss
+    needs a second pass over the student's head. docs/liger.md lists the differences from Liger's.
     """
 
     weight_hard_loss: float = 0.5
@@ -44,7 +43,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._check()  # so that a mistake shows here
+        self._check()  # of the options
 
     @outside_of_graphs
     def forward(
@@ -77,8 +76,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
                 f"{teacher_weight.shape[0]}; liger-kernel would give the student logits of 0 for the rest, and so a "
                 "weight to padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
             )
-        labels = label_ids(true_labels, student_weight.shape[0], self.ignore_index)
-        weight, bias = kept_whole(student.weight), kept_whole(student.bias)
+        labels = make_targets(true_labels, student_weight.shape[0], self.ignore_index)
+        weight, bias = copy_under_zero_3(student.weight), copy_under_zero_3(student.bias)
         has_hard, counted, hard = self.weight_hard_loss != 0 or self.return_soft_hard_loss, labels >= 0, None
         count, transform = counted.sum().clamp(min=1), LogitTransform(temperature=self.temperature)
         call = DivergenceCall(
@@ -87,13 +86,13 @@ class LigerFusedLinearJSDLoss(nn.Module):
             bias=bias,
             vocab_parallel=student.vocab_parallel,
             teacher_hidden=teacher.hidden,
-            teacher_weight=kept_whole(teacher.weight),
-            teacher_bias=kept_whole(teacher.bias),
+            teacher_weight=copy_under_zero_3(teacher.weight),
+            teacher_bias=copy_under_zero_3(teacher.bias),
             teacher_transform=transform,
             teacher_may_require_grad=True,
             measure=measure_of("jsd", self.beta),
             mask=counted,
-            # A label without a hard loss may be no id.
+            # Without a hard loss, labels need not be valid ids.
             targets=labels if has_hard and self.temperature == 1.0 else None,
             options=HeadOptions(transform=transform),
             targets_name="true_labels",

@@ -36,8 +36,8 @@ LIGER = Framework(
 def patch_liger() -> None:
     """Put the classes of this module in place of liger-kernel's, in liger-kernel, TRL and ms-swift.
 
-    Objects made before keep their class. liger-kernel's functional forms, such as `liger_fused_linear_grpo`, stay as
-    they are.
+    Objects that exist keep their class. liger-kernel's functional forms, such as `liger_fused_linear_grpo`, are not
+    replaced.
     """
     LIGER.patch()
 
