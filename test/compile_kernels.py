@@ -45,7 +45,7 @@ from liger_rl.kernels import (
     segments_triton,
     softmax,
 )
-from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.segment_sums import Base, Entries, Factors, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
@@ -146,15 +146,15 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
         found = compiled.fold_rows(logits, targets, mask, transform, entropy=entropy)
         upstream = (ones(12), ones(12) if entropy else None)
         compiled.grad_rows(logits, targets, mask, transform, found, upstream, torch.empty_like(logits))
-        compiled.select(targets, mask, V, None if mask is None else ones(3, 1))
+        compiled.select_tokens(targets, mask, V, None if mask is None else ones(3, 1))
 
 
 def kept_exponentials(transform: LogitTransform, entropy: bool) -> None:
-    targets, kept = torch.zeros(N, dtype=torch.long), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    compiled.keep(ones(N, V), 0, None, transform, kept)
-    out = kept.values.view(torch.bfloat16)
+    targets, saved_exp = torch.zeros(N, dtype=torch.long), SavedExp.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
+    compiled.save_exponentials(ones(N, V), 0, None, transform, saved_exp)
+    out = saved_exp.values.view(torch.bfloat16)
     for rows in (None, torch.arange(N)):
-        compiled.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
+        compiled.grad_from_saved(saved_exp, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
     compiled.scale_(ones(N, H, dtype=torch.bfloat16), ones())
 
 
@@ -165,8 +165,8 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     extras = EXTRAS if entropy else ()
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, with_tiles=True)
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
-    kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
+    saved_exp = SavedExp.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, saved_exp=saved_exp)
 
 
 def found_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -254,7 +254,7 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
 
 def several_ids(transform: LogitTransform, entropy: bool) -> None:
     bias, count = ones(V) if entropy else None, 5 if entropy else 128
-    compiled.keep_largest(ones(N, V), 0, bias, transform, torch.zeros(N, count, dtype=torch.long))
+    compiled.update_topk(ones(N, V), 0, bias, transform, torch.zeros(N, count, dtype=torch.long))
 
 
 EVERYWHERE = (
@@ -308,7 +308,7 @@ class Compiler:
     def compile_for(self, name: str) -> None:
         self.driver.name, target = name, TARGETS[name]
         cases = tuple(itertools.product(TRANSFORMS, (False, True))) if self.everything else OFF_AND_ON[::-1]
-        if devices.gpu_lacks(target.gpu) is not None:
+        if devices.reason_against_gpu(target.gpu) is not None:
             raise SystemExit(f"the products of our own are kept from {name}")
         for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
             part(*case)

@@ -301,16 +301,19 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
 
     pytest.importorskip("triton", reason="Triton is not installed")
     for module in (devices, support):
-        monkeypatch.setattr(module, "compiles", lambda device: True)
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
     if epilogue:
         monkeypatch.setattr(devices, "MIN_TOKENS", 1)
-        monkeypatch.setattr(devices, "device_lacks", lambda device: None)
+        monkeypatch.setattr(devices, "reason_against_device", lambda device: None)
 
-        def applies_to(tokens, hidden_size, dtype, weight):
-            return devices.aligned(weight) and devices.call_lacks(tokens, hidden_size, dtype, weight.dtype) is None
+        def takes_shapes(tokens, hidden_size, dtype, weight):
+            return (
+                devices.is_aligned(weight)
+                and devices.reason_against_call(tokens, hidden_size, dtype, weight.dtype) is None
+            )
 
-        monkeypatch.setattr(devices, "applies_to", applies_to)
-        monkeypatch.setattr(devices, "applies", lambda x, *rest: applies_to(*x.shape, x.dtype, *rest))
+        monkeypatch.setattr(devices, "takes_shapes", takes_shapes)
+        monkeypatch.setattr(devices, "takes_product", lambda x, *rest: takes_shapes(*x.shape, x.dtype, *rest))
 
 
 def in_short_pieces(monkeypatch) -> None:

@@ -17,7 +17,7 @@ from liger_rl.head.head_shape import HeadShape
 from liger_rl.head.interface import Head
 from liger_rl.head.live_tokens import counted_tokens, live_tokens
 from liger_rl.head.plan import path_for
-from liger_rl.kernels.statistics import each
+from liger_rl.kernels.statistics import map_fields
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.fused import evaluate, with_gradients
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
@@ -116,7 +116,7 @@ def loss_in_one_pass(
     results: list[PolicyLoss] = []
 
     def spread(values: HeadValues) -> HeadValues:
-        return each(values, lambda value: live.spread(value, token_shape))
+        return map_fields(values, lambda value: live.spread(value, token_shape))
 
     def gradients_of_all(_chunk: slice, values: HeadValues) -> HeadGradients:
         result, grads = with_gradients(prepare(), **_arguments(spread(values)))

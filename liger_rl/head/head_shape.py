@@ -10,7 +10,7 @@ from liger_rl.head.checks import Passes
 from liger_rl.head.head_call import HeadCall
 from liger_rl.head.head_options import EngineOptions
 from liger_rl.kernels import devices
-from liger_rl.kernels.devices import MIN_TOKENS, aligned, call_lacks
+from liger_rl.kernels.devices import MIN_TOKENS, is_aligned, reason_against_call
 
 NO_GRADIENT = "an input that wants a gradient"
 
@@ -51,7 +51,7 @@ class HeadShape:
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",
             several=call.several,
-            aligned=aligned(call.weight),
+            aligned=is_aligned(call.weight),
             **one_pass,
         )
 
@@ -73,8 +73,8 @@ class HeadShape:
     def _product_lacks(self, tokens: int) -> str | None:
         dtype = self.options.compute_dtype  # the weight's too, or that of its copy
         return (
-            devices.device_lacks(self.device)
-            or call_lacks(tokens, self.hidden_size, dtype, dtype)
+            devices.reason_against_device(self.device)
+            or reason_against_call(tokens, self.hidden_size, dtype, dtype)
             or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
 

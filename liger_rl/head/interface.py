@@ -26,7 +26,7 @@ from liger_rl.head.head_options import Gather
 from liger_rl.head.live_tokens import TokenSelection
 from liger_rl.head.support import ListedIds
 from liger_rl.kernels import reference
-from liger_rl.kernels.devices import realigned
+from liger_rl.kernels.devices import align_rows
 from liger_rl.kernels.statistics import TokenGradients
 
 
@@ -77,7 +77,7 @@ class Head(NamedTuple):
 
 def gathered(values: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
     """The rows of `live` in `dtype`, contiguous and aligned for our own product."""
-    return realigned(live.gather(values).to(dtype).contiguous())
+    return align_rows(live.gather(values).to(dtype).contiguous())
 
 
 class Gradients(NamedTuple):

@@ -67,7 +67,7 @@ def live_tokens(
     The result raises ValueError if an unmasked target is >= vocab, even at a token that is not wanted, or if the mask
     has a value other than 0 and 1.
     """
-    positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
+    positions, numbers = for_device(targets.device).select_tokens(targets, mask, vocab, wanted)
     total, answer = targets.numel(), HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
 
     def wait() -> tuple[TokenSelection, list[int]]:

@@ -14,10 +14,11 @@ from liger_rl.kernels import devices, reference
 def for_device(device: torch.device) -> ModuleType:
     """`compiled`, in Triton, on CUDA where Triton is installed; else `reference`, in PyTorch.
 
-    `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, `keep`, `grad_kept` and `scale_` of one
-    pass, `keep_largest` and `put` of several ids, `select` and `scatter_rows` of tokens.
+    Both have `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, `save_exponentials`,
+    `grad_from_saved` and `scale_` of one pass, `update_topk` and `write_at_ids` of several ids, `select_tokens` and
+    `scatter_rows`.
     """
-    if not devices.compiles(device):
+    if not devices.runs_triton(device):
         return reference
     from liger_rl.kernels import compiled
 
@@ -29,7 +30,7 @@ def epilogue_for(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> Modu
 
     With `folds`, the module whose `gemm_fold` alone takes them.
     """
-    if not (devices.folds(hidden, weight) if folds else devices.applies(hidden, weight)):
+    if not (devices.takes_fold(hidden, weight) if folds else devices.takes_product(hidden, weight)):
         return None
     from liger_rl.kernels import epilogue
 

@@ -30,9 +30,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 4 * BLOCK_TOKENS
 STATISTICS_BYTES = 48 << 20  # largest memory of the statistics of vocabulary tiles
 ALIGNMENT_BYTES = 16
-HERE = nullcontext()
+NO_CONTEXT = nullcontext()
 # For bug reports: "tiles" runs float32 tiles of logits in place of our own products.
-FORCED = os.environ.get("LIGER_RL_KERNELS") or None
+FORCED_KERNELS = os.environ.get("LIGER_RL_KERNELS") or None
 
 
 class Family(NamedTuple):
@@ -116,29 +116,29 @@ def _installed_triton() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def compiles(device: torch.device) -> bool:
+def runs_triton(device: torch.device) -> bool:
     """Whether the kernels of `device` are Triton's. On CPU, and on CUDA without Triton, they are PyTorch's."""
     return device.type == "cuda" and gpu_of(device).triton is not None
 
 
-def on(device: torch.device) -> AbstractContextManager:
+def launch_context(device: torch.device) -> AbstractContextManager:
     """The context of a launch. Triton launches on the current device, which may differ from the tensors' device."""
     # Entering torch.cuda.device takes more host time than this comparison.
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return HERE
+        return NO_CONTEXT
     return torch.cuda.device(device.index)
 
 
-def device_lacks(device: torch.device) -> str | None:
+def reason_against_device(device: torch.device) -> str | None:
     """The first thing that our own product needs and this device lacks; None if it lacks nothing."""
-    return gpu_lacks(gpu_of(device)) if device.type == "cuda" else "a GPU"
+    return reason_against_gpu(gpu_of(device)) if device.type == "cuda" else "a GPU"
 
 
-def gpu_lacks(gpu: Gpu) -> str | None:
+def reason_against_gpu(gpu: Gpu) -> str | None:
     """The first thing that our own product needs and this GPU lacks; None if it lacks nothing."""
-    if FORCED not in (None, "tiles"):
-        raise ValueError(f"LIGER_RL_KERNELS must be tiles, or not set; got {FORCED!r}")
-    if FORCED is not None:
+    if FORCED_KERNELS not in (None, "tiles"):
+        raise ValueError(f"LIGER_RL_KERNELS must be tiles, or not set; got {FORCED_KERNELS!r}")
+    if FORCED_KERNELS is not None:
         return "LIGER_RL_KERNELS not to be tiles"
     if gpu.triton is None:
         return "Triton"
@@ -155,13 +155,13 @@ def gpu_lacks(gpu: Gpu) -> str | None:
 
 
 def family_of(device: torch.device) -> Family:
-    """The family of a device whose `device_lacks` is None. Tests replace this function on CPU."""
+    """The family of a device whose `reason_against_device` is None. Tests replace this function on CPU."""
     return family_of_gpu(gpu_of(device))
 
 
 @cache
 def family_of_gpu(gpu: Gpu) -> Family:
-    """The family of a GPU whose `gpu_lacks` is None: TMA if it has that. Else the first with pointers that fits."""
+    """The family of a GPU whose `reason_against_gpu` is None: TMA if it has that. Else the first PORTABLE that fits."""
     assert gpu.triton is not None
     if gpu.amd:
         spills = gpu.capability == AMD_CAPABILITIES[1] and gpu.triton == SPILLING_TRITON
@@ -174,7 +174,7 @@ def family_of_gpu(gpu: Gpu) -> Family:
     return TMA._replace(fold_warps=2 * WARPS if spills else WARPS, halves=not blackwell)
 
 
-def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
+def reason_against_call(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
     """The first thing that (tokens, hidden_size) @ (V, hidden_size).T lacks for our own product, or None."""
     if dtype not in DTYPES or weight_dtype != dtype:
         return "hidden states and weight in one 16-bit dtype"
@@ -185,23 +185,25 @@ def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: 
     return None
 
 
-def applies(hidden: Tensor, weight: Tensor) -> bool:
+def takes_product(hidden: Tensor, weight: Tensor) -> bool:
     """Whether our own product takes hidden (N, H) @ weight (V, H).T."""
     tokens, hidden_size = hidden.shape
-    return applies_to(tokens, hidden_size, hidden.dtype, weight) and aligned(hidden)
+    return takes_shapes(tokens, hidden_size, hidden.dtype, weight) and is_aligned(hidden)
 
 
-def folds(hidden: Tensor, weight: Tensor) -> bool:
+def takes_fold(hidden: Tensor, weight: Tensor) -> bool:
     """Whether our own product folds hidden (N, H) @ weight (V, H).T, of any number of tokens but 0."""
     tokens, hidden_size = hidden.shape
-    return tokens > 0 and applies_to(max(tokens, MIN_TOKENS), hidden_size, hidden.dtype, weight) and aligned(hidden)
+    return (
+        tokens > 0 and takes_shapes(max(tokens, MIN_TOKENS), hidden_size, hidden.dtype, weight) and is_aligned(hidden)
+    )
 
 
-def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """`applies` for hidden states that do not exist yet and will be aligned."""
-    if device_lacks(weight.device) is not None or not aligned(weight):
+def takes_shapes(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
+    """`takes_product` for hidden states that do not exist yet and will be aligned."""
+    if reason_against_device(weight.device) is not None or not is_aligned(weight):
         return False
-    return call_lacks(tokens, hidden_size, dtype, weight.dtype) is None
+    return reason_against_call(tokens, hidden_size, dtype, weight.dtype) is None
 
 
 def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -212,12 +214,12 @@ def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return rows if width == columns else rows[:, :columns]
 
 
-def realigned(rows: Tensor) -> Tensor:
+def align_rows(rows: Tensor) -> Tensor:
     """`rows`, which are contiguous, or on a GPU a copy if they do not start at a multiple of 16 bytes."""
     return rows.clone() if rows.is_cuda and rows.data_ptr() % ALIGNMENT_BYTES != 0 else rows
 
 
-def aligned(matrix: Tensor) -> bool:
+def is_aligned(matrix: Tensor) -> bool:
     """Whether rows are contiguous and start at multiples of 16 bytes, as TMA needs."""
     if matrix.stride(1) != 1 or matrix.stride(0) * matrix.element_size() % ALIGNMENT_BYTES != 0:
         return False

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
+from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, launch_context
 from liger_rl.kernels.matrix_triton import matrix, product
 from liger_rl.kernels.merge_triton import merge
-from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -27,14 +27,14 @@ from liger_rl.kernels.statistics import (
     TokenStatistics,
 )
 from liger_rl.kernels.tile_epilogues import (
-    BOUNDED,
-    LEVELLED,
-    SCARCE,
-    column_of,
+    CAP_BIT,
+    PARTS_BIT,
+    REGISTERS_BIT,
     fold_tile,
     grad_tile,
-    tile_place,
-    tokens_together,
+    target_column,
+    tile_coordinates,
+    token_group_size,
 )
 from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
@@ -43,7 +43,7 @@ from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
 # Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
 # higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.
-MOST_LEVELLED = 1024.0
+MAX_EPILOGUE_CAP = 1024.0
 
 
 @triton.jit
@@ -77,14 +77,14 @@ def _product_kernel(
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
-    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
+    group_size = token_group_size(token_tiles, TILE_TOKENS * hidden_size)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
+        token_tile, vocab_tile = tile_coordinates(tile, token_tiles, vocab_tiles, group_size)
         first_token, start = token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB
         token = first_token + tl.arange(0, TILE_TOKENS)
         logits = product(hidden, weight, first_token, start, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
         logits = _with_bias(logits, bias, start, vocab)
-        target = column_of(targets, token, token < tokens, first + start)
+        target = target_column(targets, token, token < tokens, first + start)
         EPILOGUE(
             logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, out, steps, VARIANT, WHOLE, PARTS
         )
@@ -103,10 +103,10 @@ def run_product(
     parts: int,
     warps: int = WARPS,
 ) -> None:
-    """Call `epilogue` for every tile of the head's hidden @ weight.T + bias, where `devices.applies` says so."""
+    """Call `epilogue` for every tile of the head's hidden @ weight.T + bias, where `devices.takes_product` says so."""
     device = head.hidden.device
     family, programs = family_of(device), device_programs(device)
-    with on(device):
+    with launch_context(device):
         _product_kernel[(programs,)](
             matrix(head.hidden, TILE_TOKENS, family.step, tma=family.tma),
             matrix(head.weight, TILE_VOCAB, family.step, tma=family.tma),
@@ -142,23 +142,23 @@ def gemm_fold(
     entropy: bool,
     extras: Collection[str] = (),
     with_tiles: bool = False,  # also the statistics of each part
-    kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
+    saved_exp: SavedExp | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileStatistics | None]:
-    """The statistics of hidden @ weight.T where `devices.folds`, and with `with_tiles` those of its parts.
+    """The statistics of hidden @ weight.T where `devices.takes_fold`, and with `with_tiles` those of its parts.
 
     The statistics include the target's logit if exponentials are kept.
     """
     assert over_parts is None or not with_tiles
-    assert kept is None or kept.tile_vocab == TILE_VOCAB
+    assert saved_exp is None or saved_exp.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
     vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
     tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
     step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
-    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
+    capped = transform.softcap is not None and transform.softcap / transform.temperature <= MAX_EPILOGUE_CAP
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
-    variant = LEVELLED.value * levelled + BOUNDED.value * with_tiles + SCARCE.value * (family.parts > 1)
+    variant = CAP_BIT.value * capped + PARTS_BIT.value * with_tiles + REGISTERS_BIT.value * (family.parts > 1)
     known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
     state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
@@ -168,14 +168,14 @@ def gemm_fold(
         tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
         run_product(
             fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known),
-            out=None if kept is None else kept.values[rows], variant=variant, whole=vocab % TILE_VOCAB == 0,
+            out=None if saved_exp is None else saved_exp.values[rows], variant=variant, whole=vocab % TILE_VOCAB == 0,
             parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
         )  # fmt: skip
         merge(tiles, part)
-        if kept is not None:
-            kept.peaks[:, rows] = tiles.peak
+        if saved_exp is not None:
+            saved_exp.peaks[:, rows] = tiles.peak
     state = state if over_parts is None else over_parts(state)
-    return state.finish(with_target=kept is not None), known
+    return state.finish(with_target=saved_exp is not None), known
 
 
 def gemm_grad(
@@ -187,7 +187,7 @@ def gemm_grad(
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.takes_product` says so."""
     out = empty_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device)
     # A softcap or an entropy makes a whole tile spill registers. Without either, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None

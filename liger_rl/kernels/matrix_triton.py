@@ -1,7 +1,8 @@
 """Tiles of matrices, read and written with the tensor memory accelerator (TMA) or with pointers.
 
-`load`, `store` and `product` take a TMA descriptor, `Rows` or `RaggedRows`. Past the last column all three read zeros.
-Past the last row a descriptor reads zeros. Pointers read the last row again, so the caller must mask these results.
+`load`, `store` and `product` take a TMA descriptor, a `PointerMatrix` or a `RaggedMatrix`. Past the last column all
+three read zeros. Past the last row a descriptor reads zeros. Pointers read the last row again, so the caller must mask
+these results.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes; the stride of rows is a multiple of GROUP
 
 
-class Rows(NamedTuple):
+class PointerMatrix(NamedTuple):
     """A matrix with contiguous rows, for pointers. No tile reaches past its last column."""
 
     start: Tensor
@@ -22,10 +23,10 @@ class Rows(NamedTuple):
     rows: int
 
 
-class RaggedRows(NamedTuple):
-    """`Rows` whose last tiles reach past the last column. Columns past it are masked in groups of GROUP.
+class RaggedMatrix(NamedTuple):
+    """`PointerMatrix` whose last tiles reach past the last column. Columns past it are masked in groups of GROUP.
 
-    We do not use `Rows` with columns=None, because Triton 3.6 cannot tell a tuple that holds None from a descriptor.
+    It is no `PointerMatrix` with columns=None, because Triton 3.6 cannot tell a tuple with None from a descriptor.
     """
 
     start: Tensor
@@ -36,12 +37,12 @@ class RaggedRows(NamedTuple):
 
 def matrix(
     values: Tensor, rows: int, columns: int, *, tma: bool, parts: int = 1
-) -> TensorDescriptor | Rows | RaggedRows:
+) -> TensorDescriptor | PointerMatrix | RaggedMatrix:
     """`values` as an argument of a kernel whose tiles are (rows, columns), accessed in `parts` parts of its columns."""
     if tma:
         return TensorDescriptor.from_tensor(values, [rows, columns // parts])
-    plain, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
-    return plain if width % columns == 0 else RaggedRows(*plain, width)
+    plain, width = PointerMatrix(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
+    return plain if width % columns == 0 else RaggedMatrix(*plain, width)
 
 
 @triton.jit

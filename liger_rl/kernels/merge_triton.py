@@ -6,7 +6,7 @@ Each (tiles, tokens) matrix is read once. The order of the tiles is fixed.
 import triton
 import triton.language as tl
 
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.softmax import LOWEST, moment_around
 from liger_rl.kernels.statistics import Fold
 
@@ -31,7 +31,7 @@ def _merge_kernel(
     moment = tl.zeros((TOKENS,), tl.float32)
     total_sq = tl.zeros((TOKENS,), tl.float32)
     logit_sum = tl.zeros((TOKENS,), tl.float32)
-    rival = tl.full((TOKENS,), float("-inf"), tl.float32)
+    peak_before = tl.full((TOKENS,), float("-inf"), tl.float32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
@@ -51,8 +51,9 @@ def _merge_kernel(
             total_sq = total_sq * rescale * rescale + tl.sum(weight * weight * tile_sq, 0)
         if parts.sum_logits is not None:
             logit_sum += tl.sum(tl.load(parts.sum_logits + place, mask=inside, other=0.0), 0)
-        if parts.rival is not None:
-            rival = tl.maximum(rival, tl.max(tl.load(parts.rival + place, mask=inside, other=float("-inf")), 0))
+        if parts.peak_before is not None:
+            tile_peak_before = tl.load(parts.peak_before + place, mask=inside, other=float("-inf"))
+            peak_before = tl.maximum(peak_before, tl.max(tile_peak_before, 0))
         total = total * rescale + tl.sum(weight * tile_sum, 0)
         peak = new_peak
     tl.store(state.peak + token, peak, mask=live)
@@ -63,8 +64,8 @@ def _merge_kernel(
         tl.store(state.sum_sq_exp + token, total_sq, mask=live)
     if parts.sum_logits is not None:
         tl.store(state.sum_logits + token, logit_sum, mask=live)
-    if parts.rival is not None:
-        tl.store(state.rival + token, rival, mask=live)
+    if parts.peak_before is not None:
+        tl.store(state.peak_before + token, peak_before, mask=live)
 
 
 def merge(parts: Fold, state: Fold) -> None:
@@ -72,7 +73,7 @@ def merge(parts: Fold, state: Fold) -> None:
     tiles, n = parts.peak.shape
     if n == 0:
         return
-    with on(state.peak.device):
+    with launch_context(state.peak.device):
         _merge_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
             parts, state, tiles, n, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
         )

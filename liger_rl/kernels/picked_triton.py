@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import Family, on
+from liger_rl.kernels.devices import Family, launch_context
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.transform import HeadFactors, LogitSteps
@@ -76,7 +76,7 @@ def list_tiles(chosen: Any, span: Span) -> TileLists:
     tiles, n = chosen.rank.shape
     sizes = (tiles, span.last - span.first), (tiles,), (span.room,), (span.room,)
     lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
-    with on(chosen.rank.device):
+    with launch_context(chosen.rank.device):
         _list_tiles_kernel[(tiles,)](chosen, lists, *span, n, LISTED_TOKENS)
     return lists
 

@@ -10,15 +10,16 @@ With z the transformed logits and p = exp(z - lse):
 with targets (N,), or (B, P, V) with targets (B, T) and T <= P. A token counts if its mask is not 0 and its target is an
 id in [0, V). Logits of tokens that do not count, NaN included, change nothing.
 
-`keep` and `grad_kept` serve one pass. A peak is the largest z of a tile of vocabulary entries, and an entry's
-probability is exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so with 16-bit factors they are kept in
-float16: the same two bytes as bfloat16, and an eighth of the rounding. Multiplied by KEPT_ONE they use all exponents of
-float16, and only those below 2^-39 of a tile's largest underflow. Under a softcap the gradient also needs z, the
-logarithm of a kept value plus the peak. With the rounding u = 2^-11 of float16, dz/dx = 1 - (z temperature / softcap)^2
-is off by at most 2 u temperature / softcap. One pass requires softcap >= temperature. The gradient's error then grows
-by less than rounding it to bfloat16 adds, unless all likely ids are within 1% of the cap.
+`save_exponentials` and `grad_from_saved` serve one pass. A peak is the largest z of a tile of vocabulary entries, and
+an entry's probability is exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so with 16-bit factors they are
+saved in float16: the same two bytes as bfloat16, and an eighth of the rounding. Multiplied by SAVED_ONE they use all
+exponents of float16, and only those below 2^-39 of a tile's largest underflow. Under a softcap the gradient also needs
+z, the logarithm of a saved exponential plus the peak. With the rounding u = 2^-11 of float16,
+dz/dx = 1 - (z temperature / softcap)^2 is off by at most 2 u temperature / softcap. One pass requires
+softcap >= temperature. The gradient's error then grows by less than rounding it to bfloat16 adds, unless all likely ids
+are within 1% of the cap.
 
-`keep_largest` orders logits by an int64 key of the logit and its id. Among equal logits the smallest id has the largest
+`update_topk` orders logits by an int64 key of the logit and its id. Among equal logits the smallest id has the largest
 key, so the K largest keys of a token do not depend on the order of tiles and ranks.
 """
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.devices import empty_rows
-from liger_rl.kernels.statistics import KEPT_ONE, LOWEST, Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import LOWEST, SAVED_ONE, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of given rows
@@ -60,10 +61,10 @@ def fold(
     if state is not None:
         entropy, extras = state.moment is not None, state.extras
     sum_logits = z.sum(-1) if "mean_logits" in extras else None
-    rival = None
+    peak_before = None
     if "is_top1" in extras:
         before_target = torch.arange(first, first + z.shape[-1], device=z.device) < targets.unsqueeze(1)
-        rival = torch.where(before_target, z, -math.inf).amax(-1)
+        peak_before = torch.where(before_target, z, -math.inf).amax(-1)
     shifted = z - peak.unsqueeze(1)
     if entropy:
         exp = shifted.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
@@ -73,7 +74,7 @@ def fold(
     sum_sq_exp = exp.square().sum(-1) if "log_sum_sq_probs" in extras else None
     column, hit = _target_columns(targets.unsqueeze(1), first, z.shape[-1])
     target = torch.where(hit, z.gather(1, column), 0.0 if state is None else state.target.unsqueeze(1)).squeeze(1)
-    tile = Fold(peak, exp.sum(-1), target, moment, sum_sq_exp, sum_logits, rival)
+    tile = Fold(peak, exp.sum(-1), target, moment, sum_sq_exp, sum_logits, peak_before)
     return tile if state is None else tile.with_earlier_tiles(state)
 
 
@@ -98,19 +99,19 @@ def grad(
         p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
         target_log_p = log_p.gather(1, _target_columns(targets, first, z.shape[-1])[0]).squeeze(1)
         at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
-    grad_z = grad_beside_targets(log_p, p, tokens)
-    put(grad_z, targets, at_target.unsqueeze(1), first)
+    grad_z = grad_except_targets(log_p, p, tokens)
+    write_at_ids(grad_z, targets, at_target.unsqueeze(1), first)
     grad_x = times_derivative(with_uniform(grad_z, tokens), z, transform)
     if grad_x is not out:
         out.copy_(grad_x)
 
 
-def grad_beside_targets(
+def grad_except_targets(
     log_p: Tensor,  # (n, v) finite; read and overwritten only with a gradient of the entropy
     p: Tensor,  # (n, v) overwritten
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`put` fixes it)."""
+    """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`write_at_ids` fixes it)."""
     if tokens.grad_entropy is None or tokens.entropy is None:
         return p.mul_(-tokens.grad_logps.unsqueeze(1))
     # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
@@ -163,15 +164,15 @@ def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Te
     return grad_z.mul_(factor) if factor != 1.0 else grad_z
 
 
-class Kept(NamedTuple):
-    """The kept exponentials of n tokens over the whole vocabulary."""
+class SavedExp(NamedTuple):
+    """The saved exponentials of n tokens over the whole vocabulary."""
 
-    values: Tensor  # (n, V) float16 or float32, KEPT_ONE exp(z - peak)
+    values: Tensor  # (n, V) float16 or float32, SAVED_ONE exp(z - peak)
     peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number if every id is banned
     tile_vocab: int  # vocabulary entries in a tile, a power of two
 
     @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, tile_vocab: int) -> "Kept":
+    def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, tile_vocab: int) -> "SavedExp":
         dtype = torch.float32 if compute_dtype == torch.float32 else torch.float16
         values = empty_rows(n, vocab, dtype, device)
         return cls(values, torch.empty(-(-vocab // tile_vocab), n, dtype=torch.float32, device=device), tile_vocab)
@@ -180,11 +181,11 @@ class Kept(NamedTuple):
     def bytes_per_token(vocab: int, compute_dtype: torch.dtype, tile_vocab: int) -> int:
         return vocab * compute_dtype.itemsize + 4 * -(-vocab // tile_vocab)
 
-    def rows(self, rows: slice) -> "Kept":
-        """Views of the tokens `rows`."""
-        if rows.stop - rows.start == self.values.shape[0]:
+    def of_tokens(self, tokens: slice) -> "SavedExp":
+        """Views of some tokens."""
+        if tokens.stop - tokens.start == self.values.shape[0]:
             return self
-        return Kept(self.values[rows], self.peaks[:, rows], self.tile_vocab)
+        return SavedExp(self.values[tokens], self.peaks[:, tokens], self.tile_vocab)
 
     def columns(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Views of the values and peaks of columns `first` to `last` - 1; `first` must be the first of a tile."""
@@ -193,30 +194,31 @@ class Kept(NamedTuple):
         return self.values[:, first:last], self.peaks[first // self.tile_vocab : -(-last // self.tile_vocab)]
 
 
-def keep(
+def save_exponentials(
     logits: Tensor,  # (n, v) float32
-    first: int,  # vocabulary id of the first column, the first of a tile of `kept`
+    first: int,  # vocabulary id of the first column, the first of a tile of `saved_exp`
     bias: Tensor | None,  # (v,)
     transform: LogitTransform,
-    kept: Kept,  # (n, V); columns first to first + v are written
+    saved_exp: SavedExp,  # (n, V); columns first to first + v are written
 ) -> None:
-    """Write the exponentials and peaks of a tile of logits into `kept`."""
+    """Write the exponentials and peaks of a tile of logits into `saved_exp`."""
     z = transformed(logits, bias, transform)
     n, columns = z.shape
-    values, peaks = kept.columns(first, first + columns)
-    if columns <= kept.tile_vocab:
+    values, peaks = saved_exp.columns(first, first + columns)
+    if columns <= saved_exp.tile_vocab:
         torch.amax(z, 1, out=peaks[0]).clamp_(min=LOWEST)
-        values.copy_((z - peaks.T).exp_().mul_(KEPT_ONE))
+        values.copy_((z - peaks.T).exp_().mul_(SAVED_ONE))
         return
-    z = torch.nn.functional.pad(z, (0, -columns % kept.tile_vocab), value=-torch.inf).view(n, -1, kept.tile_vocab)
+    z = torch.nn.functional.pad(z, (0, -columns % saved_exp.tile_vocab), value=-torch.inf)
+    z = z.view(n, -1, saved_exp.tile_vocab)
     peaks.copy_(z.amax(-1).clamp_(min=LOWEST).T)
-    values.copy_((z - peaks.T.unsqueeze(2)).exp_().mul_(KEPT_ONE).flatten(1)[:, :columns])
+    values.copy_((z - peaks.T.unsqueeze(2)).exp_().mul_(SAVED_ONE).flatten(1)[:, :columns])
 
 
 def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
     """(n,) float32 dL/dlogits at the targets, from the forward's statistics, which include the targets' logits.
 
-    Kept exponentials are not used: a target's exponential may have underflowed, and its gradient is large then.
+    Saved exponentials are not used: a target's exponential may have underflowed, and its gradient is large then.
     """
     grad = tokens.at_target if tokens.uniform is None else tokens.at_target + tokens.uniform
     if tokens.grad_entropy is not None and tokens.entropy is not None:
@@ -227,33 +229,33 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
     return grad * (transform.scale / transform.temperature)
 
 
-def grad_kept(
-    kept: Kept,
-    rows: Tensor | None,  # (n,) rows of `kept` with a gradient; None: all rows
-    first: int,  # vocabulary id of the first column of `out`, the first of a tile of `kept`
+def grad_from_saved(
+    saved_exp: SavedExp,
+    rows: Tensor | None,  # (n,) rows of `saved_exp` with a gradient; None: all rows
+    first: int,  # vocabulary id of the first column of `out`, the first of a tile of `saved_exp`
     targets: Tensor,  # (n,)
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each; `at_target` is not read
     at_target: Tensor,  # (n,) from `grad_at_targets`
-    out: Tensor,  # (n, v) any float dtype; without `rows` it may share the memory of the same columns of `kept.values`
+    out: Tensor,  # (n, v) any float dtype; without `rows` it may be the memory of these columns of `saved_exp.values`
 ) -> None:
-    """out = dL/dx of columns first to first + v, from the kept exponentials."""
+    """out = dL/dx of columns first to first + v, from the saved exponentials."""
     columns = out.shape[1]
-    values, peaks = kept.columns(first, first + columns)
+    values, peaks = saved_exp.columns(first, first + columns)
     if rows is not None:
         values, peaks = values[rows], peaks[:, rows]
-    exp, peaks = values.float() / KEPT_ONE, peaks.T
-    if columns > kept.tile_vocab:
-        peaks = peaks.repeat_interleave(kept.tile_vocab, 1)[:, :columns]
+    exp, peaks = values.float() / SAVED_ONE, peaks.T
+    if columns > saved_exp.tile_vocab:
+        peaks = peaks.repeat_interleave(saved_exp.tile_vocab, 1)[:, :columns]
     below = peaks - tokens.lse.unsqueeze(1)
     p, z, log_p = exp * below.exp(), exp, exp
     if transform.softcap is not None or tokens.grad_entropy is not None:
         # If a value underflowed, any finite logarithm will do, because the probability is 0.
         log_exp = exp.log().clamp_(min=LOWEST_LOG_PROBABILITY)
         z, log_p = log_exp + peaks, (log_exp + below).clamp_(min=LOWEST_LOG_PROBABILITY)
-    grad_z = with_uniform(grad_beside_targets(log_p, p, tokens), tokens)
+    grad_z = with_uniform(grad_except_targets(log_p, p, tokens), tokens)
     grad = times_derivative(grad_z, z, transform)
-    put(grad, targets.unsqueeze(1), at_target.unsqueeze(1), first)
+    write_at_ids(grad, targets.unsqueeze(1), at_target.unsqueeze(1), first)
     out.copy_(grad)
 
 
@@ -266,7 +268,7 @@ def fold_rows(
     logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
 ) -> TokenStatistics:
     """-> statistics (tokens,) in the order of targets.flatten(). A token that does not count has 0, and lse +inf."""
-    counts, flat_targets = _counted(logits, targets, mask), targets.flatten().long()
+    counts, flat_targets = _live_mask(logits, targets, mask), targets.flatten().long()
     columns = torch.empty(1 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
     lse = torch.empty(targets.numel(), dtype=torch.float64, device=logits.device)
     for tokens, rows in _pieces(logits, targets):
@@ -290,7 +292,7 @@ def grad_rows(
     """out = dL/dx of given logits."""
     (grad_logps, grad_entropy), flat_targets = grads, targets.flatten().long()
     has_gradient = grad_logps != 0 if grad_entropy is None else (grad_logps != 0) | (grad_entropy != 0)
-    has_gradient = has_gradient & _counted(logits, targets, mask)
+    has_gradient = has_gradient & _live_mask(logits, targets, mask)
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy).with_float32_lse()
     for tokens, rows in _pieces(logits, targets):
         gradient = torch.empty(len(rows[0]), logits.shape[-1], dtype=torch.float32, device=logits.device)
@@ -300,7 +302,7 @@ def grad_rows(
         out[:, targets.shape[1] :] = 0
 
 
-def _counted(logits: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
+def _live_mask(logits: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
     """(tokens,) bool: the tokens that count."""
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counts = (targets >= 0) & (targets < logits.shape[-1])
@@ -315,24 +317,26 @@ def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, tuple[Tens
         yield slice(first, last), torch.unravel_index(torch.arange(first, last, device=logits.device), targets.shape)
 
 
-def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens that count and are wanted. A token counts if its mask is nonzero and its target >= 0.
+def select_tokens(
+    targets: Tensor, mask: Tensor | None, vocab: int, needed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens that count and are needed. A token counts if its mask is nonzero and its target >= 0.
 
     The Triton kernel does not wait for the device.
 
     Args:
         targets: (B, T) or (N,) integer ids; those >= vocab are counted as outside.
         mask: shaped like targets.
-        wanted: shaped like targets or (B, 1), nonzero where a token is wanted; None wants all.
+        needed: shaped like targets or (B, 1), nonzero where a token is needed; None needs all.
 
     Returns:
         int64 (n,) or longer, whose first n entries are the flat positions in ascending order; and (4,) int64: n; the
-            number of tokens that count, wanted or not, with a target outside the vocabulary; the largest of these
+            number of tokens that count, needed or not, with a target outside the vocabulary; the largest of these
             targets, or 0; the number of mask values other than 0 and 1.
     """
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counted = targets >= 0 if mask is None else torch.logical_and(targets >= 0, mask)
-    live = counted if wanted is None else torch.logical_and(counted, wanted)
+    live = counted if needed is None else torch.logical_and(counted, needed)
     positions = live.flatten().nonzero().squeeze(1)
     outside = largest = improper = 0
     if targets.numel() and targets.max().item() >= vocab:
@@ -351,25 +355,25 @@ def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
         out.index_copy_(0, index[piece], rows[piece].to(out.dtype))
 
 
-def no_keys(n: int, count: int, device: torch.device) -> Tensor:
+def lowest_keys(n: int, count: int, device: torch.device) -> Tensor:
     """(n, count) int64 keys, all different, below the key of every logit."""
     return (LEAST_KEY + torch.arange(count, device=device)).repeat(n, 1)
 
 
-def keys_of(z: Tensor, ids: Tensor) -> Tensor:
+def encode_keys(z: Tensor, ids: Tensor) -> Tensor:
     """z (n, v) float32, ids (v,) int64 -> keys (n, v) int64. NaN is the largest, as in `torch.topk`."""
     bits = torch.where(z == 0, 0.0, z).view(torch.int32)  # 0 and -0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << ID_BITS) | (LARGEST_ID - ids)
 
 
-def taken_apart(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `keys_of`: keys -> float32 logits and int64 ids."""
+def decode_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `encode_keys`: keys -> float32 logits and int64 ids."""
     ordered = (keys >> ID_BITS).to(torch.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), LARGEST_ID - (keys & LARGEST_ID)
 
 
-def keep_largest(
+def update_topk(
     logits: Tensor,  # (n, v) float32
     first: int,  # vocabulary id of the tile's first column
     bias: Tensor | None,  # (v,)
@@ -378,11 +382,11 @@ def keep_largest(
 ) -> None:
     """Update each token's K largest keys with a tile of logits."""
     ids = torch.arange(first, first + logits.shape[1], device=logits.device)
-    found = keys_of(transformed(logits, bias, transform), ids)
-    keys.copy_(torch.cat([keys, found], dim=1).topk(keys.shape[1], sorted=False).values)
+    tile_keys = encode_keys(transformed(logits, bias, transform), ids)
+    keys.copy_(torch.cat([keys, tile_keys], dim=1).topk(keys.shape[1], sorted=False).values)
 
 
-def put(
+def write_at_ids(
     tile: Tensor,  # (n, v) any float dtype
     ids: Tensor,  # (n, K) int64; ids outside the tile are skipped
     values: Tensor,  # (n, K) float32; the same number at each repetition of an id in a row

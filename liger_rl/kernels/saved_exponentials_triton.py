@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import on
-from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.devices import launch_context
+from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -21,7 +21,7 @@ from liger_rl.kernels.softmax import (
     with_uniform,
 )
 from liger_rl.kernels.statistics import TokenGradients
-from liger_rl.kernels.tile_epilogues import KEPT_ONE
+from liger_rl.kernels.tile_epilogues import SAVED_ONE
 from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -33,7 +33,7 @@ SCALE_PROGRAMS = 2048  # at most: each program reads the factor, which is 1 as a
 
 
 @triton.jit
-def _keep_kernel(
+def _save_kernel(
     logits,
     stride,
     bias,
@@ -53,13 +53,13 @@ def _keep_kernel(
     z, _ = transformed(loaded(logits + row * stride, bias, column, inside), steps)
     z = tl.where(inside, z, float("-inf"))
     peak = tl.maximum(tl.max(z, 1), LOWEST)
-    exp = tl.exp(z - peak[:, None]) * KEPT_ONE
+    exp = tl.exp(z - peak[:, None]) * SAVED_ONE
     tl.store(values + row * value_stride + column, exp.to(values.dtype.element_ty), mask=inside)
     tl.store(peaks + tile.to(tl.int64) * peak_stride + row, peak, mask=tile * TILE_VOCAB < columns)
 
 
 @triton.jit(do_not_specialize=["first"])
-def _grad_kept_kernel(
+def _grad_from_saved_kernel(
     values,
     value_stride,
     peaks,
@@ -83,7 +83,7 @@ def _grad_kept_kernel(
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
-    exp = tl.load(values + source * value_stride + column, mask=inside, other=0.0).to(tl.float32) * (1.0 / KEPT_ONE)
+    exp = tl.load(values + source * value_stride + column, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_ONE)
     known = tile * TILE_VOCAB < columns
     peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + source, mask=known, other=LOWEST)
     lse = tl.load(tokens.lse + row)
@@ -114,16 +114,18 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
             tl.store(values + place, scaled.to(values.dtype.element_ty), mask=inside)
 
 
-def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, kept: Kept) -> None:
-    """As `reference.keep`; the last dimension of `logits` must be contiguous."""
+def save_exponentials(
+    logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, saved_exp: SavedExp
+) -> None:
+    """As `reference.save_exponentials`; the last dimension of `logits` must be contiguous."""
     assert logits.stride(-1) == 1
     n, columns = logits.shape
     if n == 0:
         return
-    values, peaks = kept.columns(first, first + columns)
-    tiles = _tiles(columns, kept.tile_vocab)
-    with on(logits.device):
-        _keep_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
+    values, peaks = saved_exp.columns(first, first + columns)
+    tiles = _tiles(columns, saved_exp.tile_vocab)
+    with launch_context(logits.device):
+        _save_kernel[(n, triton.cdiv(columns, tiles * saved_exp.tile_vocab))](
             logits,
             logits.stride(0),
             None if bias is None else bias.contiguous(),
@@ -134,13 +136,13 @@ def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransf
             columns,
             LogitSteps.of(transform),
             TILES=tiles,
-            TILE_VOCAB=kept.tile_vocab,
+            TILE_VOCAB=saved_exp.tile_vocab,
             num_warps=WARPS,
         )
 
 
-def grad_kept(
-    kept: Kept,
+def grad_from_saved(
+    saved_exp: SavedExp,
     rows: Tensor | None,
     first: int,
     targets: Tensor,
@@ -149,15 +151,15 @@ def grad_kept(
     at_target: Tensor,
     out: Tensor,
 ) -> None:
-    """As `reference.grad_kept`; the last dimension of `out` must be contiguous."""
+    """As `reference.grad_from_saved`; the last dimension of `out` must be contiguous."""
     assert out.stride(-1) == 1
     n, columns = out.shape
     if n == 0:
         return
-    values, peaks = kept.columns(first, first + columns)
-    tiles = _tiles(columns, kept.tile_vocab)
-    with on(out.device):
-        _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
+    values, peaks = saved_exp.columns(first, first + columns)
+    tiles = _tiles(columns, saved_exp.tile_vocab)
+    with launch_context(out.device):
+        _grad_from_saved_kernel[(n, triton.cdiv(columns, tiles * saved_exp.tile_vocab))](
             values,
             values.stride(0),
             peaks,
@@ -172,7 +174,7 @@ def grad_kept(
             first,
             LogitSteps.of(transform),
             TILES=tiles,
-            TILE_VOCAB=kept.tile_vocab,
+            TILE_VOCAB=saved_exp.tile_vocab,
             num_warps=WARPS,
         )
 
@@ -180,7 +182,7 @@ def grad_kept(
 def scale_(values: Tensor, factor: Tensor) -> None:
     """As `reference.scale_`; the values must be contiguous."""
     assert values.is_contiguous()
-    with on(values.device):
+    with launch_context(values.device):
         _scale_kernel[(min(triton.cdiv(values.numel(), SCALE_BLOCK), SCALE_PROGRAMS),)](
             values, factor, values.numel(), SCALE_BLOCK, num_warps=SCALE_WARPS
         )

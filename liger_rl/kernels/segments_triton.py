@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.segment_sums import LONG_ROW, PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -110,7 +110,7 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Laun
     if factors.bias is not None:
         factors = factors._replace(bias=factors.bias.contiguous())
     strides = Factors._make(None if part is None else part.stride(0) for part in factors)
-    with on(logits.device):
+    with launch_context(logits.device):
         _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
             factors, strides, slots, logits, n, columns, LogitSteps.of(transform),
             PIECE=launch.piece, SLOTS=launch.slots, COLUMNS=_columns(columns, launch),
@@ -160,7 +160,7 @@ def order_by_id(entries: Entries, rows: int) -> tuple[Segments, Tensor, Tensor]:
     (ids, order), count = torch.sort(entries.ids, stable=True), entries.ids.numel()
     coefficients, tokens = torch.empty_like(entries.coefficients), torch.empty_like(entries.tokens)
     starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
-    with on(ids.device):
+    with launch_context(ids.device):
         _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
             ids, order, entries, coefficients, tokens, starts, count, rows, count.bit_length(),
             STEP=ORDERED, num_warps=ORDERING_WARPS,
@@ -296,7 +296,7 @@ def segment_sums(
     slabs = triton.cdiv(columns, width)
     sizes = {"SLOTS": slots, "COLUMNS": width, "num_warps": launch.warps}
     common = (coefficients, indices, table, table.stride(0), segments.starts)
-    with on(out.device):
+    with launch_context(out.device):
         if not segments.all_short:
             partial = torch.empty(pieces, columns, dtype=torch.float32, device=out.device)
             _pieces_kernel[(pieces, slabs)](

@@ -1,18 +1,18 @@
-"""`select` of `reference` as one Triton kernel. It takes a dozen launches in PyTorch, and the first product waits."""
+"""`select_tokens` as one Triton kernel. The first product waits for it, and in PyTorch it takes a dozen launches."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 
 BLOCK, WARPS = 4096, 8
 
 
 # Lengths differ from batch to batch. Specializing on their divisors makes nothing faster here.
-@triton.jit(do_not_specialize=["tokens", "each"])
-def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, vocab, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens", "row_length"])
+def _select_kernel(targets, mask, needed, positions, numbers, tokens, row_length, vocab, BLOCK: tl.constexpr):
     # There is one program, because a token's position depends on all tokens before it. 2^18 tokens take 64 steps.
     count = tl.zeros((), tl.int64)
     outside_count = tl.zeros((), tl.int64)
@@ -29,8 +29,8 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
             if mask.dtype.element_ty != tl.int1:
                 improper += tl.sum(((value != 0) & (value != 1)).to(tl.int32))
         live = counted
-        if wanted is not None:
-            live = live & (tl.load(wanted + token // each, mask=inside, other=0) != 0)
+        if needed is not None:
+            live = live & (tl.load(needed + token // row_length, mask=inside, other=0) != 0)
         outside = counted & (target >= vocab)
         ones = live.to(tl.int32)
         tl.store(positions + count + tl.cumsum(ones, 0) - 1, token.to(tl.int64), mask=live)
@@ -43,20 +43,22 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
     tl.store(numbers + 3, improper)
 
 
-def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `reference.select`."""
+def select_tokens(
+    targets: Tensor, mask: Tensor | None, vocab: int, needed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `reference.select_tokens`."""
     tokens = targets.numel()
     positions = torch.empty(tokens, dtype=torch.int64, device=targets.device)
     numbers = torch.empty(4, dtype=torch.int64, device=targets.device)
-    with on(targets.device):
+    with launch_context(targets.device):
         _select_kernel[(1,)](
             targets.contiguous(),
             None if mask is None else mask.contiguous(),
-            None if wanted is None else wanted.contiguous(),
+            None if needed is None else needed.contiguous(),
             positions,
             numbers,
             tokens,
-            1 if wanted is None else tokens // max(wanted.numel(), 1),
+            1 if needed is None else tokens // max(needed.numel(), 1),
             vocab,
             BLOCK=BLOCK,
             num_warps=WARPS,

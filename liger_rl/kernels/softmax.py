@@ -129,12 +129,12 @@ def transformed(x, steps):
     elif steps.gain is not None:
         z = x * steps.gain
     if steps.inverse is not None:
-        z = cooled(z, steps)
+        z = divide_by_temperature(z, steps)
     return z, square
 
 
 @triton.jit
-def cooled(z, steps):
+def divide_by_temperature(z, steps):
     """-> z / temperature, for a temperature other than 1."""
     # Two instructions, as exact as a quotient. The rounded reciprocal alone is a slightly different temperature, and
     # its error adds up over the logits.

@@ -10,7 +10,7 @@ from torch import Tensor
 Record = TypeVar("Record", bound=NamedTuple)
 
 
-def each(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
+def map_fields(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
     """The record with `function` of each of its tensors. None stays None."""
     return record._make([None if values is None else function(values) for values in record])
 
@@ -49,7 +49,7 @@ class Fold(NamedTuple):
     moment: Tensor | None  # (n,) sum_v exp(z_v - peak) (z_v - peak), for the entropy
     sum_sq_exp: Tensor | None  # (n,) sum_v exp(z_v - peak)^2, for log_sum_sq_probs
     sum_logits: Tensor | None  # (n,) sum_v z_v, for mean_logits
-    rival: Tensor | None  # (n,) max of z_v over the ids before the target, for is_top1
+    peak_before: Tensor | None  # (n,) max of z_v over the ids before the target, for is_top1
 
     @classmethod
     def start(cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = ()) -> "Fold":
@@ -89,29 +89,29 @@ class Fold(NamedTuple):
         """The fold of all tiles so far. `self` is the last tile's, around the peak and with the target of all tiles."""
         lower = earlier.peak - self.peak
         rescale = lower.exp()
-        moment, sum_sq_exp, sum_logits, rival = self[3:]
+        moment, sum_sq_exp, sum_logits, peak_before = self[3:]
         if moment is not None and earlier.moment is not None:
             moment = rescale * (earlier.moment + lower * earlier.sum_exp) + moment
         if sum_sq_exp is not None and earlier.sum_sq_exp is not None:
             sum_sq_exp = earlier.sum_sq_exp * rescale.square() + sum_sq_exp
         if sum_logits is not None and earlier.sum_logits is not None:
             sum_logits = earlier.sum_logits + sum_logits
-        if rival is not None and earlier.rival is not None:
-            rival = torch.maximum(earlier.rival, rival)
+        if peak_before is not None and earlier.peak_before is not None:
+            peak_before = torch.maximum(earlier.peak_before, peak_before)
         sum_exp = earlier.sum_exp * rescale + self.sum_exp
-        return Fold(self.peak, sum_exp, self.target, moment, sum_sq_exp, sum_logits, rival)
+        return Fold(self.peak, sum_exp, self.target, moment, sum_sq_exp, sum_logits, peak_before)
 
     def take(self, rows: slice) -> "Fold":
         """Views of the fields of the tokens `rows`. A kernel may write to them."""
-        return each(self, lambda values: values[rows])
+        return map_fields(self, lambda values: values[rows])
 
     def over_ranks(self, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]) -> "Fold":
         """The fold of a sharded vocabulary, the same on each rank: one maximum and one sum over ranks.
 
         `target` is 0 on a rank without the target. So its sum over ranks is the target's logit, to the last bit.
         """
-        tops = maximum(torch.stack([self.peak] if self.rival is None else [self.peak, self.rival]))
-        peak, rival = tops[0], None if self.rival is None else tops[1]
+        tops = maximum(torch.stack([self.peak] if self.peak_before is None else [self.peak, self.peak_before]))
+        peak, peak_before = tops[0], None if self.peak_before is None else tops[1]
         lower = self.peak - peak
         rescale = lower.exp()
         summands = {
@@ -123,7 +123,7 @@ class Fold(NamedTuple):
         }
         present = {name: values for name, values in summands.items() if values is not None}
         sums = total(torch.stack(list(present.values())))
-        return self._replace(peak=peak, rival=rival, **dict(zip(present, sums, strict=True)))
+        return self._replace(peak=peak, peak_before=peak_before, **dict(zip(present, sums, strict=True)))
 
     def finish(self, *, with_target: bool = False) -> TokenStatistics:
         """The statistics after the last tile; `with_target` adds the target's logit."""
@@ -133,8 +133,8 @@ class Fold(NamedTuple):
         logps = ((self.target - self.peak) - log_sum).clamp_(max=0.0)
         entropy = None if self.moment is None else (log_sum - self.moment / self.sum_exp).clamp_(min=0.0)
         log_sum_sq = None if self.sum_sq_exp is None else (self.sum_sq_exp.log() - 2.0 * log_sum).clamp_(max=0.0)
-        # The comparison is exact: target, peak and rival come from the same tiles. In a tie the smaller id is first.
-        is_top1 = None if self.rival is None else (self.target >= self.peak) & (self.target > self.rival)
+        # The comparison is exact: all three come from the same tiles. In a tie the smaller id is first.
+        is_top1 = None if self.peak_before is None else (self.target >= self.peak) & (self.target > self.peak_before)
         target = self.target if with_target else None
         # Apple's GPUs have no float64.
         lse = (self.peak if self.peak.device.type == "mps" else self.peak.double()) + log_sum
@@ -146,7 +146,7 @@ BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
 # Entries of a part of a gradient, a half of a product's tile. Large entries lie alone: a published model's token keeps
 # 34 parts of 256 entries, or 40 of 128, at an entropy of 0.6 nats.
 PART_VOCAB = BLOCK_VOCAB // 2
-KEPT_ONE = 2.0**15  # factor on the exponentials of `reference.Kept`: the largest power of two in float16
+SAVED_ONE = 2.0**15  # factor on the exponentials of `reference.SavedExp`: the largest power of two in float16
 # A tile's dropped gradient is spread over its entries by the probabilities of so many sampled tokens.
 SAMPLES = 64
 
@@ -261,9 +261,9 @@ class TokenGradients(NamedTuple):
 
     def contiguous(self) -> "TokenGradients":
         assert self.lse.dtype == torch.float32  # kernels would compute their tiles in float64
-        return each(self, torch.Tensor.contiguous)
+        return map_fields(self, torch.Tensor.contiguous)
 
     def take(self, rows: Tensor | slice) -> "TokenGradients":
         if isinstance(rows, slice) and rows.stop - rows.start == self.lse.shape[0]:
             return self
-        return each(self, lambda values: values[rows])
+        return map_fields(self, lambda values: values[rows])

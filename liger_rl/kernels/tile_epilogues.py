@@ -12,7 +12,7 @@ from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
     PORTABLE,
     cap_left,
-    cooled,
+    divide_by_temperature,
     exp_of_difference,
     exp_of_steps,
     flushed_exp,
@@ -23,35 +23,35 @@ from liger_rl.kernels.softmax import (
     with_uniform,
 )
 
-KEPT_ONE = tl.constexpr(statistics.KEPT_ONE)
+SAVED_ONE = tl.constexpr(statistics.SAVED_ONE)
 PART_VOCAB = tl.constexpr(statistics.PART_VOCAB)
-# Variants of `fold_tile`, which may be added: the logits have a softcap of at most `epilogue.MOST_LEVELLED`; parts have
+# Bits of a variant of `fold_tile`: the logits have a softcap of at most `epilogue.MAX_EPILOGUE_CAP`; parts have
 # statistics of their own; registers are few, as before Hopper.
-LEVELLED, BOUNDED, SCARCE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+CAP_BIT, PARTS_BIT, REGISTERS_BIT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
 # Hidden states that stay in the cache while the whole vocabulary goes by. On an H200 (a cache of 50 MB) 16 MB gave
 # the fastest fold of 4, 8, 16 and 32 MB at H = 4096, and 8 and 16 MB at H = 2048. A fixed 8 tiles took 2% more time.
-TOGETHER_BYTES = tl.constexpr(16 << 20)
+TOKEN_GROUP_BYTES = tl.constexpr(16 << 20)
 
 
 @triton.jit
-def tokens_together(token_tiles, tile_numbers):
+def token_group_size(token_tiles, tile_numbers):
     """-> how many token tiles, of so many 16-bit numbers each, share a weight tile in the cache: near-equal groups."""
-    most = max(TOGETHER_BYTES // 2 // tile_numbers, 1)
+    most = max(TOKEN_GROUP_BYTES // 2 // tile_numbers, 1)
     return tl.cdiv(token_tiles, tl.cdiv(token_tiles, most))
 
 
 @triton.jit
-def tile_place(tile, token_tiles, vocab_tiles, together):
-    """-> (token tile, vocabulary tile). Neighbours share weight tiles, see `tokens_together`."""
-    group_tiles = together * vocab_tiles
-    first = (tile // group_tiles) * together
-    size = min(token_tiles - first, together)
+def tile_coordinates(tile, token_tiles, vocab_tiles, group_size):
+    """-> (token tile, vocabulary tile). Neighbours share weight tiles, see `token_group_size`."""
+    group_tiles = group_size * vocab_tiles
+    first = (tile // group_tiles) * group_size
+    size = min(token_tiles - first, group_size)
     return first + (tile % group_tiles) % size, (tile % group_tiles) // size
 
 
 @triton.jit
-def column_of(targets, token, live, first):
+def target_column(targets, token, live, first):
     """-> the column of a token's target, counted from id `first`, in 32 bits; -1 for every smaller target.
 
     With the ids' 64 bits each comparison with a column would take two instructions.
@@ -67,7 +67,7 @@ def halves(tile):
 
 
 @triton.jit
-def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
+def pick_part(tile, PART: tl.constexpr, PARTS: tl.constexpr):
     """-> the columns of one of 1, 2, 4 or 8 parts of a tile. Each part has registers of its own."""
     if PARTS > 1:
         left, right = halves(tile)
@@ -82,7 +82,7 @@ def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def at_column(tile, column, HALVINGS: tl.constexpr):
+def pick_column(tile, column, HALVINGS: tl.constexpr):
     """-> (M,) the numbers of a tile (M, N) at `column` (M,), anything outside of [0, N); N is a power of two.
 
     It chooses between halves as long as both are on the same threads. On AMD they never are.
@@ -98,25 +98,25 @@ def at_column(tile, column, HALVINGS: tl.constexpr):
 def fold_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32
     token,  # (TILE_TOKENS,) indices of the tokens, from `first_token` on
-    target,  # (TILE_TOKENS,) column of each token's target, see `column_of`
+    target,  # (TILE_TOKENS,) column of each token's target, see `target_column`
     first_token, vocab_tile, tokens, vocab,
-    folds,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,); and `TileStatistics` or None
-    kept,  # a `matrix` (tokens, vocab) of `reference.Kept`, or None
+    statistics,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,); and `TileStatistics` or None
+    saved_exp,  # a `matrix` (tokens, vocab) of `reference.SavedExp`, or None
     steps,
-    VARIANT: tl.constexpr,  # LEVELLED + BOUNDED + SCARCE
+    VARIANT: tl.constexpr,  # CAP_BIT + PARTS_BIT + REGISTERS_BIT
     WHOLE: tl.constexpr,
     PARTS: tl.constexpr,  # the tile's parts
 ):  # fmt: skip
-    """Write the fold of one tile of logits, and with BOUNDED the statistics of its parts.
+    """Write the fold of one tile of logits, and with PARTS_BIT the statistics of its parts.
 
     Exponentials are made of one part of the tile after the other, so that they fit the registers. The tile's sums are
-    those of the parts, so that BOUNDED changes no bit of them.
+    those of the parts, so that PARTS_BIT changes no bit of them.
     """
-    tiles, known = folds
-    CAPPED: tl.constexpr = LEVELLED & VARIANT != 0
-    WITH_PARTS: tl.constexpr = BOUNDED & VARIANT != 0
-    APART: tl.constexpr = logits.shape[1] // PARTS == PART_VOCAB  # each part of `known` is in registers of its own
-    FEW_REGISTERS: tl.constexpr = SCARCE & VARIANT != 0
+    tiles, parts = statistics
+    CAPPED: tl.constexpr = CAP_BIT & VARIANT != 0
+    WITH_PARTS: tl.constexpr = PARTS_BIT & VARIANT != 0
+    APART: tl.constexpr = logits.shape[1] // PARTS == PART_VOCAB  # each part of `parts` is in registers of its own
+    FEW_REGISTERS: tl.constexpr = REGISTERS_BIT & VARIANT != 0
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     column = tl.arange(0, TILE_VOCAB)
     live = token < tokens
@@ -130,7 +130,7 @@ def fold_tile(
     if CAPPED:
         full = steps.cap
         if steps.inverse is not None:
-            full = cooled(full, steps)
+            full = divide_by_temperature(full, steps)
         level = cap_left(logits, steps.gain)
         if not WHOLE:
             level = tl.where(inside, level, float("inf"))
@@ -149,16 +149,16 @@ def fold_tile(
         _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
     total, moment, squares = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
-        own = part_of(level, part, PARTS)
+        part_level = pick_part(level, part, PARTS)
         part_place = (vocab_tile.to(tl.int64) * PARTS + part) * tokens + token
         if WITH_PARTS and APART:
-            part_peak = _under_cap(tl.min(own, 1), full) if CAPPED else tl.max(own, 1)
-            tl.store(known.peaks + part_place, tl.maximum(part_peak, LOWEST), mask=live)
+            part_peak = _under_cap(tl.min(part_level, 1), full) if CAPPED else tl.max(part_level, 1)
+            tl.store(parts.peaks + part_place, tl.maximum(part_peak, LOWEST), mask=live)
         if CAPPED:
             # A number for every row, of whatever layout the rows have.
-            exp, exponent, factor, rest = exp_of_steps(own, least, 0.0 * least - full * LOG2_E)
+            exp, exponent, factor, rest = exp_of_steps(part_level, least, 0.0 * least - full * LOG2_E)
         else:
-            exp, exponent, factor, rest = exp_of_difference(own, peak)
+            exp, exponent, factor, rest = exp_of_difference(part_level, peak)
         if tiles.moment is not None:
             # No capped id is banned, and no column of a whole tile is past the last id.
             if not (CAPPED and WHOLE):
@@ -168,15 +168,16 @@ def fold_tile(
         part_total = tl.sum(exp, 1)
         total += part_total
         if WITH_PARTS and not APART:
-            _fold_parts(own, exp, exponent, factor, rest, vocab_tile, token, tokens, known, full, CAPPED)
+            _fold_parts(part_level, exp, exponent, factor, rest, vocab_tile, token, tokens, parts, full, CAPPED)
         elif WITH_PARTS:
-            tl.store(known.sums + part_place, part_total * factor, mask=live)
+            tl.store(parts.sums + part_place, part_total * factor, mask=live)
             if tiles.moment is not None:
-                tl.store(known.moments + part_place, (part_moment - part_total * rest) * (factor * LN_2), mask=live)
+                tl.store(parts.moments + part_place, (part_moment - part_total * rest) * (factor * LN_2), mask=live)
         if tiles.sum_sq_exp is not None:
             squares += tl.sum(exp * exp, 1)
-        if kept is not None:
-            store(kept, first_token, vocab_tile * TILE_VOCAB + part * own.shape[1], exp * (factor * KEPT_ONE)[:, None])
+        if saved_exp is not None:
+            first_column = vocab_tile * TILE_VOCAB + part * part_level.shape[1]
+            store(saved_exp, first_token, first_column, exp * (factor * SAVED_ONE)[:, None])
     tl.store(tiles.sum_exp + place, total * factor, mask=live)
     if tiles.moment is not None:
         tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)
@@ -188,7 +189,7 @@ def fold_tile(
 
 @triton.jit
 def _fold_parts(
-    level, exp, exponent, factor, rest, vocab_tile, token, tokens, known, full, CAPPED: tl.constexpr
+    level, exp, exponent, factor, rest, vocab_tile, token, tokens, parts, full, CAPPED: tl.constexpr
 ):  # fmt: skip
     """The statistics of the parts of a tile that share registers."""
     PARTS: tl.constexpr = level.shape[1] // PART_VOCAB
@@ -197,12 +198,12 @@ def _fold_parts(
     place, live = part[None, :] * tokens + token[:, None], (token < tokens)[:, None]
     level = tl.reshape(level, shape)
     peak = _under_cap(tl.min(level, 2), full) if CAPPED else tl.max(level, 2)
-    tl.store(known.peaks + place, tl.maximum(peak, LOWEST), mask=live)
+    tl.store(parts.peaks + place, tl.maximum(peak, LOWEST), mask=live)
     total = tl.sum(tl.reshape(exp, shape), 2)
-    tl.store(known.sums + place, total * factor[:, None], mask=live)
-    if known.moments is not None:
+    tl.store(parts.sums + place, total * factor[:, None], mask=live)
+    if parts.moments is not None:
         moment = tl.sum(tl.reshape(exp * exponent, shape), 2) - total * rest[:, None]
-        tl.store(known.moments + place, moment * (factor * LN_2)[:, None], mask=live)
+        tl.store(parts.moments + place, moment * (factor * LN_2)[:, None], mask=live)
 
 
 @triton.jit
@@ -211,17 +212,17 @@ def _fold_target(
 ):  # fmt: skip
     """The target's logit, and the largest before it."""
     # Before Hopper a product spreads 32 of 256 columns over the threads.
-    target_z = at_column(level, target, 3 if FEW_REGISTERS else 5)
+    target_z = pick_column(level, target, 3 if FEW_REGISTERS else 5)
     if CAPPED:
         target_z = _under_cap(target_z, full)
     tl.store(tiles.target + token, target_z, mask=live & (target >= 0) & (target < level.shape[1]))
-    if tiles.rival is not None:
+    if tiles.peak_before is not None:
         before = column[None, :] < target[:, None]
         if CAPPED:
-            rival = _under_cap(tl.min(tl.where(before, level, float("inf")), 1), full)
+            peak_before = _under_cap(tl.min(tl.where(before, level, float("inf")), 1), full)
         else:
-            rival = tl.max(tl.where(before, level, float("-inf")), 1)
-        tl.store(tiles.rival + place, rival, mask=live)
+            peak_before = tl.max(tl.where(before, level, float("-inf")), 1)
+        tl.store(tiles.peak_before + place, peak_before, mask=live)
 
 
 @triton.jit
@@ -242,7 +243,7 @@ def grad_tile(
     live = token < tokens
     ENTROPY: tl.constexpr = gradients.grad_entropy is not None
     for part in tl.static_range(PARTS):
-        x = part_of(logits, part, PARTS)
+        x = pick_part(logits, part, PARTS)
         column = part * x.shape[1] + tl.arange(0, x.shape[1])
         z, square = transformed(x, steps)
         log_p = z - tl.load(gradients.lse + token, mask=live, other=0.0)[:, None]

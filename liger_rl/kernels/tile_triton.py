@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -25,7 +25,7 @@ from liger_rl.kernels.softmax import (
     transformed,
     with_uniform,
 )
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, each
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, map_fields
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # Of 256 to 16384 vocabulary entries and 1 to 32 warps on an H200, with whole rows of V = 12800 in bfloat16: 63 and 103
@@ -59,8 +59,8 @@ def loaded(logits, bias, column, inside):
 
 @triton.jit
 def _fold_block(
-    logits, bias, column, inside, target, steps, peak, total, moment, sum_sq, sum_logits, rival,
-    MOMENT: tl.constexpr, SUM_SQ: tl.constexpr, SUM_LOGITS: tl.constexpr, RIVAL: tl.constexpr,
+    logits, bias, column, inside, target, steps, peak, total, moment, sum_sq, sum_logits, peak_before,
+    MOMENT: tl.constexpr, SUM_SQ: tl.constexpr, SUM_LOGITS: tl.constexpr, PEAK_BEFORE: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `Fold`, without the target, after one more block."""
     z, _ = transformed(loaded(logits, bias, column, inside), steps)
@@ -69,10 +69,10 @@ def _fold_block(
     if inside is not None:
         # Only now, so that a softcap cannot make the lanes past the end finite again.
         z = tl.where(inside, z, float("-inf"))
-    if RIVAL:
-        rival = tl.maximum(rival, tl.max(tl.where(column < target, z, float("-inf"))))
+    if PEAK_BEFORE:
+        peak_before = tl.maximum(peak_before, tl.max(tl.where(column < target, z, float("-inf"))))
     peak, total, moment, sum_sq = folded(z, peak, total, moment, sum_sq, MOMENT, SUM_SQ)
-    return peak, total, moment, sum_sq, sum_logits, rival
+    return peak, total, moment, sum_sq, sum_logits, peak_before
 
 
 @triton.jit(do_not_specialize=["first", "length"])
@@ -95,7 +95,7 @@ def _fold_kernel(
     MOMENT: tl.constexpr = state.moment is not None if PART else out.entropy is not None
     SUM_SQ: tl.constexpr = state.sum_sq_exp is not None if PART else False
     SUM_LOGITS: tl.constexpr = state.sum_logits is not None if PART else False
-    RIVAL: tl.constexpr = state.rival is not None if PART else False
+    PEAK_BEFORE: tl.constexpr = state.peak_before is not None if PART else False
     token = tl.program_id(0).to(tl.int64)
     target, counts = _target(targets, mask, token, True, first, columns)
     if counts | PART:
@@ -106,7 +106,7 @@ def _fold_kernel(
         moment = 0.0
         sum_sq = 0.0
         sum_logits = 0.0
-        rival = float("-inf")
+        peak_before = float("-inf")
         if PART:
             peak = tl.load(state.peak + token)
             total = tl.load(state.sum_exp + token)
@@ -117,20 +117,20 @@ def _fold_kernel(
             sum_sq = tl.load(state.sum_sq_exp + token)
         if SUM_LOGITS:
             sum_logits = tl.load(state.sum_logits + token)
-        if RIVAL:
-            rival = tl.load(state.rival + token)
+        if PEAK_BEFORE:
+            peak_before = tl.load(state.peak_before + token)
         whole = columns // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
-            peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
+            peak, total, moment, sum_sq, sum_logits, peak_before = _fold_block(
                 logits, bias, start + tl.arange(0, BLOCK), None, target, steps,
-                peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
+                peak, total, moment, sum_sq, sum_logits, peak_before, MOMENT, SUM_SQ, SUM_LOGITS, PEAK_BEFORE,
             )  # fmt: skip
         # What is left of the row apart, so that the loop needs no mask.
         for start in range(whole, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
+            peak, total, moment, sum_sq, sum_logits, peak_before = _fold_block(
                 logits, bias, column, column < columns, target, steps,
-                peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
+                peak, total, moment, sum_sq, sum_logits, peak_before, MOMENT, SUM_SQ, SUM_LOGITS, PEAK_BEFORE,
             )  # fmt: skip
         if PART:
             tl.store(state.peak + token, peak)
@@ -142,8 +142,8 @@ def _fold_kernel(
                 tl.store(state.sum_sq_exp + token, sum_sq)
             if SUM_LOGITS:
                 tl.store(state.sum_logits + token, sum_logits)
-            if RIVAL:
-                tl.store(state.rival + token, rival)
+            if PEAK_BEFORE:
+                tl.store(state.peak_before + token, peak_before)
         else:
             log_sum = tl.log(total)
             # Around the peak, not around lse: see `Fold.finish`.
@@ -240,7 +240,7 @@ def _launch_fold(
     if n == 0:
         return
     _, length, strides = _layout(logits, targets)
-    with on(logits.device):
+    with launch_context(logits.device):
         _fold_kernel[(n,)](
             logits,
             *strides,
@@ -290,7 +290,7 @@ def grad(
         return
     positions, length, strides = _layout(logits, targets)
     block = min(BLOCK, triton.next_power_of_2(columns))
-    with on(logits.device):
+    with launch_context(logits.device):
         _grad_kernel[(count, triton.cdiv(columns, block))](
             logits,
             *strides,
@@ -300,7 +300,7 @@ def grad(
             None if mask is None else mask.contiguous(),
             None if bias is None else bias.contiguous(),
             logps,
-            each(tokens, torch.Tensor.contiguous),
+            map_fields(tokens, torch.Tensor.contiguous),
             positions,
             length,
             columns,
@@ -375,14 +375,14 @@ def _largest_kernel(
     tl.store(keys + token * COUNT + place, kept_keys, mask=place < COUNT)
 
 
-def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, keys: Tensor) -> None:
-    """As `reference.keep_largest`; the last dimensions must be contiguous."""
+def update_topk(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, keys: Tensor) -> None:
+    """As `reference.update_topk`; the last dimensions must be contiguous."""
     assert logits.stride(-1) == 1
     assert keys.is_contiguous()
     n, count = keys.shape
     if n == 0:
         return
-    with on(logits.device):
+    with launch_context(logits.device):
         _largest_kernel[(n,)](
             logits,
             logits.stride(0),

@@ -87,12 +87,12 @@ class LogitSteps(NamedTuple):
         inverse = 1.0 / temperature
         (bits,) = struct.unpack("Q", struct.pack("d", inverse))
         (cut,) = struct.unpack("d", struct.pack("Q", bits >> 29 << 29))  # inverse, cut to the digits of float32
-        heated = temperature != 1.0
+        has_temperature = temperature != 1.0
         return cls(
             gain=None if cap is None and gain == 1.0 else gain,
             cap=None if cap is None else float(cap),
-            inverse=cut if heated else None,
-            inverse_rest=max(inverse - cut, inverse * 2.0**-60) if heated else None,
+            inverse=cut if has_temperature else None,
+            inverse_rest=max(inverse - cut, inverse * 2.0**-60) if has_temperature else None,
             per_cap=None if cap is None else temperature / cap,
             slope=None if slope == 1.0 else slope,
         )

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.once import differentiable_once
 from liger_rl.losses.loss import NOTHING, PolicyLoss, PreparedLoss
 from liger_rl.losses.metrics import Metric, loss_metrics
@@ -100,7 +100,7 @@ def find_kernel(prepared: PreparedLoss, logps: Tensor, *, reduces: bool = True) 
     If it `reduces` the losses of the tokens, it needs one float32 weight for each, and makes no metric above "loss".
     """
     device, terms, batch, weights = logps.device, prepared.terms, prepared.batch, prepared.weights
-    if device.type not in DEVICES or (device.type == "cuda" and not compiles(device)):
+    if device.type not in DEVICES or (device.type == "cuda" and not runs_triton(device)):
         return None
     if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
         return None

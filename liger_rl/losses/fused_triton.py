@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.losses.batch import MAX_LOG_RATIO
 from liger_rl.losses.loss import PolicyTerms, PreparedLoss
@@ -298,7 +298,7 @@ def launch(
         return None if column is None else column.expand(batch.mask.shape).float().contiguous()
 
     if tokens:
-        with on(logps.device):
+        with launch_context(logps.device):
             _policy_terms_kernel[(programs,)](
                 logps.contiguous(),
                 tokens,

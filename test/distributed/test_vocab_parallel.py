@@ -388,7 +388,7 @@ def test_what_a_call_sends_and_waits_for(ranks, masked):
         assert counts == [1, 1, 2, 2, 2]
         n = shapes[0][1]
         assert n == {"none": 36, "all": 0}.get(masked, n)
-        assert shapes[:2] == [(2, n), (5, n)]  # peak and rival; sums, target, moment, squares, logits
+        assert shapes[:2] == [(2, n), (5, n)]  # peak and peak_before; sums, target, moment, squares, logits
         assert len(shapes) == 3
         assert shapes[2][1] == HIDDEN
         assert shapes[2][0] < max(n, 1)  # tokens without a gradient are not sent

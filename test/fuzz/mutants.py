@@ -28,7 +28,7 @@ MUTANTS = (
     ("bias gradient lacks a tile's first token", "head/dense/two_pass.py", "bias_total += gemm.column_sums(tile)", "bias_total += gemm.column_sums(tile[1:])"),
     ("first token of a tile dropped from the weight's gradient", "head/dense/two_pass.py", "gemm.accumulate(self.total, grad.T, self.rows[tokens])", "gemm.accumulate(self.total, grad[1:].T, self.rows[tokens][1:])"),
     ("one row lost between chunks", "head/tiles.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
-    ("gradients of masked tokens kept", "kernels/reference.py", "has_gradient = has_gradient & _counted(logits, targets, mask)", "pass"),
+    ("gradients of masked tokens kept", "kernels/reference.py", "has_gradient = has_gradient & _live_mask(logits, targets, mask)", "pass"),
     ("mask is multiplied", "losses/loss.py", "logps = per_token_logps.masked_fill(masked, 0.0)", "logps = per_token_logps * ~masked"),
     ("padding counted in a sequence's length", "losses/batch.py", "self.sequence_sum(self.mask.to(self.advantages.dtype))", "self.sequence_sum(self.mask.to(self.advantages.dtype) * 0 + 1)"),
     ("sign of k1", "losses/penalties.py", "return logps - ref_per_token_logps", "return ref_per_token_logps - logps"),

@@ -20,7 +20,7 @@ from liger_rl import (
 from liger_rl import kernels as rooms
 from liger_rl.kernels import devices as limits
 from liger_rl.kernels import reference
-from liger_rl.kernels.devices import HOPPER, Gpu, gpu_lacks
+from liger_rl.kernels.devices import HOPPER, Gpu, reason_against_gpu
 
 CUDA = torch.device("cuda", 0)
 
@@ -46,7 +46,7 @@ CUDA = torch.device("cuda", 0)
     ],
 )
 def test_what_a_gpu_lacks(gpu, lacking, monkeypatch):
-    found = gpu_lacks(gpu)
+    found = reason_against_gpu(gpu)
     assert found is None if lacking is None else lacking in found
     monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
     # The plan asks the same function, and says what it answers.
@@ -86,9 +86,9 @@ def test_views_that_start_between():
     flat = torch.zeros(8 * 64 + 8, dtype=torch.bfloat16)
     for start, fits in ((0, True), (8, True), (4, False), (1, False)):
         view = flat[start : start + 8 * 64].view(8, 64)
-        assert limits.aligned(view) == fits
-    assert not limits.aligned(flat[: 8 * 64].view(64, 8).T)
-    assert not limits.aligned(flat[:480].view(8, 60))
+        assert limits.is_aligned(view) == fits
+    assert not limits.is_aligned(flat[: 8 * 64].view(64, 8).T)
+    assert not limits.is_aligned(flat[:480].view(8, 60))
 
 
 def test_cuda_without_triton(monkeypatch):
@@ -102,7 +102,7 @@ def test_cuda_without_triton(monkeypatch):
         assert limits.gpu_of(CUDA) == HOPPER._replace(triton=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not limits.compiles(CUDA)
+        assert not limits.runs_triton(CUDA)
     assert rooms.for_device(CUDA) is reference
     hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
     assert rooms.epilogue_for(hidden, weight) is None

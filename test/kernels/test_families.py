@@ -8,8 +8,8 @@ from devices import NEEDS_GPU, on_gpu
 from head_calls import run_triton
 from liger_rl import LogitTransform, Support, linear_logprobs, logits_logprobs
 from liger_rl.kernels import devices, picked_triton
-from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
-from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
+from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, PartBounds, Tail, TokenGradients
 from liger_rl.kernels.transform import HeadFactors
 from tolerances import interpret, stored
@@ -49,17 +49,17 @@ def use(family, monkeypatch):
     ],
 )
 def test_which_family(gpu, family):
-    assert gpu_lacks(gpu) is None
+    assert reason_against_gpu(gpu) is None
     assert family_of_gpu(gpu) == family
     assert family.shared_bytes <= gpu.shared_bytes
 
 
 def test_tiles_can_be_forced(monkeypatch):
-    monkeypatch.setattr(devices, "FORCED", "tiles")
-    assert gpu_lacks(HOPPER) == "LIGER_RL_KERNELS not to be tiles"
-    monkeypatch.setattr(devices, "FORCED", "cuda")
+    monkeypatch.setattr(devices, "FORCED_KERNELS", "tiles")
+    assert reason_against_gpu(HOPPER) == "LIGER_RL_KERNELS not to be tiles"
+    monkeypatch.setattr(devices, "FORCED_KERNELS", "cuda")
     with pytest.raises(ValueError, match="LIGER_RL_KERNELS must be tiles, or not set; got 'cuda'"):
-        gpu_lacks(HOPPER)
+        reason_against_gpu(HOPPER)
 
 
 def made(tokens, vocab, hidden_size, transform, entropy, bias):
@@ -70,9 +70,9 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     biases = torch.randn(vocab).to(DEVICE, torch.float16) if bias else None
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
     inputs = hidden, weight, biases, targets
-    kept = Kept.empty(tokens, vocab, DEVICE, torch.float16, BLOCK_VOCAB)
+    saved_exp = SavedExp.empty(tokens, vocab, DEVICE, torch.float16, BLOCK_VOCAB)
     statistics, known = epilogue.gemm_fold(*inputs, transform, entropy=entropy, with_tiles=True)
-    epilogue.gemm_fold(*inputs, transform, entropy=entropy, kept=kept)
+    epilogue.gemm_fold(*inputs, transform, entropy=entropy, saved_exp=saved_exp)
     g, e = torch.randn(2, tokens).to(DEVICE)
     gradients = TokenGradients.of(statistics, g, e if entropy else None).with_float32_lse()
     tile = epilogue.gemm_grad(hidden, weight[:-3], biases, targets, 0, transform, gradients)
@@ -85,7 +85,7 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     of_tiles = picked_triton.list_tiles(chosen, span)
     head = HeadFactors(*inputs[:3], transform)
     listing_triton.make_parts(head, targets, gradients, chosen, of_tiles, span, parts)
-    values = (*statistics[:3], *known, kept.values, kept.peaks, tile, stored(parts))
+    values = (*statistics[:3], *known, saved_exp.values, saved_exp.peaks, tile, stored(parts))
     return inputs, statistics, [part for part in values if part is not None]
 
 

@@ -180,7 +180,7 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_id():
 @pytest.fixture(params=[reference, selection_triton], ids=["eager", "triton"])
 def select(request, monkeypatch):
     monkeypatch.setattr(selection_triton, "BLOCK", 64)
-    return request.param.select
+    return request.param.select_tokens
 
 
 def test_tokens_of_several_blocks_and_a_nan_among_them_that_are_wanted(select):

@@ -20,7 +20,7 @@ from liger_rl.head.head_shape import HeadShape
 from liger_rl.head.interface import Head
 from liger_rl.head.live_tokens import TokenSelection
 from liger_rl.kernels import gemm, reference
-from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import EXTRAS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,14 +182,14 @@ def test_kept_in_the_epilogue_of_a_product(more, statistics_bytes, kernels, monk
     transform = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5) if more else LogitTransform()
     hidden, weight = (2 * torch.randn(150, 72)).to(DEVICE, torch.float16), (torch.randn(301, 72) / 8).to(DEVICE).half()
     bias = torch.randn(301).to(DEVICE) if more else None
-    found, expected = (Kept.empty(150, 301, DEVICE, torch.bfloat16, 256) for _ in range(2))
+    found, expected = (SavedExp.empty(150, 301, DEVICE, torch.bfloat16, 256) for _ in range(2))
     found.values.fill_(math.nan)
     arguments = (hidden, weight, bias, torch.randint(301, (150,)).to(DEVICE), transform)
-    with_kept, _ = epilogue.gemm_fold(*arguments, entropy=more, kept=found)
+    with_kept, _ = epilogue.gemm_fold(*arguments, entropy=more, saved_exp=found)
     without, _ = epilogue.gemm_fold(*arguments, entropy=more)
     assert with_kept.target is not None
     for mine, other in zip(with_kept._replace(target=None), without, strict=True):
         assert mine is other is None or torch.equal(mine, other)
-    reference.keep(gemm.matmul(hidden, weight.T), 0, bias, transform, expected)
+    reference.save_exponentials(gemm.matmul(hidden, weight.T), 0, bias, transform, expected)
     torch.testing.assert_close(found.values, expected.values, rtol=2e-3, atol=1e-6)
     torch.testing.assert_close(found.peaks, expected.peaks, rtol=1e-5, atol=1e-5)

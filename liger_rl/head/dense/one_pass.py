@@ -1,6 +1,6 @@
 """Gradients computed in the forward: three products in place of four, if the caller knows dL/dlogp chunk by chunk.
 
-A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.reference.Kept`). Once the chunk's
+A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.reference.SavedExp`). Once the chunk's
 statistics are complete, the caller returns the gradients of its values. The gradients are computed at once: the
 exponentials become dL/dlogits in their own memory. The backward multiplies the gradients by the factor from above.
 """
@@ -23,9 +23,9 @@ from liger_rl.head.live_tokens import TokenSelection
 from liger_rl.head.rules import lacks as rule_lacks
 from liger_rl.head.tiles import free_tile_vocab, kind_of, spans
 from liger_rl.kernels import epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import MIN_TOKENS, compiles, realigned
+from liger_rl.kernels.devices import MIN_TOKENS, align_rows, runs_triton
 from liger_rl.kernels.once import differentiable_once
-from liger_rl.kernels.reference import Kept, grad_at_targets
+from liger_rl.kernels.reference import SavedExp, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 
 # Bytes of a chunk's exponentials and of the float32 gradient of its hidden states. On CUDA, with H = 4096 and
@@ -78,14 +78,14 @@ def one_pass(
     values = HeadValues.unwritten(head.live.count, options, device)
     totals = Totals(head, plan.sum_dtype, needs)
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
-    buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
+    buffer = SavedExp.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
     with gemm.without_autocast(device):
         for chunk in chunks:
             index = chunk if head.live.index is None else head.live.index[chunk]
-            hidden = realigned(head.hidden[index].to(options.compute_dtype).contiguous())
+            hidden = align_rows(head.hidden[index].to(options.compute_dtype).contiguous())
             rows = head._replace(hidden=hidden, targets=head.targets[index], live=TokenSelection(hidden.shape[0]))
-            kept = buffer.rows(slice(0, hidden.shape[0]))
-            statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), kept=kept)
+            saved_exp = buffer.of_tokens(slice(0, hidden.shape[0]))
+            statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), saved_exp=saved_exp)
             chunk_values = HeadValues.of(statistics, options, head.vocab)
             for value, of_chunk in zip(values, chunk_values, strict=True):
                 if value is not None and of_chunk is not None:
@@ -95,7 +95,7 @@ def one_pass(
             selected = picked_rows(has_gradient(tokens)) if select else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
             tokens = tokens._replace(wanted=None).with_float32_lse()
-            _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
+            _add_chunk(totals, saved_exp, selected, index, rows, tokens, at_target, options)
     return OnePass(values, totals.finish())
 
 
@@ -108,7 +108,7 @@ def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> Engin
 
 def _add_chunk(
     totals: "Totals",
-    kept: Kept,
+    saved_exp: SavedExp,
     selected: Tensor | None,  # (m',) rows of the chunk with a gradient; None: all
     index: Tensor | slice,  # places of the chunk's rows in all N tokens
     chunk: Head,  # m rows
@@ -125,15 +125,17 @@ def _add_chunk(
         return
     vocab = weight.shape[0]
     # One tile of all V entries, if no step makes a temporary of the tile's width.
-    one_tile = selected is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
+    one_tile = selected is None and runs_triton(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
     width = vocab if one_tile else free_tile_vocab(vocab)
 
     def tile_of(first: int, last: int) -> Tensor:
         if selected is None:
-            tile = kept.values[:, first:last].view(options.compute_dtype)
+            tile = saved_exp.values[:, first:last].view(options.compute_dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
-        for_device(rows.device).grad_kept(kept, selected, first, targets, options.transform, tokens, at_target, tile)
+        for_device(rows.device).grad_from_saved(
+            saved_exp, selected, first, targets, options.transform, tokens, at_target, tile
+        )
         return tile
 
     totals.add(rows, index, spans(vocab, width), tile_of)
@@ -190,7 +192,7 @@ def _room(shape: HeadShape) -> Room:
     sums = 4 * shape.vocab * shape.hidden_size * (shape.needs[1] and shape.weight_dtype != torch.float32)
     together = min(shape.together, tokens)
     bytes_per_token = 4 * shape.hidden_size
-    bytes_per_token += Kept.bytes_per_token(shape.vocab, options.compute_dtype, BLOCK_VOCAB)
+    bytes_per_token += SavedExp.bytes_per_token(shape.vocab, options.compute_dtype, BLOCK_VOCAB)
     chunk_bytes = CHUNK_BYTES[kind_of(shape.device)]
     beside = options.chunk_tokens or max(1, chunk_bytes // bytes_per_token)
     instead = options.chunk_tokens or max(1, (chunk_bytes + sums) // bytes_per_token)

@@ -26,7 +26,14 @@ from liger_rl.head.head_shape import HeadShape
 from liger_rl.head.interface import Gradients, Head, Needs
 from liger_rl.head.tiles import spans
 from liger_rl.kernels import for_device
-from liger_rl.kernels.reference import entropy_term, no_keys, taken_apart, times_derivative, transformed, with_uniform
+from liger_rl.kernels.reference import (
+    decode_keys,
+    entropy_term,
+    lowest_keys,
+    times_derivative,
+    transformed,
+    with_uniform,
+)
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -117,15 +124,15 @@ class _Largest:
     def __init__(self, rows: Head, count: int, transform: LogitTransform) -> None:
         self.rows, self.transform = rows, transform
         self.start = 0 if rows.shard is None else rows.shard.place.vocab_start
-        self.keys = no_keys(rows.hidden.shape[0], count, rows.hidden.device)
+        self.keys = lowest_keys(rows.hidden.shape[0], count, rows.hidden.device)
 
     def look(self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None) -> None:
-        for_device(logits.device).keep_largest(logits, self.start + first, bias, self.transform, self.keys[token_rows])
+        for_device(logits.device).update_topk(logits, self.start + first, bias, self.transform, self.keys[token_rows])
 
     def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
         """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
         keys = self.keys if shard is None else shard.gathered(self.keys)
-        return taken_apart(keys.sort(dim=1, descending=True).values[:, : self.keys.shape[1]])
+        return decode_keys(keys.sort(dim=1, descending=True).values[:, : self.keys.shape[1]])
 
 
 def backward(

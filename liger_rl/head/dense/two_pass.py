@@ -16,8 +16,8 @@ from liger_rl.head.head_shape import HeadShape
 from liger_rl.head.interface import Gradients, Head, Needs, has_gradient, with_gradient
 from liger_rl.head.tiles import Tiles, plan_tiles, spans
 from liger_rl.kernels import devices, epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import compiles
-from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.devices import runs_triton
+from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 
 NOWHERE = -1  # stands for a target outside of all tiles
@@ -31,25 +31,26 @@ def forward(
     options: EngineOptions,
     *,
     with_tiles: bool = False,
-    kept: Kept | None = None,  # (n, V), written; a named chunk must hold whole tiles of it, and the rows are gathered
+    saved_exp: SavedExp | None = None,  # (n, V), written; chunks must hold whole tiles of it, and the rows are gathered
 ) -> tuple[TokenStatistics, TileStatistics | None]:
     """Statistics of every token that counts, 2 n H V operations, and with `with_tiles` the statistics of tiles.
 
-    With `kept` the statistics include the target's logit, because a kept exponential that underflowed does not give it
+    With `saved_exp` the statistics include the target's logit, because an exponential that underflowed does not give it
     back. Only the product's epilogue makes statistics of tiles: it must apply, and no chunk may be named. Otherwise
     they are None, and a backward with a tolerance is exact.
     """
     rows = head
-    if kept is None:
+    if saved_exp is None:
         rows = with_factor(head.gathered(options.compute_dtype), options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
     if epilogue is None:
-        statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
+        statistics = fold_tiles(rows, options, saved_exp=saved_exp).finish(with_target=saved_exp is not None)
     else:
         over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
         statistics, tiles = epilogue.gemm_fold(
             rows.hidden, rows.weight, rows.bias, rows.targets, options.transform,
-            entropy=options.entropy, extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
+            entropy=options.entropy, extras=options.extras, with_tiles=with_tiles, saved_exp=saved_exp,
+            over_parts=over_ranks,
         )  # fmt: skip
     return statistics, tiles
 
@@ -91,13 +92,15 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
     return None if options.names_chunk else epilogue_for(rows.hidden, rows.weight, folds=True)
 
 
-def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
+def fold_tiles(
+    rows: Head, options: EngineOptions, *, saved_exp: SavedExp | None = None, seen: Sequence[Seen] = ()
+) -> Fold:
     """The fold of gathered rows over all ranks, from tiles of logits in memory. Each tile is passed to `seen`."""
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
     kernels = for_device(hidden.device)
     # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
-    bytes_per_logit = 4 if compiles(hidden.device) else 12
+    bytes_per_logit = 4 if runs_triton(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     token_spans = [slice(start, stop) for start, stop in spans(n, tiles.tokens)] or [slice(0, 0)]
     folds: list[Fold | None] = [None] * len(token_spans)
@@ -110,8 +113,8 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
                 logits, targets[token_rows], first, bias_tile, options.transform, folds[index],
                 entropy=options.entropy, extras=options.extras,
             )  # fmt: skip
-            if kept is not None:
-                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(token_rows))
+            if saved_exp is not None:
+                kernels.save_exponentials(logits, first, bias_tile, options.transform, saved_exp.of_tokens(token_rows))
             for look in seen:
                 look(logits, token_rows, first, bias_tile)
             del logits  # so that it is freed before the next tile is allocated
@@ -151,7 +154,7 @@ def gradients(
     kernels = for_device(hidden.device)
     epilogue = None if options.names_chunk else epilogue_for(hidden, weight)
     dtype = options.compute_dtype
-    bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
+    bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if runs_triton(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_weight = unwritten(weight, vocab, rows.weight_dtype) if needs[1] else None
     grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
@@ -184,7 +187,7 @@ def gradients(
                     kernels.grad(logits, ids, first, bias_tile, options.transform, tile_tokens, tile)
                     del logits
             if several is not None:
-                kernels.put(tile, several[0][token_rows], several[1][token_rows], first)
+                kernels.write_at_ids(tile, several[0][token_rows], several[1][token_rows], first)
             product.add_to_rows(tile, token_rows)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
@@ -251,7 +254,7 @@ def lacks(shape: HeadShape) -> str | None:
 def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
     """The tiles of the forward, and the tiles of the backward."""
     logit, gradient, options = 12, 12, shape.options
-    if compiles(shape.device):
+    if runs_triton(shape.device):
         logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.two_pass_epilogue_lacks is None else 4)
     sizes = shape.tokens, shape.vocab, shape.hidden_size, shape.device, options
     return plan_tiles(*sizes, bytes_per_logit=logit), plan_tiles(*sizes, bytes_per_logit=gradient)

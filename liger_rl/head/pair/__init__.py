@@ -9,7 +9,7 @@ from liger_rl.kernels import devices
 
 def for_device(device: torch.device) -> ModuleType:
     """The module with `fold_pair`, `mix_pair` and `grad_pair`: `tiles_triton`, or `pair_reference` without Triton."""
-    if devices.compiles(device):
+    if devices.runs_triton(device):
         from liger_rl.head.pair import tiles_triton
 
         return tiles_triton

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.reference import entropy_term, put, times_derivative, transformed
-from liger_rl.kernels.statistics import each
+from liger_rl.kernels.reference import entropy_term, times_derivative, transformed, write_at_ids
+from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2
@@ -83,7 +83,7 @@ class PairFold(NamedTuple):
 
     def take(self, rows: slice) -> "PairFold":
         """Views of these tokens, so that kernels write to this fold."""
-        return each(self, lambda values: values[rows])
+        return map_fields(self, lambda values: values[rows])
 
     def around(self, measure: Measure, peak: Tensor, teacher_peak: Tensor) -> "PairFold":
         """The same sums relative to higher peaks, in new tensors."""
@@ -151,7 +151,7 @@ class MixtureSums(NamedTuple):
         return cls(torch.zeros_like(like), torch.zeros_like(like))
 
     def take(self, rows: slice) -> "MixtureSums":
-        return each(self, lambda values: values[rows])
+        return map_fields(self, lambda values: values[rows])
 
 
 class PairGradients(NamedTuple):
@@ -190,10 +190,10 @@ class PairGradients(NamedTuple):
         return torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
 
     def take(self, rows: Tensor | slice) -> "PairGradients":
-        return each(self, lambda part: part[rows])
+        return map_fields(self, lambda part: part[rows])
 
     def contiguous(self) -> "PairGradients":
-        return each(self, Tensor.contiguous)
+        return map_fields(self, Tensor.contiguous)
 
 
 def fold_pair(tile: PairTile, state: PairFold) -> None:
@@ -271,6 +271,6 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
         grad_z.sub_(entropy_term(log_p, tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None]))
     if tokens.grad_logps is not None and tokens.at_target is not None:
         of_logps = p.mul_(-tokens.grad_logps[:, None])
-        put(of_logps, targets[:, None], tokens.at_target[:, None], first)
+        write_at_ids(of_logps, targets[:, None], tokens.at_target[:, None], first)
         grad_z.add_(of_logps)
     out.copy_(times_derivative(grad_z, z, student.transform))

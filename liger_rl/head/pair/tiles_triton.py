@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_rl.head.pair import pair_reference
 from liger_rl.head.pair.pair_reference import MixtureSums, PairFold, PairGradients, PairTile, Tile
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
     gradient,
@@ -244,7 +244,7 @@ def fold_pair(tile: PairTile, state: PairFold) -> None:
     student, teacher, targets, first, measure = tile
     n, columns = student.logits.shape
     if n:
-        with on(student.logits.device):
+        with launch_context(student.logits.device):
             _fold_pair_kernel[(n,)](
                 TileArgument.of(student), TileArgument.of(teacher), targets.contiguous(), state,
                 columns, first,
@@ -256,7 +256,7 @@ def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums
     """As `pair_reference.mix_pair`."""
     n, columns = tile.student.logits.shape
     if n:
-        with on(lse.device):
+        with launch_context(lse.device):
             _mix_pair_kernel[(n,)](
                 TileArgument.of(tile.student), TileArgument.of(tile.teacher), lse, teacher_lse, sums,
                 columns, tile.measure.beta, BLOCK=_block(columns),
@@ -271,7 +271,7 @@ def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
     n, columns = student.logits.shape
     if n:
         block = _block(columns)
-        with on(out.device):
+        with launch_context(out.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
                 TileArgument.of(student), TileArgument.of(teacher), out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,

@@ -34,7 +34,7 @@ from liger_rl.head.pair.pair_reference import (
 )
 from liger_rl.head.tiles import WORKSPACE_BYTES, Tiles, free_tile_vocab, kind_of, plan_tiles, spans
 from liger_rl.kernels import gemm
-from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.transform import LogitTransform
 
 # Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
@@ -147,7 +147,7 @@ def _tiles(rows: Pair, *, bytes_per_gradient: int = 0) -> Tiles:
 
 def _bytes_per_logit(device: torch.device) -> int:
     """Bytes for each entry of a pair of tiles; eager kernels work on float32 copies of both."""
-    return 8 if compiles(device) else 48
+    return 8 if runs_triton(device) else 48
 
 
 def _weight_tile(head: Head, first: int, last: int) -> Tensor:

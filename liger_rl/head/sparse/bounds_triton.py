@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -207,7 +207,7 @@ def part_bounds(
     """
     tiles, n = known.peaks.shape
     bounds = PartBounds.empty(n, tiles, targets.device)
-    with on(targets.device):
+    with launch_context(targets.device):
         _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
             known, log_probabilities, tokens.contiguous(), targets.contiguous(), bounds, tiles, n,
             LogitSteps.of(transform),
@@ -285,7 +285,7 @@ def draw_tokens(bounds: PartBounds, index: Tensor | None) -> Drawn:
         torch.empty(n, dtype=torch.int64, device=device),
     )
     drawn = Drawn(rows, positions, scales, sources)
-    with on(device):
+    with launch_context(device):
         _draw_kernel[(1,)](bounds, index, drawn, n, SAMPLES=SAMPLES, STEP=DRAWN, num_warps=DRAWING_WARPS)
     return drawn
 
@@ -387,7 +387,7 @@ def tail_of_logits(
     Among entries that are improbable for most tokens, the proportions are much the same for all tokens.
     """
     tail = Tail.empty(padded_tiles(logits.shape[0], PART_VOCAB), PART_VOCAB, logits.device)
-    with on(logits.device):
+    with launch_context(logits.device):
         _shares_kernel[(tail.squares.numel(),)](
             logits, None if bias is None else bias.contiguous(), drawn, targets, tokens.contiguous(), tail,
             logits.shape[0], LogitSteps.of(transform),
@@ -401,7 +401,7 @@ def tail_rows(tail: Tail, weight: Tensor, dtype: torch.dtype) -> Tensor:
     assert weight.stride(1) == 1
     (vocab, size), tiles = weight.shape, tail.squares.numel()
     rows = torch.empty(tiles, size, dtype=dtype, device=weight.device)
-    with on(weight.device):
+    with launch_context(weight.device):
         _weigh_rows_kernel[(tiles, triton.cdiv(size, WEIGHED_COLUMNS))](
             weight, weight.stride(0), tail.entries, rows, vocab, size,
             TILE_VOCAB=tail.entries.numel() // tiles, ENTRIES=WEIGHED_ENTRIES, COLUMNS=WEIGHED_COLUMNS,
@@ -526,7 +526,7 @@ def choose_parts(
     )
     tiles_per_program = triton.next_power_of_2(width)
     tokens_per_program = max(CHOSEN // tiles_per_program, 1)
-    with on(device):
+    with launch_context(device):
         _choose_kernel[(triton.cdiv(n, tokens_per_program),)](
             bounds, tail.squares, chosen, numbers, tiles, n, width, tolerance**2 * BUDGET_ROUNDING - ENTRY_ROUNDING**2,
             LogitSteps.of(transform),

@@ -20,7 +20,7 @@ from liger_rl.head.interface import Gradients, Head, Needs
 from liger_rl.head.live_tokens import TokenSelection
 from liger_rl.head.sparse import slots
 from liger_rl.head.support import ListedIds
-from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.segment_sums import Entries, Factors, ones_of
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
 
 def kernels_for(device: torch.device) -> ModuleType:
     """The module with the slot kernels for `device`: `slots_triton`, or `slots` without Triton."""
-    if compiles(device):
+    if runs_triton(device):
         from liger_rl.head.sparse import slots_triton
 
         return slots_triton

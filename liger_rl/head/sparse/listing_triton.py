@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.head.sparse.bounds_triton import ChosenParts
-from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.devices import family_of, launch_context
 from liger_rl.kernels.picked_triton import (
     PRODUCT_WARPS,
     ROWS,
@@ -125,7 +125,7 @@ def make_parts(
 ) -> None:
     """Write the span's kept parts of dL/dz, in units of each token's scale; 0 at targets."""
     (tiles, n), family = chosen.rank.shape, family_of(chosen.rank.device)
-    with on(chosen.rank.device):
+    with launch_context(chosen.rank.device):
         _parts_kernel[(span.room // ROWS + tiles,)](
             out, *picked_head(head, PART_VOCAB, family), targets.contiguous(), tokens.contiguous(), chosen, lists,
             span.base, span.last - span.first, tiles, n, head.weight.shape[0],
@@ -300,7 +300,7 @@ def write_lists(
     limits = torch.empty(starts.numel(), dtype=torch.int32, device=device)
     counts = torch.zeros(span.room, dtype=torch.int32, device=device)
     together = max(WRITTEN // width, 1)
-    with on(device):
+    with launch_context(device):
         _limits_kernel[(tokens,)](
             parts, chosen, limits, counts, *span, TILE_VOCAB=width, COUNTED=COUNTED, num_warps=COUNTING_WARPS
         )

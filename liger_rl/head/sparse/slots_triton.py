@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.head.sparse.slots import no_slots, repeated_ids, tokens_of
-from liger_rl.kernels.devices import on
+from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.segment_sums import (
     BAD_ENDS,
     BAD_IDS,
@@ -40,7 +40,7 @@ from liger_rl.kernels.softmax import (
     times_derivative,
     token_terms,
 )
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics, each
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics, map_fields
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 ROW_BLOCK = 256  # ids of a step of `_slots_kernel` for each warp
@@ -168,7 +168,7 @@ def make_slots(
     )
     token_ids, offsets = token_ids.contiguous(), offsets.contiguous()
     warps = LONG_ROW_WARPS if pairs > BY_TOKEN.piece * n else ROW_WARPS
-    with on(device):
+    with launch_context(device):
         _slots_kernel[(n,)](
             token_ids, offsets, targets.contiguous(),
             None if mask is None else mask.contiguous(),
@@ -227,7 +227,7 @@ def statistics(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
 
     out = TokenStatistics(empty(), empty(torch.float64), empty() if entropy else None)
     if n > 0:
-        with on(z.device):
+        with launch_context(z.device):
             _statistics_kernel[(n,)](z, slots, out, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS)
     return out
 
@@ -278,9 +278,9 @@ def slot_gradients(
     out = torch.empty_like(z)
     if positions == 0:
         return out
-    with on(z.device):
+    with launch_context(z.device):
         _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
-            z, slots, statistics.logps.contiguous(), each(tokens, Tensor.contiguous), out, positions,
+            z, slots, statistics.logps.contiguous(), map_fields(tokens, Tensor.contiguous), out, positions,
             LogitSteps.of(transform), BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS,
         )  # fmt: skip
     return out
