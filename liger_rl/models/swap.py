@@ -63,7 +63,7 @@ class FusedCausalLMOutput(CausalLMOutputWithPast):
     per_token_logps: Tensor | None = None  # 0 where the label is -100, and with labels at t = 0
     entropy: Tensor | None = None  # (B, T) float32 in nats, of the distribution that predicted each label
     missing_target: Tensor | None = None  # (B, T) bool, as in `LogProbs`; None without a support
-    # (B, T) or (B, T, K), as in `LogProbs`, at the places of the log-probabilities; None unless asked for
+    # (B, T) or (B, T, K), as in `LogProbs`, entry t for labels[b, t]; None unless requested
     lse: Tensor | None = None
     mean_logits: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
@@ -78,11 +78,11 @@ def swap_lm_head(model: Model) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed, and tied weights stay tied.
-    LoRA adapters on the head (PEFT) become columns beside the weight's, at each call anew.
+    Each call reads the active LoRA adapters on the head (PEFT).
 
-    Keyword args: Arguments of the fused call, beside the model's own:
-        labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
-        shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
+    Keyword args: Arguments of the fused call, in addition to the model's own:
+        labels: (B, T) token ids as for the plain forward, shifted inside. A position of -100 is not projected.
+        shift_labels: (B, T) in place of labels, already shifted: position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of

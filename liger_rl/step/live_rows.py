@@ -24,7 +24,7 @@ from liger_rl.step.prefix_tree import LEAST_SHARED, PrefixTree, SortedSequences,
 from liger_rl.step.reason import Reason
 
 Idle = Literal["skip", "forward", "backward"]
-MAX_TREE_SHARE = 0.9  # trees run if they have at most this share of the other layout's tokens
+MAX_TREE_SHARE = 0.9  # trees run if they have at most this share of the tokens of packed or padded rows
 # Trees of fewer tokens, and rows of more, run only with share_prefixes=True: a small step on a GPU takes as long as its
 # launches, and a dense mask has all pairs of tokens.
 MIN_TREE_TOKENS, MAX_DENSE_TOKENS = {"cuda": 1024}, {"cpu": 2048}
@@ -123,12 +123,12 @@ def plan_batch(
         ]
     every_row = body.has_router_loss or options.idle == "backward"
     live = [r for r, row in enumerate(rows) if row.has_gradient or every_row]
-    waiting = [r for r, row in enumerate(rows) if row.has_targets and not (row.has_gradient or every_row)]
+    no_gradient = [r for r, row in enumerate(rows) if row.has_targets and not (row.has_gradient or every_row)]
     if not live:  # a loss needs a graph to call backward on
-        shortest = min(waiting or range(batch), key=lambda r: rows[r].length)
+        shortest = min(no_gradient or range(batch), key=lambda r: rows[r].length)
         live = sorted({shortest, (shortest + half) % batch})
-        waiting = [r for r in waiting if r not in live]
-    idle, left_out = (waiting, []) if runs_idle else ([], waiting)
+        no_gradient = [r for r in no_gradient if r not in live]
+    idle, left_out = (no_gradient, []) if runs_idle else ([], no_gradient)
     longest = max([*live, *idle], key=lambda r: rows[r].length)
     if budget is not None and budget < rows[longest].length:
         raise ValueError(
@@ -138,14 +138,14 @@ def plan_batch(
     layout = _lay_out(live, idle, rows, ids, body, options, half)
     if len(layout.live) > 1 and one_micro_batch is not None:
         raise ValueError(
-            f"max_tokens must be None or at least {layout.least(live)} here, got {budget}: {one_micro_batch}"
+            f"max_tokens must be None or at least {layout.count_tokens(live)} here, got {budget}: {one_micro_batch}"
         )
-    steps = [layout.micro_batch(group)._replace(rows=tuple(group)) for group in layout.live]
+    steps = [layout.make_micro_batch(group)._replace(rows=tuple(group)) for group in layout.live]
     without_backward = set(range(batch)) - set(live)
     steps[0] = steps[0]._replace(rows=tuple(sorted(without_backward.union(layout.live[0]))))
-    alone = min(live, key=lambda r: rows[r].length)
-    carrier = _make_micro_batch([(alone, rows[alone])], ids.shape, body, layout.packed)
-    idle_micros = [layout.micro_batch(group) for group in layout.idle]
+    shortest = min(live, key=lambda r: rows[r].length)
+    carrier = _make_micro_batch([(shortest, rows[shortest])], ids.shape, body, layout.packed)
+    idle_micros = [layout.make_micro_batch(group) for group in layout.idle]
     return BatchPlan(steps, idle_micros, tuple(left_out), carrier, layout.text, layout.reason)
 
 
@@ -162,15 +162,15 @@ class _Layout(NamedTuple):
     shape: torch.Size  # (B, T)
     body: Body
 
-    def micro_batch(self, group: list[int]) -> MicroBatch:
+    def make_micro_batch(self, group: list[int]) -> MicroBatch:
         if self.trees is not None:
-            return self.trees.micro_batch(group)
+            return self.trees.make_micro_batch(group)
         return _make_micro_batch([(r, self.rows[r]) for r in group], self.shape, self.body, self.packed)
 
-    def least(self, live: list[int]) -> int:
+    def count_tokens(self, live: list[int]) -> int:
         """The smallest max_tokens with which all live rows are one micro-batch."""
         if self.trees is not None:
-            return sum(tokens for tokens, _ in self.trees.groups(live, None))
+            return sum(tokens for tokens, _ in self.trees.make_groups(live, None))
         return _count_tokens([self.rows[r].length for r in live], self.packed)
 
 
@@ -184,30 +184,30 @@ def _lay_out(
     half: int,  # B / 2 with pairs, else B
 ) -> _Layout:
     """Trees if the model allows them and they save enough tokens, otherwise packed or padded rows."""
-    budget, device, chosen = options.max_tokens, ids.device.type, sorted([*live, *idle])
-    packed = _can_pack(rows, chosen, body, options)
-    of_live, of_idle = (_group_by_length(some, rows, budget, packed, half) for some in (live, idle))
-    lengths = [[rows[r].length for r in group] for group in (*of_live, *of_idle)]
-    count = sum(_count_tokens(some, packed) for some in lengths)
+    budget, device, selected = options.max_tokens, ids.device.type, sorted([*live, *idle])
+    packed = _can_pack(rows, selected, body, options)
+    live_groups, idle_groups = (_group_by_length(group, rows, budget, packed, half) for group in (live, idle))
+    lengths = [[rows[r].length for r in group] for group in (*live_groups, *idle_groups)]
+    count = sum(_count_tokens(group, packed) for group in lengths)
     reason = None if options.trim else NO_TRIM
     reason = reason or body.no_tree
     if reason is None and options.share_prefixes is False:
         reason = Reason("share_prefixes=False", "leave share_prefixes out")
-    reason = reason or _find_gap(rows, chosen, options)
+    reason = reason or _find_gap(rows, selected, options)
     if reason is None:
-        trees = _Trees.read(chosen, rows, ids, body, half)
-        in_trees = [trees.groups(some, budget) for some in (live, idle)]
-        sizes = [tokens for some in in_trees for tokens, _ in some]
+        trees = _Trees.read(selected, rows, ids, body, half)
+        tree_groups = [trees.make_groups(group, budget) for group in (live, idle)]
+        sizes = [tokens for groups in tree_groups for tokens, _ in groups]
         # With a dense mask, padding is no worse than the other sequences of a row.
-        without = count if device == "cuda" else sum(map(sum, lengths))
-        pays = MIN_TREE_TOKENS.get(device, 0) <= sum(sizes) <= MAX_TREE_SHARE * without
+        other_count = count if device == "cuda" else sum(map(sum, lengths))
+        pays = MIN_TREE_TOKENS.get(device, 0) <= sum(sizes) <= MAX_TREE_SHARE * other_count
         if options.share_prefixes or (pays and max(sizes) <= MAX_DENSE_TOKENS.get(device, max(sizes))):
             text = f"{sum(sizes):,} tokens in trees of shared prefixes, of {count:,}"
-            of_live, of_idle = ([group for _, group in some] for some in in_trees)
-            return _Layout(of_live, of_idle, text, None, packed, trees, rows, ids.shape, body)
+            live_groups, idle_groups = ([group for _, group in groups] for groups in tree_groups)
+            return _Layout(live_groups, idle_groups, text, None, packed, trees, rows, ids.shape, body)
         reason = Reason(f"trees would have {sum(sizes):,} tokens, up to {max(sizes):,} in a row")
     text = f"{count:,} tokens in {'packed' if packed else 'padded'} rows; no prefix is shared"
-    return _Layout(of_live, of_idle, text, reason, packed, None, rows, ids.shape, body)
+    return _Layout(live_groups, idle_groups, text, reason, packed, None, rows, ids.shape, body)
 
 
 # --- live rows --------------------------------------------------------------------------------------------------------
@@ -269,10 +269,10 @@ def wants_packing(body: Body, options: LayoutOptions) -> bool:
     return packing and options.trim and body.obstacle is None and body.no_packing is None
 
 
-def _can_pack(rows: list[SequenceSpan], chosen: list[int], body: Body, options: LayoutOptions) -> bool:
+def _can_pack(rows: list[SequenceSpan], selected: list[int], body: Body, options: LayoutOptions) -> bool:
     if not wants_packing(body, options):
         return False
-    for r in chosen:
+    for r in selected:
         row = rows[r]
         if not (row.is_attended and row.is_consecutive and (row.first_position == 0 or body.rotary)):
             if not options.packing:
@@ -287,9 +287,9 @@ def _can_pack(rows: list[SequenceSpan], chosen: list[int], body: Body, options: 
 # --- trees of shared prefixes ----------------------------------------------------------------------------------------
 
 
-def _find_gap(rows: list[SequenceSpan], chosen: list[int], options: LayoutOptions) -> Reason | None:
-    """Why the chosen rows cannot be a tree; ValueError with share_prefixes=True."""
-    for r in chosen:
+def _find_gap(rows: list[SequenceSpan], selected: list[int], options: LayoutOptions) -> Reason | None:
+    """Why the selected rows cannot be a tree; ValueError with share_prefixes=True."""
+    for r in selected:
         if not (rows[r].is_attended and rows[r].is_consecutive):
             reason = f"row {r} of input_ids is no run of tokens that are attended to, at consecutive positions"
             if options.share_prefixes:
@@ -308,27 +308,27 @@ class _Trees(NamedTuple):
     half: int  # rows r and r + half stay together
 
     @classmethod
-    def read(cls, chosen: list[int], rows: list[SequenceSpan], ids: Tensor, body: Body, half: int) -> "_Trees":
+    def read(cls, selected: list[int], rows: list[SequenceSpan], ids: Tensor, body: Body, half: int) -> "_Trees":
         host = ids.to("cpu", torch.int64)
-        return cls({r: host[r, rows[r].start : rows[r].stop] for r in chosen}, rows, ids.shape[1], body, half)
+        return cls({r: host[r, rows[r].start : rows[r].stop] for r in selected}, rows, ids.shape[1], body, half)
 
-    def groups(self, chosen: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
+    def make_groups(self, selected: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
         """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
-        if budget is not None and self.half < max(chosen, default=0):
+        if budget is not None and self.half < max(selected, default=0):
             # A pair has one prompt. Pairs fill the micro-batches in order.
-            of_pairs: list[tuple[int, list[int]]] = []
-            for pair in _group_pairs(chosen, self.half):
-                size = sum(tokens for tokens, _ in self.groups(pair, None))
-                if of_pairs and of_pairs[-1][0] + size <= budget:
-                    of_pairs[-1] = (of_pairs[-1][0] + size, sorted([*of_pairs[-1][1], *pair]))
+            pair_groups: list[tuple[int, list[int]]] = []
+            for pair in _group_pairs(selected, self.half):
+                size = sum(tokens for tokens, _ in self.make_groups(pair, None))
+                if pair_groups and pair_groups[-1][0] + size <= budget:
+                    pair_groups[-1] = (pair_groups[-1][0] + size, sorted([*pair_groups[-1][1], *pair]))
                 else:
-                    of_pairs.append((size, pair))
-            return of_pairs
-        known = self._order(chosen)
-        sizes = known.sizes([self.rows[r].length for r in chosen])
+                    pair_groups.append((size, pair))
+            return pair_groups
+        ordered = self._sort(selected)
+        sizes = ordered.sizes([self.rows[r].length for r in selected])
         clusters: list[tuple[int, list[int]]] = []
-        for number, shared, size in zip(known.order, known.shared, sizes, strict=True):
-            row = chosen[number]
+        for number, shared, size in zip(ordered.order, ordered.shared, sizes, strict=True):
+            row = selected[number]
             tokens, cluster = clusters[-1] if clusters else (0, [])
             if shared <= LEAST_SHARED or (budget is not None and tokens + size > budget):
                 clusters.append((self.rows[row].length, [row]))
@@ -344,20 +344,20 @@ class _Trees(NamedTuple):
                 groups.append((tokens, sorted(cluster)))
         return groups
 
-    def micro_batch(self, group: list[int]) -> MicroBatch:
+    def make_micro_batch(self, group: list[int]) -> MicroBatch:
         """The rows of one micro-batch."""
         rows = [self.rows[r] for r in group]
         lengths = tuple(row.length for row in rows)
-        tree = build_prefix_tree(lengths, self._order(group))
+        tree = build_prefix_tree(lengths, self._sort(group))
         starts = torch.tensor([r * self.width + row.start for r, row in zip(group, rows, strict=True)])
         first = torch.tensor([_first_position(row, self.body) for row in rows])
         cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
         return MicroBatch((starts[tree.sequences] + tree.offsets)[None], lengths, packed=True, tree=row)
 
-    def _order(self, chosen: list[int]) -> SortedSequences:
+    def _sort(self, selected: list[int]) -> SortedSequences:
         return sort_sequences(
-            [self.sequences[r] for r in chosen], [_first_position(self.rows[r], self.body) for r in chosen]
+            [self.sequences[r] for r in selected], [_first_position(self.rows[r], self.body) for r in selected]
         )
 
 

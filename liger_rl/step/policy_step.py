@@ -56,13 +56,13 @@ __all__ = [
 
 
 class PolicyStep(NamedTuple):
-    """A step's loss, its metrics, and its log-probabilities, NaN in a completion that did not run."""
+    """The loss, metrics and log-probabilities of a step."""
 
-    loss: Tensor  # () float32, to call backward on; with a mixture of experts' weighted router loss if there is one
+    loss: Tensor  # () float32, to call backward on; includes the weighted router loss of a mixture of experts
     metrics: dict[str, Metric]  # by name, without gradient; see `liger_rl.losses.metrics`
-    per_token_logps: Tensor  # (B, T) float32 in nats, without gradient; 0 outside the completions
+    per_token_logps: Tensor  # (B, T) float32 in nats, no gradient; 0 outside completions, NaN in those that did not run
     entropy: Tensor | None  # (B, T) float32 in nats, without gradient; None unless the loss needs it
-    layout: str  # how the batch's tokens were laid out, and if no prefix was shared, why
+    layout: str  # how the batch's tokens were laid out, and why no prefix was shared
 
 
 def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss, **options: Any) -> PolicyStep:
@@ -117,18 +117,18 @@ def loss_steps(
 
     Losses, gradients and merged metrics add up to those of the padded batch, to rounding. Call backward on each step
     before you take the next one. The model does not run padding, tokens after the last completion token, and sequences
-    without a completion token or without a gradient. docs/transformers.md lists what needs more of a batch, and says
-    how ranks run together.
+    without a completion token or without a gradient. docs/transformers.md lists exceptions, and describes steps on
+    several ranks.
 
     Args:
         model, batch, loss: as in `loss_step`.
         max_tokens: the most tokens that the model runs at once, padding included; None is one micro-batch.
-        trim: whether padding leaves.
-        packing: whether sequences are put into one row, told apart by position_ids. None does so with flash attention;
+        trim: whether padding is removed.
+        packing: whether sequences are put into one row, separated by position_ids. None packs with flash attention,
             True also with "flex_attention", "sdpa" and "eager".
-        share_prefixes: whether sequences run the tokens with which they begin alike once. None does so if at most 90%
-            of the tokens are left; a step's `layout` says if not, and why. docs/transformers.md says where it is
-            possible. True raises an error elsewhere.
+        share_prefixes: whether sequences that begin with the same tokens run these tokens once. None shares if at most
+            90% of the tokens remain; `PolicyStep.layout` has the reason if not. True raises an error where sharing is
+            impossible (docs/transformers.md).
         idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, before the
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
             NaN.
@@ -167,7 +167,7 @@ class PolicySteps(Iterator[PolicyStep]):
     """The micro-batches of one batch. Each runs when it is taken. `len` is their number. See `policy_steps`.
 
     A step's metrics are those of its sequences. Its per_token_logps and entropy are (B, T) in the batch's layout, and 0
-    in the sequences of other steps. `layout` says how the tokens are laid out, and if no prefix is shared, why.
+    in the sequences of other steps. `layout` is how the tokens are laid out, and why no prefix is shared.
     """
 
     def __init__(
@@ -208,12 +208,12 @@ class PolicySteps(Iterator[PolicyStep]):
             body = self._apply_trial(body, "packing", again=bool(groups) and counts[0] > 0)
         if aligned is None:
             body = replace(body, has_router_loss=False)  # nobody reads the router loss
-        tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
-        if tried and body.no_tree is None:
+        is_tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
+        if is_tried and body.no_tree is None:
             body = self._apply_trial(body, "trees", again=False)
         with agree_on_counts(groups, device) as counts:
             plan = self._plan_batch(body, aligned, row_options)
-            counts[:] = len(plan.live), len(plan.idle), plan.has_trees and not tried
+            counts[:] = len(plan.live), len(plan.idle), plan.has_trees and not is_tried
         if counts[2]:
             body = self._apply_trial(body, "trees", again=bool(groups))
             with agree_on_counts(groups, device) as counts:
@@ -264,7 +264,7 @@ class PolicySteps(Iterator[PolicyStep]):
         return self._total
 
     def logps(self) -> Tensor:
-        """(B, T) log-probabilities alone."""
+        """(B, T) log-probabilities, without a loss."""
         logps = [output.logps for output in self._run_all(self._plan.live, self._steps)]
         return _gather_tokens(logps, index_outputs(self._plan.live, self._ids.shape, self._ids.device), self._mask)
 
@@ -341,18 +341,18 @@ class PolicySteps(Iterator[PolicyStep]):
 
     def _make_empty_step(self, output: _Output) -> PolicyStep:
         """A step whose loss is 0, with a graph through the whole model."""
-        nothing = self._ids.new_zeros(self._ids.shape, dtype=torch.float32)
+        zeros = self._ids.new_zeros(self._ids.shape, dtype=torch.float32)
         loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
-        return PolicyStep(loss, {}, nothing, nothing if "entropy" in output.values else None, self.layout)
+        return PolicyStep(loss, {}, zeros, zeros if "entropy" in output.values else None, self.layout)
 
-    def _apply_trial(self, body: Body, what: str, *, again: bool) -> Body:
+    def _apply_trial(self, body: Body, layout: str, *, again: bool) -> Body:
         options = {name: value for name, value in self._inputs.items() if name not in TOKEN_INPUTS and is_plain(value)}
 
         def run(inputs: dict[str, Any]) -> Tensor:
             inputs = options | inputs
             return fused_forward(self._model, self._loss, inputs, others=False, temperature=1.0).per_token_logps
 
-        return apply_trial(run, self._swapped, body, self._ids.device, what, again=again)
+        return apply_trial(run, self._swapped, body, self._ids.device, layout, again=again)
 
     def _plan_batch(self, body: Body, aligned: AlignedBatch | None, options: LayoutOptions) -> BatchPlan:
         terms, one_micro_batch = self._loss.terms, None
@@ -393,8 +393,8 @@ def completion_logps(
     """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
 
     For old and reference log-probabilities, at the loss's temperature. Arguments and errors are those of
-    `policy_steps`. It reads the mask, the support and the model's inputs. The model's training mode stays as
-    it is.
+    `policy_steps`. Of the batch it reads the mask, the support and the model's inputs. The model's training mode does
+    not change.
     """
     options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes}
     return PolicySteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()

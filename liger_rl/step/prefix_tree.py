@@ -72,9 +72,9 @@ def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences) -> Prefi
     sizes = ordered.sizes(lengths)
     total = sum(sizes)
     ends, follows = torch.full((total,), total), torch.ones(total, dtype=torch.bool)
-    nothing = torch.empty(0, dtype=torch.int64)
-    offsets, places = [nothing], [nothing] * len(lengths)
-    path = predicted = nothing  # of the sequence before: the places of its tokens, and where they are predicted
+    empty = torch.empty(0, dtype=torch.int64)
+    offsets, places = [empty], [empty] * len(lengths)
+    path = predicted = empty  # of the sequence before: the places of its tokens, and where they are predicted
     start = 0
     for sequence, size in zip(ordered.order, sizes, strict=True):
         first = lengths[sequence] - size

@@ -105,12 +105,13 @@ def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device
     least = by_block.amin(1)
     least[-1] = by_block[-1, : BLOCK - padding[1]].amin()
     earlier = first > first.T
-    some = (earlier & (by_block.amax(1) > first)) | torch.eye(blocks, dtype=torch.bool)
+    visible = (earlier & (by_block.amax(1) > first)) | torch.eye(blocks, dtype=torch.bool)
     whole = earlier & (least > last)
     if window is not None:
-        known = nn.functional.pad(positions, padding, mode="constant", value=int(positions[-1])).view(blocks, BLOCK)
-        low, high = known.amin(1), known.amax(1)
-        some &= low[:, None] - high < window
+        last_position = int(positions[-1])
+        position_blocks = nn.functional.pad(positions, padding, value=last_position).view(blocks, BLOCK)
+        low, high = position_blocks.amin(1), position_blocks.amax(1)
+        visible &= low[:, None] - high < window
         whole &= high[:, None] - low < window
     if padding[1]:  # a kernel may not check whether the keys of a whole block exist
         whole[-1] = whole[:, -1] = False
@@ -128,13 +129,13 @@ def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device
     chosen_mod: Any = sees if window is None else sees_in_window
     chosen_mod.is_tree = True  # tells this module's block masks from others
 
-    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
         order = (~chosen).to(torch.int8).argsort(dim=1, stable=True)
-        numbers = (chosen.sum(1), order)
-        counts, indices = (x[None, None].to(device, torch.int32, non_blocking=True) for x in numbers)
+        tables = (chosen.sum(1), order)
+        counts, indices = (x[None, None].to(device, torch.int32, non_blocking=True) for x in tables)
         return counts, indices
 
-    partial, full = lists(some & ~whole), lists(whole)
+    partial, full = list_blocks(visible & ~whole), list_blocks(whole)
     for x in (seen, at):
         torch._dynamo.maybe_mark_dynamic(x, 0)
     mask: Any = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=chosen_mod, seq_lengths=(n, n))

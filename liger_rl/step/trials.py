@@ -1,4 +1,4 @@
-"""Run a model to find out what its config does not say: whether it keeps packed sequences and trees apart."""
+"""Runs a model to find out what its config does not say: whether sequences of one row see each other."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from liger_rl.step.tree_attention import DENSE_ATTENTION, make_masks
 TRIAL_TOKENS = 16  # of each packed sequence
 TREE_TOKENS = (20, 8)  # shared by two sequences, and of each alone
 
-Run = Callable[[dict[str, Any]], Tensor]  # inputs, as `make_inputs` makes them -> log-probabilities (b, n)
+RunModel = Callable[[dict[str, Any]], Tensor]  # inputs, as `make_inputs` makes them -> log-probabilities (b, n)
 
 
 _lock = threading.Lock()
@@ -27,44 +27,44 @@ _lock = threading.Lock()
 _trials: WeakKeyDictionary[Any, dict[tuple[str, str, str], tuple[Reason | None, bool]]] = WeakKeyDictionary()
 
 
-def _trial_key(model: Any, body: Body, what: str) -> tuple[str, str, str]:
-    return body.config._attn_implementation, next(model.parameters()).device.type, what
+def _trial_key(model: Any, body: Body, layout: str) -> tuple[str, str, str]:
+    return body.config._attn_implementation, next(model.parameters()).device.type, layout
 
 
-def needs_trial(model: Any, body: Body, what: str) -> bool:
+def needs_trial(model: Any, body: Body, layout: str) -> bool:
     """Whether `apply_trial` would run the model, as it does once for each kind of attention."""
-    return _trial_key(model, body, what) not in _trials.get(model, {})
+    return _trial_key(model, body, layout) not in _trials.get(model, {})
 
 
 @no_graph()
-def apply_trial(run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool) -> Body:
+def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str, *, again: bool) -> Body:
     """The body with the result of a trial: a reason against packing or trees if sequences of one row see each other.
 
-    `what` is "packing", six forwards, or "trees", four, of at most 56 tokens. A trial runs once for a model and its
+    `layout` is "packing", six forwards, or "trees", four, of at most 56 tokens. A trial runs once for a model and its
     kind of attention, or `again`. `rotary` becomes False if shifted positions change log-probabilities.
     """
-    reason, shifts = _run_trial_once(run, model, body, device, what, again=again)
+    reason, shifts = _run_trial_once(run, model, body, device, layout, again=again)
     body = replace(body, rotary=body.rotary and shifts)
     # A rank that has a reason already runs the trial only because other ranks do.
-    if what == "packing":
+    if layout == "packing":
         return replace(body, no_packing=body.no_packing or reason)
     return replace(body, no_tree=body.no_tree or reason)
 
 
 def _run_trial_once(
-    run: Run, model: Any, body: Body, device: Any, what: str, *, again: bool
+    run: RunModel, model: Any, body: Body, device: Any, layout: str, *, again: bool
 ) -> tuple[Reason | None, bool]:
     with _lock:
         trials = _trials.setdefault(model, {})
-        key, name = _trial_key(model, body, what), type(model).__name__
+        key, name = _trial_key(model, body, layout), type(model).__name__
         if again or key not in trials:
             training = {module: module.training for module in model.modules()}
             try:
                 model.eval()  # without dropout
-                apart, shifts = (_try_packing if what == "packing" else _try_trees)(run, body, device)
-                trials[key] = None if apart else Reason(f"sequences in one row of {name} see each other"), shifts
+                independent, shifts = (_try_packing if layout == "packing" else _try_trees)(run, body, device)
+                trials[key] = None if independent else Reason(f"sequences in one row of {name} see each other"), shifts
             except Exception as error:
-                if what == "packing" or isinstance(error, torch.OutOfMemoryError):
+                if layout == "packing" or isinstance(error, torch.OutOfMemoryError):
                     raise
                 # Nobody asked for trees, so this is no error. Some models take no mask of four dimensions.
                 trials[key] = Reason(f"the forward of {name} fails with a tree: {error}"), True
@@ -79,7 +79,7 @@ def _are_close(values: Tensor, expected: Tensor, effect: Tensor) -> bool:
     return bool((values - expected).abs().max() <= effect.abs().max() / 16)
 
 
-def _try_packing(run: Run, body: Body, device: Any) -> tuple[bool, bool]:
+def _try_packing(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
     """(whether packed sequences are as alone, whether positions may be shifted).
 
     Runs the second of two sequences packed, packed behind another first sequence, alone, and in one row with the first.
@@ -99,11 +99,12 @@ def _try_packing(run: Run, body: Body, device: Any) -> tuple[bool, bool]:
     )
     moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})
     # Compared with another first sequence and not with its length: learned positions may have a larger effect.
-    apart = _are_close(packed, alone, joined - alone) and _are_close(packed, packed_changed, joined - joined_changed)
-    return apart, _are_close(moved, alone, joined - alone)
+    same = _are_close(packed, alone, joined - alone)
+    independent = same and _are_close(packed, packed_changed, joined - joined_changed)
+    return independent, _are_close(moved, alone, joined - alone)
 
 
-def _try_trees(run: Run, body: Body, device: Any) -> tuple[bool, bool]:
+def _try_trees(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
     """(whether two sequences with one prefix are the same in a tree and alone, whether positions may be shifted).
 
     A third forward has both in one row without a mask, to measure how much they change each other.

@@ -150,9 +150,9 @@ def _gather_to_batch(outputs: list[Tensor], index: Tensor, missing: Tensor) -> T
 
 
 def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body) -> Body:
-    def run(tried: dict[str, Any]) -> Tensor:
-        labels = torch.where(tried.pop("counted"), tried["input_ids"], IGNORE_INDEX)
-        return nn.functional.pad(fused_forward(labels=labels, **tried).log_probs, (1, 0))
+    def run(inputs: dict[str, Any]) -> Tensor:
+        labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
+        return nn.functional.pad(fused_forward(labels=labels, **inputs).log_probs, (1, 0))
 
     return apply_trial(run, model, body, device, "trees", again=False)
 
@@ -172,11 +172,11 @@ def _plan_batch(
         if idle is not None and idle.shape == ids.shape[:1]:
             advantages = (~idle).to(ids.device)[:, None]
     options: dict[str, Any] = {"advantages": advantages, "runs_idle": True, "one_micro_batch": None}
-    untried = body.no_tree is None and needs_trial(model, body, "trees")
-    if body.no_tree is None and not untried:
+    needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
+    if body.no_tree is None and not needs_tree_trial:
         body = _apply_trial(fused_forward, model, ids.device, body)
     plan = plan_batch(ids, mask, inputs, body, LAYOUT_OPTIONS, **options)
-    if plan.has_trees and untried:
+    if plan.has_trees and needs_tree_trial:
         body = _apply_trial(fused_forward, model, ids.device, body)
         plan = plan_batch(ids, mask, inputs, body, LAYOUT_OPTIONS, **options)
     return plan, body
