@@ -17,7 +17,7 @@ from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.loss import PolicyLoss, ppo_loss_fn
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective, TokenLoss
-from liger_rl.losses.presets import SUPERVISED, SupervisedKeywords, shows
+from liger_rl.losses.presets import SUPERVISED, SupervisedKeywords, show_options
 from liger_rl.losses.reductions import GlobalTokenMean, Reduction
 from liger_rl.losses.segments import Segments
 from liger_rl.losses.supervised import CrossEntropy
@@ -35,7 +35,7 @@ class TargetsAlone:
     def reads(self: Any, level: MetricsLevel) -> set[str]:
         return super().reads(level) - {"mean_logits"}  # type: ignore[misc]
 
-    def loss_of(self: Any, logps: Tensor, _: AlignedBatch) -> Tensor:
+    def compute_loss(self: Any, logps: Tensor, _: AlignedBatch) -> Tensor:
         return (self.label_smoothing - 1) * logps
 
 
@@ -90,7 +90,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
     class_weights: Tensor | None
     COLUMNS = ("token_weights", "segments", "num_sequences", "num_items_in_batch")
 
-    @shows(SupervisedKeywords)
+    @show_options(SupervisedKeywords)
     def __init__(
         self,
         loss_type: str | Objective = "nll",

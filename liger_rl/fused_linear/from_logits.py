@@ -16,8 +16,8 @@ from liger_rl.losses import fused
 from liger_rl.losses.batch import PolicyBatch, make_batch
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.objectives import TokenLoss
-from liger_rl.losses.options import one_of
-from liger_rl.losses.presets import ObjectiveKeywords, build_loss, shows
+from liger_rl.losses.options import check_choice
+from liger_rl.losses.presets import ObjectiveKeywords, build_loss, show_options
 from liger_rl.losses.segments import Segments
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def clip_indicator_of(name: str, token_loss: TokenLoss, advantages: Tensor) -> T
 
 
 @outside_of_graphs
-@shows(ObjectiveKeywords)
+@show_options(ObjectiveKeywords)
 def grpo_loss_from_logits(
     logits: Tensor,
     selected_token_ids: Tensor,
@@ -88,7 +88,7 @@ def grpo_loss_from_logits(
         ValueError: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
             and a mask or column together with a `PolicyBatch`.
     """
-    one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
+    check_choice("clip_indicator", clip_indicator, CLIP_INDICATORS)
     batch = make_batch(
         "grpo_loss_from_logits", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
         ref_per_token_logps=ref_per_token_logps, importance_ratio=importance_ratio, segments=segments,

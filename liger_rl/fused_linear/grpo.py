@@ -18,7 +18,7 @@ from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.presets import PresetKeywords, build_loss, shows
+from liger_rl.losses.presets import PresetKeywords, build_loss, show_options
 from liger_rl.losses.reductions import Reduction
 from liger_rl.losses.segments import Segments
 
@@ -56,7 +56,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
 
     COLUMNS = tuple(field.name for field in fields(PolicyBatch) if field.name != "mask")
 
-    @shows(PresetKeywords)
+    @show_options(PresetKeywords)
     def __init__(
         self,
         loss_type: str | Objective = "dapo",

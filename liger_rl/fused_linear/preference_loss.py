@@ -18,8 +18,8 @@ from liger_rl.losses.batch import PreferenceBatch
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.options import one_of
-from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, shows
+from liger_rl.losses.options import check_choice
+from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, show_options
 from liger_rl.losses.reductions import Reduction, SequenceMean
 from liger_rl.losses.segments import Segments
 
@@ -51,7 +51,7 @@ class _Judged(FusedLinearLoss):
 
     def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
         if getattr(terms.objective, "own_metrics", False):
-            one_of("metrics", terms.metrics, ("none", "loss"))
+            check_choice("metrics", terms.metrics, ("none", "loss"))
         super().__init__(terms, passes, head)
 
     def _judged_loss(self, call: HeadCall, reference: ReferenceHead | None, **columns: Any) -> PolicyLoss:
@@ -89,7 +89,7 @@ class FusedLinearPreferenceLoss(_Judged):
 
     COLUMNS = ("ref_logps", "nll_mask", "segments", "num_sequences")
 
-    @shows(PreferenceKeywords)
+    @show_options(PreferenceKeywords)
     def __init__(
         self,
         loss_type: str | Sequence[str] | Objective = "dpo",
@@ -221,7 +221,7 @@ class FusedLinearUnpairedLoss(_Judged):
 
     COLUMNS = ("labels", "ref_logps", "kl", "delta", "segments", "num_sequences")
 
-    @shows(UnpairedKeywords)
+    @show_options(UnpairedKeywords)
     def __init__(
         self,
         loss_type: str | Objective = "kto",

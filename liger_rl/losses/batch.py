@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_rl.losses.options import number
+from liger_rl.losses.options import check_number
 from liger_rl.losses.segments import Segments, segment_sum
 
 # A ratio of e^40 is 2e17. The bound keeps products of two ratios finite in float32, and 0 * ratio from being NaN.
@@ -254,7 +254,7 @@ def check_mask_values(mask: Tensor | None) -> None:
 def _check_divisor(name: str, value: Any, device: torch.device) -> Any:
     """Returns the divisor, without gradient. Raises TypeError or ValueError unless it is a number of at least 1."""
     if not isinstance(value, Tensor):
-        if not 1 <= number(name, value) < math.inf:
+        if not 1 <= check_number(name, value) < math.inf:
             raise ValueError(f"{name} must be at least 1 and finite, got {value}")
         return value
     check_dense(name, value)

@@ -1,9 +1,9 @@
 """Corrections: factors on the policy term, without gradient.
 
-A correction is a callable `(logps, batch) -> factor` on an `AlignedBatch`. The factor is broadcastable to the tokens. A
+A correction is a callable `(logps, batch) -> factor` on an `AlignedBatch`. The factor broadcasts to the tokens. A
 correction may have the attributes `token_local`, `sequence_local` and `needs_sequences` of
-`liger_rl.losses.objectives`, and `restricts_entropy`: the entropy bonus is then a mean over the tokens with a factor
-other than 0.
+`liger_rl.losses.objectives`. If `restricts_entropy` is True, the entropy bonus is a mean over tokens with factors other
+than 0.
 """
 
 import math
@@ -70,7 +70,7 @@ class SamplerCorrection(Options):
 class OffPolicySequenceMask(Options):
     """0 on tokens with A < 0 whose sequence's mean of sampling - logp is above the threshold. arXiv:2512.02556.
 
-    Without sampling log-probabilities, the batch's old ones take their place; without these, the current ones.
+    If there are no sampling log-probabilities, old ones replace them, and if there are none of these, current ones.
     """
 
     threshold: Annotated[float, "[-inf, inf]"]  # in nats per token
@@ -103,21 +103,21 @@ class TopEntropyMask(Options):
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if batch.entropy is None:
             raise ValueError("entropy must be given for a TopEntropyMask, got None")
-        # A quantile that ignores NaN, so that the host need not know how many tokens count.
-        known = torch.where(batch.mask, batch.entropy, math.nan).flatten()
+        # Masked entropies are NaN, so that the host need not know how many tokens count.
+        entropies = torch.where(batch.mask, batch.entropy, math.nan).flatten()
         if self.gather is not None:
-            known = self.gather(known)
-        return batch.mask & (batch.entropy >= _nanquantile(known, 1 - self.top_entropy_quantile))
+            entropies = self.gather(entropies)
+        return batch.mask & (batch.entropy >= _nanquantile(entropies, 1 - self.top_entropy_quantile))
 
 
 def _nanquantile(values: Tensor, q: float) -> Tensor:
-    """torch.nanquantile, which refuses more than 16 million values."""
+    """`torch.nanquantile` for any number of values; PyTorch's refuses more than 16 million."""
     ordered = values.sort().values  # NaN last
     last = (values == values).sum() - 1
     # The count is cast first: an int64 tensor times a number is of torch's default dtype.
-    place = last.clamp(min=0).to(torch.promote_types(values.dtype, torch.float32)) * q
-    below, above = place.floor().long(), place.ceil().long()
+    position = last.clamp(min=0).to(torch.promote_types(values.dtype, torch.float32)) * q
+    below, above = position.floor().long(), position.ceil().long()
     if not values.numel():
         return values.new_full((), math.nan)
     low, high = (ordered.gather(0, index[None]).squeeze(0) for index in (below, above))
-    return torch.lerp(low, high, (place - below).to(values.dtype))
+    return torch.lerp(low, high, (position - below).to(values.dtype))

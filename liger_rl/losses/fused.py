@@ -118,12 +118,12 @@ def find_kernel(prepared: PreparedLoss, logps: Tensor, *, reduces: bool = True) 
         return None
     from liger_rl.losses import fused_triton
 
-    return fused_triton if fused_triton.knows(terms) else None
+    return fused_triton if fused_triton.has_formulas(terms) else None
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
     """The metrics that `policy_metrics` makes at the level "loss"."""
-    penalised, clips = kernel.penalises(prepared), kernel.FORMULAS[type(prepared.terms.objective)].clips
+    penalised, clips = kernel.has_penalty(prepared), kernel.FORMULAS[type(prepared.terms.objective)].clips
     if prepared.metrics == "none" or not (penalised or clips):
         return {}
     return loss_metrics(prepared.batch.mask.sum(), sums[1] if penalised else None, sums[2:] if clips else None)

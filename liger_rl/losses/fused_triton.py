@@ -23,15 +23,15 @@ from liger_rl.losses.objectives import CISPO, DPPO, SAPO, PPOClip, Reinforce
 from liger_rl.losses.penalties import KLPenalty
 
 BLOCK, WARPS = 1024, 4
-NUMBERS = 4  # options of an objective, at most
+MAX_OPTIONS = 4  # of an objective
 LARGEST = tl.constexpr(MAX_LOG_RATIO)
-# From 2.14 on, a clamp's gradient is 0 at its bounds: pytorch#195931.
+# Since PyTorch 2.14, a clamp's gradient is 0 at its bounds: pytorch#195931.
 PASSES_AT_BOUNDS = tl.constexpr(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
 
 
 @triton.jit
 def _exp(x):
-    """To float32's last digit. tl.exp loses a digit with each doubling of x."""
+    """exp(x) to float32's last digit; tl.exp loses a digit each time that x doubles."""
     if INTERPRETED:
         return tl.exp(x)
     return libdevice.exp(x)
@@ -45,7 +45,7 @@ def _at_most(x, bound):
 
 @triton.jit
 def _within(x, bound):
-    """Whether a clamp to at most `bound` passes the gradient of x."""
+    """Whether the gradient passes a clamp of x to at most `bound`."""
     if PASSES_AT_BOUNDS:
         return x <= bound
     return x < bound
@@ -62,9 +62,8 @@ def _share_of_smaller(a, b, grad):
     return tl.where(a > b, 0.0, tl.where(a == b, 0.5 * grad, grad))
 
 
-# An objective returns its loss, the gradient for logp that does not go through the ratio, the gradient for the ratio,
-# and whether the token is below or above the bounds. `grad` is the factor of the loss; p to s are the objective's
-# options.
+# An objective returns (loss, to_logp, to_ratio, below, above): gradients of grad * loss for logp, with the ratio held
+# constant, and for the ratio; and whether the token is below or above the bounds. p to s are the objective's options.
 
 
 @triton.jit
@@ -93,8 +92,8 @@ def _cispo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
 
 @triton.jit
 def _reinforce(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
-    nothing = tl.zeros_like(logp)
-    return -advantage * logp, -advantage * grad, nothing, nothing > 0.0, nothing > 0.0
+    zero = tl.zeros_like(logp)
+    return -advantage * logp, -advantage * grad, zero, zero > 0.0, zero > 0.0
 
 
 @triton.jit
@@ -103,9 +102,9 @@ def _sapo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     gate = 1.0 / (1.0 + _exp(-(steepness * (ratio - 1.0))))
     height = 4.0 / steepness
     to_gate = -(grad * advantage * height)
-    nothing = tl.zeros_like(logp)
+    zero = tl.zeros_like(logp)
     to_ratio = to_gate * ((1.0 - gate) * gate) * steepness
-    return -gate * height * advantage, nothing, to_ratio, nothing > 0.0, nothing > 0.0
+    return -gate * height * advantage, zero, to_ratio, zero > 0.0, zero > 0.0
 
 
 @triton.jit
@@ -119,7 +118,7 @@ def _dppo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     return loss, to_logp, tl.zeros_like(logp), too_low, too_high
 
 
-# An estimator returns the KL, and its gradient for logp times `grad`.
+# An estimator returns the KL, and the gradient of grad * KL for logp.
 
 
 @triton.jit
@@ -172,22 +171,22 @@ def _policy_terms_kernel(
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
-    place = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < tokens
-    counts = tl.load(mask + place, mask=inside, other=0) != 0
-    logp = tl.load(logps + place, mask=counts, other=0.0)
-    advantage = tl.load(advantages + place, mask=counts, other=0.0)
+    position = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < tokens
+    counts = tl.load(mask + position, mask=inside, other=0) != 0
+    logp = tl.load(logps + position, mask=counts, other=0.0)
+    advantage = tl.load(advantages + position, mask=counts, other=0.0)
     weight = tl.full([BLOCK], 1.0, tl.float32)
     if weights is not None:
-        weight = tl.load(weights + place, mask=counts, other=0.0)
+        weight = tl.load(weights + position, mask=counts, other=0.0)
     before = logp  # inf - inf is NaN, as in the formulas
     if old is not None:
-        before = tl.load(old + place, mask=counts, other=0.0)
+        before = tl.load(old + position, mask=counts, other=0.0)
     log_ratio = logp - before
     ratio = _exp(_at_most(log_ratio, LARGEST))
     grad = weight
     if importance_ratio is not None:
-        importance = tl.load(importance_ratio + place, mask=counts, other=0.0)
+        importance = tl.load(importance_ratio + position, mask=counts, other=0.0)
         grad = weight * importance
     loss, slope, to_ratio, below, above = OBJECTIVE(logp, log_ratio, ratio, advantage, grad, p, q, r, s)
     low, high = below & (advantage < 0.0), above & (advantage > 0.0)
@@ -196,7 +195,7 @@ def _policy_terms_kernel(
     if ESTIMATOR is not None:
         grad = weight * beta
         factor = ratio if IMPORTANCE_WEIGHTED else 1.0
-        kl, to_logp = ESTIMATOR(logp, tl.load(ref + place, mask=counts, other=0.0), grad * factor)
+        kl, to_logp = ESTIMATOR(logp, tl.load(ref + position, mask=counts, other=0.0), grad * factor)
         if IMPORTANCE_WEIGHTED:
             to_ratio += grad * kl
         kl *= factor
@@ -204,18 +203,18 @@ def _policy_terms_kernel(
         loss += beta * kl
     if out.slopes is not None:
         slope += tl.where(_within(log_ratio, LARGEST), to_ratio * ratio, 0.0)
-        tl.store(out.slopes + place, tl.where(counts, slope, 0.0), mask=inside)
+        tl.store(out.slopes + position, tl.where(counts, slope, 0.0), mask=inside)
     if out.losses is not None:
-        tl.store(out.losses + place, tl.where(counts, loss, 0.0), mask=inside)
+        tl.store(out.losses + position, tl.where(counts, loss, 0.0), mask=inside)
     if out.kls is not None:
-        tl.store(out.kls + place, tl.where(counts, kl, 0.0), mask=inside)
+        tl.store(out.kls + position, tl.where(counts, kl, 0.0), mask=inside)
     if out.clipped is not None:
         clipped = low | high
         if INDICATOR == "range":
             clipped = below | above
         elif INDICATOR == "helion":
             clipped = (below | above) & ~clipped & (advantage != 0.0)
-        tl.store(out.clipped + place, clipped & counts, mask=inside)
+        tl.store(out.clipped + position, clipped & counts, mask=inside)
     if out.sums is not None:
         programs = tl.num_programs(0)
         sums = out.sums + program
@@ -261,13 +260,12 @@ FORMULAS: dict[type, Formula] = {
 ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 
-def knows(terms: PolicyTerms) -> bool:
-    """Whether the kernel has the formulas of the objective and the penalty; a subclass may have its own."""
+def has_formulas(terms: PolicyTerms) -> bool:
+    """Whether the kernel has the formulas of the objective and the penalty. A subclass may have another formula."""
     return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty
 
 
-def penalises(prepared: PreparedLoss) -> bool:
-    """Whether there is a KL penalty."""
+def has_penalty(prepared: PreparedLoss) -> bool:
     return prepared.terms.kl.beta != 0.0 and prepared.batch.ref_per_token_logps is not None
 
 
@@ -278,12 +276,16 @@ def launch(
     outputs: Collection[str],  # names of `Outputs`
     indicator: str = "active",
 ) -> Outputs:
-    """The outputs, without KL and clip indicator if the loss has none, and with the sums over programs, (5,) or (1,).
+    """The outputs by name, None for a KL or clip indicator that the loss does not have. `sums` is (5,) or (1,).
 
-    The batch's columns need not be clean nor float32.
+    Columns may have any dtype, and any value where they are masked.
     """
     terms, batch, tokens = prepared.terms, prepared.batch, logps.numel()
-    formula, penalised, with_metrics = FORMULAS[type(terms.objective)], penalises(prepared), prepared.metrics != "none"
+    formula, penalised, with_metrics = (
+        FORMULAS[type(terms.objective)],
+        has_penalty(prepared),
+        prepared.metrics != "none",
+    )
     programs = triton.cdiv(tokens, BLOCK)
     shapes = dict.fromkeys(outputs, logps.shape) | {"sums": (5 if with_metrics else 1, programs)}
     missing = {"kls": not penalised, "clipped": not formula.clips}
@@ -293,7 +295,7 @@ def launch(
     })  # fmt: skip
     options = [float(option) for option in formula.options(terms.objective)]
 
-    def whole(column: Tensor | None) -> Tensor | None:
+    def expand_column(column: Tensor | None) -> Tensor | None:
         # An advantage or a sampler's ratio may be one number for a sequence.
         return None if column is None else column.expand(batch.mask.shape).float().contiguous()
 
@@ -303,15 +305,15 @@ def launch(
                 logps.contiguous(),
                 tokens,
                 batch.mask.contiguous(),
-                whole(batch.advantages),
-                whole(batch.old_per_token_logps),
-                whole(batch.ref_per_token_logps) if penalised else None,
-                whole(batch.importance_ratio),
-                whole(prepared.weights),
+                expand_column(batch.advantages),
+                expand_column(batch.old_per_token_logps),
+                expand_column(batch.ref_per_token_logps) if penalised else None,
+                expand_column(batch.importance_ratio),
+                expand_column(prepared.weights),
                 out,
                 float(terms.kl.beta),
                 *options,
-                *[0.0] * (NUMBERS - len(options)),
+                *[0.0] * (MAX_OPTIONS - len(options)),
                 OBJECTIVE=formula.function,
                 ESTIMATOR=ESTIMATORS[terms.kl.kl_estimator] if penalised else None,
                 IMPORTANCE_WEIGHTED=terms.kl.importance_weighted,

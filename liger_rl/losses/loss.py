@@ -12,7 +12,7 @@ from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.losses.objectives import Objective, TokenLoss
-from liger_rl.losses.options import Options, callable_instance, instance_of, warn_caller
+from liger_rl.losses.options import Options, check_callable, check_instance, warn_caller
 from liger_rl.losses.penalties import NO_BONUS, NO_PENALTY, EntropyBonus, KLPenalty
 from liger_rl.losses.reductions import Reduction
 
@@ -29,7 +29,7 @@ class PolicyLoss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms(Options):
-    """The terms of a loss, without the batch: the arguments of `ppo_loss_fn`, checked; corrections as a tuple."""
+    """The options of a loss, which are the arguments of `ppo_loss_fn`, checked. Corrections become a tuple."""
 
     objective: Annotated[Objective, callable]
     reduction: Annotated[Reduction | None, callable]
@@ -39,12 +39,12 @@ class PolicyTerms(Options):
     corrections: Annotated[Iterable[Correction], Iterable] = ()
     metrics: Annotated[MetricsLevel, LEVELS] = "loss"
 
-    # Made once, because each call reads them.
-    needs_entropy: bool = field(init=False, repr=False)  # the head has to return entropies
-    reads: frozenset[str] = field(init=False, repr=False)  # names of other values that the head has to return
-    needs_sequences: bool = field(init=False, repr=False)  # the batch has to say which tokens are of one sequence
-    # The tokens that the gradient of one token depends on. The reduction, the sampler's correction and the divisors of
-    # means do not count, because they need no log-probability.
+    # The other fields are derived once, because each call reads them.
+    needs_entropy: bool = field(init=False, repr=False)  # the head must return entropies
+    reads: frozenset[str] = field(init=False, repr=False)  # names of other values that the head must return
+    needs_sequences: bool = field(init=False, repr=False)  # the batch must say which tokens belong to one sequence
+    # The tokens on which the gradient of one token depends, through log-probabilities. Reduction, sampler correction
+    # and divisors are computed without these.
     locality: Locality = field(init=False, repr=False)
     penalised: bool = field(init=False, repr=False)  # a penalty or bonus may give a token without advantage a gradient
     metrics_read_all: bool = field(init=False, repr=False)  # a metric reads tokens without advantage
@@ -59,13 +59,13 @@ class PolicyTerms(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         corrections = tuple(self.corrections)  # an iterator can be read only once
-        for place, correction in enumerate(corrections):
-            callable_instance(f"corrections[{place}]", correction)
+        for index, correction in enumerate(corrections):
+            check_callable(f"corrections[{index}]", correction)
         bonus = self.entropy_bonus.entropy_coef != 0.0
         if bonus and self.reduction is None:
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
         factors = (self.objective, *corrections)
-        locality, penalised = _locality(factors), bonus or self.kl.beta != 0.0
+        locality, penalised = _find_locality(factors), bonus or self.kl.beta != 0.0
         restricted = any(getattr(correction, "restricts_entropy", False) for correction in corrections)
         reads: Any = self.objective.reads(self.metrics) if hasattr(self.objective, "reads") else ()
         needs_entropy = restricted or bonus or self.metrics == "with_entropy" or "entropy" in reads
@@ -148,10 +148,10 @@ class PolicyTerms(Options):
 
 
 def _check_broadcasts(name: str, values: Any, shape: torch.Size) -> None:
-    """Raise unless `values` is a tensor that broadcasts to the tokens' shape; (N, 1) and (N,) would make (N, N)."""
+    """Raises unless `values` is a tensor that broadcasts to the tokens' shape; (N, 1) and (N,) would make (N, N)."""
     if isinstance(values, Tensor) and values.shape == shape:
         return
-    instance_of(name, values, Tensor)
+    check_instance(name, values, Tensor)
     sizes = zip(values.shape[::-1], shape[::-1], strict=False)
     if values.dim() > len(shape) or any(size not in (1, tokens) for size, tokens in sizes):
         raise ValueError(f"{name} must broadcast to {tuple(shape)}, one for each token, got {tuple(values.shape)}")
@@ -162,7 +162,7 @@ def _drop_expansion(column: Tensor) -> Tensor:
     return column[:, :1] if column.dim() == 2 and column.stride(1) == 0 else column
 
 
-def _locality(factors: Iterable[Any]) -> Locality:
+def _find_locality(factors: Iterable[Any]) -> Locality:
     locality: Locality = "token"
     for factor in factors:
         token_local = getattr(factor, "token_local", False)
@@ -208,9 +208,9 @@ class PreparedLoss(NamedTuple):
     nll_weights: Tensor | None = None  # of -logp, shaped like the tokens
 
     def take(self, positions: Tensor | slice, *, metrics: MetricsLevel = "none") -> "PreparedLoss":
-        """The loss of the tokens at flat positions: (n,), or (b, w) for rows of (B, T).
+        """The loss of the tokens at flat positions, (n,), or (b, w) for rows of (B, T).
 
-        Such losses add up to the whole loss if the positions respect the terms' locality.
+        The losses of chunks add up to the whole loss if no chunk splits what `PolicyTerms.locality` keeps in one.
         """
         weights, nll_weights = (
             None if column is None else column.expand(self.batch.mask.shape).reshape(-1)[positions]
@@ -244,16 +244,16 @@ class PreparedLoss(NamedTuple):
             batch = replace(batch, **values)
         token_loss = terms.objective(logps, batch)
         if not isinstance(token_loss, TokenLoss):
-            instance_of("the result of objective", token_loss, TokenLoss)
+            check_instance("the result of objective", token_loss, TokenLoss)
         loss = token_loss.loss
         if loss.shape != logps.shape:
             raise ValueError(
                 f"the loss of objective must be {tuple(logps.shape)}, one for each token, got {tuple(loss.shape)}"
             )
         keeps_entropy = batch.mask
-        for place, correction in enumerate(terms.corrections):
+        for index, correction in enumerate(terms.corrections):
             factor = correction(logps, batch)
-            _check_broadcasts(f"the result of corrections[{place}]", factor, logps.shape)
+            _check_broadcasts(f"the result of corrections[{index}]", factor, logps.shape)
             loss = loss * factor
             if getattr(correction, "restricts_entropy", False):
                 keeps_entropy = keeps_entropy & (factor != 0)
@@ -330,7 +330,7 @@ def ppo_loss_fn(
         corrections=corrections,
         metrics=metrics,
     )
-    instance_of("batch", batch, PolicyBatch)
+    check_instance("batch", batch, PolicyBatch)
     for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
         if column is None and name != "per_token_logps":
             continue

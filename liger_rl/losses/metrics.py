@@ -111,8 +111,8 @@ def policy_metrics(
         "sequence_ratio_new_old_sum": weighted(mean_ratio, share),
         "sequence_ratio_new_old_squared_sum": weighted(mean_ratio.square(), share),
         "num_sequences": Metric(share.sum()),
-        "max_advantage": Metric(_extreme(torch.amax, batch, -math.inf), "max"),
-        "min_advantage": Metric(_extreme(torch.amin, batch, math.inf), "min"),
+        "max_advantage": Metric(_reduce_masked(torch.amax, batch, -math.inf), "max"),
+        "min_advantage": Metric(_reduce_masked(torch.amin, batch, math.inf), "min"),
     }
     if token_loss.outside is not None:
         metrics["clipped_ratio_fraction"] = weighted(token_loss.outside)
@@ -143,7 +143,7 @@ def loss_metrics(count: Tensor, kl: Tensor | None, clipped: Tensor | None) -> di
     return metrics
 
 
-def _extreme(reduce: Callable[[Tensor], Tensor], batch: AlignedBatch, neutral: float) -> Tensor:
+def _reduce_masked(reduce: Callable[[Tensor], Tensor], batch: AlignedBatch, neutral: float) -> Tensor:
     values = torch.where(batch.mask, batch.advantages, neutral).flatten()
     return reduce(torch.cat([values, values.new_full((1,), neutral)]))
 

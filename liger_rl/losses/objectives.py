@@ -1,23 +1,23 @@
 """Policy objectives: log-probabilities and a batch -> one loss per token, to be minimised.
 
-An objective is a callable `(logps, batch) -> TokenLoss` on the columns of an `AlignedBatch`. Masked tokens are 0 in
-every column, and their losses are dropped. r_t = exp(logp_t - old_t), at most e^40, is `batch.ratio(logps)`. An
-objective may have these attributes. Those that are not there are False.
+An objective is a callable `(logps, batch) -> TokenLoss` on an `AlignedBatch`. Masked tokens are 0 in every column, and
+their losses are dropped. `batch.ratio(logps)` is r_t = exp(logp_t - old_t), at most e^40. An objective may have these
+constant attributes, whose default is False:
 
-    token_local, sequence_local: a token's gradient depends on that token alone, or on its sequence alone; callers may
-        split sequences, or batches. All the gradient flows through the arguments.
+    token_local, sequence_local: a token's gradient depends on that token alone, or on its sequence alone, and all
+        gradient flows through the arguments; callers may split sequences, or batches.
     zero_without_advantage: a token with advantage 0 has a loss, gradient and clip indicators of 0, whatever its
-        log-probability; callers need not project it. A subclass with its own formula does not inherit this.
+        log-probability; callers need not project it. A subclass with another formula does not inherit this.
     sequence_zero_without_advantages: the same for a sequence whose advantages are all 0. It follows from
         zero_without_advantage.
-    needs_sequences: it must know which tokens are of one sequence.
-    takes_importance_ratio: it uses `batch.importance_ratio` itself, so that the loss must not.
-    reads(level): a method, the names of the head's values that it reads from the batch at a level of metrics, such as
-        {"lse"}; topk: K, if "topk_logps" is one of them.
+    needs_sequences: the batch must say which tokens belong to one sequence.
+    takes_importance_ratio: the objective uses `batch.importance_ratio`, so that the loss does not multiply by it.
+    reads(level): a method that returns the names of the head's values, such as {"lse"}, that the objective reads from
+        the batch at a level of metrics.
+    topk: K, if reads(level) has "topk_logps".
     nll_weight: weight of the mean of -logp over the tokens of `batch.nll_mask`, which the loss adds.
-    own_metrics: its result has `metrics`, which read no token without advantage.
-    of_pairs: its sequences are pairs, see `AlignedBatch.pairs`.
-    reads_reference: it reads `batch.ref_per_token_logps`. A user's own objective may do so in any case.
+    own_metrics: the result has `metrics`, which read no token without advantage.
+    reads_reference: the objective reads `batch.ref_per_token_logps`. A user's objective may do so without saying it.
     check(batch): a method that raises ValueError for a batch that the objective cannot take.
 """
 
@@ -34,13 +34,10 @@ from liger_rl.losses.options import Options
 
 
 class TokenLoss(NamedTuple):
-    """An objective's result for each token. All but the loss may be broadcastable to the log-probabilities.
+    """An objective's result. The loss has the shape of the log-probabilities, the other tensors broadcast to it."""
 
-    The probability ratio is before its clip, per token or per sequence as the objective has it, differentiable.
-    """
-
-    loss: Tensor  # one for each token, shaped like the log-probabilities
-    ratio: Tensor | None = None
+    loss: Tensor
+    ratio: Tensor | None = None  # differentiable probability ratio before its clip, per token or per sequence
     clip_low: Tensor | None = None  # bool: the ratio is under the lower bound, and A < 0
     clip_high: Tensor | None = None  # bool: the ratio is over the upper bound, and A > 0
     outside: Tensor | None = None  # bool: the ratio is outside the bounds, whatever the advantage's sign
@@ -134,7 +131,7 @@ class SAPO(Options):
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps)
-        steepness = _by_sign(batch.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, logps)
+        steepness = _select_by_sign(batch.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, logps)
         return TokenLoss(-torch.sigmoid(steepness * (ratio - 1)) * (4 / steepness) * batch.advantages, ratio)
 
 
@@ -175,8 +172,8 @@ class VESPO(Options):
             log_w = log_w + batch.sequence_sum(torch.where(batch.mask, log_correction, 0.0))
         log_w = log_w.clamp(self.LOWEST, self.HIGHEST)
         positive = batch.advantages >= 0
-        k = _by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, logps)
-        rate = _by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, logps).clamp(min=1e-4)
+        k = _select_by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, logps)
+        rate = _select_by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, logps).clamp(min=1e-4)
         return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -272,9 +269,9 @@ class DPPOKL(DPPO):
 
     def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         # expm1 keeps the digits of 1 - p that a p near 1 loses.
-        rest, old_rest = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old))
-        shares = (old_rest + self.LEAST_PROBABILITY) / (rest + self.LEAST_PROBABILITY)
-        divergence = old.exp() * (old - logps) + old_rest * shares.log()
+        complement, old_complement = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old))
+        quotient = (old_complement + self.LEAST_PROBABILITY) / (complement + self.LEAST_PROBABILITY)
+        divergence = old.exp() * (old - logps) + old_complement * quotient.log()
         down, up = logps < old, logps > old
         return down & (divergence > self.divergence_low), up & (divergence > self.divergence_high)
 
@@ -323,7 +320,7 @@ class ClipCov(Options):
         eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & batch.mask
         eligible = eligible & ~(plain.clip_low | plain.clip_high)
         lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device, dtype=torch.float32)
-        cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
+        cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _count_share(self.clip_cov_ratio, batch))
         return plain._replace(loss=torch.where(cut, 0.0, plain.loss))
 
 
@@ -341,12 +338,12 @@ class KLCov(Options):
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps)
         covariance = torch.where(batch.mask, _covariance(logps, batch), -math.inf)
-        penalised = (_rank(-covariance) < _share_of_tokens(self.kl_cov_ratio, batch)) & batch.mask
+        penalised = (_rank(-covariance) < _count_share(self.kl_cov_ratio, batch)) & batch.mask
         penalty = torch.where(penalised, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)
         return TokenLoss(-ratio * batch.advantages + penalty, ratio)
 
 
-def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
+def _select_by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
     # `where` of two numbers is of torch's default dtype.
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
@@ -363,10 +360,10 @@ def _covariance(logps: Tensor, batch: AlignedBatch) -> Tensor:
 
 
 def _rank(keys: Tensor) -> Tensor:
-    """Each element's place in ascending order, ties by position. Unlike a choice of indices, it needs no host sync."""
+    """Each element's rank in ascending order, ties by position. Unlike a selection by index, it needs no host sync."""
     return keys.flatten().argsort(stable=True).argsort().view(keys.shape)
 
 
-def _share_of_tokens(share: float, batch: AlignedBatch) -> Tensor:
+def _count_share(share: float, batch: AlignedBatch) -> Tensor:
     # The count is cast first: an int64 tensor times a number is of torch's default dtype.
     return (batch.mask.sum().to(batch.advantages.dtype) * share).floor().clamp(min=1)

@@ -34,27 +34,25 @@ class Options:
             if value is None and optional:
                 continue
             if isinstance(rule, str):
-                in_interval(name, value, rule)
+                check_interval(name, value, rule)
             elif isinstance(rule, tuple):
-                one_of(name, value, rule)
+                check_choice(name, value, rule)
             elif rule is callable:
-                callable_instance(name, value)
+                check_callable(name, value)
             else:
-                instance_of(name, value, rule)
+                check_instance(name, value, rule)
 
 
-def in_interval(name: str, value: Any, interval: str) -> None:
-    """Raises for a value outside an interval such as "[0, inf)". NaN is in none."""
+def check_interval(name: str, value: Any, interval: str) -> None:
+    """Raises for a value outside an interval such as "[0, inf)". NaN is outside of each."""
     low, high = map(float, interval[1:-1].split(","))
-    x = number(name, value)
-    above = x >= low if interval[0] == "[" else x > low
-    below = x <= high if interval[-1] == "]" else x < high
-    if not (above and below):
+    x = check_number(name, value)
+    if not (low < x < high or (x == low and interval[0] == "[") or (x == high and interval[-1] == "]")):
         raise ValueError(f"{name} must be in {interval}, got {value}")
 
 
-def number(name: str, value: Any) -> float:
-    """The number as a float, NaN and infinities included. Raises for another type or an int beyond a float's range."""
+def check_number(name: str, value: Any) -> float:
+    """The number as a float, which may be NaN or infinite. Raises for another type, and an int beyond float's range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
@@ -63,18 +61,18 @@ def number(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be in a float's range, got an int beyond it") from None
 
 
-def whole_number(name: str, value: Any, *, least: int) -> None:
+def check_whole_number(name: str, value: Any, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
 
 
-def one_of(name: str, value: Any, known: Iterable[str]) -> None:
-    names = list(known)
-    if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{name} must be one of {names}, got {value!r}")
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    choices = list(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
-def callable_instance(name: str, value: Any) -> None:
+def check_callable(name: str, value: Any) -> None:
     """Raises TypeError for a value that cannot be called, and for a class: calling one makes an instance."""
     if isinstance(value, type):
         raise TypeError(f"{name} must be an instance, got the class {value.__name__}; write {value.__name__}(...)")
@@ -82,7 +80,7 @@ def callable_instance(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
 
-def instance_of(name: str, value: Any, kind: type) -> None:
+def check_instance(name: str, value: Any, kind: type) -> None:
     if isinstance(value, type):
         raise TypeError(f"{name} must be an instance of {kind.__name__}, got the class {value.__name__}")
     if not isinstance(value, kind):
@@ -90,7 +88,7 @@ def instance_of(name: str, value: Any, kind: type) -> None:
 
 
 def warn_caller(message: str) -> None:
-    """A warning at the line that called into this package."""
+    """Warns at the line that called into this package."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("liger_rl", "torch"):
         frame, level = frame.f_back, level + 1

@@ -1,12 +1,10 @@
-"""Preference objectives: the log-probabilities of sequences that were judged -> a loss for each pair or sequence.
+"""Preference objectives: log-probabilities of chosen and rejected sequences -> a loss for each pair or sequence.
 
-The sign of a token's advantage is the judgement: 1 for a token of a chosen (desirable) sequence, -1 for one of a
-rejected sequence, 0 for a token that counts only in the NLL term. A pair is one sequence of the batch, by
-`AlignedBatch.pairs` or as a segment of packed tokens. Each token gets the loss of its pair, so that `SequenceMean` is
-the mean over pairs.
+The advantage of a token is 1 in a chosen (desirable) sequence, -1 in a rejected one, and 0 if the token counts only in
+the NLL term. The two rows of a pair are one sequence of the batch: see `AlignedBatch.pairs`. For packed tokens, a pair
+is one segment. Each token gets the loss of its pair, so that `SequenceMean` is the mean over pairs.
 
-With x_c and x_r the chosen and the rejected sequence's sum of logp - ref, and beta the strength of the reference:
-`PAIR_LOSSES` has a function for each name. docs/preference.md has the formulas and their papers.
+docs/preference.md has the formulas and their papers.
 """
 
 import math
@@ -21,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.metrics import Metric, MetricsLevel, sequence_means
 from liger_rl.losses.objectives import TokenLoss
-from liger_rl.losses.options import Options, in_interval, one_of
+from liger_rl.losses.options import Options, check_choice, check_interval
 
 MAX_EXPONENT = 80.0  # exp of it is finite in float32, and so is a difference of two; TRL's bound
 LARGEST_MEAN_LOGP = -1e-7  # the odds of a sequence with probability 1 would be infinite
@@ -102,7 +100,7 @@ PAIR_LOSSES: dict[str, PairLoss] = {
     "robust": PairLoss(_robust, smooths=True, scores=True),
     "bco_pair": PairLoss(lambda pair, dpo: -logsigmoid(dpo.beta * pair.chosen) - logsigmoid(-dpo.beta * pair.rejected)),
     "sppo_hard": PairLoss(_sppo_hard),
-    # Their margins are sorted first, see `DPO._sorted`.
+    # `DPO._sorted_loss` sorts the margins first.
     "aot": PairLoss(_sigmoid, smooths=True),
     "aot_unpaired": PairLoss(_sigmoid, smooths=True),
     "apo_zero": PairLoss(
@@ -128,14 +126,13 @@ SCORES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfPairs(Options):
-    """What the objectives of pairs share: sums over both sequences of a pair, the NLL term, metrics."""
+class _PairObjective(Options):
+    """Base of the objectives of pairs: sums over the two sequences of a pair, the NLL term, metrics."""
 
     beta: Annotated[float, "(0, inf)"] = 0.1
     nll_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the mean of -logp over the chosen tokens of the batch
     needs_sequences: ClassVar[bool] = True
     sequence_local: ClassVar[bool] = True
-    of_pairs: ClassVar[bool] = True
     own_metrics: ClassVar[bool] = True
     reads_reference: ClassVar[bool] = False
 
@@ -144,20 +141,19 @@ class _OfPairs(Options):
         return self.nll_coef
 
     def check(self, batch: AlignedBatch) -> None:
-        given = batch.ref_per_token_logps is not None
-        if given != self.reads_reference:
+        if (batch.ref_per_token_logps is not None) != self.reads_reference:
             expected = "given" if self.reads_reference else "None"
             raise ValueError(f"ref_logps (or reference) must be {expected} for {self!r}")
 
-    def _of_both(self, values: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
-        """The sums of masked values (0 where the mask is 0) over the chosen and the rejected sequence of each pair."""
-        return _sums(values, batch.advantages > 0, batch), _sums(values, batch.advantages < 0, batch)
+    def _sum_sides(self, values: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
+        """Sums over the chosen and the rejected sequence of each token's pair. Masked values must be 0."""
+        return _side_sum(values, batch.advantages > 0, batch), _side_sum(values, batch.advantages < 0, batch)
 
-    def _tokens(self, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
-        chosen, rejected = self._of_both(torch.ones_like(batch.advantages), batch)
+    def _count_tokens(self, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
+        chosen, rejected = self._sum_sides(torch.ones_like(batch.advantages), batch)
         return chosen.clamp(min=1), rejected.clamp(min=1)
 
-    def _result(
+    def _make_result(
         self,
         loss: Tensor,
         logps: Sequence[Tensor],  # of the chosen and the rejected sequence, as the loss reads them
@@ -168,29 +164,35 @@ class _OfPairs(Options):
     ) -> TokenLoss:
         def metrics(_level: MetricsLevel) -> dict[str, Metric]:
             chosen, rejected = rewards
-            named = {"chosen_rewards": chosen, "rejected_rewards": rejected, "reward_margins": chosen - rejected}
-            named |= {"reward_accuracy": (chosen > rejected).to(chosen.dtype)}
-            named |= {"chosen_logps": logps[0], "rejected_logps": logps[1]} | means
+            values = {
+                "chosen_rewards": chosen,
+                "rejected_rewards": rejected,
+                "reward_margins": chosen - rejected,
+                "reward_accuracy": (chosen > rejected).to(chosen.dtype),
+                "chosen_logps": logps[0],
+                "rejected_logps": logps[1],
+                **means,
+            }
             nll = Metric(-torch.where(batch.nll_tokens, per_token_logps, 0.0).sum(), count=batch.nll_tokens.sum())
-            return sequence_means(named, batch) | {"nll": nll}
+            return sequence_means(values, batch) | {"nll": nll}
 
         return TokenLoss(loss.expand_as(per_token_logps), metrics=metrics)
 
 
-def _check_read(objective: Options, unread: dict[str, bool], named: str) -> None:
-    """Raise for an option that is not read and has not its default."""
+def _check_unread(objective: Options, unread: dict[str, bool], condition: str) -> None:
+    """Raises for an option that is unread under `condition`, but not at its default."""
     for name, is_unread in unread.items():
         default = getattr(type(objective), name)
         if is_unread and getattr(objective, name) != default:
-            raise ValueError(f"{name} must be {default} with {named}, which do not read it")
+            raise ValueError(f"{name} must be {default} with {condition}, which do not read it")
 
 
-def _sums(values: Tensor, where: Tensor, batch: AlignedBatch) -> Tensor:
+def _side_sum(values: Tensor, where: Tensor, batch: AlignedBatch) -> Tensor:
     return batch.sequence_sum(torch.where(where, values, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO(_OfPairs):
+class DPO(_PairObjective):
     """The losses of TRL's DPOTrainer, of liger-kernel's DPO, and weighted sums of several. arXiv:2305.18290."""
 
     loss_types: Sequence[str] = ("sigmoid",)  # names of PAIR_LOSSES, or "sft"
@@ -212,15 +214,15 @@ class DPO(_OfPairs):
         if not names or len(weights) != len(names):
             raise ValueError(f"loss_weights must be one number for each of loss_types {names}, got {weights}")
         for name, weight in zip(names, weights, strict=True):
-            one_of("loss_types", name, [*PAIR_LOSSES, SFT])
-            in_interval("loss_weights", weight, "(-inf, inf)")
+            check_choice("loss_types", name, [*PAIR_LOSSES, SFT])
+            check_interval("loss_weights", weight, "(-inf, inf)")
         losses = {name: PAIR_LOSSES[name] for name in names if name != SFT}
         unread = {
             "label_smoothing": not any(loss.smooths for loss in losses.values()),
             "discopop_tau": "discopop" not in losses,
             "f_alpha_divergence_coef": self.f_divergence_type != "alpha_divergence",
         }
-        _check_read(self, unread, f"loss_types {names} and f_divergence_type {self.f_divergence_type!r}")
+        _check_unread(self, unread, f"loss_types {names} and f_divergence_type {self.f_divergence_type!r}")
         if "exo_pair" in names and not self.label_smoothing:
             raise ValueError("label_smoothing must be above 0 with exo_pair, whose paper recommends 1e-3; got 0")
         unscored = [name for name, loss in losses.items() if not loss.scores]
@@ -254,12 +256,12 @@ class DPO(_OfPairs):
             raise ValueError(f"ld_alpha and {SORTED} need rows (B, T), chosen and then rejected, got packed tokens")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        tokens = self._tokens(batch)
+        tokens = self._count_tokens(batch)
         ratios = logps if batch.ref_per_token_logps is None else logps - batch.ref_per_token_logps
         if self.ld_alpha is not None:
-            place = (batch.mask & (batch.advantages != 0)).cumsum(-1)
-            ratios = torch.where(place <= torch.minimum(*tokens), ratios, self.ld_alpha * ratios)
-        chosen, rejected = self._of_both(ratios, batch)
+            position = (batch.mask & (batch.advantages != 0)).cumsum(-1)
+            ratios = torch.where(position <= torch.minimum(*tokens), ratios, self.ld_alpha * ratios)
+        chosen, rejected = self._sum_sides(ratios, batch)
         if self.average_log_prob:
             chosen, rejected = chosen / tokens[0], rejected / tokens[1]
         score = SCORES[self.f_divergence_type]
@@ -268,24 +270,24 @@ class DPO(_OfPairs):
         loss = torch.zeros_like(chosen)
         for name, weight in zip(self.loss_types, self.loss_weights or (), strict=True):
             if name in SORTED:
-                loss = loss + weight * self._sorted(name, logps, batch)
+                loss = loss + weight * self._sorted_loss(name, logps, batch)
             elif name != SFT:
                 loss = loss + weight * PAIR_LOSSES[name].formula(pair, self)
         if self.use_weighting:
-            loss = loss * self._weight(logps, batch, tokens)
-        own_logps = self._of_both(logps.detach(), batch)
+            loss = loss * self._policy_weight(logps, batch, tokens)
+        side_logps = self._sum_sides(logps.detach(), batch)
         if self.average_log_prob:
-            own_logps = own_logps[0] / tokens[0], own_logps[1] / tokens[1]
+            side_logps = side_logps[0] / tokens[0], side_logps[1] / tokens[1]
         rewards = self.beta * chosen.detach(), self.beta * rejected.detach()
-        return self._result(loss, own_logps, rewards, batch, logps)
+        return self._make_result(loss, side_logps, rewards, batch, logps)
 
-    def _sorted(self, name: str, logps: Tensor, batch: AlignedBatch) -> Tensor:
-        """The mean loss of sorted margins: arXiv:2406.05882. Each pair gets the mean of all."""
+    def _sorted_loss(self, name: str, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        """() the mean loss of the sorted margins, arXiv:2406.05882."""
         reference = torch.zeros_like(logps) if self.reference_free else batch.ref_per_token_logps
         assert reference is not None
         pairs = logps.shape[0] // 2
         (chosen, rejected), (ref_chosen, ref_rejected) = (
-            (x[:pairs].squeeze(-1) for x in self._of_both(values, batch)) for values in (logps, reference)
+            (x[:pairs].squeeze(-1) for x in self._sum_sides(values, batch)) for values in (logps, reference)
         )
         if name == "aot":
             margins = (chosen - rejected).sort().values - (ref_chosen - ref_rejected).sort().values
@@ -295,15 +297,15 @@ class DPO(_OfPairs):
 
     @staticmethod
     @torch.no_grad()
-    def _weight(logps: Tensor, batch: AlignedBatch, tokens: tuple[Tensor, Tensor]) -> Tensor:
+    def _policy_weight(logps: Tensor, batch: AlignedBatch, tokens: tuple[Tensor, Tensor]) -> Tensor:
         assert batch.log_sum_sq_probs is not None
-        aligned = torch.where(batch.mask, logps - batch.log_sum_sq_probs, 0.0)
-        chosen, rejected = (_sums(aligned, side, batch) for side in (batch.advantages > 0, batch.advantages < 0))
+        values = torch.where(batch.mask, logps - batch.log_sum_sq_probs, 0.0)
+        chosen, rejected = (_side_sum(values, side, batch) for side in (batch.advantages > 0, batch.advantages < 0))
         return torch.exp(chosen / tokens[0] + rejected / tokens[1])
 
 
 @dataclass(frozen=True, kw_only=True)
-class CPO(_OfPairs):
+class CPO(_PairObjective):
     """A DPO without a reference, and the NLL of the chosen sequences. arXiv:2401.08417; SimPO is arXiv:2405.14734.
 
     "ipo" and "simpo" take means over tokens, as TRL does; average_log_prob=True makes the others do so, too.
@@ -320,16 +322,16 @@ class CPO(_OfPairs):
     def __post_init__(self) -> None:
         super().__post_init__()
         unread = {"label_smoothing": self.kind in ("hinge", "ipo"), "simpo_gamma": self.kind != "simpo"}
-        _check_read(self, unread, f"kind {self.kind!r}")
+        _check_unread(self, unread, f"kind {self.kind!r}")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        both = list(self._of_both(logps, batch))
+        sides = list(self._sum_sides(logps, batch))
         if self.average_log_prob or self.kind in ("ipo", "simpo"):
-            both = [x / tokens for x, tokens in zip(both, self._tokens(batch), strict=True)]
-        own_logps = [x.detach() for x in both]
+            sides = [x / tokens for x, tokens in zip(sides, self._count_tokens(batch), strict=True)]
+        side_logps = [x.detach() for x in sides]
         if self.alpha != 0.0:
-            both = [(1 - (-self.alpha * x).clamp(max=MAX_EXPONENT).exp()) / self.alpha for x in both]
-        chosen, rejected = both
+            sides = [(1 - (-self.alpha * x).clamp(max=MAX_EXPONENT).exp()) / self.alpha for x in sides]
+        chosen, rejected = sides
         margin = chosen - rejected
         if self.kind == "ipo":
             loss = (margin - 0.5 / self.beta).square()
@@ -338,11 +340,13 @@ class CPO(_OfPairs):
         else:
             gamma = self.simpo_gamma if self.kind == "simpo" else 0.0
             loss = _logistic(self.beta * margin - gamma, self.label_smoothing)
-        return self._result(loss, own_logps, [self.beta * chosen.detach(), self.beta * rejected.detach()], batch, logps)
+        return self._make_result(
+            loss, side_logps, [self.beta * chosen.detach(), self.beta * rejected.detach()], batch, logps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ORPO(_OfPairs):
+class ORPO(_PairObjective):
     """The NLL of the chosen sequences, and -beta log sigmoid of the log-odds ratio of mean log-probabilities.
 
     arXiv:2403.07691. In TRL the NLL counts the chosen prompt, too: give `nll_targets`.
@@ -351,22 +355,24 @@ class ORPO(_OfPairs):
     nll_coef: Annotated[float, "[0, inf)"] = 1.0
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        chosen, rejected = (x / n for x, n in zip(self._of_both(logps, batch), self._tokens(batch), strict=True))
+        chosen, rejected = (
+            x / n for x, n in zip(self._sum_sides(logps, batch), self._count_tokens(batch), strict=True)
+        )
         log_odds = (chosen - rejected) - (_log_1_minus_exp(chosen) - _log_1_minus_exp(rejected))
         log_ratio = logsigmoid(log_odds)
-        both = chosen.detach(), rejected.detach()
+        side_logps = chosen.detach(), rejected.detach()
         means = {"log_odds_ratio": log_ratio.detach(), "log_odds_chosen": log_odds.detach()}
-        rewards = self.beta * both[0], self.beta * both[1]
-        return self._result(-self.beta * log_ratio, both, rewards, batch, logps, **means)
+        rewards = self.beta * side_logps[0], self.beta * side_logps[1]
+        return self._make_result(-self.beta * log_ratio, side_logps, rewards, batch, logps, **means)
 
 
 def _log_1_minus_exp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0; https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf"""
     x = x.clamp(max=LARGEST_MEAN_LOGP)
     near = x > -math.log(2)
-    # Each branch gets a number at which its gradient is finite.
-    of_near = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
-    return torch.where(near, of_near, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+    # In both branches, -1 takes the place of the other branch's x, whose gradient may be infinite.
+    near_value = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
+    return torch.where(near, near_value, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +406,7 @@ class KTO(Options):
             expected = "None" if self.shift is None else "given, or be 0.0,"
             raise ValueError(f"{self.shift or 'kl'} must be {expected} for {self!r}")
 
-    def loss_of(self, ratio: Tensor, sign: Tensor, shift: Tensor | None) -> Tensor:
+    def compute_loss(self, ratio: Tensor, sign: Tensor, shift: Tensor | None) -> Tensor:
         assert shift is not None
         return torch.sigmoid(-sign * self.beta * (ratio - shift))
 
@@ -410,13 +416,13 @@ class KTO(Options):
         ratio, chosen = batch.sequence_sum(ratios) / divisor, batch.advantages > 0
         sign = torch.where(chosen, 1.0, -1.0).to(logps.dtype)
         weight = torch.where(chosen, self.desirable_weight, self.undesirable_weight).to(logps.dtype)
-        loss = weight * self.loss_of(ratio, sign, batch.shift)
+        loss = weight * self.compute_loss(ratio, sign, batch.shift)
 
         def metrics(_level: MetricsLevel) -> dict[str, Metric]:
             values = {"rewards": self.beta * ratio.detach(), "logps": batch.sequence_sum(logps.detach()) / divisor}
-            sides = ("chosen", chosen), ("rejected", batch.advantages < 0)
-            of_sides = [(side, sequence_means(values, batch, where)) for side, where in sides]
-            return {f"{side}_{name}": metric for side, means in of_sides for name, metric in means.items()}
+            sides = {"chosen": chosen, "rejected": batch.advantages < 0}
+            means = {side: sequence_means(values, batch, where) for side, where in sides.items()}
+            return {f"{side}_{name}": means[side][name] for side in sides for name in values}
 
         return TokenLoss(loss.expand_as(logps), metrics=metrics)
 
@@ -427,7 +433,7 @@ class APOZeroUnpaired(KTO):
 
     shift: ClassVar[str | None] = None
 
-    def loss_of(self, ratio: Tensor, sign: Tensor, shift: Tensor | None) -> Tensor:
+    def compute_loss(self, ratio: Tensor, sign: Tensor, shift: Tensor | None) -> Tensor:
         return torch.sigmoid(-sign * self.beta * ratio)
 
 
@@ -437,6 +443,6 @@ class BCO(KTO):
 
     shift: ClassVar[str | None] = "delta"
 
-    def loss_of(self, ratio: Tensor, sign: Tensor, shift: Tensor | None) -> Tensor:
+    def compute_loss(self, ratio: Tensor, sign: Tensor, shift: Tensor | None) -> Tensor:
         assert shift is not None
         return -logsigmoid(sign * (self.beta * ratio - shift))

@@ -12,7 +12,7 @@ from liger_rl.kernels.public_call import hint
 from liger_rl.losses import objectives
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip
-from liger_rl.losses.options import callable_instance, one_of
+from liger_rl.losses.options import check_callable, check_choice
 from liger_rl.losses.penalties import EntropyBonus, KLPenalty
 from liger_rl.losses.preference import BCO, CPO, DPO, KTO, ORPO, PAIR_LOSSES, APOZeroUnpaired
 from liger_rl.losses.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, SequenceSum, TokenMean
@@ -158,23 +158,23 @@ class PresetKeywords(ObjectiveKeywords, total=False):
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def shows(keywords: type, *classes: type) -> Callable[[FunctionT], FunctionT]:
+def show_options(keywords: type, *classes: type) -> Callable[[FunctionT], FunctionT]:
     """Decorator: `inspect.signature` and `help` show the keys of a TypedDict in place of **options.
 
-    Each has the default that it has in the first of `classes`, dataclasses, and then of the presets with this option.
+    An option's default is that of the first dataclass which has it, in `classes` and then in the presets.
     """
     defaults: dict[str, Any] = {}
     for option in chain(*map(fields, classes), *FIELDS.values()):
         defaults.setdefault(option.name, Parameter.empty if option.default is MISSING else option.default)
 
-    def shown(function: FunctionT) -> FunctionT:
+    def decorate(function: FunctionT) -> FunctionT:
         *parameters, _ = (shape := signature(function)).parameters.values()
         for name, kind in keywords.__annotations__.items():
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind))
         function.__signature__ = shape.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
-    return shown
+    return decorate
 
 
 def build_loss(
@@ -187,37 +187,38 @@ def build_loss(
     keywords: Sequence[str] = (),  # names of the caller's other options, for the message about an unknown one
     **terms: Any,  # the other fields of `PolicyTerms`
 ) -> PolicyTerms:
-    """A loss whose objective, reduction and penalties are made with the options that are their fields.
+    """Builds the loss of a preset's name or of an objective. `options` are fields of its objective and other parts.
 
     Raises TypeError or ValueError for an unknown preset or option, naming the known ones, and for a missing option.
     """
     classes: dict[str, type] = {}
     if presets is PRESETS:
         classes = {"kl": KLPenalty} if per_token else {"kl": KLPenalty, "entropy_bonus": EntropyBonus}
-    given = {"objective": loss_type, "reduction": reduction}
     name = "an objective of your own, whose options are its attributes,"
     if isinstance(loss_type, str) or per_token:
-        one_of("loss_type", loss_type, sorted(presets))
+        check_choice("loss_type", loss_type, sorted(presets))
         preset, name = presets[str(loss_type)], f"loss_type {loss_type!r}"
         options = preset.defaults | options
         classes = {"objective": preset.objective, **classes}
         if reduction is None and not per_token:
             classes["reduction"] = preset.reduction
     else:
-        callable_instance("loss_type, which is a name or an objective,", loss_type)
+        check_callable("loss_type, which is a name or an objective,", loss_type)
         if reduction is None:
             raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-    built = dict(zip(classes, _built(name, list(classes.values()), options, keywords), strict=True))
-    return PolicyTerms(**{**given, **built, **terms})
+    parts = dict(zip(classes, _build_parts(name, list(classes.values()), options, keywords), strict=True))
+    return PolicyTerms(**{"objective": loss_type, "reduction": reduction, **parts, **terms})
 
 
-def _built(name: str, classes: Sequence[Any], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:
+def _build_parts(name: str, classes: Sequence[Any], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:
     """An instance of each class, with the options that are its fields."""
     known = [f.name for cls in classes for f in FIELDS[cls]]
     for option in options:
         if option not in known:
             choices = list(dict.fromkeys([*known, *keywords]))
-            raise ValueError(f"{name} has no option {option}{_hint(option, choices)}. It has {', '.join(choices)}")
+            raise ValueError(
+                f"{name} has no option {option}{_explain_option(option, choices)}. It has {', '.join(choices)}"
+            )
     for cls in classes:
         for f in FIELDS[cls]:
             if f.default is MISSING and options.get(f.name) is None:
@@ -225,7 +226,7 @@ def _built(name: str, classes: Sequence[Any], options: dict[str, Any], keywords:
     return [cls(**{f.name: options[f.name] for f in FIELDS[cls] if f.name in options}) for cls in classes]
 
 
-def _hint(option: str, choices: Sequence[str]) -> str:
+def _explain_option(option: str, choices: Sequence[str]) -> str:
     if option == "reduction":
         return ", because it is per token: reduce its result"
     if option == "importance_sampling_level":

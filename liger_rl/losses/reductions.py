@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.options import Options, whole_number
+from liger_rl.losses.options import Options, check_whole_number
 
 Reduction = Callable[[AlignedBatch], Tensor]
 
@@ -72,7 +72,7 @@ class GlobalTokenMean:
     world_size: int = 1  # number of ranks whose gradients are averaged afterwards, as data parallelism does
 
     def __post_init__(self) -> None:
-        whole_number("world_size", self.world_size, least=1)
+        check_whole_number("world_size", self.world_size, least=1)
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         weights = batch.mask.to(batch.advantages.dtype)

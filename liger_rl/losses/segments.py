@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from liger_rl.losses.options import callable_instance, whole_number
+from liger_rl.losses.options import check_callable, check_whole_number
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -20,25 +20,25 @@ class Segments:
     all_reduce: AllReduce | None = None  # sums (count,) over the ranks that hold parts of the same sequences
 
     def __post_init__(self) -> None:
-        if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _integers(self.index):
+        if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _is_integer(self.index):
             raise TypeError("segments.index must be a tensor of integers, (N,)")
-        whole_number("segments.count", self.count, least=0)
+        check_whole_number("segments.count", self.count, least=0)
         if self.all_reduce is not None:
-            callable_instance("segments.all_reduce", self.all_reduce)
+            check_callable("segments.all_reduce", self.all_reduce)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, *, all_reduce: AllReduce | None = None) -> "Segments":
         """From cumulative lengths (S + 1,), as flash-attention takes them, of N = num_tokens.
 
-        They start at 0 and never decrease, which is checked in CPU memory alone. Tokens past the last length belong to
-        no sequence.
+        The lengths start at 0 and never decrease, which is checked only in CPU memory. Tokens past the last length
+        belong to no sequence.
         """
-        if not isinstance(cu_seqlens, Tensor) or not _integers(cu_seqlens):
+        if not isinstance(cu_seqlens, Tensor) or not _is_integer(cu_seqlens):
             kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise TypeError(f"cu_seqlens must be a tensor of integers, got {kind}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens must be (S + 1,) cumulative lengths, got {tuple(cu_seqlens.shape)}")
-        whole_number("num_tokens", num_tokens, least=0)
+        check_whole_number("num_tokens", num_tokens, least=0)
         if cu_seqlens.device.type == "cpu":
             if cu_seqlens[0] != 0:
                 raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}")
@@ -49,7 +49,7 @@ class Segments:
         return cls(index=index, count=cu_seqlens.numel() - 1, all_reduce=all_reduce)
 
 
-def _integers(values: Tensor) -> bool:
+def _is_integer(values: Tensor) -> bool:
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
@@ -70,8 +70,8 @@ class _SegmentSum(torch.autograd.Function):
         order = torch.argsort(index, stable=True)
         lengths = torch.zeros(segments.count + 1, dtype=torch.long, device=index.device)
         lengths.scatter_add_(0, index, torch.ones_like(index))
-        # Scattered adds would differ from run to run, because threads decide their order; sorted runs do not. In
-        # float64, because one number may be the sum of thousands of tokens.
+        # Sums of sorted tokens are the same in every run; the order of scattered adds depends on threads. We sum in
+        # float64, because a segment may have thousands of tokens.
         totals = torch.segment_reduce(values.double()[order], "sum", lengths=lengths, initial=0, unsafe=True)
         if segments.all_reduce is not None:
             totals = torch.cat([segments.all_reduce(totals[:-1]), totals[-1:]])

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import TokenLoss
-from liger_rl.losses.options import Options, whole_number
+from liger_rl.losses.options import Options, check_whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,14 @@ class CrossEntropy(Options):
     own_metrics: ClassVar[bool] = True
 
     def reads(self, level: MetricsLevel) -> set[str]:
-        read = {"is_top1"} if level in ("basic", "with_entropy") else set()
+        names = {"is_top1"} if level in ("basic", "with_entropy") else set()
         if self.label_smoothing or self.z_loss:
-            read.add("lse")
-        return read | ({"mean_logits"} if self.label_smoothing else set())
+            names.add("lse")
+        if self.label_smoothing:
+            names.add("mean_logits")
+        return names
 
-    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+    def compute_loss(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         loss = -logps
         if self.label_smoothing:
             assert batch.lse is not None
@@ -64,7 +66,7 @@ class CrossEntropy(Options):
                 means["entropy"] = mean(batch.entropy)
             return means
 
-        loss = self.loss_of(logps, batch)
+        loss = self.compute_loss(logps, batch)
         if self.z_loss:
             loss = loss + self.z_term(batch)
         return TokenLoss(batch.advantages * loss, metrics=metrics)
@@ -76,26 +78,26 @@ class Focal(CrossEntropy):
 
     gamma: Annotated[float, "[0, inf)"] = 2.0
 
-    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+    def compute_loss(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         # A power of 0 has an infinite gradient for gamma < 1.
-        rest = -torch.expm1(logps.clamp(max=-torch.finfo(logps.dtype).tiny))
-        return rest.pow(self.gamma) * super().loss_of(logps, batch)
+        complement = -torch.expm1(logps.clamp(max=-torch.finfo(logps.dtype).tiny))
+        return complement.pow(self.gamma) * super().compute_loss(logps, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFT(CrossEntropy):
     """p times the cross entropy, p without gradient. arXiv:2508.05629; TRL's `loss_type="dft"`."""
 
-    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
-        return logps.detach().exp() * super().loss_of(logps, batch)
+    def compute_loss(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        return logps.detach().exp() * super().compute_loss(logps, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EAFT(CrossEntropy):
     """(entropy / eaft_scale)^eaft_alpha times the cross entropy, the entropy without gradient. arXiv:2601.02151.
 
-    The entropy is that of the eaft_k likeliest ids, whose probabilities are made to add up to 1. None: of all ids,
-    which the same pass gives. LLaMA-Factory divides by 3, about log 20, and Axolotl by 1.
+    The entropy is that of the eaft_k likeliest ids, whose probabilities are scaled to sum to 1, or of all ids if eaft_k
+    is None. The default eaft_scale is LLaMA-Factory's, about log 20. Axolotl's is 1.
     """
 
     eaft_alpha: Annotated[float, "[0, inf)"] = 1.0
@@ -105,7 +107,7 @@ class EAFT(CrossEntropy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eaft_k is not None:
-            whole_number("eaft_k", self.eaft_k, least=1)
+            check_whole_number("eaft_k", self.eaft_k, least=1)
 
     @property
     def topk(self) -> int | None:
@@ -114,7 +116,7 @@ class EAFT(CrossEntropy):
     def reads(self, level: MetricsLevel) -> set[str]:
         return super().reads(level) | ({"entropy"} if self.eaft_k is None else {"topk_logps"})
 
-    def loss_of(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+    def compute_loss(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if self.eaft_k is None:
             entropy = batch.entropy
         else:
@@ -122,4 +124,4 @@ class EAFT(CrossEntropy):
             log_p = batch.topk_logps.detach().log_softmax(-1)
             entropy = -(log_p.exp() * log_p).sum(-1)
         assert entropy is not None
-        return (entropy / self.eaft_scale).pow(self.eaft_alpha) * super().loss_of(logps, batch)
+        return (entropy / self.eaft_scale).pow(self.eaft_alpha) * super().compute_loss(logps, batch)

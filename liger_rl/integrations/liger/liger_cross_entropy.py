@@ -56,7 +56,7 @@ class _CrossEntropy(CrossEntropy):
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         z = self.z_term(batch) if self.z_loss else torch.zeros_like(logps)
-        loss = batch.advantages * self.loss_of(logps, batch)
+        loss = batch.advantages * self.compute_loss(logps, batch)
         if self.scaled:
             p = logps.detach().exp()
             z, loss = p * z, p * loss

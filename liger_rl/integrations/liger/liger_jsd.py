@@ -11,7 +11,7 @@ from liger_rl.head.pair.pair_call import DivergenceCall, in_one_pass_if_free, me
 from liger_rl.integrations.liger.liger_head import copy_under_zero_3, make_targets
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.losses.options import in_interval
+from liger_rl.losses.options import check_interval
 from liger_rl.models.local_tensors import localize
 
 __all__ = ["LigerFusedLinearJSDLoss"]
@@ -115,6 +115,6 @@ class LigerFusedLinearJSDLoss(nn.Module):
 
     def _check(self) -> None:
         for name in ("weight_hard_loss", "weight_soft_loss"):
-            in_interval(name, getattr(self, name), "(-inf, inf)")
+            check_interval(name, getattr(self, name), "(-inf, inf)")
         LogitTransform(temperature=self.temperature)
         measure_of("jsd", self.beta)
