@@ -207,7 +207,10 @@ def save_exponentials(
     values, peaks = saved_exp.columns(first, first + columns)
     if columns <= saved_exp.tile_vocab:
         torch.amax(z, 1, out=peaks[0]).clamp_(min=LOWEST)
-        values.copy_((z - peaks.T).exp_().mul_(SAVED_ONE))
+        memory = values if values.dtype == torch.float32 else None
+        exp = torch.sub(z, peaks.T, out=memory).exp_().mul_(SAVED_ONE)
+        if memory is None:
+            values.copy_(exp)
         return
     z = torch.nn.functional.pad(z, (0, -columns % saved_exp.tile_vocab), value=-torch.inf)
     z = z.view(n, -1, saved_exp.tile_vocab)
@@ -226,7 +229,8 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
     if transform.softcap is not None:
         assert statistics.target is not None
         grad = grad * (1.0 - tanh_square(statistics.target, transform))
-    return grad * (transform.scale / transform.temperature)
+    factor = transform.scale / transform.temperature
+    return grad * factor if factor != 1.0 else grad
 
 
 def grad_from_saved(
@@ -248,7 +252,7 @@ def grad_from_saved(
     if columns > saved_exp.tile_vocab:
         peaks = peaks.repeat_interleave(saved_exp.tile_vocab, 1)[:, :columns]
     below = peaks - tokens.lse.unsqueeze(1)
-    p, z, log_p = exp * below.exp(), exp, exp
+    p, z, log_p = torch.mul(exp, below.exp(), out=out if out.dtype == torch.float32 else None), exp, exp
     if transform.softcap is not None or tokens.grad_entropy is not None:
         # If a value underflowed, any finite logarithm will do, because the probability is 0.
         log_exp = exp.log().clamp_(min=LOWEST_LOG_PROBABILITY)
@@ -256,7 +260,8 @@ def grad_from_saved(
     grad_z = with_uniform(grad_except_targets(log_p, p, tokens), tokens)
     grad = times_derivative(grad_z, z, transform)
     write_at_ids(grad, targets.unsqueeze(1), at_target.unsqueeze(1), first)
-    out.copy_(grad)
+    if grad is not out:
+        out.copy_(grad)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
