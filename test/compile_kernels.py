@@ -41,9 +41,9 @@ from liger_rl.kernels import (
     compiled,
     devices,
     epilogue,
-    picked_triton,
-    segments_triton,
-    softmax,
+    segment_sums_triton,
+    softmax_triton,
+    tile_lists_triton,
 )
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.segment_sums import Base, Entries, Factors, Segments
@@ -55,7 +55,7 @@ from liger_rl.kernels.statistics import (
     TileStatistics,
     TokenGradients,
     TokenStatistics,
-    parts_of,
+    count_parts,
 )
 from liger_rl.kernels.transform import HeadFactors
 from liger_rl.losses import fused_triton as policy_terms_triton
@@ -179,20 +179,20 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
     chosen, _ = sparse_triton.choose_parts(bounds, tail, 1e-3, transform, torch.bfloat16, signed=entropy)
-    span, parts = picked_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, PART_VOCAB, CPU)
-    of_tiles = picked_triton.list_tiles(chosen, span)
+    span, parts = tile_lists_triton.Span(0, N, 0, N), listing_triton.Parts.empty(N, PART_VOCAB, CPU)
+    of_tiles = tile_lists_triton.list_tiles(chosen, span)
     head = HeadFactors(hidden, weight, bias, transform)
     listing_triton.make_parts(head, targets, tokens, chosen, of_tiles, span, parts)
     starts = torch.arange(N + 1)
     before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
     given = targets, ones(N)
     listing_triton.write_lists(parts, chosen, of_tiles, tail, given, span, transform, before, found, starts)
-    segments_triton.order_by_id(found, V)
-    out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(parts_of(V), H), tail.entries, PART_VOCAB)
+    segment_sums_triton.order_by_id(found, V)
+    out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(count_parts(V), H), tail.entries, PART_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
-    segments_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
+    segment_sums_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
     by_token = Segments(torch.arange(N + 1), found.tokens)
-    segments_triton.segment_sums(by_token, found.coefficients, found.ids, weight, hidden, base=Base(ones(N, H)))
+    segment_sums_triton.segment_sums(by_token, found.coefficients, found.ids, weight, hidden, base=Base(ones(N, H)))
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -204,14 +204,14 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V),) if entropy else ()
     factors = Factors(hidden, weight, *factors)
-    logits = segments_triton.dots(factors, slots, transform)
+    logits = segment_sums_triton.dots(factors, slots, transform)
     slots_triton.statistics(logits, slots, entropy=entropy)
     tokens = token_gradients(entropy)._replace(lse=ones(N).double())
     coefficients = slots_triton.slot_gradients(logits, slots, statistics(entropy), tokens, transform)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments in (slots.by_token, by_id):
         out = torch.empty(segments.number, H, dtype=torch.bfloat16)
-        segments_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out)
+        segment_sums_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out)
 
 
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
@@ -322,7 +322,7 @@ def main() -> None:
         for name in TARGETS:
             subprocess.run([sys.executable, __file__, name, *sys.argv[1:]], check=True)
         return
-    (softmax.PORTABLE.value,) = {TARGETS[name].amd for name in names}  # one vendor at a time
+    (softmax_triton.PORTABLE.value,) = {TARGETS[name].amd for name in names}  # one vendor at a time
     compiler = Compiler(everything)
     for name in names:
         compiler.compile_for(name)

@@ -319,12 +319,16 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
 def in_short_pieces(monkeypatch) -> None:
     """Segments, rows of ids, columns and masks in pieces that are short enough for a test to have several."""
     from liger_rl.head.sparse import slots_triton
-    from liger_rl.kernels import merge_triton, segments_triton, selection_triton
+    from liger_rl.kernels import merge_folds_triton, segment_sums_triton, select_tokens_triton
 
     for name in ("BY_TOKEN", "BY_LONG_TOKEN", "BY_ID"):
-        short = getattr(segments_triton, name)._replace(piece=8, columns=16)
-        for module in (segments_triton, slots_triton):
-            monkeypatch.setattr(module, name, short, raising=module is segments_triton)
-    for module, name in ((slots_triton, "ROW_BLOCK"), (segments_triton, "ORDERED"), (selection_triton, "BLOCK")):
+        short = getattr(segment_sums_triton, name)._replace(piece=8, columns=16)
+        for module in (segment_sums_triton, slots_triton):
+            monkeypatch.setattr(module, name, short, raising=module is segment_sums_triton)
+    for module, name in (
+        (slots_triton, "ROW_BLOCK"),
+        (segment_sums_triton, "ORDERED"),
+        (select_tokens_triton, "BLOCK"),
+    ):
         monkeypatch.setattr(module, name, 8)
-    monkeypatch.setattr(merge_triton, "MERGE_TILES", 2)
+    monkeypatch.setattr(merge_folds_triton, "MERGE_TILES", 2)

@@ -23,11 +23,11 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     if DEVICE.type == "cpu":
         from liger_rl.kernels import segment_sums as segments
-        from liger_rl.kernels import segments_triton
+        from liger_rl.kernels import segment_sums_triton
 
         run_triton(monkeypatch, epilogue=True)
         # The sums have tests of their own; interpreted, they take a hundred times as long as all else here.
-        monkeypatch.setattr(segments_triton, "segment_sums", segments.segment_sums)
+        monkeypatch.setattr(segment_sums_triton, "segment_sums", segments.segment_sums)
 
 
 def stored(parts) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_rl.head.head_options import EngineOptions
 from liger_rl.head.interface import Gradients, Head, Needs, whole_head
 from liger_rl.kernels import gemm
-from liger_rl.kernels.once import differentiable_once
+from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 

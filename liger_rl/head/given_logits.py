@@ -5,7 +5,7 @@ from torch import Tensor
 
 from liger_rl.head.checks import check_floating, check_tokens, check_transform
 from liger_rl.kernels import for_device
-from liger_rl.kernels.once import differentiable_once
+from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 

@@ -115,7 +115,7 @@ def with_gradient(
 
 def has_gradient(tokens: TokenGradients) -> Tensor:
     """(n,) bool: the gradient is not exactly zero. A NaN is true, because it must reach the gradients."""
-    nonzero = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
+    nonzero = tokens.grad_logps != 0 if tokens.has_gradient is None else tokens.has_gradient
     for grad in (tokens.grad_entropy, tokens.uniform):
         nonzero = nonzero if grad is None else nonzero | (grad != 0)
     return nonzero

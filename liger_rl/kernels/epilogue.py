@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, launch_context
 from liger_rl.kernels.matrix_triton import matrix, product
-from liger_rl.kernels.merge_triton import merge
+from liger_rl.kernels.merge_folds_triton import merge
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,

@@ -78,7 +78,7 @@ def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_picked(matrix, row, column, COLUMNS: tl.constexpr):
+def load_rows(matrix, row, column, COLUMNS: tl.constexpr):
     """-> (n, COLUMNS): the rows of indices `row` (n,), in any order. The matrix must not be a descriptor."""
     starts = (matrix.start + row.to(tl.int64) * matrix.stride * GROUP)[:, None]
     return _from_rows(starts, matrix, column, COLUMNS)

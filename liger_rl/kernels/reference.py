@@ -56,7 +56,7 @@ def fold(
     extras: Collection[str] = (),
 ) -> Fold:
     """The running sums after one more tile of logits."""
-    z = transformed(logits, bias, transform)
+    z = transform_logits(logits, bias, transform)
     peak = z.amax(-1).clamp_(min=LOWEST) if state is None else torch.maximum(state.peak, z.amax(-1))
     if state is not None:
         entropy, extras = state.moment is not None, state.extras
@@ -88,7 +88,7 @@ def grad(
     out: Tensor,  # shaped like logits, any float dtype; may be `logits` itself
 ) -> None:
     """out = dL/dx of a tile of logits."""
-    z = transformed(logits, bias, transform)
+    z = transform_logits(logits, bias, transform)
     # A softcap's derivative reads z again, which may be in the memory of `out`.
     memory = out if out.dtype == torch.float32 and transform.softcap is None else None
     log_p, at_target = torch.sub(z, tokens.lse.unsqueeze(1), out=memory), tokens.at_target
@@ -137,7 +137,7 @@ def _target_columns(ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor
     return clamped, clamped == column
 
 
-def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+def transform_logits(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
     """z in float32. It may be `logits` itself, so the caller must not write to it."""
     x = logits.float()
     if bias is not None:
@@ -202,7 +202,7 @@ def save_exponentials(
     saved_exp: SavedExp,  # (n, V); columns first to first + v are written
 ) -> None:
     """Write the exponentials and peaks of a tile of logits into `saved_exp`."""
-    z = transformed(logits, bias, transform)
+    z = transform_logits(logits, bias, transform)
     n, columns = z.shape
     values, peaks = saved_exp.columns(first, first + columns)
     if columns <= saved_exp.tile_vocab:
@@ -387,7 +387,7 @@ def update_topk(
 ) -> None:
     """Update each token's K largest keys with a tile of logits."""
     ids = torch.arange(first, first + logits.shape[1], device=logits.device)
-    tile_keys = encode_keys(transformed(logits, bias, transform), ids)
+    tile_keys = encode_keys(transform_logits(logits, bias, transform), ids)
     keys.copy_(torch.cat([keys, tile_keys], dim=1).topk(keys.shape[1], sorted=False).values)
 
 

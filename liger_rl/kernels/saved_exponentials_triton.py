@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import launch_context
+from liger_rl.kernels.logit_rows_triton import load_logits
 from liger_rl.kernels.reference import SavedExp
-from liger_rl.kernels.softmax import (
+from liger_rl.kernels.softmax_triton import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
     gradient,
@@ -17,12 +18,11 @@ from liger_rl.kernels.softmax import (
     tanh_square,
     times_derivative,
     token_terms,
-    transformed,
+    transform_logits,
     with_uniform,
 )
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.tile_epilogues import SAVED_ONE
-from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # Vocabulary entries of a program. On an H200, 2048 tokens of V = 128256 take 273 us, of 256000 with a softcap 567; with
@@ -50,7 +50,7 @@ def _save_kernel(
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
-    z, _ = transformed(loaded(logits + row * stride, bias, column, inside), steps)
+    z, _ = transform_logits(load_logits(logits + row * stride, bias, column, inside), steps)
     z = tl.where(inside, z, float("-inf"))
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     exp = tl.exp(z - peak[:, None]) * SAVED_ONE

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.reference import transformed
+from liger_rl.kernels.reference import transform_logits
 from liger_rl.kernels.transform import LogitTransform
 
 # The kinds of rows. IGNORED: the token does not count. FULL: the row is empty, which stands for the whole vocabulary.
@@ -23,7 +23,7 @@ COUNTED = 8
     BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
 ) = range(COUNTED)  # fmt: skip
 LONG_ROW = 512  # a token with more slots is counted in LONG_ROWS; its sums may be split
-PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segments_triton`
+PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segment_sums_triton`
 GATHERED = 1 << 21  # numbers in gathered rows at a time, 8 MiB in float32
 
 
@@ -113,7 +113,7 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform) -> Tensor:
     for piece in _pieces(row.numel(), factors.hidden.shape[1]):
         x[piece] += (factors.hidden[token[piece]].float() * factors.weight[row[piece]].float()).sum(1)
     bias = None if factors.bias is None else factors.bias[row, None]
-    return transformed(x[:, None], bias, transform).squeeze(1)
+    return transform_logits(x[:, None], bias, transform).squeeze(1)
 
 
 def ones_of(hidden: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ SAVED_ONE = 2.0**15  # factor on the exponentials of `reference.SavedExp`: the l
 SAMPLES = 64
 
 
-def parts_of(vocab: int) -> int:
+def count_parts(vocab: int) -> int:
     """Parts of a token's gradient: two for each tile of the product."""
     return BLOCK_VOCAB // PART_VOCAB * -(-vocab // BLOCK_VOCAB)
 
@@ -170,7 +170,7 @@ class TileStatistics(NamedTuple):
     @classmethod
     def unwritten(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileStatistics":
         peaks, sums, *moments = (
-            torch.empty(parts_of(vocab), n, dtype=torch.float32, device=device) for _ in range(2 + entropy)
+            torch.empty(count_parts(vocab), n, dtype=torch.float32, device=device) for _ in range(2 + entropy)
         )
         return cls(peaks, sums, moments[0] if entropy else None)
 
@@ -222,7 +222,7 @@ class TokenGradients(NamedTuple):
     entropy: Tensor | None  # (n,); None if grad_entropy is None
     grad_entropy: Tensor | None  # (n,) dL/dentropy
     # (n,) bool: the token has a gradient. Set if grad_logps may be 0 for a token that has one; else None.
-    wanted: Tensor | None = None
+    has_gradient: Tensor | None = None
     uniform: Tensor | None = None  # (n,) dL/dmean_logits / V; None without a gradient of mean_logits
 
     @classmethod
@@ -237,8 +237,8 @@ class TokenGradients(NamedTuple):
         """Add dL/dlse (n,), which adds dL/dlse p_v to dL/dz_v."""
         if logps.dim() == 2:  # K targets: lse is -logp of target K + 1, whose logit is always 0
             return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
-        wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
-        return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
+        has_gradient, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
+        return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, has_gradient=has_gradient)
 
     def with_mean_logits(self, grad_mean_logits: Tensor, vocab: int) -> "TokenGradients":
         """Add dL/dmean_logits (n,), which adds its `vocab`-th part to each dL/dz_v of the whole vocabulary."""
@@ -257,7 +257,7 @@ class TokenGradients(NamedTuple):
         entropy = None if self.entropy is None else self.entropy + minus_rest
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy * factor
         grad_logps = self.grad_logps * factor
-        return TokenGradients(lse, grad_logps, self.at_target, entropy, grad_entropy, self.wanted, self.uniform)
+        return TokenGradients(lse, grad_logps, self.at_target, entropy, grad_entropy, self.has_gradient, self.uniform)
 
     def contiguous(self) -> "TokenGradients":
         assert self.lse.dtype == torch.float32  # kernels would compute their tiles in float64

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from liger_rl.kernels import statistics
 from liger_rl.kernels.matrix_triton import store
-from liger_rl.kernels.softmax import (
+from liger_rl.kernels.softmax_triton import (
     LN_2,
     LOG2_E,
     LOWEST,
@@ -19,7 +19,7 @@ from liger_rl.kernels.softmax import (
     gradient,
     times_derivative,
     token_terms,
-    transformed,
+    transform_logits,
     with_uniform,
 )
 
@@ -123,7 +123,7 @@ def fold_tile(
     inside = (column < vocab - vocab_tile * TILE_VOCAB)[None, :]
     place = vocab_tile.to(tl.int64) * tokens + token
     if tiles.sum_logits is not None:
-        z, _ = transformed(logits, steps)
+        z, _ = transform_logits(logits, steps)
         tl.store(tiles.sum_logits + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
     full = 0.0
     # `level` is cap - z in units of the cap, or z itself.
@@ -137,7 +137,7 @@ def fold_tile(
         least = tl.min(level, 1)
         peak = tl.maximum(_under_cap(least, full), LOWEST)
     else:
-        level, _ = transformed(logits, steps)
+        level, _ = transform_logits(logits, steps)
         if not WHOLE:
             level = tl.where(inside, level, float("-inf"))
         # The lowest finite number where every id is banned: -inf minus -inf is NaN.
@@ -245,7 +245,7 @@ def grad_tile(
     for part in tl.static_range(PARTS):
         x = pick_part(logits, part, PARTS)
         column = part * x.shape[1] + tl.arange(0, x.shape[1])
-        z, square = transformed(x, steps)
+        z, square = transform_logits(x, steps)
         log_p = z - tl.load(gradients.lse + token, mask=live, other=0.0)[:, None]
         p = flushed_exp(log_p)
         g, e, entropy = token_terms(gradients, token, live)

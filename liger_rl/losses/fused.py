@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.devices import runs_triton
-from liger_rl.kernels.once import differentiable_once
+from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.losses.loss import NOTHING, PolicyLoss, PreparedLoss
 from liger_rl.losses.metrics import Metric, loss_metrics
 

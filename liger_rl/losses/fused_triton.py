@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.softmax import INTERPRETED
+from liger_rl.kernels.softmax_triton import INTERPRETED
 from liger_rl.losses.batch import MAX_LOG_RATIO
 from liger_rl.losses.loss import PolicyTerms, PreparedLoss
 from liger_rl.losses.objectives import CISPO, DPPO, SAPO, PPOClip, Reinforce

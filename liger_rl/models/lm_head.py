@@ -318,7 +318,7 @@ def probe_transform(model: PreTrainedModel, head: HeadParts) -> LogitTransform:
     seen = output.logits.float().cpu()
     candidates = list(_list_transforms(model))
     for transform in candidates:
-        expected = reference.transformed(probe, None, transform)
+        expected = reference.transform_logits(probe, None, transform)
         if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, expected, rtol=1e-4):
             return transform
     raise ValueError(

@@ -92,7 +92,7 @@ CASES = [
 ]
 
 
-def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
+def count_parts(case: Case, device="cpu") -> dict[str, Tensor]:
     """A whole head with its tokens, the same on every rank."""
     torch.manual_seed(1)
 
@@ -170,7 +170,7 @@ def shard_of(rank, case: Case):
     """Arguments of `solve`."""
     sizes = SHARDS[rank.world][case.shards]
     rows = slice(sum(sizes[: rank.index]), sum(sizes[: rank.index + 1]))
-    parts = parts_of(case, rank.device)
+    parts = count_parts(case, rank.device)
     if case.dtensors:
         sharded = dict.fromkeys(("weight", "bias", "teacher_weight", "teacher_bias"), Shard(0))
         sharded |= {"hidden": case.placement, "teacher_hidden": case.placement}
@@ -192,7 +192,7 @@ def solve_sharded(rank, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_whole_head(ranks, world, case):
-    results, expected = ranks.run(solve_sharded, case, **world), solve(case, parts_of(case, world["device"]))
+    results, expected = ranks.run(solve_sharded, case, **world), solve(case, count_parts(case, world["device"]))
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
     loose = case.topk or case.kind
     # With few ids the largest logits are the probable ones, and the last bit of 35 is 4e-6 of a probability.
@@ -216,14 +216,14 @@ def test_kernels_on_a_part_of_the_vocabulary(ranks, dtype, softcap):
     skip_without_interpreter()
     case = Case(tokens=33, dtype=dtype, softcap=softcap, shards=1, temperature=0.7)
     assert_whole(
-        ranks.run(solve_in_triton, case), solve(case, parts_of(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
+        ranks.run(solve_in_triton, case), solve(case, count_parts(case)), 1e-5, 1e-5 if dtype == torch.float32 else 4e-3
     )
 
 
 def distilled(rank):
     """From a teacher's lists."""
     case = Case(bias=True)
-    parts, place = parts_of(case), None
+    parts, place = count_parts(case), None
     ids, teacher = torch.randint(VOCAB, (37, 7)), torch.randn(37, 7).log_softmax(-1)
     if rank is not None:
         _, parts, place = shard_of(rank, case)

@@ -7,7 +7,7 @@ import oracles
 from devices import NEEDS_GPU, on_gpu
 from head_calls import run_triton
 from liger_rl import LogitTransform, Support, linear_logprobs, logits_logprobs
-from liger_rl.kernels import devices, picked_triton
+from liger_rl.kernels import devices, tile_lists_triton
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, PartBounds, Tail, TokenGradients
@@ -80,9 +80,9 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     tail = Tail.empty(sparse_triton.padded_tiles(vocab, PART_VOCAB), PART_VOCAB, DEVICE)
     given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
     chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
-    span = picked_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
+    span = tile_lists_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
     parts = listing_triton.Parts.empty(span.room, PART_VOCAB, DEVICE)
-    of_tiles = picked_triton.list_tiles(chosen, span)
+    of_tiles = tile_lists_triton.list_tiles(chosen, span)
     head = HeadFactors(*inputs[:3], transform)
     listing_triton.make_parts(head, targets, gradients, chosen, of_tiles, span, parts)
     values = (*statistics[:3], *known, saved_exp.values, saved_exp.peaks, tile, stored(parts))

@@ -14,7 +14,7 @@ from liger_rl.kernels import reference
 from liger_rl.kernels.statistics import EXTRAS
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import epilogue, selection_triton
+from liger_rl.kernels import epilogue, select_tokens_triton
 
 # Where Triton compiles, it takes CUDA tensors alone; elsewhere its interpreter takes CPU tensors.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -177,9 +177,9 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_id():
 # --- which tokens count; other integers and masks than the fuzzer's ---------------------------------------------------
 
 
-@pytest.fixture(params=[reference, selection_triton], ids=["eager", "triton"])
+@pytest.fixture(params=[reference, select_tokens_triton], ids=["eager", "triton"])
 def select(request, monkeypatch):
-    monkeypatch.setattr(selection_triton, "BLOCK", 64)
+    monkeypatch.setattr(select_tokens_triton, "BLOCK", 64)
     return request.param.select_tokens
 
 

@@ -24,7 +24,7 @@ from liger_rl.head.rules import lacks as rule_lacks
 from liger_rl.head.tiles import free_tile_vocab, kind_of, spans
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, align_rows, runs_triton
-from liger_rl.kernels.once import differentiable_once
+from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.reference import SavedExp, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 
@@ -94,7 +94,7 @@ def one_pass(
             assert tokens.uniform is None or "mean_logits" in options.extras
             selected = picked_rows(has_gradient(tokens)) if select else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
-            tokens = tokens._replace(wanted=None).with_float32_lse()
+            tokens = tokens._replace(has_gradient=None).with_float32_lse()
             _add_chunk(totals, saved_exp, selected, index, rows, tokens, at_target, options)
     return OnePass(values, totals.finish())
 

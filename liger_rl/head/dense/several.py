@@ -31,7 +31,7 @@ from liger_rl.kernels.reference import (
     entropy_term,
     lowest_keys,
     times_derivative,
-    transformed,
+    transform_logits,
     with_uniform,
 )
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
@@ -113,7 +113,7 @@ class _Targets:
         """Log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""
         bias, shard = self.rows.bias, self.rows.shard
         listed = None if bias is None else bias[torch.where(self.on_rank, self.ids, 0)]
-        z = torch.where(self.on_rank, transformed(self.x, listed, self.transform), 0.0)
+        z = torch.where(self.on_rank, transform_logits(self.x, listed, self.transform), 0.0)
         z = z if shard is None else shard.total(z)
         return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
 
@@ -151,7 +151,7 @@ def backward(
         total = gradients.sum(1)
         at_targets = _at_targets(ids, logps, listed, total, tokens)
         at_targets = times_derivative(at_targets, (logps + tokens.lse[:, None]).float(), options.transform)
-        tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=(gradients != 0).any(1))
+        tokens = tokens._replace(grad_logps=total, at_target=at_targets, has_gradient=(gradients != 0).any(1))
     return two_pass.backward(head, options, statistics, None, tokens, needs)
 
 

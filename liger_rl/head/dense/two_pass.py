@@ -65,7 +65,7 @@ def backward(
     *,
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
-    wanted, tokens = has_gradient(tokens), tokens._replace(wanted=None).with_float32_lse()
+    wanted, tokens = has_gradient(tokens), tokens._replace(has_gradient=None).with_float32_lse()
     live, tokens = with_gradient(head.live, tokens, wanted, count)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return gradients(

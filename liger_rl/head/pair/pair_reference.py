@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.reference import entropy_term, times_derivative, transformed, write_at_ids
+from liger_rl.kernels.reference import entropy_term, times_derivative, transform_logits, write_at_ids
 from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
 
@@ -199,7 +199,7 @@ class PairGradients(NamedTuple):
 def fold_pair(tile: PairTile, state: PairFold) -> None:
     """Add a pair of tiles to the fold `state`."""
     student, teacher, targets, first, measure = tile
-    z, t = transformed(*student), transformed(*teacher)
+    z, t = transform_logits(*student), transform_logits(*teacher)
     fold = state.around(measure, torch.maximum(state.peak, z.amax(-1)), torch.maximum(state.teacher_peak, t.amax(-1)))
     a, b = z - fold.peak[:, None], t - fold.teacher_peak[:, None]
     exp, teacher_exp = a.exp(), b.exp()
@@ -232,7 +232,10 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
 
 def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
     """The second step, with both normalisers known: update `sums`."""
-    log_p, log_q = transformed(*tile.student) - lse[:, None], transformed(*tile.teacher) - teacher_lse[:, None]
+    log_p, log_q = (
+        transform_logits(*tile.student) - lse[:, None],
+        transform_logits(*tile.teacher) - teacher_lse[:, None],
+    )
     over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, tile.measure.beta)
     sums.student.add_(_weighted(log_p.exp(), over_mixture))
     sums.teacher.add_(_weighted(log_q.exp(), teacher_over_mixture))
@@ -252,7 +255,7 @@ def _over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
     """Write dL/dx of the student's logits to `out` (n, v), of any float dtype; it may be these logits themselves."""
     student, teacher, targets, first, measure = tile
-    z, t = transformed(*student), transformed(*teacher)
+    z, t = transform_logits(*student), transform_logits(*teacher)
     log_p, log_q = z - tokens.lse[:, None], t - tokens.teacher_lse[:, None]
     p = log_p.exp()
     if measure.kind == FORWARD:

@@ -13,15 +13,15 @@ from torch import Tensor
 from liger_rl.head.pair import pair_reference
 from liger_rl.head.pair.pair_reference import MixtureSums, PairFold, PairGradients, PairTile, Tile
 from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.softmax import (
+from liger_rl.kernels.logit_rows_triton import BLOCK, WARPS, load_logits
+from liger_rl.kernels.softmax_triton import (
     LOWEST_LOG_PROBABILITY,
     gradient,
     moment_around,
     one_minus_exp,
     times_derivative,
-    transformed,
+    transform_logits,
 )
-from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
 
 FORWARD, REVERSE = tl.constexpr(pair_reference.FORWARD), tl.constexpr(pair_reference.REVERSE)
@@ -45,10 +45,10 @@ class TileArgument(NamedTuple):
 @triton.jit
 def _pair(student, teacher, token, column, inside):
     """-> z, t, and tanh^2 of the student. z and t are -inf outside the tiles; `inside` None means all are inside."""
-    x = loaded(student.logits + token * student.stride, student.bias, column, inside)
-    z, square = transformed(x, student.steps)
-    x = loaded(teacher.logits + token * teacher.stride, teacher.bias, column, inside)
-    t, _square = transformed(x, teacher.steps)
+    x = load_logits(student.logits + token * student.stride, student.bias, column, inside)
+    z, square = transform_logits(x, student.steps)
+    x = load_logits(teacher.logits + token * teacher.stride, teacher.bias, column, inside)
+    t, _square = transform_logits(x, teacher.steps)
     if inside is not None:
         # After the transform, because a softcap would make -inf finite.
         z = tl.where(inside, z, float("-inf"))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.softmax import (
+from liger_rl.kernels.softmax_triton import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
     flushed_exp,
@@ -29,7 +29,7 @@ from liger_rl.kernels.softmax import (
     times_derivative,
     times_slope,
     token_terms,
-    transformed,
+    transform_logits,
 )
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -101,10 +101,10 @@ def _least_derivative(z, steps):
 @triton.jit
 def _has_gradient(tokens, token, live):
     """-> whether each token has a gradient. A NaN counts as a gradient, so that it reaches the result."""
-    if tokens.wanted is None:
+    if tokens.has_gradient is None:
         has_gradient = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
     else:
-        has_gradient = tl.load(tokens.wanted + token, mask=live, other=0) != 0
+        has_gradient = tl.load(tokens.has_gradient + token, mask=live, other=0) != 0
     if tokens.grad_entropy is not None:
         has_gradient |= tl.load(tokens.grad_entropy + token, mask=live, other=0.0) != 0
     return has_gradient
@@ -326,7 +326,7 @@ def _shares_kernel(
     x = tl.load(logits + entry.to(tl.int64)[:, None] * SAMPLES + sample[None, :], mask=known[:, None], other=0.0)
     if bias is not None:
         x += tl.load(bias + entry, mask=known, other=0.0).to(tl.float32)[:, None]
-    z, square = transformed(x, steps)
+    z, square = transform_logits(x, steps)
     log_p = z - tl.load(tokens.lse + row)[None, :]
     p = flushed_exp(log_p)
     g, e, entropy = token_terms(tokens, row, sample >= 0)

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from liger_rl.head.sparse.bounds_triton import ChosenParts
 from liger_rl.kernels.devices import family_of, launch_context
-from liger_rl.kernels.picked_triton import (
+from liger_rl.kernels.segment_sums import Entries
+from liger_rl.kernels.softmax_triton import flushed_exp, gradient, times_slope, token_terms
+from liger_rl.kernels.statistics import PART_VOCAB, Tail, TokenGradients
+from liger_rl.kernels.tile_lists_triton import (
     PRODUCT_WARPS,
     ROWS,
     Span,
     TileLists,
-    parts_of,
-    picked_head,
-    picked_logits,
-    rows_of_tile,
+    count_span_parts,
+    gather_logits,
+    pick_tile_tokens,
+    product_arguments,
 )
-from liger_rl.kernels.segment_sums import Entries
-from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms
-from liger_rl.kernels.statistics import PART_VOCAB, Tail, TokenGradients
 from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
 COUNTED, COUNTING_WARPS = 2048, 8  # entries of a step of `_limits_kernel`
@@ -75,7 +75,7 @@ def _stored(high, low):
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
     out,  # `Parts`
-    hidden, weight, bias, size, steps,  # of `picked_head`
+    hidden, weight, bias, size, steps,  # of `product_arguments`
     targets,
     gradients,  # `TokenGradients`, (n,) each
     chosen,  # `ChosenParts`
@@ -90,12 +90,12 @@ def _parts_kernel(
     STEP: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    tile, row, part, inside = rows_of_tile(
+    tile, row, part, inside = pick_tile_tokens(
         tl.program_id(0), chosen, lists, tiles, count, base, width, ROWS, TILES
     )  # fmt: skip
     if tile < tiles:
         first = tile * TILE_VOCAB
-        z, square = picked_logits(hidden, weight, bias, size, steps, row, first, vocab, TILE_VOCAB, STEP)
+        z, square = gather_logits(hidden, weight, bias, size, steps, row, first, vocab, TILE_VOCAB, STEP)
         lse = tl.load(gradients.lse + row)[:, None]
         target = (tl.load(targets + row) - first)[:, None]
         per_scale = 1.0 / tl.load(chosen.scale + row)[:, None]
@@ -127,7 +127,7 @@ def make_parts(
     (tiles, n), family = chosen.rank.shape, family_of(chosen.rank.device)
     with launch_context(chosen.rank.device):
         _parts_kernel[(span.room // ROWS + tiles,)](
-            out, *picked_head(head, PART_VOCAB, family), targets.contiguous(), tokens.contiguous(), chosen, lists,
+            out, *product_arguments(head, PART_VOCAB, family), targets.contiguous(), tokens.contiguous(), chosen, lists,
             span.base, span.last - span.first, tiles, n, head.weight.shape[0],
             TILE_VOCAB=PART_VOCAB, ROWS=ROWS, STEP=family.step, TILES=triton.next_power_of_2(tiles),
             num_stages=family.storing_stages, num_warps=PRODUCT_WARPS,
@@ -165,7 +165,7 @@ def _limits_kernel(
     token = first + tl.program_id(0)
     begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
     end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
-    end = tl.where(parts_of(chosen, last, base, room) > 0, end, begin)
+    end = tl.where(count_span_parts(chosen, last, base, room) > 0, end, begin)
     tolerated = tl.load(chosen.room + token) * ROUNDING_OF_SQUARES
     tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # NaN becomes 0, too
     # All entries up to the low level fit in any case. One entry of the high level or more does not fit. None exceeds 1.
@@ -235,7 +235,7 @@ def _write_kernel(
     TOKENS: tl.constexpr,
 ):
     blocks = tl.cdiv(room, PARTS)
-    count = parts_of(chosen, last, base, room)
+    count = count_span_parts(chosen, last, base, room)
     if tl.program_id(0) >= blocks:
         # The two branches share no names, because their tensors have different shapes.
         row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)

@@ -126,7 +126,7 @@ def list_gradients(
     then the exact backward runs. Two host syncs.
     """
     from liger_rl.head.sparse import bounds_triton, listing_triton
-    from liger_rl.kernels import picked_triton, segments_triton
+    from liger_rl.kernels import segment_sums_triton, tile_lists_triton
 
     (hidden, weight, bias, transform), finite, vocab, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
@@ -137,8 +137,8 @@ def list_gradients(
         entries = Entries.empty(min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n, device)
         parts = listing_triton.Parts.empty(max(span[-1] for span in spans), width, device)
         before = torch.zeros(kept + 1, dtype=torch.int64, device=device)
-        for span in (picked_triton.Span(*span) for span in spans):
-            tile_lists = picked_triton.list_tiles(chosen, span)
+        for span in (tile_lists_triton.Span(*span) for span in spans):
+            tile_lists = tile_lists_triton.list_tiles(chosen, span)
             make_parts(chosen, tile_lists, span, parts)
             listing_triton.write_lists(
                 parts, chosen, tile_lists, tail, targets, span, transform, before, entries, starts
@@ -171,15 +171,17 @@ def list_gradients(
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
         by_token = Segments(starts, entries.tokens)
-        segments_triton.segment_sums(by_token, entries.coefficients, entries.ids, weight, grad_hidden, base=hidden_base)
+        segment_sums_triton.segment_sums(
+            by_token, entries.coefficients, entries.ids, weight, grad_hidden, base=hidden_base
+        )
         del hidden_base  # before dW is allocated
     if needs[1] or (bias is not None and needs[2]):
-        by_id = segments_triton.order_by_id(entries, vocab)
+        by_id = segment_sums_triton.order_by_id(entries, vocab)
         if needs[1]:
             grad_weight = unwritten(weight, vocab, weight_dtype)
-            segments_triton.segment_sums(*by_id, hidden, grad_weight[:vocab], base=weight_base)
+            segment_sums_triton.segment_sums(*by_id, hidden, grad_weight[:vocab], base=weight_base)
         if bias is not None and needs[2]:
             grad_bias = unwritten(bias, vocab)
             base = Base(gemm.column_sums(chosen.rest)[:, None], tail.entries, width)
-            segments_triton.segment_sums(*by_id, ones_of(hidden), grad_bias[:vocab, None], base=base)
+            segment_sums_triton.segment_sums(*by_id, ones_of(hidden), grad_bias[:vocab, None], base=base)
     return Gradients(grad_hidden, grad_weight, grad_bias), kept

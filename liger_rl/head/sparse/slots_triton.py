@@ -26,13 +26,13 @@ from liger_rl.kernels.segment_sums import (
     SINGLE,
     Slots,
 )
-from liger_rl.kernels.segments_triton import BY_TOKEN
-from liger_rl.kernels.segments_triton import dots as dots
-from liger_rl.kernels.segments_triton import order_by_id as order_by_id
-from liger_rl.kernels.segments_triton import segment_sums as segment_sums
-from liger_rl.kernels.softmax import (
+from liger_rl.kernels.segment_sums_triton import BY_TOKEN
+from liger_rl.kernels.segment_sums_triton import dots as dots
+from liger_rl.kernels.segment_sums_triton import order_by_id as order_by_id
+from liger_rl.kernels.segment_sums_triton import segment_sums as segment_sums
+from liger_rl.kernels.softmax_triton import (
     LOWEST,
-    folded,
+    fold_block,
     gradient,
     log_probabilities,
     one_minus_exp,
@@ -203,7 +203,7 @@ def _statistics_kernel(
         slot = start + tl.arange(0, BLOCK)
         has_id = tl.load(slots.ids + slot, mask=slot < end, other=slots.vocab) < slots.vocab
         z = tl.load(logits + slot, mask=has_id, other=float("-inf"))
-        peak, total, moment, total_sq = folded(z, peak, total, moment, total_sq, ENTROPY, False)
+        peak, total, moment, total_sq = fold_block(z, peak, total, moment, total_sq, ENTROPY, False)
     # A row with a single id needs no logit.
     peak = tl.where(kind == SINGLE, 0.0, peak)
     total = tl.where(kind == SEVERAL, total, 1.0)

@@ -118,7 +118,7 @@ def _copysign(magnitude, sign):
 
 
 @triton.jit
-def transformed(x, steps):
+def transform_logits(x, steps):
     """-> z and tanh^2 of float32 logits x; tanh^2 is 0 without a softcap."""
     z = x
     square = 0.0
@@ -173,7 +173,7 @@ def moment_around(new_peak, peak, kept, total, moment):
 
 
 @triton.jit
-def folded(z, peak, total, moment, sum_sq, MOMENT: tl.constexpr, SUM_SQ: tl.constexpr):
+def fold_block(z, peak, total, moment, sum_sq, MOMENT: tl.constexpr, SUM_SQ: tl.constexpr):
     """-> a row's running peak, sum of exponentials, moment and sum of squares after one more block z (N,)."""
     new_peak = tl.maximum(peak, tl.max(z))
     kept = tl.exp(peak - new_peak)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.softmax import LOWEST, moment_around
+from liger_rl.kernels.softmax_triton import LOWEST, moment_around
 from liger_rl.kernels.statistics import Fold
 
 # Tokens of a program, tiles of a step of its loop, warps. With few tokens only wide steps keep an H200 busy: merging

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
-from liger_rl.kernels.softmax import (
+from liger_rl.kernels.softmax_triton import (
     LOWEST,
-    folded,
+    fold_block,
     gradient,
     log_probabilities,
     one_minus_exp,
     times_derivative,
     token_terms,
-    transformed,
+    transform_logits,
     with_uniform,
 )
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics, map_fields
@@ -49,7 +49,7 @@ def _target(targets, mask, token, inside, first, columns):
 
 
 @triton.jit
-def loaded(logits, bias, column, inside):
+def load_logits(logits, bias, column, inside):
     """-> x = logits + bias in float32, 0 where `inside` is false; `inside` may be None."""
     x = tl.load(logits + column, mask=inside, other=None if inside is None else 0.0).to(tl.float32)
     if bias is not None:
@@ -58,12 +58,12 @@ def loaded(logits, bias, column, inside):
 
 
 @triton.jit
-def _fold_block(
+def _fold_columns(
     logits, bias, column, inside, target, steps, peak, total, moment, sum_sq, sum_logits, peak_before,
     MOMENT: tl.constexpr, SUM_SQ: tl.constexpr, SUM_LOGITS: tl.constexpr, PEAK_BEFORE: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `Fold`, without the target, after one more block."""
-    z, _ = transformed(loaded(logits, bias, column, inside), steps)
+    z, _ = transform_logits(load_logits(logits, bias, column, inside), steps)
     if SUM_LOGITS:
         sum_logits += tl.sum(z if inside is None else tl.where(inside, z, 0.0))
     if inside is not None:
@@ -71,7 +71,7 @@ def _fold_block(
         z = tl.where(inside, z, float("-inf"))
     if PEAK_BEFORE:
         peak_before = tl.maximum(peak_before, tl.max(tl.where(column < target, z, float("-inf"))))
-    peak, total, moment, sum_sq = folded(z, peak, total, moment, sum_sq, MOMENT, SUM_SQ)
+    peak, total, moment, sum_sq = fold_block(z, peak, total, moment, sum_sq, MOMENT, SUM_SQ)
     return peak, total, moment, sum_sq, sum_logits, peak_before
 
 
@@ -100,7 +100,7 @@ def _fold_kernel(
     target, counts = _target(targets, mask, token, True, first, columns)
     if counts | PART:
         logits += token // length * batch_stride + token % length * row_stride
-        target_z, _square = transformed(loaded(logits, bias, target, counts), steps)
+        target_z, _square = transform_logits(load_logits(logits, bias, target, counts), steps)
         peak = LOWEST
         total = 0.0
         moment = 0.0
@@ -121,14 +121,14 @@ def _fold_kernel(
             peak_before = tl.load(state.peak_before + token)
         whole = columns // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
-            peak, total, moment, sum_sq, sum_logits, peak_before = _fold_block(
+            peak, total, moment, sum_sq, sum_logits, peak_before = _fold_columns(
                 logits, bias, start + tl.arange(0, BLOCK), None, target, steps,
                 peak, total, moment, sum_sq, sum_logits, peak_before, MOMENT, SUM_SQ, SUM_LOGITS, PEAK_BEFORE,
             )  # fmt: skip
         # What is left of the row apart, so that the loop needs no mask.
         for start in range(whole, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            peak, total, moment, sum_sq, sum_logits, peak_before = _fold_block(
+            peak, total, moment, sum_sq, sum_logits, peak_before = _fold_columns(
                 logits, bias, column, column < columns, target, steps,
                 peak, total, moment, sum_sq, sum_logits, peak_before, MOMENT, SUM_SQ, SUM_LOGITS, PEAK_BEFORE,
             )  # fmt: skip
@@ -184,24 +184,24 @@ def _grad_kernel(
     row = tl.program_id(0).to(tl.int64)
     batch, position = row // positions, row % positions
     token = batch * length + position
-    here = position < length
-    target, counts = _target(targets, mask, token, here, first, columns)
-    g, e, entropy = token_terms(tokens, token, here)
-    wanted = g != 0.0
+    has_token = position < length
+    target, counts = _target(targets, mask, token, has_token, first, columns)
+    g, e, entropy = token_terms(tokens, token, has_token)
+    nonzero = g != 0.0
     if tokens.grad_entropy is not None:
-        wanted = wanted | (e != 0.0)
+        nonzero = nonzero | (e != 0.0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     out += batch * out_batch_stride + position * out_row_stride
-    if (counts & here & wanted) | (logps is None):
-        x = loaded(logits + batch * batch_stride + position * row_stride, bias, column, inside)
-        z, square = transformed(x, steps)
+    if (counts & has_token & nonzero) | (logps is None):
+        x = load_logits(logits + batch * batch_stride + position * row_stride, bias, column, inside)
+        z, square = transform_logits(x, steps)
         log_p = log_probabilities(z, tl.load(tokens.lse + token))
         # 1 - p from the forward's logp, as in `TokenGradients.of`.
         at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
         ENTROPY: tl.constexpr = tokens.grad_entropy is not None
         grad = gradient(tl.exp(log_p), log_p, column == target, at_target, g, e, entropy, ENTROPY)
-        grad = times_derivative(with_uniform(grad, tokens, token, here), square, steps)
+        grad = times_derivative(with_uniform(grad, tokens, token, has_token), square, steps)
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + column, tl.zeros((BLOCK,), out.dtype.element_ty), mask=inside)
@@ -360,7 +360,7 @@ def _largest_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z, _square = transformed(loaded(logits, bias, column, inside), steps)
+        z, _square = transform_logits(load_logits(logits, bias, column, inside), steps)
         bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         block_keys = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))

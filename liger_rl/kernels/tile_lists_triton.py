@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import Family, launch_context
-from liger_rl.kernels.matrix_triton import load, load_picked, matrix
-from liger_rl.kernels.softmax import transformed
+from liger_rl.kernels.matrix_triton import load, load_rows, matrix
+from liger_rl.kernels.softmax_triton import transform_logits
 from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
 LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
@@ -45,7 +45,7 @@ class TileLists(NamedTuple):
 
 
 @triton.jit
-def parts_of(chosen, last, base, room):
+def count_span_parts(chosen, last, base, room):
     """-> number of the span's parts; -1 if it exceeds `room`."""
     parts = tl.load(chosen.starts + last) - base
     return tl.where(parts <= room, parts, -1)
@@ -57,7 +57,7 @@ def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.c
     width = last - first
     at = 0
     # No tokens if the span's parts exceed its room.
-    stop = tl.where(parts_of(chosen, last, base, room) > 0, last, first)
+    stop = tl.where(count_span_parts(chosen, last, base, room) > 0, last, first)
     for start in range(first, stop, STEP):
         token = start + tl.arange(0, STEP)
         inside = token < last
@@ -82,7 +82,7 @@ def list_tiles(chosen: Any, span: Span) -> TileLists:
 
 
 @triton.jit
-def rows_of_tile(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.constexpr, TILES: tl.constexpr):
+def pick_tile_tokens(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.constexpr, TILES: tl.constexpr):
     """-> the tile of a chunk, ROWS tokens that keep it, their parts in a span, and a mask of the tokens that exist.
 
     A chunk past the last one gets the tile number `TILES`, which is no tile.
@@ -101,8 +101,8 @@ def rows_of_tile(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.const
     return here, token, part, inside
 
 
-def picked_head(head: HeadFactors, entries: int, family: Family) -> tuple:
-    """The arguments `hidden`, `weight`, `bias`, `size` and `steps` of a kernel that calls `picked_logits`."""
+def product_arguments(head: HeadFactors, entries: int, family: Family) -> tuple:
+    """The arguments `hidden`, `weight`, `bias`, `size` and `steps` of a kernel that calls `gather_logits`."""
     hidden, weight, bias, transform = head
     # Separate arguments, because Triton launches no kernel with a TMA descriptor in a tuple.
     return (
@@ -115,7 +115,7 @@ def picked_head(head: HeadFactors, entries: int, family: Family) -> tuple:
 
 
 @triton.jit
-def picked_logits(
+def gather_logits(
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (vocab, H)
     bias,
@@ -127,9 +127,9 @@ def picked_logits(
     """-> z and tanh^2 of hidden[row] @ weight[first : first + ENTRIES].T; columns past the last entry are undefined."""
     x = tl.zeros((row.shape[0], ENTRIES), tl.float32)
     for step in range(tl.cdiv(size, STEP)):
-        left = load_picked(hidden, row, step * STEP, STEP)
+        left = load_rows(hidden, row, step * STEP, STEP)
         x = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, x)
     if bias is not None:
         column = first + tl.arange(0, ENTRIES)
         x += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
-    return transformed(x, steps)
+    return transform_logits(x, steps)

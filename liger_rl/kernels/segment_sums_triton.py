@@ -1,4 +1,4 @@
-"""Logits at listed ids, and sums over segments of them, as Triton kernels, with the formulas of `segments`.
+"""Logits at listed ids, and sums over segments of them, as Triton kernels, with the formulas of `segment_sums`.
 
 The first piece of a segment (`piece_of` has its size) belongs to the segment's own program. Its other positions are cut
 at multiples of the piece. At most one segment has such positions in a cut: a segment that starts inside the cut has its
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.segment_sums import LONG_ROW, PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
-from liger_rl.kernels.softmax import transformed
+from liger_rl.kernels.softmax_triton import transform_logits
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 
@@ -97,12 +97,12 @@ def _dots_kernel(
             x = _dots(hidden_row, factors.weight, strides.weight, row, has_row, columns, SLOTS, COLUMNS)
             if factors.bias is not None:
                 x += tl.load(factors.bias + row, mask=has_row, other=0.0).to(tl.float32)
-            z, _square = transformed(x, steps)
+            z, _square = transform_logits(x, steps)
             tl.store(logits + slot, z, mask=has_row)
 
 
 def dots(factors: Factors, slots: Slots, transform: LogitTransform, launch: Launch = DOTS) -> Tensor:
-    """As `segments.dots`; the last dimensions must be contiguous."""
+    """As `segment_sums.dots`; the last dimensions must be contiguous."""
     n, positions, columns = slots.kinds.numel(), slots.ids.numel(), factors.hidden.shape[1]
     logits = torch.empty(positions, dtype=torch.float32, device=factors.hidden.device)
     if n == 0:
@@ -156,7 +156,7 @@ def _by_id_kernel(
 
 
 def order_by_id(entries: Entries, rows: int) -> tuple[Segments, Tensor, Tensor]:
-    """As `segments.order_by_id`."""
+    """As `segment_sums.order_by_id`."""
     (ids, order), count = torch.sort(entries.ids, stable=True), entries.ids.numel()
     coefficients, tokens = torch.empty_like(entries.coefficients), torch.empty_like(entries.tokens)
     starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
@@ -280,7 +280,7 @@ def segment_sums(
     base: Base | None = None,
     launch: Launch | None = None,
 ) -> None:
-    """As `segments.segment_sums`, in one order; the last dimensions must be contiguous."""
+    """As `segment_sums.segment_sums`, in one order; the last dimensions must be contiguous."""
     assert base is None or base.rows.is_contiguous()
     assert table.shape[1] == 1 or table.stride(-1) == out.stride(-1) == 1
     if launch is None:
