@@ -48,7 +48,7 @@ class _ByName(TorchDispatchMode):
 def host_reads(device: torch.device) -> Iterator[HostReads]:
     reads = HostReads()
     if device.type == "cpu":
-        to_list, select = Tensor.tolist, reference.select  # the former reaches no dispatcher on CPU
+        to_list, select = Tensor.tolist, reference.select_tokens  # the former reaches no dispatcher on CPU
 
         def counted(tensor: Tensor) -> list:
             reads.names.append("tolist")
@@ -61,7 +61,10 @@ def host_reads(device: torch.device) -> Iterator[HostReads]:
             del reads.names[before:]
             return selected
 
-        replaced = mock.patch.object(Tensor, "tolist", counted), mock.patch.object(reference, "select", uncounted)
+        replaced = (
+            mock.patch.object(Tensor, "tolist", counted),
+            mock.patch.object(reference, "select_tokens", uncounted),
+        )
         with _ByName(reads), replaced[0], replaced[1]:
             yield reads
         return

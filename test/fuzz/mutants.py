@@ -18,13 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = (
-    ("entropy gradient lacks the entropy", "kernels/reference.py", "log_p.add_(tokens.entropy[:, None]).mul_(", "log_p.mul_("),
+    ("entropy gradient lacks the entropy", "kernels/reference.py", "log_p.add_(tokens.entropy.unsqueeze(1)).mul_(", "log_p.mul_("),
     ("softcap's derivative dropped", "kernels/reference.py", "grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))", "pass"),
-    ("gradient lacks 1/T", "kernels/reference.py", "factor = transform.scale / transform.temperature", "factor = transform.scale"),
+    ("gradient lacks 1/T", "kernels/reference.py", "grad_z.mul_(factor) if factor != 1.0 else grad_z", "grad_z.mul_(transform.scale)"),
     ("entropy without temperature", "kernels/reference.py", "(exp * shifted).sum(-1)", "(exp * shifted * transform.temperature).sum(-1)"),
-    ("target at a tile's first column is missed", "kernels/reference.py", "(column >= 0) & (column < width)", "(column > 0) & (column < width)"),
-    ("target logit off by 2e-5", "kernels/reference.py", "state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1),", "state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1) + 2e-5,"),
-    ("probabilities off by 5e-5", "kernels/reference.py", "return p.mul_(-tokens.grad_logps[:, None])", "return p.mul_(-1.00005 * tokens.grad_logps[:, None])"),
+    ("target at a tile's first column is missed", "kernels/reference.py", "return clamped, clamped == column", "return clamped, (clamped == column) & (column > 0)"),
+    ("target logit off by 2e-5", "kernels/reference.py", "target = torch.where(hit, z.gather(1, column),", "target = torch.where(hit, z.gather(1, column) + 2e-5,"),
+    ("probabilities off by 5e-5", "kernels/reference.py", "return p.mul_(-tokens.grad_logps.unsqueeze(1))", "return p.mul_(-1.00005 * tokens.grad_logps.unsqueeze(1))"),
     ("bias gradient lacks a tile's first token", "head/dense/two_pass.py", "bias_total += gemm.column_sums(tile)", "bias_total += gemm.column_sums(tile[1:])"),
     ("first token of a tile dropped from the weight's gradient", "head/dense/two_pass.py", "gemm.accumulate(self.total, grad.T, self.rows[tokens])", "gemm.accumulate(self.total, grad[1:].T, self.rows[tokens][1:])"),
     ("one row lost between chunks", "head/tiles.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
@@ -49,7 +49,7 @@ MUTANTS = (
     ("a gradient of lse is lost beside several targets", "kernels/statistics.py", "-grad_lse[:, None]]", "0 * grad_lse[:, None]]"),
     ("a gradient of the mean logit is lost at the targets of several", "head/dense/several.py", "with_uniform(grad, tokens)", "grad"),
     ("a token with a gradient of the mean logit alone is dropped", "head/interface.py", "(tokens.grad_entropy, tokens.uniform)", "(tokens.grad_entropy,)"),
-    ("a tile's first entry is never among the largest", "kernels/reference.py", "[keys, found]", "[keys, found[:, 1:]]"),
+    ("a tile's first entry is never among the largest", "kernels/reference.py", "[keys, tile_keys]", "[keys, tile_keys[:, 1:]]"),
     ("merged metrics lose a count", "losses/metrics.py", "else a.count + b.count", "else a.count"),
     ("Triton: tiles before a higher peak not moved to it", "kernels/merge_folds_triton.py", "rescale = tl.exp(peak - new_peak)", "rescale = tl.exp(peak - peak)"),
     ("Triton: an epilogue's gradient lacks the softcap's derivative", "kernels/tile_epilogues.py", "times_derivative(with_uniform(grad, gradients, token[:, None], live[:, None]), square, steps)", "with_uniform(grad, gradients, token[:, None], live[:, None])"),
