@@ -15,13 +15,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def kernels() -> set[str]:
-    """Full names of the functions that are launched: those whose names end so, by the house's custom."""
+    """Full names of the functions that are launched. By the house's custom they are `_NAME_kernel`."""
     found = set()
     package = Path(liger_rl.__file__).parent
     for path in package.rglob("*.py"):
         module = ".".join(["liger_rl", *path.relative_to(package).with_suffix("").parts])
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-        found |= {f"{module}.{f.name}" for f in functions if f.name.endswith("_kernel")}
+        found |= {f"{module}.{f.name}" for f in functions if f.name.startswith("_") and f.name.endswith("_kernel")}
     return found
 
 
