@@ -11,7 +11,7 @@ from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
 from liger_rl.head.sparse import lists
-from liger_rl.head.sparse.lists import Choice, Kept, plan_parts
+from liger_rl.head.sparse.lists import Choice, PartCounts, plan_parts
 
 
 class Head(Base):
@@ -71,7 +71,7 @@ class Head(Base):
             ).loss
         )
 
-    def _recorded(self, choice: Choice) -> Kept:
+    def _recorded(self, choice: Choice) -> PartCounts:
         """What a backward keeps, looked at on its way: the host knows its share anyway."""
         kept = plan_parts(choice)
         self._share = kept.share

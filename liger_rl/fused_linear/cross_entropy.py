@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, built, keywords_of
+from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
 from liger_rl.head.checks import Passes, check_dense, check_shape
 from liger_rl.head.divergence import linear_divergence
-from liger_rl.head.head_call import HeadCall
-from liger_rl.head.live_tokens import counted_tokens
+from liger_rl.head.live_tokens import find_counted
+from liger_rl.head.record import Head
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.loss import PolicyLoss, ppo_loss_fn
@@ -44,23 +44,22 @@ class _ClassSmoothed(TargetsAlone, CrossEntropy):
     pass
 
 
-def class_smoothing(call: HeadCall, batch: PolicyBatch, class_weights: Tensor, reduction: Reduction | None) -> Tensor:
+def class_smoothing(head: Head, batch: PolicyBatch, class_weights: Tensor, reduction: Reduction | None) -> Tensor:
     """The reduced mean over the ids v of c_v (-log p_v), differentiable; `batch` has no advantages but token weights.
 
     With q = c / sum(c) the sum is sum(c) (KL(q || p) + entropy of q). A teacher's bias of log q has that distribution
     at every token.
     """
-    if call.vocab_parallel is not None:
+    if head.vocab_parallel is not None:
         raise ValueError("vocab_parallel must be None with class_weights and label_smoothing")
-    hidden, weight, total = call.hidden, call.weight, class_weights.sum()
-    share, counted = class_weights / total, counted_tokens(call.targets, call.mask)
+    hidden, weight, total = head.hidden, head.weight, class_weights.sum()
+    share, counted = class_weights / total, find_counted(head.ids, head.mask)
     divergence = linear_divergence(
         hidden, weight, hidden.new_zeros(*hidden.shape[:-1], 8), weight.new_zeros(weight.shape[0], 8),
-        teacher_bias=share.log(), bias=call.bias, transform=call.options.transform,
-        mask=counted,
+        teacher_bias=share.log(), bias=head.bias, transform=head.options.transform,
+        mask=counted.flatten(),
     ).divergence  # fmt: skip
-    assert divergence is not None
-    values = (divergence + torch.special.entr(share).sum()) * (total / weight.shape[0])
+    values = (divergence.view(head.shape) + torch.special.entr(share).sum()) * (total / weight.shape[0])
     batch = replace(batch, mask=counted)
     return ppo_loss_fn(values, batch, lambda values, batch: TokenLoss(batch.advantages * values), reduction).loss
 
@@ -101,7 +100,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         passes: Passes = "auto",
         **options: "Unpack[_Supervised]",
     ) -> None:
-        terms, head = built(
+        terms, head = build_terms(
             loss_type, dict(options), SUPERVISED, GlobalTokenMean(), reduction=reduction, metrics=metrics,
             keywords=KEYWORDS,
         )  # fmt: skip
@@ -134,7 +133,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             )
         if self.class_weights is not None:
             classes = self.class_weights.to(ids.device, torch.float32)
-            counted = counted_tokens(ids, mask)
+            counted = find_counted(ids, mask)
             # An id without a weight makes the loss NaN.
             known = torch.where(ids < classes.numel(), classes[ids.clamp(0, classes.numel() - 1)], torch.nan)
             of_ids = torch.where(counted, known, 0.0)
@@ -180,11 +179,9 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         Raises:
             TypeError, ValueError: before anything is computed; the message names the argument.
         """
-        call = HeadCall(
-            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-            vocab_parallel=vocab_parallel, options=self.options,
+        head = Head.of(
+            hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel
         )  # fmt: skip
-        call.check_tensors()
         if self.class_weights is not None and vocab_parallel is None:
             expected = f"(V,) = ({weight.shape[0]},) from weight"
             check_shape("class_weights", self.class_weights, weight.shape[:1], expected)
@@ -194,11 +191,11 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         }  # fmt: skip
         batch = self.batch(targets, mask, **columns)
         if not isinstance(self.terms.objective, _ClassSmoothed):
-            return self._loss(call, batch)
+            return self._loss(head, batch)
         assert self.class_weights is not None
         batch_of_term, classes = self.batch(targets, mask, of_smoothing=True, **columns), self.class_weights.float()
-        term = class_smoothing(call, batch_of_term, classes, self.terms.reduction)
-        loss, metrics = self._loss(call, batch)
+        term = class_smoothing(head, batch_of_term, classes, self.terms.reduction)
+        loss, metrics = self._loss(head, batch)
         return PolicyLoss(loss + self.terms.objective.label_smoothing * term, metrics)
 
     if TYPE_CHECKING:  # the signature of a call of the module

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.given_logits import LogitRows, check_logits
-from liger_rl.head.live_tokens import live_tokens
+from liger_rl.head.live_tokens import start_selection
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses import fused
@@ -99,7 +99,7 @@ def grpo_loss_from_logits(
     ids, mask = selected_token_ids, batch.mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
     aligned = terms.check(batch, ids.shape, ids.device)
-    raise_if_wrong = live_tokens(ids, mask, logits.shape[-1], "logits", targets_name=IDS)
+    raise_if_wrong = start_selection(ids, mask, logits.shape[-1], "logits", targets_name=IDS)
     logps, _, lse = LogitRows.apply(logits, ids, mask, transform, False)
     logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
     columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)

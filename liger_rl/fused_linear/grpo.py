@@ -9,8 +9,8 @@ from torch import Tensor
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, keywords_of
 from liger_rl.head.checks import Passes
-from liger_rl.head.head_call import HeadCall
 from liger_rl.head.head_options import Tolerance
+from liger_rl.head.record import Head
 from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch, make_batch
@@ -142,13 +142,11 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             importance_ratio=importance_ratio, segments=segments, num_sequences=num_sequences,
             num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
-        mask = batch.mask
-        call = HeadCall(
-            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias,
-            support=support, vocab_parallel=vocab_parallel, options=self.options,
-            targets_name="selected_token_ids",
+        head = Head.of(
+            hidden, weight, selected_token_ids, self.options, mask=batch.mask, bias=bias, support=support,
+            vocab_parallel=vocab_parallel, targets_name="selected_token_ids",
         )  # fmt: skip
-        return self._loss(call, batch)
+        return self._loss(head, batch)
 
     if TYPE_CHECKING:  # the signature of a call of the module
         __call__ = forward

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_shape, prepared_loss
+from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, prepare_loss
 from liger_rl.head.checks import Passes, check_passes
-from liger_rl.head.head_call import HeadCall
 from liger_rl.head.head_options import HOW, HeadOptions, Tolerance
-from liger_rl.head.live_tokens import counted_tokens
-from liger_rl.head.run import log_probs
+from liger_rl.head.live_tokens import find_counted
+from liger_rl.head.logprobs import log_probs
+from liger_rl.head.record import Head
 from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.statistics import EXTRAS
@@ -61,40 +61,36 @@ class FusedLinearLoss(nn.Module):
         """The batch of `columns`, named as in COLUMNS. A negative id and a mask of 0 mask a token."""
         raise NotImplementedError
 
-    def _loss(self, call: HeadCall, batch: PolicyBatch) -> PolicyLoss:
-        """The loss of a call, which is not checked yet. `batch.mask` is the call's."""
-        ids, mask, vocab_parallel = call.targets, call.mask, call.vocab_parallel
-        compute_dtype = call.check_tensors()
-        ids = ids.long().contiguous()
-        aligned = self.terms.check(batch, ids.shape, ids.device)
-        call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
-        shape = one_pass_shape(call, self.terms, aligned, self.passes, compute_dtype)
-
-        if shape is not None:
-            return loss_in_one_pass(call, shape, self.terms, aligned)
-        projected = call
-        if vocab_parallel is not None and call.needed_mask is not None:
-            projected = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
-        values = log_probs(projected, dtype=compute_dtype)
+    def _loss(self, head: Head, batch: PolicyBatch) -> PolicyLoss:
+        """The loss of a call's head and batch; `batch.mask` is the head's."""
+        terms = self.terms
+        aligned = terms.check(batch, head.shape, head.hidden.device)
+        head = head._replace(needed=terms.tokens_to_project(aligned))
+        if self.passes != "two":
+            work = one_pass_work(head, terms, aligned, self.passes)
+            if work is not None:
+                return loss_in_one_pass(head, work, terms, aligned)
+        projected = head
+        if head.vocab_parallel is not None and head.needed is not None:
+            # Every rank has the same tokens, which it selects without the others.
+            projected = head._replace(mask=find_counted(head.ids, head.mask, head.needed), needed=None)
+        values = log_probs(projected)
         # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
-        prepared = prepared_loss(self.terms, aligned, call)
-        result = evaluate(prepared, values.logps, values.entropy, others=self.others(values))
-        if values.missing_target is not None and self.terms.metrics != "none":
+        prepared = prepare_loss(terms, aligned, head)
+        others = {name: getattr(values, name) for name in terms.reads}
+        result = evaluate(prepared, values.logps, values.entropy, others=others)
+        if values.missing_target is not None and terms.metrics != "none":
             # For tokens that are not projected it is unknown.
-            count = counted_tokens(ids, mask, call.needed_mask).sum()
+            count = find_counted(head.ids, head.mask, head.needed).sum()
             result.metrics["missing_target"] = Metric(values.missing_target.sum().float(), count=count)
         return result
 
-    def others(self, values: Any) -> dict[str, Tensor]:
-        """The fields of a head's `values` that the loss reads besides log-probabilities and entropies."""
-        return {name: getattr(values, name) for name in self.terms.reads}
-
     @torch.no_grad()
-    def _logps(self, call: HeadCall, transform: LogitTransform | None = None) -> Tensor:
-        """Log-probabilities alone, of the call's head."""
+    def _logps(self, head: Head, transform: LogitTransform | None = None) -> Tensor:
+        """Log-probabilities alone, of a call's head; with another transform than this module's if one is given."""
         transform = transform or self.transform
         options = replace(self.options, entropy=False, lse=False, topk=None, extras=(), transform=transform)
-        return log_probs(replace(call, options=options)).logps
+        return log_probs(head._replace(options=options)).logps
 
     @public
     def reference_logps(
@@ -112,11 +108,12 @@ class FusedLinearLoss(nn.Module):
 
         The arguments are as in `forward`, with the tensors of that policy. The logit transform is this module's.
         """
-        call = HeadCall(
-            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias,
-            support=support, vocab_parallel=vocab_parallel, options=self.options, targets_name="selected_token_ids",
+        return self._logps(
+            Head.of(
+                hidden, weight, selected_token_ids, self.options, mask=mask, bias=bias, support=support,
+                vocab_parallel=vocab_parallel, targets_name="selected_token_ids",
+            )
         )  # fmt: skip
-        return self._logps(call)
 
     @property
     def transform(self) -> LogitTransform:
@@ -126,7 +123,7 @@ class FusedLinearLoss(nn.Module):
         return f"{self.terms}, {self.transform}"
 
 
-def built(
+def build_terms(
     loss_type: Any,
     options: dict[str, Any],
     presets: Mapping[str, Preset],
@@ -138,10 +135,12 @@ def built(
 ) -> tuple[PolicyTerms, HeadKeywords]:
     """The loss of a preset or of the caller's objective, whose default reduction is `mean`; and the head's options."""
     head: Any = {name: value for name, value in options.items() if name in HeadKeywords.__annotations__}
-    of_loss = {name: value for name, value in options.items() if name not in head}
+    loss_options = {name: value for name, value in options.items() if name not in head}
     if reduction is None and not isinstance(loss_type, str):
         reduction = mean
-    terms = build_loss(loss_type, of_loss, presets=presets, reduction=reduction, metrics=metrics, keywords=keywords)
+    terms = build_loss(
+        loss_type, loss_options, presets=presets, reduction=reduction, metrics=metrics, keywords=keywords
+    )
     return terms, head
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, built, keywords_of
+from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
 from liger_rl.head.checks import Passes, check_dense, check_shape
-from liger_rl.head.head_call import HeadCall
-from liger_rl.head.live_tokens import counted_tokens
+from liger_rl.head.live_tokens import find_counted
+from liger_rl.head.record import Head
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PreferenceBatch
@@ -54,19 +54,20 @@ class _Judged(FusedLinearLoss):
             check_choice("metrics", terms.metrics, ("none", "loss"))
         super().__init__(terms, passes, head)
 
-    def _judged_loss(self, call: HeadCall, reference: ReferenceHead | None, **columns: Any) -> PolicyLoss:
-        call.check_tensors()
+    def _judged_loss(self, head: Head, reference: ReferenceHead | None, **columns: Any) -> PolicyLoss:
+        ids = head.ids
         if reference is not None:
             if columns["ref_logps"] is not None:
                 raise ValueError("ref_logps must be None with a reference, whose head gives them")
             if not isinstance(reference, ReferenceHead):
                 raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
-        if reference is not None:
-            head: dict[str, Any] = {"hidden": reference.hidden, "weight": reference.weight, "bias": reference.bias}
-            of_reference = replace(call, **head)
-            columns["ref_logps"] = self._logps(of_reference, reference.transform)
-        batch = self.batch(call.targets, call.mask, **columns)
-        return self._loss(replace(call, mask=batch.mask), batch)
+            reference_head = Head.of(
+                reference.hidden, reference.weight, ids, self.options, mask=head.mask, bias=reference.bias,
+                vocab_parallel=head.vocab_parallel, targets_name=head.targets_name,
+            )  # fmt: skip
+            columns["ref_logps"] = self._logps(reference_head, reference.transform)
+        batch = self.batch(ids, head.mask, **columns)
+        return self._loss(head._replace(mask=batch.mask), batch)
 
 
 class FusedLinearPreferenceLoss(_Judged):
@@ -102,7 +103,7 @@ class FusedLinearPreferenceLoss(_Judged):
         given: dict[str, Any] = dict(options)
         if isinstance(loss_type, (list, tuple)):
             given["loss_types"], loss_type = tuple(loss_type), "dpo"
-        terms, head = built(
+        terms, head = build_terms(
             loss_type, given, PREFERENCES, SequenceMean(), reduction=reduction, metrics=metrics, keywords=KEYWORDS
         )
         super().__init__(terms, passes, head)
@@ -118,7 +119,7 @@ class FusedLinearPreferenceLoss(_Judged):
         num_sequences: int | Tensor | None = None,
         **_: Any,
     ) -> PreferenceBatch:
-        counted = counted_tokens(ids, mask)
+        counted = find_counted(ids, mask)
         sequences = ids.shape[0] if ids.dim() == 2 else _segments(segments).count
         if sequences % 2:
             what = "rows" if ids.dim() == 2 else "segments"
@@ -187,18 +188,17 @@ class FusedLinearPreferenceLoss(_Judged):
             shape = (targets.shape[0] // 2, *targets.shape[1:])
             check_shape("nll_targets", nll_targets, shape, f"(B / 2, T) = {shape} from targets")
             named = torch.cat([nll_targets, torch.full_like(nll_targets, -1)])
-            counted, nll_mask = counted_tokens(targets, mask), named >= 0
+            counted, nll_mask = find_counted(targets, mask), named >= 0
             # The one host sync that these ids cost.
             if bool((counted & nll_mask & (targets != named)).any()):
                 raise ValueError("nll_targets must be the ids of targets where both count, got others")
             targets = torch.where(counted, targets, named)
             mask = counted
-        call = HeadCall(
-            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-            vocab_parallel=vocab_parallel, options=self.options,
+        head = Head.of(
+            hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel
         )  # fmt: skip
         return self._judged_loss(
-            call, reference, ref_logps=ref_logps, nll_mask=nll_mask, segments=segments, num_sequences=num_sequences
+            head, reference, ref_logps=ref_logps, nll_mask=nll_mask, segments=segments, num_sequences=num_sequences
         )
 
     if TYPE_CHECKING:  # the signature of a call of the module
@@ -231,7 +231,7 @@ class FusedLinearUnpairedLoss(_Judged):
         passes: Passes = "auto",
         **options: "Unpack[_Unpaired]",
     ) -> None:
-        terms, head = built(
+        terms, head = build_terms(
             loss_type, dict(options), UNPAIRED, SequenceMean(), reduction=reduction, metrics=metrics,
             keywords=UNPAIRED_KEYWORDS,
         )  # fmt: skip
@@ -250,7 +250,7 @@ class FusedLinearUnpairedLoss(_Judged):
         num_sequences: int | Tensor | None = None,
         **_: Any,
     ) -> PreferenceBatch:
-        counted = counted_tokens(ids, mask)
+        counted = find_counted(ids, mask)
         if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
             raise TypeError("labels must be a bool tensor, True for desirable sequences")
         labels = _of_sequences("labels", labels, ids, segments)
@@ -299,12 +299,11 @@ class FusedLinearUnpairedLoss(_Judged):
 
         Returns, raises: as `FusedLinearPreferenceLoss`.
         """
-        call = HeadCall(
-            hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-            vocab_parallel=vocab_parallel, options=self.options,
+        head = Head.of(
+            hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel
         )  # fmt: skip
         return self._judged_loss(
-            call, reference, labels=labels, ref_logps=ref_logps, kl=kl, delta=delta, segments=segments,
+            head, reference, labels=labels, ref_logps=ref_logps, kl=kl, delta=delta, segments=segments,
             num_sequences=num_sequences,
         )  # fmt: skip
 

@@ -1,138 +1,143 @@
 """Runs an engine on a head. If a gradient is needed, the values come out of one autograd Function."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_rl.head.head_options import EngineOptions
-from liger_rl.head.interface import Gradients, Head, Needs, whole_head
+from liger_rl.head.record import DIFFERENTIABLE, Gradients, Head, LogProbs, Needs, gather_head
 from liger_rl.kernels import gemm
 from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
-
-class HeadGradients(NamedTuple):
-    """The gradients of the differentiable values of n tokens; None for a value that the loss does not depend on."""
-
-    logps: Tensor | None  # (n,), or (n, K) of K targets
-    entropy: Tensor | None = None  # (n,), as the next two
-    lse: Tensor | None = None
-    mean_logits: Tensor | None = None
-    topk_logps: Tensor | None = None  # (n, K)
+# What an engine's backward reads from its forward: tensors by name.
+Saved = SimpleNamespace
 
 
-class HeadValues(NamedTuple):
-    """The values of n tokens, the fields of `LogProbs`; None for a value that the options leave out."""
+class Engine:
+    """A way to compute the values of a head's tokens and their gradients.
 
-    logps: Tensor
-    entropy: Tensor | None
-    lse: Tensor | None
-    mean_logits: Tensor | None
-    topk_logps: Tensor | None  # the last differentiable one
-    log_sum_sq_probs: Tensor | None
-    is_top1: Tensor | None
-    topk_ids: Tensor | None
-
-    @classmethod
-    def of(cls, statistics: TokenStatistics, options: EngineOptions, vocab: int) -> "HeadValues":
-        lse, mean = statistics.lse.float() if options.lse else None, statistics.extra("mean_logits", vocab)
-        differentiable = statistics.logps, statistics.entropy, lse, mean, statistics.topk_logps
-        return cls(*differentiable, statistics.log_sum_sq_probs, statistics.is_top1, statistics.topk_ids)
-
-    @classmethod
-    def unwritten(cls, n: int, options: EngineOptions, device: torch.device) -> "HeadValues":
-        """Memory for the values of one pass, which has no topk."""
-        asked = {"logps", *options.extras, *(name for name in ("entropy", "lse") if getattr(options, name))}
-        dtypes = [(torch.bool if key == "is_top1" else torch.float32) if key in asked else None for key in cls._fields]
-        return cls._make(None if dtype is None else torch.empty(n, dtype=dtype, device=device) for dtype in dtypes)
-
-
-def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> HeadValues:
-    """The values of the live tokens.
-
-    The fields of `HeadGradients` are differentiable if `head.wants_gradient`.
+    `forward` and `backward` run without autocast and autograd, with the whole weight. An engine of `plan.ENGINES` has a
+    `reason_against`, too.
     """
+
+    name: str  # in a plan
+
+    @staticmethod
+    def reason_against(work: Any) -> str | None:
+        """The first thing that the engine needs and a `Workload` does not have; None if it takes the call."""
+        return None
+
+    @staticmethod
+    def forward(saved: Saved, head: Head) -> TokenStatistics:
+        """Statistics of the tokens that count. What the backward reads is set as attributes of `saved`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
+        """Gradients from the fields of `grads`, those of the values; None where the loss does not depend on a value."""
+        raise NotImplementedError
+
+
+def run_engine(engine: type[Engine], head: Head) -> LogProbs:
+    """The values (n,) of the live tokens. The fields DIFFERENTIABLE are so if a tensor of the head wants a gradient."""
+    if any(head.needs):
+        return LogProbs._make(EngineFunction.apply(head.hidden, head.weight, head.bias, head, engine))
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
-        statistics, saved = engine.forward(head, options)
-    values = HeadValues.of(statistics, options, head.vocab)
-    if not head.wants_gradient:
-        return values
-    # The backward does not read the extras.
-    token_values = statistics.logps, statistics.lse, statistics.entropy
-    tensors, backward = (head.targets, *token_values, *(saved or ())), partial(_backward, head[4:], options, engine)
-    count = len(HeadGradients._fields)
-    return HeadValues._make(EngineFunction.apply(*head.differentiable, values, count, tensors, backward))
+        return token_values(engine.forward(Saved(), head), head)
+
+
+def token_values(statistics: TokenStatistics, head: Head) -> LogProbs:
+    """The values (n,) that the options ask for; None for others."""
+    lse = statistics.lse.float() if head.options.lse else None
+    mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / head.vocab
+    return LogProbs(
+        statistics.logps, statistics.entropy, statistics.log_sum_sq_probs, mean_logits, statistics.is_top1, None, lse,
+        statistics.topk_logps, statistics.topk_ids,
+    )  # fmt: skip
+
+
+def save_tensors(ctx: Any, **tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward` with names."""
+    ctx.saved_names = tuple(tensors)
+    ctx.save_for_backward(*tensors.values())
+
+
+def named_tensors(ctx: Any, tensors: tuple[Any, ...]) -> Saved:
+    """The tensors of `save_tensors`, by name."""
+    return Saved(**dict(zip(ctx.saved_names, tensors, strict=True)))
 
 
 class EngineFunction(torch.autograd.Function):
-    """(hidden, weight, bias) -> values, the first `count` of them differentiable.
+    """(hidden, weight, bias) -> the fields of LogProbs.
 
-    `backward(saved, grads, needs)` computes the gradients. It gets these three tensors and then `saved`, and holds no
-    tensor itself. The caller of the forward enters `options.gather`, because it reads the shape of the whole head.
-    `backward` enters it itself, once.
+    The caller of the forward enters `options.gather`, because the checks read the shape of the whole head. The backward
+    enters it itself, once.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, values, count, saved, backward):
+    def forward(ctx, hidden, weight, bias, head, engine):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, *saved)
-        ctx.count, ctx.engine_backward = count, backward
-        ctx.mark_non_differentiable(*(value for value in values[count:] if value is not None))
-        return *(None if value is None else value.clone() for value in values[:count]), *values[count:]
+        saved = Saved()
+        with gemm.without_autocast(hidden.device):
+            values = token_values(engine.forward(saved, head), head)
+        # The record keeps no tensor that autograd has to track.
+        ctx.head, ctx.engine = head._replace(hidden=None, weight=None, bias=None, targets=None), engine
+        save_tensors(ctx, hidden=hidden, weight=weight, bias=bias, targets=head.targets, **vars(saved))
+        outputs, constants = [], []
+        for name, value in zip(LogProbs._fields, values, strict=True):
+            if value is not None and name in DIFFERENTIABLE:
+                # A copy, because the caller may write to its results and the backward reads the saved ones.
+                value = value.clone()
+            elif value is not None:
+                constants.append(value)
+            outputs.append(value)
+        ctx.mark_non_differentiable(*constants)
+        return tuple(outputs)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, saved, *grads):
-        gradients = ctx.engine_backward(saved, grads[: ctx.count], ctx.needs_input_grad[:3])
-        return *gradients, None, None, None, None
+    def backward(ctx, tensors, *grads):
+        if all(grad is None for grad in grads):
+            return None, None, None, None, None
+        saved = named_tensors(ctx, tensors)
+        head = ctx.head._replace(hidden=saved.hidden, weight=saved.weight, bias=saved.bias, targets=saved.targets)
+        with gemm.without_autocast(head.hidden.device), gather_head(head.options, head.weight, head.bias):
+            gradients = ctx.engine.backward(saved, head, LogProbs(*grads), ctx.needs_input_grad[:3])
+        return *gradients, None, None
 
 
-def _backward(
-    rest_of_head: Sequence[Any],
-    options: EngineOptions,
-    engine: ModuleType,
-    saved: Sequence[Any],
-    grads: Sequence[Tensor | None],
-    needs: Needs,
-) -> Gradients:
-    head = Head(*saved[:4], *rest_of_head)
-    statistics = TokenStatistics(*saved[4:7])
-    return token_gradients(engine, head, options, statistics, saved[7:] or None, HeadGradients(*grads), needs)
+def token_gradients(saved: Saved, grads: LogProbs, vocab: int) -> TokenGradients:
+    """dL/dlogits of each token as numbers, from the gradients of its values; `vocab`: entries of the whole vocabulary.
 
-
-def token_gradients(
-    engine: ModuleType,
-    head: Head,
-    options: EngineOptions,
-    statistics: TokenStatistics,  # (n,) each, from the engine's forward
-    saved: Sequence[Tensor | None] | None,  # the fields of `engine.Saved`
-    grads: HeadGradients,
-    needs: Needs,
-) -> Gradients:
-    """The gradients of `head.differentiable`, with the shapes and dtypes of the inputs."""
-    if all(grad is None for grad in grads):
-        return Gradients()
-    with gemm.without_autocast(head.hidden.device), whole_head(options.gather, head.weight, head.bias):
-        saved_fields = None if saved is None else engine.Saved(*saved)
-        if grads.topk_logps is not None:
-            head, statistics, grads = engine.with_topk(head, statistics, saved_fields, grads)
-        tokens = token_inputs(statistics, grads, head.vocab, getattr(engine, "tokens_of", TokenGradients.of))
-        return engine.backward(head, options, statistics, saved_fields, tokens, needs)
-
-
-def token_inputs(
-    statistics: TokenStatistics,
-    grads: HeadGradients,
-    vocab: int,  # entries of the whole vocabulary
-    of: Callable[[TokenStatistics, Tensor, Tensor | None], TokenGradients] = TokenGradients.of,
-) -> TokenGradients:
-    """The inputs of an engine's backward; `of` makes those of logps and entropy."""
-    grad_logps = torch.zeros_like(statistics.logps) if grads.logps is None else grads.logps.float()
-    tokens = of(statistics, grad_logps, grads.entropy)
+    `saved` has logps, lse and entropy.
+    """
+    grad_logps = torch.zeros_like(saved.logps) if grads.logps is None else grads.logps.float()
+    statistics = TokenStatistics(saved.logps, saved.lse, saved.entropy)
+    gradients = TokenGradients.of(statistics, grad_logps, grads.entropy)
     if grads.lse is not None:
-        tokens = tokens.with_lse(grads.lse.float(), statistics.logps)
-    return tokens if grads.mean_logits is None else tokens.with_mean_logits(grads.mean_logits, vocab)
+        gradients = gradients.with_lse(grads.lse.float(), saved.logps)
+    return gradients if grads.mean_logits is None else gradients.with_mean_logits(grads.mean_logits, vocab)
+
+
+def has_gradient(gradients: TokenGradients) -> Tensor:
+    """(n,) bool: the gradient is not exactly zero. A NaN is true, because it must reach the gradients."""
+    nonzero = gradients.grad_logps != 0 if gradients.has_gradient is None else gradients.has_gradient
+    for grad in (gradients.grad_entropy, gradients.uniform):
+        nonzero = nonzero if grad is None else nonzero | (grad != 0)
+    return nonzero
+
+
+def index_of(selected: Tensor, count: int | None = None) -> Tensor | None:
+    """Index (count,) of the tokens where `selected` (n,) is true; None if it is true everywhere.
+
+    It takes one host sync, unless the `count` of these tokens is given.
+    """
+    if count is None:
+        index = selected.nonzero().squeeze(1)
+    elif count == selected.numel():
+        return None
+    else:
+        index = torch.sort(selected.logical_not().to(torch.uint8), stable=True).indices[:count]
+    return None if index.numel() == selected.numel() else index

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
-from liger_rl.head.pair.pair_call import BETA, Divergence, DivergenceCall, divergence_of, measure_of
+from liger_rl.head.pair.pair_call import BETA, Divergence, DivergenceCall, compute_divergence, measure_of
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 
@@ -78,7 +78,7 @@ def linear_divergence(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
         gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
-    return divergence_of(
+    return compute_divergence(
         DivergenceCall(
             hidden=hidden, weight=weight, bias=bias, teacher_hidden=teacher_hidden,
             teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_transform=teacher_transform,

@@ -1,21 +1,51 @@
-"""The options of a call of the head: as users give them, and as engines take them."""
+"""The options of a call of the head, checked where they are stored, and which of them exclude which feature."""
 
 import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from liger_rl.head import checks
-from liger_rl.head.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
 AUTO_TOLERANCE = checks.auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
+MOST_IDS = 1024  # of a token: a kernel program holds all of a token's ids and compares each pair
+
+WHOLE_VOCABULARY = "a chunk of one pass holds the whole vocabulary"
+# Feature -> option that must keep its default with the feature -> why. A grad_tolerance must be 0 or "auto".
+CONFLICTS: dict[str, dict[str, str]] = {
+    "with lse": {"grad_tolerance": ""},
+    "with topk": {"grad_tolerance": ""},
+    "with vocab_parallel": {
+        "grad_tolerance": "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
+    },
+    "with a support": {
+        "lse": "its engine does not keep it",
+        "topk": "its engine does not keep it",
+        "extras": "its engine does not keep them",
+        "grad_tolerance": "",
+    },
+    "with several targets for each token": {"grad_tolerance": ""},
+    # One head, whose gradients are made in the forward.
+    "in one pass": {
+        "topk": "a loss reads no list",
+        "chunk_vocab": WHOLE_VOCABULARY,
+        "grad_tolerance": "ids are left out of a second pass",
+    },
+    # Two heads, whose gradients are made in the forward.
+    "with token_weights": {"chunk_vocab": WHOLE_VOCABULARY},
+    "with two heads": {
+        "extras": "they are not folded with two heads; ask linear_logprobs for them",
+        "lse": "it is not returned of two heads; ask linear_logprobs for it",
+        "topk": "no list is kept of two heads; ask linear_logprobs for it",
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,58 +74,71 @@ class HeadOptions:
         TypeError, ValueError: a bad value of an option, or two options that exclude each other.
     """
 
-    transform: LogitTransform = field(
-        default=IDENTITY, metadata={"check": lambda _, value: checks.check_transform(value)}
-    )
-    entropy: bool = field(default=False, metadata={"check": checks.check_flag})
-    lse: bool = field(default=False, metadata={"check": checks.check_flag})
-    topk: int | None = field(default=None, metadata={"check": checks.check_chunk})
-    extras: Collection[str] = field(default=(), metadata={"check": checks.check_extras})
-    grad_tolerance: Tolerance = field(default="auto", metadata={"check": checks.check_tolerance})
-    compute_dtype: torch.dtype | None = field(default=None, metadata={"check": checks.check_compute_dtype})
-    gather: Gather | None = field(default=None, metadata={"check": checks.check_gather})
-    chunk_tokens: int | None = field(default=None, metadata={"check": checks.check_chunk})
-    chunk_vocab: int | None = field(default=None, metadata={"check": checks.check_chunk})
+    transform: LogitTransform = IDENTITY
+    entropy: bool = False
+    lse: bool = False
+    topk: int | None = None
+    extras: Collection[str] = ()
+    grad_tolerance: Tolerance = "auto"
+    compute_dtype: torch.dtype | None = None
+    gather: Gather | None = None
+    chunk_tokens: int | None = None
+    chunk_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        for name, check in CHECKS.items():
-            check(name, getattr(self, name))
-        for name in EXCLUDING:
+        for name, (default, check) in CHECKS.items():
+            value = getattr(self, name)
+            if value is not default:
+                check(name, value)
+        for name in ("lse", "topk"):
             if getattr(self, name):
-                check_left_alone(self, f"with {name}")
+                self.refuse(f"with {name}")
 
     @property
     def names_chunk(self) -> bool:
         return self.chunk_tokens is not None or self.chunk_vocab is not None
 
+    def tolerance_of(self, dtype: torch.dtype, *, exact: bool) -> float:
+        """The tolerance of a gradient with products in `dtype`; `exact`: a feature of the call excludes one."""
+        if self.grad_tolerance != "auto":
+            return self.grad_tolerance
+        exact = exact or self.lse or self.topk is not None or self.names_chunk or dtype.itemsize != 2
+        return 0.0 if exact else AUTO_TOLERANCE
 
-# check(name, value) raises for a bad value.
-CHECKS: dict[str, Callable[[str, Any], object]] = {f.name: f.metadata["check"] for f in fields(HeadOptions)}
-KNOWN = tuple(CHECKS)
-EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
+    def conflict(self, feature: str) -> tuple[str, object, object, str] | None:
+        """The first option that is set and cannot be used together with `feature`, as (name, default, value, reason).
+
+        `feature` is a key of CONFLICTS. None: there is no such option.
+        """
+        for name, reason in CONFLICTS[feature].items():
+            default = 0.0 if name == "grad_tolerance" else CHECKS[name][0]
+            value = getattr(self, name) or default  # an empty list of extras is the default, too
+            if value not in (default, "auto"):  # "auto" becomes 0 with the feature
+                return name, default, value, reason
+        return None
+
+    def refuse(self, feature: str) -> None:
+        """Raise ValueError if an option cannot be used together with `feature`, such as "with a support"."""
+        conflict = self.conflict(feature)
+        if conflict is not None:
+            name, default, value, reason = conflict
+            raise ValueError(
+                f"{name} must be {default} {feature}{f': {reason}; got {value}' if reason else f', got {value}'}"
+            )
+
+
+# Option -> its default, and check(name, value), which raises for a bad value.
+CHECKS: dict[str, tuple[Any, Callable[[str, Any], object]]] = {
+    "transform": (IDENTITY, lambda _, value: checks.check_transform(value)),
+    "entropy": (False, checks.check_flag),
+    "lse": (False, checks.check_flag),
+    "topk": (None, checks.check_chunk),
+    "extras": ((), checks.check_extras),
+    "grad_tolerance": ("auto", checks.check_tolerance),
+    "compute_dtype": (None, checks.check_compute_dtype),
+    "gather": (None, checks.check_gather),
+    "chunk_tokens": (None, checks.check_chunk),
+    "chunk_vocab": (None, checks.check_chunk),
+}
 # Options that change how a result is computed, not which result. Frameworks pass them on.
 HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(HeadOptions):
-    """`HeadOptions` as engines take them: the tolerance is a number, the compute dtype is known."""
-
-    grad_tolerance: float
-    compute_dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        """Checks nothing: the `HeadOptions` that this is made from have been checked."""
-
-
-def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
-    """`options` for an engine: with this compute dtype, and this tolerance.
-
-    Without `grad_tolerance`, "auto" becomes AUTO_TOLERANCE if the options allow a tolerance, and 0 otherwise.
-    """
-    tolerance = options.grad_tolerance if grad_tolerance is None else grad_tolerance
-    if tolerance == "auto":
-        exact = options.lse or options.topk is not None
-        tolerance = 0.0 if exact or options.names_chunk or compute_dtype.itemsize != 2 else AUTO_TOLERANCE
-    resolutions = {"grad_tolerance": tolerance, "compute_dtype": compute_dtype}
-    return EngineOptions(**{**{name: getattr(options, name) for name in KNOWN}, **resolutions})

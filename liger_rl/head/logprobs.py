@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
+from liger_rl.head.autograd import run_engine
 from liger_rl.head.checks import check_flag
 from liger_rl.head.given_logits import LogitRows, check_logits
-from liger_rl.head.head_call import HeadCall, LogProbs
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
-from liger_rl.head.live_tokens import live_tokens
-from liger_rl.head.run import log_probs
+from liger_rl.head.live_tokens import scatter_rows, start_selection
+from liger_rl.head.plan import choose_engine
+from liger_rl.head.record import Head, LogProbs, gather_head
+from liger_rl.head.sparse.listed import log_probs_over_support
 from liger_rl.head.support import Support
+from liger_rl.head.workload import Workload
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 
@@ -76,11 +79,35 @@ def linear_logprobs(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
-    call = HeadCall(
-        hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, support=support,
-        vocab_parallel=vocab_parallel, options=head_options, may_be_several=True,
-    )  # fmt: skip
-    return log_probs(call)
+    with gather_head(head_options, weight, bias):
+        return log_probs(
+            Head.of(
+                hidden, weight, targets, head_options, mask=mask, bias=bias, support=support,
+                vocab_parallel=vocab_parallel, several=True,
+            )
+        )  # fmt: skip
+
+
+def log_probs(head: Head) -> LogProbs:
+    """Log-probabilities where `head.needed` is set. Other tokens get 0 like masked ones; their ids are still checked.
+
+    The caller enters `options.gather`.
+    """
+    if head.support is not None:
+        return log_probs_over_support(head, head.support)
+    head = head.with_shard()
+    wait = start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)
+    engine = choose_engine(Workload.of(head))
+    # We wait as late as possible: after this sync the device is idle until the host launches the product.
+    live, _ = wait()
+    values = run_engine(engine, head._replace(live=live))
+    if live is None and len(head.shape) == 1:
+        return values
+    result = LogProbs._make(None if value is None else scatter_rows(value, live, head.shape) for value in values)
+    if values.topk_ids is None or live is None:
+        return result
+    # -1 at tokens that do not count.
+    return result._replace(topk_ids=scatter_rows(values.topk_ids + 1, live, head.shape) - 1)
 
 
 @public
@@ -105,7 +132,7 @@ def logits_logprobs(
     """
     check_flag("entropy", entropy)
     check_logits(logits, targets, mask, transform)
-    raise_if_wrong = live_tokens(targets, mask, logits.shape[-1], "logits")
+    raise_if_wrong = start_selection(targets, mask, logits.shape[-1], "logits")
     logps, entropies, _ = LogitRows.apply(logits, targets, mask, transform, entropy)
     raise_if_wrong()
     return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))

@@ -1,48 +1,44 @@
 """Chooses the engine and the tiles of a call of the head from shapes alone, and says why.
 
-`ENGINES` is ordered: the first engine whose `lacks(shape)` is None runs. Plans and calls both use `path_for`, but for
-calls with a support (`run.py`).
+`ENGINES` is ordered: the first engine that has no `reason_against` the call runs. A call with a support has its own
+engine, `sparse/listed.py`.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
 from liger_rl.head import checks
+from liger_rl.head.autograd import Engine
 from liger_rl.head.checks import Passes
-from liger_rl.head.dense import one_pass, several, two_pass
-from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
-from liger_rl.head.head_shape import NO_GRADIENT, HeadShape
-from liger_rl.head.sparse import certified as sparse
+from liger_rl.head.dense import one_pass, two_pass
+from liger_rl.head.dense.one_pass import OnePass
+from liger_rl.head.dense.several import SeveralTargets
+from liger_rl.head.dense.two_pass import TwoPasses
+from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
+from liger_rl.head.sparse.certified import Sparse
 from liger_rl.head.tiles import Tiles
+from liger_rl.head.workload import NO_GRADIENT, Workload
 from liger_rl.kernels.devices import family_of, gpu_of
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 
-ENGINES: dict[str, ModuleType] = {
-    "several targets": several,
-    "sparse": sparse,
-    "one pass": one_pass,
-    "two passes": two_pass,
-}
+ENGINES: tuple[type[Engine], ...] = (SeveralTargets, Sparse, OnePass, TwoPasses)
 
 
-def path_for(shape: HeadShape) -> tuple[str, list[str]]:
-    """The name of the first engine that takes the call, and one line for each earlier engine with its need.
+def choose_engine(work: Workload) -> type[Engine]:
+    """The first engine that takes the call.
 
     Raises:
         ValueError: passes="one" if one pass is not possible. A call that only lacks a gradient goes to two passes.
     """
-    refusals: list[str] = []
-    for path, engine in ENGINES.items():
-        need = engine.lacks(shape)
-        if need is None:
-            return path, refusals
-        if engine is one_pass and shape.passes == "one" and need != NO_GRADIENT:
-            raise ValueError(f'passes="one" needs {need}')
-        refusals.append(f"{path}: needs {need}")
+    for engine in ENGINES:
+        reason = engine.reason_against(work)
+        if reason is None:
+            return engine
+        if engine is OnePass and work.passes == "one" and reason != NO_GRADIENT:
+            raise ValueError(f'passes="one" needs {reason}')
     raise AssertionError("two passes take every call")
 
 
@@ -74,29 +70,31 @@ class LinearPlan:
         return f"{self.path}, {work}, {sides}\n{call}\n{self.reason}"
 
 
-def _plan(shape: HeadShape) -> LinearPlan:
-    path, remarks = path_for(shape)
-    forward, backward = two_pass.tiles_of(shape)
+def _plan(work: Workload) -> LinearPlan:
+    engine = choose_engine(work)
+    before = ENGINES[: ENGINES.index(engine)]
+    remarks = [f"{other.name}: needs {other.reason_against(work)}" for other in before]
+    forward, backward = two_pass.tiles_of(work)
     tiles = Tiles(*map(max, forward, backward))
-    lacks = shape.two_pass_epilogue_lacks if path == "sparse" else shape.fold_lacks
-    if path == "one pass":
-        chunks, lacks = one_pass.chunks_of(shape), one_pass.epilogue_lacks(shape)
-        tiles = Tiles(chunks.chunk_tokens, shape.vocab)
+    reason = work.reason_against_tolerance if engine is Sparse else work.reason_against_fold
+    if engine is OnePass:
+        chunks, reason = one_pass.chunks_of(work), one_pass.reason_against_epilogue(work)
+        tiles = Tiles(chunks.tokens, work.vocab)
         if chunks.sum_dtype is not None:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
-    elif lacks is None and shape.casts_weight:
-        remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
-    if lacks is None and path != "one pass" and shape.wants_gradient and shape.two_pass_epilogue_lacks:
-        remarks.append(f"no epilogue in the backward, which needs {shape.two_pass_epilogue_lacks}")
-    if shape.device.type == "cuda" and lacks is not None:
-        remarks.append(f"no epilogue, which needs {lacks}")
+    elif reason is None and work.casts_weight:
+        remarks.append(f"products read a copy of the weight in {str(work.compute_dtype).split('.')[1]}")
+    if reason is None and engine is not OnePass and work.wants_gradient and work.reason_against_tolerance:
+        remarks.append(f"no epilogue in the backward, which needs {work.reason_against_tolerance}")
+    if work.device.type == "cuda" and reason is not None:
+        remarks.append(f"no epilogue, which needs {reason}")
     return LinearPlan(
-        tokens=shape.tokens,
-        device=f"{shape.device}, {gpu_of(shape.device).name}" if shape.device.type == "cuda" else str(shape.device),
-        path=path,
+        tokens=work.tokens,
+        device=f"{work.device}, {gpu_of(work.device).name}" if work.device.type == "cuda" else str(work.device),
+        path=engine.name,
         reason="; ".join(remarks),
-        epilogue=lacks is None,
-        family=None if lacks else family_of(shape.device).name,
+        epilogue=reason is None,
+        family=None if reason else family_of(work.device).name,
         tiles=tiles,
     )
 
@@ -170,13 +168,12 @@ def plan_linear_logprobs(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
+    used = head_options.compute_dtype or dtype
     return _plan(
-        HeadShape(
-            tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
-            device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs),
-            aligned=aligned, passes=passes, together=together,
-            options=resolved(head_options, head_options.compute_dtype or dtype),
-            auto_tolerance=head_options.grad_tolerance == "auto",
+        Workload(
+            tokens, vocab, hidden_size, dtype, weight_dtype or dtype, used, _device(device), (needs[0], needs[1]),
+            head_options, head_options.tolerance_of(used, exact=False), aligned=aligned, passes=passes,
+            tokens_per_gradient=together,
         )
     )  # fmt: skip
 

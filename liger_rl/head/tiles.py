@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_rl.head.head_options import EngineOptions
+from liger_rl.head.head_options import HeadOptions
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
 # Working memory of one tile if the caller names no chunk. Products run at full speed in it, and it is small compared to
@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
 
 
 def plan_tiles(
-    tokens: int, vocab: int, hidden_size: int, device: torch.device, options: EngineOptions, *, bytes_per_logit: int
+    tokens: int, vocab: int, hidden_size: int, device: torch.device, options: HeadOptions, *, bytes_per_logit: int
 ) -> Tiles:
     """Tiles for which t v bytes_per_logit + 4 v H <= WORKSPACE_BYTES, for t tokens and v vocabulary entries.
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.checks import check_dense, check_floating
-from liger_rl.head.head_call import HeadCall, LogProbs
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
-from liger_rl.head.live_tokens import counted_tokens
+from liger_rl.head.live_tokens import find_counted
+from liger_rl.head.logprobs import log_probs
 from liger_rl.head.pair.pair_call import BETA, measure_of
 from liger_rl.head.pair.pair_reference import FORWARD, REVERSE, Measure
-from liger_rl.head.run import log_probs
+from liger_rl.head.record import Head, LogProbs, gather_head
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY
 from liger_rl.kernels.transform import LogitTransform
@@ -96,14 +96,15 @@ def topk_divergence(
     targets = teacher_ids
     if targets is None:
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    call = HeadCall(
-        hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias,
-        vocab_parallel=vocab_parallel, options=head_options, targets_name="teacher_ids",
-        may_be_several=True,
-    )  # fmt: skip
-    student = log_probs(call)
+    with gather_head(head_options, weight, bias):
+        student = log_probs(
+            Head.of(
+                hidden, weight, targets, head_options, mask=mask, bias=bias, vocab_parallel=vocab_parallel,
+                several=True, targets_name="teacher_ids",
+            )
+        )  # fmt: skip
     ids, logps = _lists(student, teacher_ids, lists)
-    listed = counted_tokens(ids, None if mask is None else mask[..., None])
+    listed = find_counted(ids, None if mask is None else mask[..., None])
     if not isinstance(teacher_logps, Tensor):
         with torch.no_grad():
             teacher_logps = _floats("teacher_logps(ids)", teacher_logps(ids), ids, "ids").detach()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from liger_rl.head.head_call import MOST_IDS
+from liger_rl.head.head_options import MOST_IDS
 from liger_rl.kernels.statistics import EXTRAS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -5,7 +5,7 @@ import torch
 
 from devices import skip_without_interpreter
 from head_calls import call, functional, problem, run_triton, solve
-from liger_rl.head.interface import Head
+from liger_rl.head.record import Head
 from oracles import norm_error
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

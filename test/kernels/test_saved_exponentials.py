@@ -12,13 +12,9 @@ import oracles
 from devices import TRUNCATES, skip_where_misread, skip_without_interpreter
 from head_calls import problem, run_triton
 from liger_rl import FusedLinearGRPOLoss, HeadOptions, LogitTransform, Reinforce, TokenSum
-from liger_rl.head.autograd import HeadGradients, HeadValues
 from liger_rl.head.dense import one_pass
-from liger_rl.head.head_call import HeadCall
-from liger_rl.head.head_options import resolved
-from liger_rl.head.head_shape import HeadShape
-from liger_rl.head.interface import Head
-from liger_rl.head.live_tokens import TokenSelection
+from liger_rl.head.record import DIFFERENTIABLE, Head, LogProbs
+from liger_rl.head.workload import Workload
 from liger_rl.kernels import gemm, reference
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import EXTRAS
@@ -132,26 +128,25 @@ def test_gradients_of_all_values(select):
     upstream[:3, ::4], upstream[:, 1] = 0.0, 0.0
     z = oracles.linear_logits(*(leaf.double() for leaf in leaves), **vars(options.transform))[index]
     exact = oracles.values(z, targets[index])
-    fields = {name: value for name, value in exact._asdict().items() if name in HeadValues._fields}
-    expected = HeadValues(**dict.fromkeys(HeadValues._fields) | fields)
-    truth = torch.autograd.grad(sum((v * u).sum() for v, u in zip(expected[:4], upstream, strict=True)), leaves)
+    expected = LogProbs(**{name: value for name, value in exact._asdict().items() if name in LogProbs._fields})
+    differentiable = DIFFERENTIABLE[:4]
+    values = [getattr(expected, name) for name in differentiable]
+    truth = torch.autograd.grad(sum((v * u).sum() for v, u in zip(values, upstream, strict=True)), leaves)
 
-    def close(found: HeadValues, rows: slice) -> None:
+    def close(found: LogProbs, rows: slice) -> None:
         for mine, other in zip(found, expected, strict=True):
             assert (mine is None) == (other is None)
             if other is not None:
                 torch.testing.assert_close(mine.cpu().to(other.dtype), other[rows].detach(), rtol=1e-5, atol=1e-4)
 
-    def gradients_of(chunk: slice, values: HeadValues) -> HeadGradients:
+    def gradients_of(chunk: slice, values: LogProbs) -> LogProbs:
         close(values, chunk)
-        return HeadGradients(*upstream[:, chunk].to(DEVICE))
+        return LogProbs(**dict(zip(differentiable, upstream[:, chunk].to(DEVICE), strict=True)))
 
     tensors = [leaf.detach().to(DEVICE) for leaf in leaves]
-    live = TokenSelection(60, index=index.to(DEVICE))
-    head = Head(*tensors, None, targets.to(DEVICE), live)
-    plan, chunks = one_pass.OnePassPlan(chunk_tokens=25, sum_dtype=torch.float32), [slice(0, 25), slice(25, 40)]
-    given = head, resolved(options, torch.float32), plan, chunks, gradients_of, (True, True, False)
-    values, gradients = one_pass.one_pass(*given, select=select)
+    head = Head.of(*tensors, targets.to(DEVICE), options)._replace(live=index.to(DEVICE))
+    arguments = head, [slice(0, 25), slice(25, 40)], torch.float32, gradients_of, (True, True, False)
+    values, gradients = one_pass.run_one_pass(*arguments, select=select)
     close(values, slice(None))
     for mine, other in zip(gradients, truth, strict=False):
         assert oracles.relative_error(mine.cpu(), other.double()) < 1e-5
@@ -162,8 +157,8 @@ def test_a_mean_logit_under_a_softcap_is_refused():
     x = problem((300,)).leaves()
     for softcap, extras, need in ((None, EXTRAS, None), (9.0, ("is_top1",), None), (9.0, EXTRAS, "no softcap")):
         options = HeadOptions(extras=extras, transform=LogitTransform(softcap=softcap))
-        call = HeadCall(hidden=x.hidden, weight=x.weight, targets=x.targets, options=options)
-        found = one_pass.lacks(HeadShape.of(call, resolved(options, torch.float32), passes="one"))
+        head = Head.of(x.hidden, x.weight, x.targets, options)
+        found = one_pass.OnePass.reason_against(Workload.of(head)._replace(passes="one"))
         assert found == need or found.startswith(need)
 
 

@@ -7,21 +7,17 @@ exponentials become dL/dlogits in their own memory. The backward multiplies the 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.head.autograd import HeadGradients, HeadValues, token_inputs
+from liger_rl.head.autograd import Engine, Saved, has_gradient, index_of, token_gradients, token_values
 from liger_rl.head.dense import two_pass
 from liger_rl.head.dense.totals import Totals
-from liger_rl.head.head_options import EngineOptions
-from liger_rl.head.head_shape import NO_GRADIENT, HeadShape
-from liger_rl.head.interface import Gradients, Head, Needs, has_gradient, picked_rows
-from liger_rl.head.live_tokens import TokenSelection
-from liger_rl.head.rules import lacks as rule_lacks
-from liger_rl.head.tiles import free_tile_vocab, kind_of, spans
+from liger_rl.head.record import Gradients, Head, LogProbs, Needs
+from liger_rl.head.tiles import Tiles, free_tile_vocab, kind_of, spans
+from liger_rl.head.workload import NO_GRADIENT, Workload
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, align_rows, runs_triton
 from liger_rl.kernels.differentiable_once import differentiable_once
@@ -40,105 +36,97 @@ CHUNK_TOKENS_ALIGNMENT = 128
 MAX_ROUNDINGS = 2
 
 # (slice of m live tokens, their values (m,)) -> the gradients of the values (m,)
-GradientsOf = Callable[[slice, HeadValues], HeadGradients]
+GradientsOf = Callable[[slice, LogProbs], LogProbs]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnePassPlan:
-    """The tokens of a chunk, and the dtype in which the weight's gradient is summed over chunks."""
+class Chunks(NamedTuple):
+    """Near-equal chunks of the live tokens of one pass."""
 
-    chunk_tokens: int
+    tokens: int  # of a chunk, at most
+    # float32, or the weight's dtype, in which the gradient is rounded after each chunk. None without a gradient.
     sum_dtype: torch.dtype | None
-    """float32, or the weight's dtype, in which the gradient is rounded after each chunk. None without a gradient."""
-
-
-class OnePass(NamedTuple):
-    """The results of `one_pass` for the n live tokens."""
-
-    values: HeadValues  # (n,)
-    gradients: Gradients  # of hidden, weight and bias
 
 
 @torch.no_grad()
-def one_pass(
+def run_one_pass(
     head: Head,
-    options: EngineOptions,
-    plan: OnePassPlan,
     chunks: Sequence[slice],  # consecutive slices of the live tokens
+    sum_dtype: torch.dtype | None,  # of `Chunks`
     gradients_of: GradientsOf,
-    needs: Needs,  # of hidden, weight, bias
+    needs: Needs,
     *,
     select: bool,  # leave out rows without a gradient, which takes one host sync per chunk
-) -> OnePass:
-    """Statistics and gradients: 2 n H V operations for the logits, and 2 n' H V each for dH and dW.
+) -> tuple[LogProbs, Gradients]:
+    """The values (n,) of the live tokens, and the gradients of hidden, weight and bias.
 
-    n' is the number of rows with a gradient if `select` is set, else n.
+    2 n H V operations for the logits, and 2 n' H V each for dH and dW. n' is the number of rows with a gradient if
+    `select` is set, else n.
     """
-    weight, device = head.weight, head.hidden.device
-    values = HeadValues.unwritten(head.live.count, options, device)
-    totals = Totals(head, plan.sum_dtype, needs)
+    weight, device, vocab = head.weight, head.hidden.device, head.weight.shape[0]
+    totals, chunk_values = Totals(head, sum_dtype, needs), list[LogProbs]()
     largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
-    buffer = SavedExp.empty(largest, weight.shape[0], device, options.compute_dtype, BLOCK_VOCAB)
+    buffer = SavedExp.empty(largest, vocab, device, head.dtype, BLOCK_VOCAB)
     with gemm.without_autocast(device):
         for chunk in chunks:
-            index = chunk if head.live.index is None else head.live.index[chunk]
-            hidden = align_rows(head.hidden[index].to(options.compute_dtype).contiguous())
-            rows = head._replace(hidden=hidden, targets=head.targets[index], live=TokenSelection(hidden.shape[0]))
-            saved_exp = buffer.of_tokens(slice(0, hidden.shape[0]))
-            statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), saved_exp=saved_exp)
-            chunk_values = HeadValues.of(statistics, options, head.vocab)
-            for value, of_chunk in zip(values, chunk_values, strict=True):
-                if value is not None and of_chunk is not None:
-                    value[chunk] = of_chunk
-            tokens = token_inputs(statistics, gradients_of(chunk, chunk_values), head.vocab)
-            assert tokens.uniform is None or "mean_logits" in options.extras
-            selected = picked_rows(has_gradient(tokens)) if select else None
-            at_target = grad_at_targets(tokens, statistics, options.transform)
-            tokens = tokens._replace(has_gradient=None).with_float32_lse()
-            _add_chunk(totals, saved_exp, selected, index, rows, tokens, at_target, options)
-    return OnePass(values, totals.finish())
+            index = chunk if head.live is None else head.live[chunk]
+            hidden = align_rows(head.hidden[index].to(head.dtype).contiguous())
+            rows = head._replace(hidden=hidden, targets=head.targets[index], live=None)
+            saved_exp, epilogue = buffer.of_tokens(slice(0, hidden.shape[0])), epilogue_for(hidden, weight)
+            # All tokens of the chunk at once: in a product's epilogue, or in tiles of the vocabulary.
+            tiles = None if epilogue is not None else Tiles(hidden.shape[0], min(free_tile_vocab(vocab), vocab))
+            statistics, _ = two_pass.fold_rows(rows, epilogue, saved_exp=saved_exp, tiles=tiles)
+            values = token_values(statistics, head)
+            chunk_values.append(values)
+            saved = Saved(logps=statistics.logps, lse=statistics.lse, entropy=statistics.entropy)
+            gradients = token_gradients(saved, gradients_of(chunk, values), head.vocab)
+            assert gradients.uniform is None or "mean_logits" in head.options.extras
+            selected = index_of(has_gradient(gradients)) if select else None
+            at_target = grad_at_targets(gradients, statistics, head.options.transform)
+            gradients = gradients._replace(has_gradient=None).with_float32_lse()
+            _add_chunk(totals, saved_exp, selected, index, rows, gradients, at_target)
+    return _join_values(chunk_values, head), totals.finish()
 
 
-def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
-    """The options that fold all tokens of a chunk at once: in a product's epilogue, or in tiles of the vocabulary."""
-    if epilogue_for(rows, weight) is not None:
-        return replace(options, chunk_tokens=None)
-    return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=free_tile_vocab(weight.shape[0]))
+def _join_values(chunks: Sequence[LogProbs], head: Head) -> LogProbs:
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:  # no token counts
+        rows = head._replace(hidden=head.hidden[:0], targets=head.targets[:0], live=None)
+        return token_values(two_pass.fold_tiles(rows).finish(), head)
+    return LogProbs._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 def _add_chunk(
-    totals: "Totals",
+    totals: Totals,
     saved_exp: SavedExp,
     selected: Tensor | None,  # (m',) rows of the chunk with a gradient; None: all
     index: Tensor | slice,  # places of the chunk's rows in all N tokens
     chunk: Head,  # m rows
-    tokens: TokenGradients,  # (m,) each
+    gradients: TokenGradients,  # (m,) each
     at_target: Tensor,  # (m,) from `grad_at_targets`
-    options: EngineOptions,
 ) -> None:
     """Turn the chunk's exponentials into dL/dlogits, and add its gradients to `totals`."""
-    rows, weight, targets = chunk.hidden, chunk.weight, chunk.targets
+    rows, weight, targets, transform = chunk.hidden, chunk.weight, chunk.targets, chunk.options.transform
     if selected is not None:
-        rows, targets, tokens, at_target = rows[selected], targets[selected], tokens.take(selected), at_target[selected]
+        rows, targets, at_target = rows[selected], targets[selected], at_target[selected]
+        gradients = gradients.take(selected)
         index = selected + index.start if isinstance(index, slice) else index[selected]
     if rows.shape[0] == 0:
         return
-    vocab = weight.shape[0]
+    vocab, kernels = weight.shape[0], for_device(rows.device)
     # One tile of all V entries, if no step makes a temporary of the tile's width.
     one_tile = selected is None and runs_triton(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
     width = vocab if one_tile else free_tile_vocab(vocab)
 
-    def tile_of(first: int, last: int) -> Tensor:
+    def make_tile(first: int, last: int) -> Tensor:
         if selected is None:
-            tile = saved_exp.values[:, first:last].view(options.compute_dtype)
+            tile = saved_exp.values[:, first:last].view(chunk.dtype)
         else:
-            tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
-        for_device(rows.device).grad_from_saved(
-            saved_exp, selected, first, targets, options.transform, tokens, at_target, tile
-        )
+            tile = torch.empty(rows.shape[0], last - first, dtype=chunk.dtype, device=rows.device)
+        kernels.grad_from_saved(saved_exp, selected, first, targets, transform, gradients, at_target, tile)
         return tile
 
-    totals.add(rows, index, spans(vocab, width), tile_of)
+    totals.add(rows, index, spans(vocab, width), make_tile)
 
 
 class WithGradients(torch.autograd.Function):
@@ -187,13 +175,13 @@ class Room(NamedTuple):
     together: int  # tokens that must be in one chunk
 
 
-def _room(shape: HeadShape) -> Room:
-    options, tokens = shape.options, shape.tokens
-    sums = 4 * shape.vocab * shape.hidden_size * (shape.needs[1] and shape.weight_dtype != torch.float32)
-    together = min(shape.together, tokens)
-    bytes_per_token = 4 * shape.hidden_size
-    bytes_per_token += SavedExp.bytes_per_token(shape.vocab, options.compute_dtype, BLOCK_VOCAB)
-    chunk_bytes = CHUNK_BYTES[kind_of(shape.device)]
+def _room(work: Workload) -> Room:
+    options, tokens = work.options, work.tokens
+    sums = 4 * work.vocab * work.hidden_size * (work.needs[1] and work.weight_dtype != torch.float32)
+    together = min(work.tokens_per_gradient, tokens)
+    bytes_per_token = 4 * work.hidden_size
+    bytes_per_token += SavedExp.bytes_per_token(work.vocab, work.compute_dtype, BLOCK_VOCAB)
+    chunk_bytes = CHUNK_BYTES[kind_of(work.device)]
     beside = options.chunk_tokens or max(1, chunk_bytes // bytes_per_token)
     instead = options.chunk_tokens or max(1, (chunk_bytes + sums) // bytes_per_token)
     # All chunks except the last may hold `together - 1` tokens less than they have room for.
@@ -202,37 +190,43 @@ def _room(shape: HeadShape) -> Room:
     return Room(instead if rounded else beside, rounded, sums > 0 and beside < tokens, together)
 
 
-def lacks(shape: HeadShape) -> str | None:
-    """The first thing that one pass needs to be possible, or to pay with passes="auto"; None if it takes the call."""
-    if shape.passes == "two":
-        return 'passes="auto" or "one"'
-    lacking = shape.loss_lacks or _options_lack(shape)
-    if lacking is not None:
-        return lacking
-    room = _room(shape)
-    if room.tokens < room.together:
-        need = f"room in one chunk for {room.together} tokens that the gradient of one of them depends on"
-        return f"{need}; it holds {room.tokens}, unless chunk_tokens says more"
-    if not shape.wants_gradient:
-        return NO_GRADIENT
-    if shape.passes == "one":
+class OnePass(Engine):
+    """In a plan only: `run_one_pass` needs the loss, which hands it the chunks and its gradients."""
+
+    name = "one pass"
+
+    @staticmethod
+    def reason_against(work: Workload) -> str | None:
+        """The first thing that one pass lacks to be possible, or to pay with passes="auto"."""
+        if work.passes == "two":
+            return 'passes="auto" or "one"'
+        reason = work.reason_against_loss or _reason_against_options(work)
+        if reason is not None:
+            return reason
+        room = _room(work)
+        if room.tokens < room.together:
+            need = f"room in one chunk for {room.together} tokens that the gradient of one of them depends on"
+            return f"{need}; it holds {room.tokens}, unless chunk_tokens says more"
+        if not work.wants_gradient:
+            return NO_GRADIENT
+        if work.passes == "one":
+            return None
+        if work.options.names_chunk:
+            return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
+        least_tokens = min(MIN_CHUNK_TOKENS[kind_of(work.device)], work.tokens)
+        if room.tokens < least_tokens:
+            return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
+        if room.cramped:
+            return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
         return None
-    if shape.options.names_chunk:
-        return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
-    least_tokens = min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
-    if room.tokens < least_tokens:
-        return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
-    if room.cramped:
-        return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
-    return None
 
 
-def _options_lack(shape: HeadShape) -> str | None:
+def _reason_against_options(work: Workload) -> str | None:
     """The first need of one pass that an option or a dtype does not meet; None if all needs are met."""
-    options, transform = shape.options, shape.options.transform
-    lacking = rule_lacks(options, "in one pass", ignored="grad_tolerance" if shape.auto_tolerance else None)
-    if lacking is not None:
-        return lacking
+    options, transform = work.options, work.options.transform
+    conflict = options.conflict("in one pass")
+    if conflict is not None:
+        return "{} = {}, got {}: {}".format(*conflict)
     if transform.softcap is not None and transform.softcap < transform.temperature:
         return (
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
@@ -240,30 +234,30 @@ def _options_lack(shape: HeadShape) -> str | None:
         )
     if transform.softcap is not None and "mean_logits" in options.extras:
         return "no softcap beside mean_logits: an exponential that underflowed does not give back its logit's slope"
-    made_dtypes = options.compute_dtype, *(shape.dtype,) * shape.needs[0], *(shape.weight_dtype,) * shape.needs[1]
+    made_dtypes = work.compute_dtype, *(work.dtype,) * work.needs[0], *(work.weight_dtype,) * work.needs[1]
     if torch.float16 in made_dtypes:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     return None
 
 
-def chunks_of(shape: HeadShape) -> OnePassPlan:
-    """Near-equal chunks of the shape's N tokens, of a shape that `lacks` has no need of."""
-    tokens, room = shape.tokens, _room(shape)
+def chunks_of(work: Workload) -> Chunks:
+    """Near-equal chunks of N tokens, of a call that `OnePass` takes."""
+    tokens, room = work.tokens, _room(work)
     chunks = math.ceil(tokens / room.tokens)
     even_tokens = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
-    summed = shape.weight_dtype if room.rounded else torch.float32
-    return OnePassPlan(
-        chunk_tokens=max(1, min(room.tokens, even_tokens + room.together - 1, tokens)),
-        sum_dtype=summed if shape.needs[1] else None,
+    summed = work.weight_dtype if room.rounded else torch.float32
+    return Chunks(
+        tokens=max(1, min(room.tokens, even_tokens + room.together - 1, tokens)),
+        sum_dtype=summed if work.needs[1] else None,
     )
 
 
-def epilogue_lacks(shape: HeadShape) -> str | None:
+def reason_against_epilogue(work: Workload) -> str | None:
     """The first thing that the epilogue lacks in one pass, which makes no copy of the weight; None if it applies."""
-    if shape.epilogue_lacks is not None:
-        return shape.epilogue_lacks
-    if shape.casts_weight:
+    if work.reason_against_epilogue is not None:
+        return work.reason_against_epilogue
+    if work.casts_weight:
         return "a weight in the products' dtype in one pass"
-    if chunks_of(shape).chunk_tokens < MIN_TOKENS:
+    if chunks_of(work).tokens < MIN_TOKENS:
         return f"chunks of {MIN_TOKENS} tokens or more"
     return None

@@ -13,18 +13,17 @@ the same tiles. Its ids are further targets in the backward.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabShard
-from liger_rl.head.autograd import HeadGradients
+from liger_rl.head.autograd import Engine, Saved, token_gradients
 from liger_rl.head.dense import two_pass
-from liger_rl.head.head_options import EngineOptions
-from liger_rl.head.head_shape import HeadShape
-from liger_rl.head.interface import Gradients, Head, Needs
+from liger_rl.head.live_tokens import scatter_rows, take_rows
+from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import spans
+from liger_rl.head.workload import Workload
 from liger_rl.kernels import for_device
 from liger_rl.kernels.reference import (
     decode_keys,
@@ -35,52 +34,62 @@ from liger_rl.kernels.reference import (
     with_uniform,
 )
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-from liger_rl.kernels.transform import LogitTransform
 
 PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
 
 
-class Saved(NamedTuple):
-    topk_logps: Tensor  # (n, K)
-    topk_ids: Tensor
+class SeveralTargets(Engine):
+    name = "several targets"
+
+    @staticmethod
+    def reason_against(work: Workload) -> str | None:
+        if work.passes == "one":
+            return 'passes other than "one"'
+        has_lists = work.several or work.options.topk is not None
+        return None if has_lists else "several targets for each token, or topk"
+
+    @staticmethod
+    def forward(saved: Saved, head: Head) -> TokenStatistics:
+        """Statistics of every token that counts. A negative target has log-probability 0."""
+        statistics = _statistics(head.take(head.live))
+        saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
+        saved.topk_logps, saved.topk_ids = statistics.topk_logps, statistics.topk_ids
+        return statistics
+
+    @staticmethod
+    def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
+        if grads.topk_logps is not None:
+            head, grads = _with_topk(saved, head, grads)
+        gradients = token_gradients(saved, grads, head.vocab)
+        if head.targets.dim() == 2:
+            gradients = _of_several_targets(saved.logps, head, gradients)
+        return two_pass.exact_gradients(head, gradients, needs)
 
 
-def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved | None]:
-    """Statistics of every token that counts. A negative target has log-probability 0."""
-    statistics = _statistics(head.gathered(options.compute_dtype), options)
-    saved = None
-    if statistics.topk_logps is not None and statistics.topk_ids is not None:
-        saved = Saved(statistics.topk_logps, statistics.topk_ids)
-    return statistics, saved
+def _with_topk(saved: Saved, head: Head, grads: LogProbs) -> tuple[Head, LogProbs]:
+    """The topk ids as further targets, whose log-probabilities have the gradients `grads.topk_logps`.
 
-
-def with_topk(
-    head: Head, statistics: TokenStatistics, saved: Saved, grads: HeadGradients
-) -> tuple[Head, TokenStatistics, HeadGradients]:
-    """The topk ids as further targets, whose log-probabilities have the gradients `grads.topk_logps`."""
-    targets, logps = head.targets, statistics.logps
+    The log-probabilities of `saved` become those of all targets.
+    """
+    targets, logps = head.targets, saved.logps
     if targets.dim() == 1:
-        # Ids of the whole vocabulary, as several targets are.
-        targets = (targets if head.shard is None else targets + head.shard.place.vocab_start)[:, None]
-        logps = logps[:, None]
+        targets, logps = targets[:, None], logps[:, None]
     grad_logps = torch.zeros_like(logps) if grads.logps is None else grads.logps.view_as(logps)
     assert grads.topk_logps is not None
-    ids = head.live.spread(saved.topk_ids + 1, targets.shape[:1]) - 1  # -1 at tokens that do not count
-    return (
-        head._replace(targets=torch.cat([targets, ids], 1)),
-        statistics._replace(logps=torch.cat([logps, saved.topk_logps], 1)),
-        grads._replace(logps=torch.cat([grad_logps, grads.topk_logps], 1), topk_logps=None),
-    )
+    ids = scatter_rows(saved.topk_ids + 1, head.live, targets.shape[:1]) - 1  # -1 at tokens that do not count
+    saved.logps = torch.cat([logps, saved.topk_logps], 1)
+    grads = grads._replace(logps=torch.cat([grad_logps, grads.topk_logps], 1), topk_logps=None)
+    return head._replace(targets=torch.cat([targets, ids], 1)), grads
 
 
-def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
-    targets = None
+def _statistics(rows: Head) -> TokenStatistics:
+    targets, topk = None, rows.options.topk
     if rows.targets.dim() == 2:
-        targets = _Targets(rows, options)
-        rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
-    largest = None if options.topk is None else _Largest(rows, options.topk, options.transform)
-    seen = [collector.look for collector in (targets, largest) if collector is not None]
-    state = two_pass.fold_tiles(rows, options, seen=seen)
+        targets = _Targets(rows)
+        rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.OUT_OF_VOCAB))
+    largest = None if topk is None else _Largest(rows, topk)
+    readers = [collector.read_tile for collector in (targets, largest) if collector is not None]
+    state = two_pass.fold_tiles(rows, readers=readers)
     statistics = state.finish()
 
     def log_probabilities(z: Tensor) -> Tensor:
@@ -98,22 +107,21 @@ def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
 class _Targets:
     """The logits of K targets per token, gathered while tiles are folded."""
 
-    def __init__(self, rows: Head, options: EngineOptions) -> None:
-        self.rows, self.transform = rows, options.transform
-        self.ids = rows.targets if rows.shard is None else rows.shard.local(rows.targets)
+    def __init__(self, rows: Head) -> None:
+        self.rows, self.ids = rows, rows.target_rows
         self.on_rank = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
         self.x = torch.zeros(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
-    def look(self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None) -> None:
-        column, width = self.ids[token_rows] - first, logits.shape[1]
+    def read_tile(self, logits: Tensor, tokens: slice, first: int, bias: Tensor | None) -> None:
+        column, width = self.ids[tokens] - first, logits.shape[1]
         clamped_values = logits.gather(1, column.clamp(0, width - 1))
-        self.x[token_rows] = torch.where((column >= 0) & (column < width), clamped_values, self.x[token_rows])
+        self.x[tokens] = torch.where((column >= 0) & (column < width), clamped_values, self.x[tokens])
 
     def logps(self, log_probabilities: Callable[[Tensor], Tensor]) -> Tensor:
         """Log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""
         bias, shard = self.rows.bias, self.rows.shard
         listed = None if bias is None else bias[torch.where(self.on_rank, self.ids, 0)]
-        z = torch.where(self.on_rank, transform_logits(self.x, listed, self.transform), 0.0)
+        z = torch.where(self.on_rank, transform_logits(self.x, listed, self.rows.options.transform), 0.0)
         z = z if shard is None else shard.total(z)
         return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
 
@@ -121,13 +129,13 @@ class _Targets:
 class _Largest:
     """The K largest logits of each token, kept while tiles are folded."""
 
-    def __init__(self, rows: Head, count: int, transform: LogitTransform) -> None:
-        self.rows, self.transform = rows, transform
+    def __init__(self, rows: Head, count: int) -> None:
+        self.transform = rows.options.transform
         self.start = 0 if rows.shard is None else rows.shard.place.vocab_start
         self.keys = lowest_keys(rows.hidden.shape[0], count, rows.hidden.device)
 
-    def look(self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None) -> None:
-        for_device(logits.device).update_topk(logits, self.start + first, bias, self.transform, self.keys[token_rows])
+    def read_tile(self, logits: Tensor, tokens: slice, first: int, bias: Tensor | None) -> None:
+        for_device(logits.device).update_topk(logits, self.start + first, bias, self.transform, self.keys[tokens])
 
     def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
         """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
@@ -135,34 +143,26 @@ class _Largest:
         return decode_keys(keys.sort(dim=1, descending=True).values[:, : self.keys.shape[1]])
 
 
-def backward(
-    head: Head,
-    options: EngineOptions,
-    statistics: TokenStatistics,
-    _saved: Saved | None,
-    tokens: TokenGradients,  # (n,) each; with K targets grad_logps is (n, K), or (n, K + 1) with dL/dlse
-    needs: Needs,
-) -> Gradients:
-    if head.targets.dim() == 2:
-        ids, logps = head.live.gather(head.targets), statistics.logps
-        # Column K, if there is one, is -dL/dlse.
-        listed = torch.where(ids >= 0, tokens.grad_logps[:, : ids.shape[1]], 0.0)
-        gradients = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1)
-        total = gradients.sum(1)
-        at_targets = _at_targets(ids, logps, listed, total, tokens)
-        at_targets = times_derivative(at_targets, (logps + tokens.lse[:, None]).float(), options.transform)
-        tokens = tokens._replace(grad_logps=total, at_target=at_targets, has_gradient=(gradients != 0).any(1))
-    return two_pass.backward(head, options, statistics, None, tokens, needs)
+def _of_several_targets(logps: Tensor, head: Head, gradients: TokenGradients) -> TokenGradients:
+    """The gradients of tokens with K targets, from dL/dlogps (n, K), or (n, K + 1) with -dL/dlse in the last column."""
+    ids = take_rows(head.targets, head.live)
+    listed = torch.where(ids >= 0, gradients.grad_logps[:, : ids.shape[1]], 0.0)
+    grad_logps = torch.cat([listed, gradients.grad_logps[:, ids.shape[1] :]], dim=1)
+    total = grad_logps.sum(1)
+    at_targets = _at_targets(ids, logps, listed, total, gradients)
+    z = (logps + gradients.lse[:, None]).float()
+    at_targets = times_derivative(at_targets, z, head.options.transform)
+    return gradients._replace(grad_logps=total, at_target=at_targets, has_gradient=(grad_logps != 0).any(1))
 
 
-def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, tokens: TokenGradients) -> Tensor:
+def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, gradients: TokenGradients) -> Tensor:
     """-> dL/dz at the targets, (n, K) float32, 0 at negative targets."""
     id_sums, total = _sums_of_repeated(ids, listed), total[:, None]
     # For p near 1 we use 1 - p = -expm1(logp), which is exact to its last digit, as `TokenGradients.of` does.
     grad = torch.where(logps > -0.5, (id_sums - total) - total * torch.expm1(logps), id_sums - total * logps.exp())
-    if tokens.grad_entropy is not None and tokens.entropy is not None:
-        grad -= tokens.grad_entropy[:, None] * entropy_term(logps, tokens.entropy[:, None])
-    return torch.where(ids >= 0, with_uniform(grad, tokens), 0.0)
+    if gradients.grad_entropy is not None and gradients.entropy is not None:
+        grad -= gradients.grad_entropy[:, None] * entropy_term(logps, gradients.entropy[:, None])
+    return torch.where(ids >= 0, with_uniform(grad, gradients), 0.0)
 
 
 def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:
@@ -177,10 +177,3 @@ def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:
         same = here[:, :, None] == here[:, None, :]
         out[start:stop] = torch.where(same, part[:, None, :], 0.0).sum(2)
     return out
-
-
-def lacks(shape: HeadShape) -> str | None:
-    if shape.passes == "one":
-        return 'passes other than "one"'
-    lists = shape.several or shape.options.topk is not None
-    return None if lists else "several targets for each token, or topk"

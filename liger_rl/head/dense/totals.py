@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from liger_rl.head.interface import Gradients, Head, Needs
+from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.kernels import gemm, reference
 
 

@@ -11,112 +11,131 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.head.head_options import EngineOptions
-from liger_rl.head.head_shape import HeadShape
-from liger_rl.head.interface import Gradients, Head, Needs, has_gradient, with_gradient
+from liger_rl.head.autograd import Engine, Saved, has_gradient, index_of, token_gradients
+from liger_rl.head.live_tokens import select_live
+from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import Tiles, plan_tiles, spans
+from liger_rl.head.workload import Workload
 from liger_rl.kernels import devices, epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 
-NOWHERE = -1  # stands for a target outside of all tiles
+OUT_OF_VOCAB = -1  # stands for a target outside of all tiles
 
 # (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry, its bias (v,))
-Seen = Callable[[Tensor, slice, int, Tensor | None], None]
+TileReader = Callable[[Tensor, slice, int, Tensor | None], None]
 
 
-def forward(
-    head: Head,
-    options: EngineOptions,
-    *,
-    with_tiles: bool = False,
-    saved_exp: SavedExp | None = None,  # (n, V), written; chunks must hold whole tiles of it, and the rows are gathered
-) -> tuple[TokenStatistics, TileStatistics | None]:
+class TwoPasses(Engine):
+    name = "two passes"
+
+    @staticmethod
+    def forward(saved: Saved, head: Head) -> TokenStatistics:
+        statistics, _ = fold_head(head)
+        saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
+        return statistics
+
+    @staticmethod
+    def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
+        return exact_gradients(head, token_gradients(saved, grads, head.vocab), needs)
+
+
+def fold_head(head: Head, *, with_tiles: bool = False) -> tuple[TokenStatistics, TileStatistics | None]:
     """Statistics of every token that counts, 2 n H V operations, and with `with_tiles` the statistics of tiles.
 
-    With `saved_exp` the statistics include the target's logit, because an exponential that underflowed does not give it
-    back. Only the product's epilogue makes statistics of tiles: it must apply, and no chunk may be named. Otherwise
-    they are None, and a backward with a tolerance is exact.
+    Only the product's epilogue makes statistics of tiles: it must apply, and no chunk may be named. Otherwise they are
+    None, and a backward with a tolerance is exact.
     """
-    rows = head
-    if saved_exp is None:
-        rows = with_factor(head.gathered(options.compute_dtype), options)
-    shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
+    rows = _with_factor(head.take(head.live))
+    return fold_rows(rows, fold_epilogue(rows), with_tiles=with_tiles)
+
+
+def fold_rows(
+    rows: Head,  # of `Head.take`
+    epilogue: ModuleType | None,  # of the product that folds; None folds tiles of logits in memory
+    *,
+    with_tiles: bool = False,
+    saved_exp: SavedExp | None = None,  # (n, V), written; `tiles` must hold whole tiles of it
+    tiles: Tiles | None = None,  # of logits in memory; None chooses them
+) -> tuple[TokenStatistics, TileStatistics | None]:
+    """As `fold_head`. With `saved_exp` the statistics include the target's logit.
+
+    An exponential that underflowed does not give the target's logit back.
+    """
     if epilogue is None:
-        statistics = fold_tiles(rows, options, saved_exp=saved_exp).finish(with_target=saved_exp is not None)
-    else:
-        over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
-        statistics, tiles = epilogue.gemm_fold(
-            rows.hidden, rows.weight, rows.bias, rows.targets, options.transform,
-            entropy=options.entropy, extras=options.extras, with_tiles=with_tiles, saved_exp=saved_exp,
-            over_parts=over_ranks,
-        )  # fmt: skip
-    return statistics, tiles
+        return fold_tiles(rows, saved_exp=saved_exp, tiles=tiles).finish(with_target=saved_exp is not None), None
+    shard, options = rows.shard, rows.options
+    statistics, tile_statistics = epilogue.gemm_fold(
+        rows.hidden, rows.weight, rows.bias, rows.target_rows, options.transform, entropy=options.entropy,
+        extras=options.extras, with_tiles=with_tiles, saved_exp=saved_exp,
+        over_parts=None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total),
+    )  # fmt: skip
+    return statistics, tile_statistics
 
 
-def backward(
+def exact_gradients(
     head: Head,
-    options: EngineOptions,
-    _statistics: TokenStatistics,
-    _saved: None,
-    tokens: TokenGradients,  # (n,) each, of the tokens that count
+    gradients: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
     *,
     count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
-    wanted, tokens = has_gradient(tokens), tokens._replace(has_gradient=None).with_float32_lse()
-    live, tokens = with_gradient(head.live, tokens, wanted, count)
+    """Gradients of a head's tensors, from recomputed tiles of the tokens that have one."""
+    selected = index_of(has_gradient(gradients), count)
+    gradients, live = gradients._replace(has_gradient=None).with_float32_lse(), head.live
+    if selected is not None:
+        live, gradients = select_live(live, selected), gradients.take(selected)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
-    return gradients(
-        with_factor(head.gathered(options.compute_dtype, live), options, least=devices.MIN_TOKENS), options, tokens,
-        needs,
+    return tile_gradients(
+        _with_factor(head.take(live), least=devices.MIN_TOKENS), gradients, needs
     ).of_all_tokens(live, head)  # fmt: skip
 
 
-def with_factor(rows: Head, options: EngineOptions, *, least: int = 1) -> Head:
-    """Gathered rows. If only the weight's dtype rules out our own product, the weight is copied in the rows' dtype.
+def _with_factor(rows: Head, *, least: int = 1) -> Head:
+    """`rows`; if only the weight's dtype rules out our own product, with a copy of the weight in the rows' dtype.
 
     With fewer than `least` rows it stays as it is. Rounding a float32 weight in the registers of that product is
     slower: a fold took 24.8 ms, with a copy 11.3 ms.
     """
-    if rows.weight.dtype == rows.hidden.dtype or rows.hidden.shape[0] < least:
+    if rows.weight.dtype == rows.dtype or rows.hidden.shape[0] < least:
         return rows
     # The copy does not exist yet. `rows.hidden` stands for it: its dtype, row length and alignment are the same.
-    applies = fold_epilogue(rows._replace(weight=rows.hidden), options) is not None
-    return rows.with_weight_in(rows.hidden.dtype) if applies else rows
+    applies = fold_epilogue(rows._replace(weight=rows.hidden)) is not None
+    return rows.with_weight_in(rows.dtype) if applies else rows
 
 
-def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
+def fold_epilogue(rows: Head) -> ModuleType | None:
     """The module that folds in the product's epilogue. None if no module applies, or the call names a chunk."""
-    return None if options.names_chunk else epilogue_for(rows.hidden, rows.weight, folds=True)
+    return None if rows.options.names_chunk else epilogue_for(rows.hidden, rows.weight, folds=True)
 
 
 def fold_tiles(
-    rows: Head, options: EngineOptions, *, saved_exp: SavedExp | None = None, seen: Sequence[Seen] = ()
+    rows: Head, *, saved_exp: SavedExp | None = None, tiles: Tiles | None = None, readers: Sequence[TileReader] = ()
 ) -> Fold:
-    """The fold of gathered rows over all ranks, from tiles of logits in memory. Each tile is passed to `seen`."""
-    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
-    n, vocab = hidden.shape[0], weight.shape[0]
+    """The fold of rows over all ranks, from tiles of logits in memory. Each tile is passed to `readers`."""
+    hidden, weight, bias, options = rows.hidden, rows.weight, rows.bias, rows.options
+    targets, transform, (n, hidden_size), vocab = rows.target_rows, options.transform, hidden.shape, weight.shape[0]
     kernels = for_device(hidden.device)
-    # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
-    bytes_per_logit = 4 if runs_triton(hidden.device) else 12
-    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
+    if tiles is None:
+        # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
+        bytes_per_logit = 4 if runs_triton(hidden.device) else 12
+        tiles = plan_tiles(n, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit)
     token_spans = [slice(start, stop) for start, stop in spans(n, tiles.tokens)] or [slice(0, 0)]
     folds: list[Fold | None] = [None] * len(token_spans)
     for first, last in spans(vocab, tiles.vocab):
-        weight_tile = weight[first:last].to(options.compute_dtype)
+        weight_tile = weight[first:last].to(rows.dtype)
         bias_tile = None if bias is None else bias[first:last]
-        for index, token_rows in enumerate(token_spans):
-            logits = gemm.matmul(hidden[token_rows], weight_tile.T)
+        for index, tokens in enumerate(token_spans):
+            logits = gemm.matmul(hidden[tokens], weight_tile.T)
             folds[index] = kernels.fold(
-                logits, targets[token_rows], first, bias_tile, options.transform, folds[index],
-                entropy=options.entropy, extras=options.extras,
+                logits, targets[tokens], first, bias_tile, transform, folds[index], entropy=options.entropy,
+                extras=options.extras,
             )  # fmt: skip
             if saved_exp is not None:
-                kernels.save_exponentials(logits, first, bias_tile, options.transform, saved_exp.of_tokens(token_rows))
-            for look in seen:
-                look(logits, token_rows, first, bias_tile)
+                kernels.save_exponentials(logits, first, bias_tile, transform, saved_exp.of_tokens(tokens))
+            for read_tile in readers:
+                read_tile(logits, tokens, first, bias_tile)
             del logits  # so that it is freed before the next tile is allocated
     state, shard = Fold.concatenate([fold for fold in folds if fold is not None]), rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
@@ -126,34 +145,33 @@ def fold_tiles(
 TileGradient = Callable[[Tensor, int, slice], Tensor]
 
 
-def gradients(
-    rows: Head,
-    options: EngineOptions,
-    tokens: TokenGradients | None,  # None if `known` is given
+def tile_gradients(
+    rows: Head,  # of `Head.take`
+    gradients: TokenGradients | None,  # None if `tile_gradient` is given
     needs: Needs,
     *,
-    known: TileGradient | None = None,  # gives dL/dx of each tile, which is then not recomputed
+    tile_gradient: TileGradient | None = None,  # gives dL/dx of each tile, which is then not recomputed
     tiles: Tiles | None = None,
     vocab: int | None = None,  # only the first `vocab` entries have a gradient; the rest get 0
 ) -> Gradients:
-    """Gradients of gathered rows from recomputed tiles.
+    """Gradients of rows from recomputed tiles.
 
     The tiles take 2 n H V operations, and the gradients of hidden and of weight 2 n H V each. With K targets,
-    `tokens.at_target` (n, K) is dL/dx at the targets, the same number at each repetition of an id.
+    `gradients.at_target` (n, K) is dL/dx at the targets, the same number at each repetition of an id.
 
     The gradient of hidden is float32. With a sharded vocabulary it is summed over the ranks while the last product for
     the weight runs.
     """
-    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
+    hidden, weight, bias, targets, options = rows.hidden, rows.weight, rows.bias, rows.target_rows, rows.options
     n, vocab = hidden.shape[0], weight.shape[0] if vocab is None else vocab
     several = None
     if targets.dim() == 2:
-        assert tokens is not None
-        several = targets if rows.shard is None else rows.shard.local(targets), tokens.at_target
-        targets, tokens = targets.new_full((n,), NOWHERE), tokens._replace(at_target=tokens.grad_logps)
+        assert gradients is not None
+        several = targets, gradients.at_target
+        targets, gradients = targets.new_full((n,), OUT_OF_VOCAB), gradients._replace(at_target=gradients.grad_logps)
     kernels = for_device(hidden.device)
     epilogue = None if options.names_chunk else epilogue_for(hidden, weight)
-    dtype = options.compute_dtype
+    dtype = rows.dtype
     bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if runs_triton(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_weight = unwritten(weight, vocab, rows.weight_dtype) if needs[1] else None
@@ -171,27 +189,27 @@ def gradients(
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
-            token_rows = slice(start, stop)
-            if known is not None:
-                tile = known(product.tile, first, token_rows)
+            tokens = slice(start, stop)
+            if tile_gradient is not None:
+                tile = tile_gradient(product.tile, first, tokens)
             else:
-                assert tokens is not None
-                ids, tile_tokens = targets[token_rows], tokens.take(token_rows)
+                assert gradients is not None
+                ids, tile_tokens = targets[tokens], gradients.take(tokens)
                 if epilogue is not None:
                     tile = epilogue.gemm_grad(
-                        hidden[token_rows], product.tile, bias_tile, ids, first, options.transform, tile_tokens
+                        hidden[tokens], product.tile, bias_tile, ids, first, options.transform, tile_tokens
                     )
                 else:
-                    logits = gemm.matmul(hidden[token_rows], product.tile.T)
+                    logits = gemm.matmul(hidden[tokens], product.tile.T)
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
                     kernels.grad(logits, ids, first, bias_tile, options.transform, tile_tokens, tile)
                     del logits
             if several is not None:
-                kernels.write_at_ids(tile, several[0][token_rows], several[1][token_rows], first)
-            product.add_to_rows(tile, token_rows)
+                kernels.write_at_ids(tile, several[0][tokens], several[1][tokens], first)
+            product.add_to_rows(tile, tokens)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            product.add_to_table(tile, token_rows)
+            product.add_to_table(tile, tokens)
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
             del tile
@@ -246,15 +264,10 @@ class _Product:
             self.out.copy_(self.total)
 
 
-def lacks(shape: HeadShape) -> str | None:
-    """None: two passes take every call."""
-    return None
-
-
-def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
+def tiles_of(work: Workload) -> tuple[Tiles, Tiles]:
     """The tiles of the forward, and the tiles of the backward."""
-    logit, gradient, options = 12, 12, shape.options
-    if runs_triton(shape.device):
-        logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.two_pass_epilogue_lacks is None else 4)
-    sizes = shape.tokens, shape.vocab, shape.hidden_size, shape.device, options
+    logit, gradient = 12, 12
+    if runs_triton(work.device):
+        logit, gradient = 4, work.compute_dtype.itemsize + (0 if work.reason_against_tolerance is None else 4)
+    sizes = work.tokens, work.vocab, work.hidden_size, work.device, work.options
     return plan_tiles(*sizes, bytes_per_logit=logit), plan_tiles(*sizes, bytes_per_logit=gradient)

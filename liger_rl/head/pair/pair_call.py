@@ -1,29 +1,26 @@
 """A call of two heads: its tensors, its checks, and its autograd function."""
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.distributed import VocabShard
-from liger_rl.head.autograd import EngineFunction
+from liger_rl.distributed import VocabParallel
+from liger_rl.head.autograd import named_tensors, save_tensors
 from liger_rl.head.checks import check_count, check_dense, check_floating, check_head, check_shape, check_transform
 from liger_rl.head.dense.one_pass import WithGradients
-from liger_rl.head.head_call import HeadCall
-from liger_rl.head.head_options import IDENTITY, resolved
-from liger_rl.head.interface import Gradients, Head, Needs, whole_head
-from liger_rl.head.live_tokens import TokenSelection
+from liger_rl.head.head_options import IDENTITY, HeadOptions
+from liger_rl.head.live_tokens import scatter_rows, start_selection, take_rows
 from liger_rl.head.pair import two_heads as engine
 from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
 from liger_rl.head.pair.two_heads import Pair
-from liger_rl.head.rules import check_left_alone
-from liger_rl.head.run import head_of, start_selection
+from liger_rl.head.record import Gradients, Head, gather_head
 from liger_rl.kernels import gemm
+from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.transform import LogitTransform
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
@@ -65,31 +62,30 @@ def measure_of(kind: str, beta: float) -> Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceCall(HeadCall):
-    """The tensors and options of a call: the student's are those of a `HeadCall`."""
+class DivergenceCall:
+    """The tensors and options of a call, as the caller gives them."""
 
-    targets: Tensor | None = None  # type: ignore[assignment]  # (B, T) or (N,); None: no log-probabilities are returned
+    hidden: Tensor  # (B, T, H) or (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    targets: Tensor | None = None  # (B, T) or (N,); None: no log-probabilities are returned
+    mask: Tensor | None = None  # (B, T) or (N,)
+    token_weights: Tensor | None = None  # (B, T) or (N,)
+    vocab_parallel: VocabParallel | None = None
+    options: HeadOptions
     teacher_hidden: Tensor  # (B, T, H') or (N, H')
     teacher_weight: Tensor  # (V', H')
     teacher_bias: Tensor | None = None  # (V',)
     teacher_transform: LogitTransform = IDENTITY
     measure: Measure
     vocab: int | None = None
-    token_weights: Tensor | None = None  # (B, T) or (N,)
     # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
+    targets_name: str = "targets"  # the caller's name for the targets, for messages
 
-    def with_ids(self) -> "DivergenceCall":
-        """The call with the ids and the mask of needed tokens that `HeadCall` reads: zeros without targets."""
-        ids, needed = self.targets, None if self.token_weights is None else self.token_weights != 0
-        if ids is None:
-            hidden = check_dense("hidden", self.hidden)
-            ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        return replace(self, targets=ids, needed_mask=needed)
-
-    def check_before_gather(self) -> None:
-        """Raise for errors that show before sharded tensors are gathered."""
-        check_left_alone(self.options, "with two heads")
+    def check_options(self) -> None:
+        """Raise for errors that show before a head is gathered."""
+        self.options.refuse("with two heads")
         check_transform(self.teacher_transform)
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
@@ -101,39 +97,33 @@ class DivergenceCall(HeadCall):
                     "detach it, or run the teacher under torch.no_grad() with its parameters frozen"
                 )
 
-    def check_tensors(self) -> torch.dtype:
-        """As of one head, for both. -> dtype of the student's products."""
-        dtype, _ = super().check_tensors(), self.teacher_dtype
-        if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
+    def make_student(self) -> Head:
+        """The student's record. Without targets its ids are zeros."""
+        targets = self.targets
+        if targets is None:
+            hidden = check_dense("hidden", self.hidden)
+            targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        student = Head.of(
+            self.hidden, self.weight, targets, self.options, mask=self.mask, bias=self.bias,
+            vocab_parallel=self.vocab_parallel, targets_name=self.targets_name,
+        )  # fmt: skip
+        needed = None if self.token_weights is None else self.token_weights != 0
+        return student._replace(needed=needed, grad_tolerance=0.0)
+
+    def make_teacher(self, student: Head) -> Head:
+        """The teacher's record, its tensors checked and detached."""
+        hidden, weight, bias = self.teacher_hidden, self.teacher_weight, self.teacher_bias
+        dtype = check_head(hidden, weight, bias, self.options.compute_dtype, "teacher_")
+        if hidden.shape[:-1] != student.shape:
             raise ValueError(
-                f"teacher_hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
-                f"{tuple(self.teacher_hidden.shape)}"
+                f"teacher_hidden must have the tokens {tuple(student.shape)} of hidden, got {tuple(hidden.shape)}"
             )
-        check_dense("teacher_hidden", self.teacher_hidden, self.hidden, "hidden")
+        check_dense("teacher_hidden", hidden, student.hidden, "hidden")
         if self.vocab_parallel is None:
-            self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
-        if self.token_weights is not None:
-            self._check_token_weights(self.token_weights, dtype)
-        return dtype
+            self.count_entries(student.vocab, weight.shape[0])
+        return student._replace(hidden=hidden.flatten(0, -2).detach(), weight=weight, bias=bias, dtype=dtype)
 
-    def one_pass_lacks(self, dtype: torch.dtype) -> str | None:
-        """What one pass needs of tensors and this call lacks, or None. `dtype`: of the student's products."""
-        student = self.hidden, self.weight, self.bias
-        dtypes = [part.dtype for part, needed in zip(student, self.needs, strict=True) if needed and part is not None]
-        # No gradient scaler has multiplied the loss when the gradients are made.
-        if dtypes and torch.float16 in (dtype, *dtypes):
-            return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
-        if self.vocab_parallel is not None:
-            return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
-        return None
-
-    @property
-    def teacher_dtype(self) -> torch.dtype:
-        """dtype of the teacher's products. Raises if the teacher's tensors do not fit together."""
-        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
-        return check_head(*teacher, self.options.compute_dtype, "teacher_")
-
-    def entries(self, entries: int, teacher_entries: int) -> int:
+    def count_entries(self, entries: int, teacher_entries: int) -> int:
         """-> the number of vocabulary entries that count, from the rows of each weight.
 
         Raises if the weights differ in size and `vocab` is None, and if `vocab` exceeds the smaller weight.
@@ -150,98 +140,93 @@ class DivergenceCall(HeadCall):
             )
         return vocab
 
-    def _check_token_weights(self, token_weights: Tensor, dtype: torch.dtype) -> None:
-        shape = self.hidden.shape[:-1]
+    def reason_against_one_pass(self, student: Head) -> str | None:
+        """The first thing that one pass needs and this call lacks; None if one pass is possible."""
+        conflict = self.options.conflict("with token_weights")
+        if conflict is not None:
+            return "{} = {}, got {}: {}".format(*conflict)
+        dtypes = [
+            x.dtype for x, needed in zip((self.hidden, self.weight, self.bias), student.needs, strict=True)
+            if x is not None and needed
+        ]  # fmt: skip
+        # No gradient scaler has multiplied the loss by the time that gradients are made in the forward.
+        if dtypes and torch.float16 in (student.dtype, *dtypes):
+            return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
+        if student.vocab_parallel is not None:
+            return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
+        return None
+
+    def check_token_weights(self, student: Head) -> None:
+        token_weights, shape = self.token_weights, student.shape
+        if token_weights is None:
+            return
         check_floating("token_weights", token_weights)
         check_shape("token_weights", token_weights, shape, f"{tuple(shape)} from hidden")
-        check_dense("token_weights", token_weights, self.hidden, "hidden")
+        check_dense("token_weights", token_weights, student.hidden, "hidden")
         if token_weights.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
-        check_left_alone(self.options, "with token_weights")
-        lacking = self.one_pass_lacks(dtype)
-        if lacking is not None:
-            raise ValueError(f"token_weights must be None; the gradients that the forward makes need {lacking}")
+        self.options.refuse("with token_weights")
+        reason = self.reason_against_one_pass(student)
+        if reason is not None:
+            raise ValueError(f"token_weights must be None; the gradients that the forward makes need {reason}")
 
 
 @contextmanager
-def _paired(call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]:
-    """A context in which both heads are whole: the checked call on this rank, and its `Pair`."""
-    call.check_before_gather()
-    returns_logps, call = call.targets is not None, call.with_ids()
-    gather = call.options.gather
-    with whole_head(gather, call.weight, call.bias), whole_head(gather, call.teacher_weight, call.teacher_bias):
-        shard = teacher_shard = None
-        dtype, teacher_dtype = call.check_tensors(), call.teacher_dtype
-        if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight)
-            # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
-            teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight)
-        vocab = call.entries(
-            call.weight.shape[0] if shard is None else shard.vocab,
-            call.teacher_weight.shape[0] if teacher_shard is None else teacher_shard.vocab,
-        )
-        student, teacher, here = _heads(call, vocab, shard, selects=returns_logps)
-        options = resolved(call.options, dtype, grad_tolerance=0.0)
-        teacher_options = call.teacher_transform, teacher_dtype
-        yield call, Pair(student, teacher, here, options, *teacher_options, call.measure, returns_logps)
+def _pair_heads(call: DivergenceCall) -> Iterator[Pair]:
+    """A context in which both heads are whole: the two heads, with the tokens that count."""
+    call.check_options()
+    options = call.options
+    with (
+        gather_head(options, call.weight, call.bias),
+        gather_head(options, call.teacher_weight, call.teacher_bias),
+    ):
+        student = call.make_student()
+        teacher = call.make_teacher(student)
+        call.check_token_weights(student)
+        # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
+        student, teacher = student.with_shard(), teacher.with_shard()
+        vocab = call.count_entries(student.vocab, teacher.vocab)
+        # Without targets, a mask or weights all tokens count.
+        if call.targets is not None or student.mask is not None or student.needed is not None:
+            source = "weight" if call.vocab is None else "vocab"
+            wait = start_selection(
+                student.ids, student.mask, vocab, source, needed=student.needed, targets_name=call.targets_name
+            )
+            live, _ = wait()
+            student, teacher = student._replace(live=live), teacher._replace(live=live)
+        if student.shard is not None:  # this rank's part of the entries that count
+            vocab = max(vocab - student.shard.place.vocab_start, 0)
+            vocab = min(vocab, student.weight.shape[0], teacher.weight.shape[0])
+        yield Pair(student, teacher, vocab, call.teacher_transform, call.measure, call.targets is not None)
 
 
-def divergence_of(call: DivergenceCall) -> Divergence:
+def compute_divergence(call: DivergenceCall) -> Divergence:
     """The results of a call."""
-    with _paired(call) as (call, pair):
+    with _pair_heads(call) as pair:
         if call.token_weights is None:
-            return _in_two_passes(call, pair)
+            return _run_two_passes(pair)
         live = pair.student.live
-        factors = live.gather(call.token_weights.float().reshape(-1))
-        results, gradients = _in_one_pass(call, pair, factors, None)
-        loss = (factors * live.gather(results.divergence.reshape(-1))).sum()
-        return results._replace(loss=_with_gradients(call, loss, gradients))
+        factors = take_rows(call.token_weights.float().reshape(-1), live)
+        results, gradients = _run_one_pass(pair, factors, None)
+        loss = (factors * take_rows(results.divergence.reshape(-1), live)).sum()
+        return results._replace(loss=_attach_gradients(call, loss, gradients))
 
 
-def _in_two_passes(call: DivergenceCall, pair: Pair) -> Divergence:
-    student = pair.student
-    with torch.no_grad(), gemm.without_autocast(call.hidden.device):
-        statistics = engine.forward(pair)
-    values = _results(statistics)
-    if student.wants_gradient:
-        known = statistics._replace(divergence=None, teacher_logps=None)  # the backward does not read them
-        saved = student.targets, *pair.teacher[:3], *known
-        backward = partial(_backward, student[4:], pair[2:])
-        values = EngineFunction.apply(*student.differentiable, values, 3, saved, backward)
-    return _spread(call, pair, values)
-
-
-def _in_one_pass(
-    call: DivergenceCall,
-    pair: Pair,
-    grad: Tensor,  # (n,) dL/d divergence of the tokens that count
-    grad_logps: Tensor | None,  # (n,) dL/dlogp
-) -> tuple[Divergence, Gradients | None]:
-    """Results without a gradient, and the gradients for `_with_gradients`; None if no tensor requires one."""
-    needs, gradients = call.needs, None
-    with torch.no_grad(), gemm.without_autocast(call.hidden.device):
-        if any(needs):
-            statistics, gradients = engine.one_pass(pair, grad, grad_logps, needs)
-        else:
-            statistics = engine.forward(pair)
-    return _spread(call, pair, _results(statistics)), gradients
-
-
-def in_one_pass_if_free(
+def compute_in_one_pass_if_free(
     call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
 ) -> tuple[Divergence, Tensor | None]:
     """Values for a loss on_divergence * divergence.sum() + on_logps * logps.sum(), with factors ().
 
-    In one pass the values have no gradient. The second result is then a () with value 0 that carries the loss's
-    gradients: add it to the loss. In two passes the second result is None.
+    Returns (values, hook). In one pass `values` are detached and `hook` is a scalar 0 whose backward delivers the
+    gradients: return `loss + hook`. In two passes `hook` is None.
     """
-    with _paired(call) as (call, pair):
+    with _pair_heads(call) as pair:
         if not _one_pass_is_free(call, pair):
-            return _in_two_passes(call, pair), None
-        n = pair.student.live.count
+            return _run_two_passes(pair), None
+        n = pair.student.live_count
         grad_logps = on_logps.expand(n) if pair.targets and on_logps is not None else None
-        results, gradients = _in_one_pass(call, pair, on_divergence.expand(n), grad_logps)
-        return results, _with_gradients(call, on_divergence.new_zeros(()), gradients)
+        results, gradients = _run_one_pass(pair, on_divergence.expand(n), grad_logps)
+        return results, _attach_gradients(call, on_divergence.new_zeros(()), gradients)
 
 
 def _one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
@@ -249,19 +234,44 @@ def _one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
 
     A float32 sum of a 16-bit weight's gradient would be such memory.
     """
-    options, weight = pair.options, pair.student.weight
-    if call.one_pass_lacks(options.compute_dtype) is not None or options.names_chunk:
+    student, weight = pair.student, pair.student.weight
+    if call.reason_against_one_pass(student) is not None or student.options.names_chunk:
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True
     # Ranks that gather a head together must take the same number of passes, and no rank knows the others' tokens.
-    if options.gather is not None or weight.dtype != options.compute_dtype:
+    if student.options.gather is not None or weight.dtype != student.dtype:
         return False
-    return pair.student.live.count <= engine.one_pass_tokens(pair)
+    return student.live_count <= engine.one_pass_tokens(pair)
 
 
-def _with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
-    """The loss (), which has no gradient, with the gradients that `_in_one_pass` made."""
+def _run_two_passes(pair: Pair) -> Divergence:
+    student = pair.student
+    if any(student.needs):
+        values = PairFunction.apply(student.hidden, student.weight, student.bias, pair)
+    else:
+        with torch.no_grad(), gemm.without_autocast(student.hidden.device):
+            values = _results(engine.forward(pair))
+    return _scatter_results(pair, values)
+
+
+def _run_one_pass(
+    pair: Pair,
+    grad: Tensor,  # (n,) dL/d divergence of the tokens that count
+    grad_logps: Tensor | None,  # (n,) dL/dlogp
+) -> tuple[Divergence, Gradients | None]:
+    """Results without a gradient, and the gradients for `_attach_gradients`; None if no tensor requires one."""
+    needs, gradients = pair.student.needs, None
+    with torch.no_grad(), gemm.without_autocast(pair.student.hidden.device):
+        if any(needs):
+            statistics, gradients = engine.one_pass(pair, grad, grad_logps, needs)
+        else:
+            statistics = engine.forward(pair)
+    return _scatter_results(pair, _results(statistics)), gradients
+
+
+def _attach_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
+    """The loss (), which has no gradient, with the gradients that `_run_one_pass` made."""
     if gradients is None:
         return loss
     return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients)[0]
@@ -271,47 +281,59 @@ def _results(statistics: PairStatistics) -> tuple[Tensor | None, ...]:
     return statistics.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
 
 
-def _spread(call: DivergenceCall, pair: Pair, values: Sequence[Tensor | None]) -> Divergence:
+def _scatter_results(pair: Pair, values: tuple[Tensor | None, ...]) -> Divergence:
     """Results of the tokens that count -> results of all tokens, 0 at tokens that do not count."""
-    live, shape = pair.student.live, call.hidden.shape[:-1]
-    divergence, *other_values = (None if value is None else live.spread(value, shape) for value in values)
+    live, shape = pair.student.live, pair.student.shape
+    divergence, *others = (None if value is None else scatter_rows(value, live, shape) for value in values)
     assert divergence is not None
-    return Divergence(divergence, *other_values)
+    return Divergence(divergence, *others)
 
 
-def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None, *, selects: bool) -> tuple[Head, Head, int]:
-    """The student and the teacher with flat tokens, and the entries of this rank's part of the vocabulary.
+class PairFunction(torch.autograd.Function):
+    """(hidden, weight, bias) of the student -> divergence, logps, entropy and teacher_logps of the tokens that count.
 
-    `selects`: the ids say which tokens count, as the mask does.
+    The caller of the forward enters `options.gather` of both heads. The backward enters it itself, once for each.
     """
-    assert call.targets is not None  # `with_ids` gives them
-    ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
-    if not selects and call.mask is None and call.needed_mask is None:
-        live = TokenSelection(ids.numel())
-    else:
-        live = start_selection(call, ids, vocab, "weight" if call.vocab is None else "vocab")()[0]
-    targets, here = ids.view(-1), vocab
-    if shard is not None:
-        targets = shard.local(targets)
-        here = min(max(vocab - shard.place.vocab_start, 0), call.weight.shape[0], call.teacher_weight.shape[0])
-    teacher_hidden = call.teacher_hidden.flatten(0, -2).detach()
-    teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, targets, live)
-    return head_of(call, targets, live, shard), teacher, here
 
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, pair):
+        ctx.set_materialize_grads(False)
+        with gemm.without_autocast(hidden.device):
+            statistics = engine.forward(pair)
+        teacher, nothing = pair.teacher, {"hidden": None, "weight": None, "bias": None, "targets": None}
+        ctx.pair = pair._replace(student=pair.student._replace(**nothing), teacher=teacher._replace(**nothing))
+        # The backward does not read these two.
+        saved = statistics._replace(divergence=None, teacher_logps=None)._asdict()
+        save_tensors(
+            ctx, hidden=hidden, weight=weight, bias=bias, targets=pair.student.targets, teacher_hidden=teacher.hidden,
+            teacher_weight=teacher.weight, teacher_bias=teacher.bias, **saved,
+        )  # fmt: skip
+        if statistics.teacher_logps is not None:
+            ctx.mark_non_differentiable(statistics.teacher_logps)
+        divergence, logps, entropy, teacher_logps = _results(statistics)
+        # Copies, because the caller may write to its results and the backward reads the saved ones.
+        copies = (None if value is None else value.clone() for value in (divergence, logps, entropy))
+        return *copies, teacher_logps
 
-def _backward(
-    rest_of_student: Sequence[Any], rest_of_pair: Sequence[Any],
-    saved: Sequence[Any], grads: Sequence[Tensor | None], needs: Needs,
-) -> Gradients:  # fmt: skip
-    """The backward of `EngineFunction`. It enters `options.gather` once for each head."""
-    if all(grad is None for grad in grads):
-        return Gradients()
-    student = Head(*saved[:4], *rest_of_student)
-    teacher_hidden, teacher_weight, teacher_bias = saved[4:7]
-    teacher = Head(teacher_hidden, teacher_weight, teacher_bias, student.targets, student.live)
-    pair = Pair(student, teacher, *rest_of_pair)
-    whole = whole_head(pair.options.gather, student.weight, student.bias)
-    whole_teacher = whole_head(pair.options.gather, teacher.weight, teacher.bias)
-    with gemm.without_autocast(student.hidden.device), whole, whole_teacher:
-        tokens = PairGradients.of(PairStatistics._make(saved[7:]), *grads)
-        return engine.backward(pair, tokens, needs)
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, tensors, *grads):
+        if all(grad is None for grad in grads[:3]):
+            return None, None, None, None
+        saved, pair = named_tensors(ctx, tensors), ctx.pair
+        student = pair.student._replace(
+            hidden=saved.hidden, weight=saved.weight, bias=saved.bias, targets=saved.targets
+        )
+        teacher = pair.teacher._replace(
+            hidden=saved.teacher_hidden, weight=saved.teacher_weight, bias=saved.teacher_bias, targets=saved.targets
+        )
+        statistics = PairStatistics._make(getattr(saved, name) for name in PairStatistics._fields)
+        options = student.options
+        with (
+            gemm.without_autocast(student.hidden.device),
+            gather_head(options, student.weight, student.bias),
+            gather_head(options, teacher.weight, teacher.bias),
+        ):
+            pair = pair._replace(student=student, teacher=teacher)
+            gradients = PairGradients.of(statistics, *grads[:3])
+            return *engine.backward(pair, gradients, ctx.needs_input_grad[:3]), None

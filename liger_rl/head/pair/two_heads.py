@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.head.autograd import index_of
 from liger_rl.head.dense import two_pass
 from liger_rl.head.dense.totals import Totals
-from liger_rl.head.head_options import EngineOptions
-from liger_rl.head.interface import Gradients, Head, Needs, with_gradient
-from liger_rl.head.live_tokens import TokenSelection
+from liger_rl.head.live_tokens import select_live
 from liger_rl.head.pair import for_device
 from liger_rl.head.pair.pair_reference import (
     Measure,
@@ -32,6 +31,7 @@ from liger_rl.head.pair.pair_reference import (
     PairTile,
     Tile,
 )
+from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.head.tiles import WORKSPACE_BYTES, Tiles, free_tile_vocab, kind_of, plan_tiles, spans
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import runs_triton
@@ -43,23 +43,23 @@ MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; la
 
 
 class Pair(NamedTuple):
-    """Two heads over the same tokens, and the options of a call."""
+    """Two heads over the same tokens. The options are those of the student."""
 
     student: Head
     teacher: Head
     vocab: int  # entries of the vocabulary from `vocab` on are padding
-    options: EngineOptions
     teacher_transform: LogitTransform
-    teacher_dtype: torch.dtype  # of the teacher's products
     measure: Measure
     targets: bool  # whether to compute log-probabilities at the targets
 
-    def gathered(self, live: TokenSelection) -> "Pair":
-        """The pair of only the tokens in `live`, with hidden states in the dtypes of the products."""
-        student = self.student.gathered(self.options.compute_dtype, live)
-        return self._replace(student=student, teacher=self.teacher.gathered(self.teacher_dtype, live))
+    def take(self, live: Tensor | None) -> "Pair":
+        """The pair of only the tokens `live`, with hidden states in the dtypes of the products."""
+        student = self.student.take(live)
+        # A tile compares the targets with rows of the weight.
+        student = student._replace(targets=student.target_rows)
+        return self._replace(student=student, teacher=self.teacher.take(live))
 
-    # What follows is for gathered pairs.
+    # What follows is for pairs that `take` returned.
 
     @property
     def heads(self) -> tuple[Head, Head]:
@@ -77,7 +77,7 @@ class Pair(NamedTuple):
     def start(self) -> tuple[PairFold, MixtureSums | None]:
         """The sums before the first tile; None without a second step."""
         device, measure = self.student.hidden.device, self.measure
-        fold = PairFold.start(self.n, device, measure, entropy=self.options.entropy, targets=self.targets)
+        fold = PairFold.start(self.n, device, measure, entropy=self.student.options.entropy, targets=self.targets)
         return fold, MixtureSums.start(fold.peak) if measure.second_step else None
 
     def tile(self, part: slice, first: int, weights: Iterable[Tensor]) -> PairTile:
@@ -88,7 +88,7 @@ class Pair(NamedTuple):
     def _tile_of_logits(self, part: slice, first: int, logits: Tensor, teacher_logits: Tensor) -> PairTile:
         columns = slice(first, first + logits.shape[1])
         bias, teacher_bias = (None if head.bias is None else head.bias[columns] for head in self.heads)
-        student = Tile(logits, bias, self.options.transform)
+        student = Tile(logits, bias, self.student.options.transform)
         teacher = Tile(teacher_logits, teacher_bias, self.teacher_transform)
         return PairTile(student, teacher, self.student.targets[part], first, self.measure)
 
@@ -103,7 +103,7 @@ class Pair(NamedTuple):
 
     def tile_gradient(self, tile: PairTile, tokens: PairGradients) -> Tensor:
         """-> dL/dx of the student's logits, in their memory if they have the compute dtype."""
-        logits, dtype = tile.student.logits, self.options.compute_dtype
+        logits, dtype = tile.student.logits, self.student.dtype
         out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
         self.kernels.grad_pair(tile, tokens, out)
         return out
@@ -111,7 +111,7 @@ class Pair(NamedTuple):
 
 def forward(pair: Pair) -> PairStatistics:
     """Statistics of every token that counts."""
-    rows, measure, shard = pair.gathered(pair.student.live), pair.measure, pair.student.shard
+    rows, measure, shard = pair.take(pair.student.live), pair.measure, pair.student.shard
     state, sums = rows.start()
     tokens = None if sums is None else _whole_rows(rows)
     if sums is not None and tokens is not None:
@@ -142,7 +142,7 @@ def _tiles(rows: Pair, *, bytes_per_gradient: int = 0) -> Tiles:
     """Tiles of both heads."""
     hidden_size, device = sum(head.hidden.shape[1] for head in rows.heads), rows.student.hidden.device
     bytes_per_logit = _bytes_per_logit(device) + bytes_per_gradient
-    return plan_tiles(rows.n, rows.vocab, hidden_size, device, rows.options, bytes_per_logit=bytes_per_logit)
+    return plan_tiles(rows.n, rows.vocab, hidden_size, device, rows.student.options, bytes_per_logit=bytes_per_logit)
 
 
 def _bytes_per_logit(device: torch.device) -> int:
@@ -177,7 +177,11 @@ def _whole_logits(head: Head, part: slice, vocab: int) -> Tensor:
 
 def _whole_rows(rows: Pair) -> int | None:
     """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
-    if rows.options.names_chunk or rows.student.shard is not None or any(_converts(head) for head in rows.heads):
+    if (
+        rows.student.options.names_chunk
+        or rows.student.shard is not None
+        or any(_converts(head) for head in rows.heads)
+    ):
         return None
     device = rows.student.hidden.device
     tokens = WORKSPACE_BYTES[kind_of(device)] // (_bytes_per_logit(device) * rows.vocab)
@@ -190,13 +194,15 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
-    live, tokens = with_gradient(pair.student.live, tokens, tokens.has_gradient)
+    live, selected = pair.student.live, index_of(tokens.has_gradient)
+    if selected is not None:
+        live, tokens = select_live(live, selected), tokens.take(selected)
     # No name for the rows, so that they are freed before the gradients of all tokens are allocated.
-    return _gradients(pair.gathered(live), tokens, needs).of_all_tokens(live, pair.student)
+    return _gradients(pair.take(live), tokens, needs).of_all_tokens(live, pair.student)
 
 
 def _gradients(rows: Pair, tokens: PairGradients, needs: Needs) -> Gradients:
-    options, teacher_weights = rows.options, dict[int, Tensor]()
+    teacher_weights = dict[int, Tensor]()
 
     def tile_gradient(weight: Tensor, first: int, part: slice) -> Tensor:
         if first not in teacher_weights:  # it has one tile, which all spans of tokens share
@@ -204,9 +210,11 @@ def _gradients(rows: Pair, tokens: PairGradients, needs: Needs) -> Gradients:
             teacher_weights[first] = _weight_tile(rows.teacher, first, first + weight.shape[0])
         return rows.tile_gradient(rows.tile(part, first, (weight, teacher_weights[first])), tokens.take(part))
 
-    dtype = options.compute_dtype
+    dtype = rows.student.dtype
     tiles = _tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
-    return two_pass.gradients(rows.student, options, None, needs, known=tile_gradient, tiles=tiles, vocab=rows.vocab)
+    return two_pass.tile_gradients(
+        rows.student, None, needs, tile_gradient=tile_gradient, tiles=tiles, vocab=rows.vocab
+    )
 
 
 def one_pass(
@@ -217,9 +225,9 @@ def one_pass(
 ) -> tuple[PairStatistics, Gradients]:
     """As `forward`, and the gradients for hidden, weight and bias."""
     live, weight, vocab, measure = pair.student.live, pair.student.weight, pair.vocab, pair.measure
-    rows = pair.gathered(live)
+    rows = pair.take(live)
     chunks = _even_spans(rows.n, one_pass_tokens(pair))
-    one_sum = len(chunks) <= 1 and weight.dtype == pair.options.compute_dtype
+    one_sum = len(chunks) <= 1 and weight.dtype == pair.student.dtype
     totals = Totals(pair.student, weight.dtype if one_sum else torch.float32, needs)
     if totals.weight is not None:
         totals.weight[vocab:] = 0
@@ -232,7 +240,7 @@ def one_pass(
         tokens = PairGradients.of(known, grad[part], None if grad_logps is None else grad_logps[part])
         gradient = rows.tile_gradient(tile, tokens)
         del tile  # so that the teacher's rows are freed before the products and the next rows are allocated
-        index = part if live.index is None else live.index[part]
+        index = part if live is None else live[part]
         totals.add(rows.student.hidden[part], index, tiles, partial(_columns, gradient))
         del gradient
     return PairStatistics.of(state, measure, sums), totals.finish()
@@ -251,9 +259,9 @@ def _even_spans(n: int, most: int) -> list[tuple[int, int]]:
 
 def one_pass_tokens(pair: Pair) -> int:
     """Number of tokens of a chunk of one pass."""
-    if pair.options.chunk_tokens is not None:
-        return pair.options.chunk_tokens
-    device, dtype = pair.student.hidden.device, pair.options.compute_dtype
+    if pair.student.options.chunk_tokens is not None:
+        return pair.student.options.chunk_tokens
+    device, dtype = pair.student.hidden.device, pair.student.dtype
     per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
     tokens = ONE_PASS_BYTES[kind_of(device)] // per_token
     return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)

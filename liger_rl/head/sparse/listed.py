@@ -9,26 +9,20 @@ rows, so that a backward gathers the weight once for all kinds of rows.
 """
 
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_rl.head.autograd import Engine, Saved, run_engine
 from liger_rl.head.dense import two_pass
-from liger_rl.head.head_options import EngineOptions
-from liger_rl.head.interface import Gradients, Head, Needs
-from liger_rl.head.live_tokens import TokenSelection
+from liger_rl.head.host_answer import HostAnswer
+from liger_rl.head.live_tokens import start_selection
+from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.sparse import slots
-from liger_rl.head.support import ListedIds
+from liger_rl.head.support import ListedIds, Support
 from liger_rl.kernels.devices import runs_triton
-from liger_rl.kernels.segment_sums import Entries, Factors, ones_of
+from liger_rl.kernels.segment_sums import BAD_MASKS, BAD_TARGETS, Entries, Factors, ones_of
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-
-
-class Saved(NamedTuple):
-    """Tensors that the backward reads from the forward, in addition to the statistics and the slots."""
-
-    logits: Tensor  # (S,) float32, transformed
 
 
 def kernels_for(device: torch.device) -> ModuleType:
@@ -40,79 +34,88 @@ def kernels_for(device: torch.device) -> ModuleType:
     return slots
 
 
-def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
-    """Statistics of all N tokens.
+def log_probs_over_support(head: Head, support: Support) -> LogProbs:
+    """Log-probabilities over the ids that each token lists. A token that lists none has the whole vocabulary."""
+    mask, needed = (None if column is None else column.flatten() for column in (head.mask, head.needed))
+    make_slots = kernels_for(head.hidden.device).make_slots
+    # Bad values raise no error here and do no harm. The check reads `numbers` of the slots.
+    made = make_slots(
+        support.token_ids, support.offsets, head.targets, mask, needed, vocab=head.vocab, distinct=support.distinct
+    )
+    answer = HostAnswer(made.numbers)
 
-    A token with one id has log-probability 0 and entropy 0, and so has a token that does not count.
-    """
-    listed, kernels = head.listed, kernels_for(head.hidden.device)
-    assert listed is not None
-    logits = kernels.dots(_factors(head), listed.slots, options.transform)
-    statistics = kernels.statistics(logits, listed.slots, entropy=options.entropy)
-    full = listed.full  # waits for the device
-    if full is not None:
-        whole, _ = two_pass.forward(_over_whole_vocabulary(head, full), options)
-        statistics = TokenStatistics._make(
-            None if part is None or there is None else part.index_copy(0, full, there)
-            for part, there in zip(statistics, whole, strict=True)
+    def check() -> list[int]:
+        numbers = answer.wait().tolist()
+        if numbers[BAD_TARGETS] or numbers[BAD_MASKS]:
+            # Raises the error with the wrong values.
+            start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)()
+        support.check_values(numbers, vocab=head.vocab)
+        return numbers
+
+    values = run_engine(Listed, head._replace(listed=ListedIds(made, check)))._replace(missing_target=made.missing)
+    if len(head.shape) == 1:
+        return values
+    return LogProbs._make(None if value is None else value.view(head.shape) for value in values)
+
+
+class Listed(Engine):
+    name = "listed ids"
+
+    @staticmethod
+    def forward(saved: Saved, head: Head) -> TokenStatistics:
+        """Statistics of all N tokens.
+
+        A token with one id has log-probability 0 and entropy 0, and so has a token that does not count.
+        """
+        listed, kernels = head.listed, kernels_for(head.hidden.device)
+        assert listed is not None
+        saved.logits = kernels.dots(_factors(head), listed.slots, head.options.transform)
+        statistics = kernels.statistics(saved.logits, listed.slots, entropy=head.options.entropy)
+        full = listed.full  # waits for the device
+        if full is not None:
+            whole, _ = two_pass.fold_head(head._replace(live=full))
+            statistics = TokenStatistics._make(
+                None if values is None or others is None else values.index_copy(0, full, others)
+                for values, others in zip(statistics, whole, strict=True)
+            )
+        saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
+        return statistics
+
+    @staticmethod
+    def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
+        """Gradients, summed in float32 and rounded once. An empty row's are added to them and round once more."""
+        listed = head.listed
+        assert listed is not None
+        grad_logps = torch.zeros_like(saved.logps) if grads.logps is None else grads.logps.float()
+        gradients = _gradients_of_lists(saved, head, listed, grad_logps, grads.entropy, needs)
+        full = listed.full
+        if full is None:
+            return gradients
+        statistics = TokenStatistics(saved.logps, saved.lse, saved.entropy)
+        of_full = TokenGradients.of(statistics, grad_logps, grads.entropy).take(full)
+        others = two_pass.exact_gradients(head._replace(live=full), of_full, needs)
+        return Gradients._make(
+            None if values is None or more is None else values.add_(more)
+            for values, more in zip(gradients, others, strict=True)
         )
-    return statistics, Saved(logits)
-
-
-def _over_whole_vocabulary(head: Head, full: Tensor) -> Head:
-    """The head with only the tokens `full`, whose rows are empty."""
-    return head._replace(live=TokenSelection(head.targets.numel(), index=full), listed=None)
 
 
 def _factors(head: Head) -> Factors:
     """The head's tensors with contiguous rows, as kernels read them."""
-    parts = (p if p is None or p.stride(-1) == 1 else p.contiguous() for p in head.differentiable)
-    return Factors._make(parts)
+    tensors = head.hidden, head.weight, head.bias
+    return Factors._make(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
-    """Inputs of `backward`. Slot kernels compute `at_target` from the log-probabilities and do not read the field."""
-    entropy = None if grad_entropy is None else statistics.entropy
-    return TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
-
-
-def backward(
-    head: Head,
-    options: EngineOptions,
-    statistics: TokenStatistics,
-    saved: Saved,
-    tokens: TokenGradients,  # (N,) each, as `tokens_of` makes them
-    needs: Needs,
-) -> Gradients:
-    """Gradients, summed in float32 and rounded once. With an empty row, adding those of two passes rounds once more."""
-    listed = head.listed
-    assert listed is not None
-    listed_gradients = _by_ids(head, listed, options, statistics, saved, tokens, needs)
-    full = listed.full
-    if full is None:
-        return listed_gradients
-    tokens = TokenGradients.of(statistics, tokens.grad_logps, tokens.grad_entropy).take(full)
-    full_gradients = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
-    return Gradients._make(
-        None if of_lists is None or of_passes is None else of_lists.add_(of_passes)
-        for of_lists, of_passes in zip(listed_gradients, full_gradients, strict=True)
-    )
-
-
-def _by_ids(
-    head: Head,
-    listed: ListedIds,
-    options: EngineOptions,
-    statistics: TokenStatistics,
-    saved: Saved,
-    tokens: TokenGradients,
-    needs: Needs,
+def _gradients_of_lists(
+    saved: Saved, head: Head, listed: ListedIds, grad_logps: Tensor, grad_entropy: Tensor | None, needs: Needs
 ) -> Gradients:
     """Gradients of the tokens that list ids."""
     hidden, weight, bias = _factors(head)
     kernels, slots = kernels_for(hidden.device), listed.slots
-    coefficients = kernels.slot_gradients(saved.logits, slots, statistics, tokens, options.transform)
-
+    entropy = None if grad_entropy is None else saved.entropy
+    # The slot kernels compute dL/dz at the target from the log-probabilities, and do not read the third field.
+    gradients = TokenGradients(saved.lse, grad_logps, grad_logps, entropy, grad_entropy)
+    coefficients = kernels.slot_gradients(saved.logits, slots, saved, gradients, head.options.transform)
     grad_hidden = grad_weight = grad_bias = None
     if needs[0]:
         grad_hidden = torch.empty_like(hidden)

@@ -11,21 +11,20 @@ from torch import Tensor
 
 from liger_rl.head.dense.two_pass import unwritten
 from liger_rl.head.host_answer import HostAnswer
-from liger_rl.head.interface import Gradients, Needs
-from liger_rl.head.live_tokens import TokenSelection
+from liger_rl.head.record import Gradients, Needs
 from liger_rl.kernels import gemm
 from liger_rl.kernels.segment_sums import Base, Entries, Segments, ones_of
 from liger_rl.kernels.statistics import BLOCK_TOKENS, Tail
 from liger_rl.kernels.transform import HeadFactors
 
-PARTS_BYTES = 128 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
-BYTES_PER_ENTRY = 3  # of a kept part
-# Memory for lists, as a share of the entries of kept parts. At an entropy of 0.6 nats a 160th of them are listed.
+PARTS_BYTES = 128 << 20  # of chosen parts at a time; the parts of BLOCK_TOKENS tokens may take more
+BYTES_PER_ENTRY = 3  # of a chosen part
+# Memory for lists, as a share of the entries of chosen parts. At an entropy of 0.6 nats a 160th of them are listed.
 ROOM_FOR_IDS = 1 / 32
 
 
 def dense_share(hidden_size: int) -> float:
-    """Mean share of kept parts from which on the exact backward is no slower than lists: 0.55 H / (H + 768).
+    """Mean share of chosen parts from which on the exact backward is no slower than lists: 0.55 H / (H + 768).
 
     One H200, N = 8192, V = 128256, between 0.6 and 1.2 nats: lists take 1.3 ms and 23 ms times the share at H = 1024,
     where the exact backward takes 9.6 ms; 1 ms and 70 ms times the share at H = 4096, where it takes 38 ms.
@@ -40,11 +39,11 @@ def most_ids(vocab: int) -> int:
 
 
 class Choice(NamedTuple):
-    """The kept parts, chosen on the device. The host does not know their number yet."""
+    """The chosen parts, as the device has them. The host does not know their number yet."""
 
     chosen: Any  # `bounds_triton.ChosenParts`
     counted: HostAnswer
-    most: float  # `Kept.most`
+    most: float  # `PartCounts.most`
 
     @classmethod
     def of(cls, parts: tuple[Any, Tensor], hidden_size: int) -> "Choice":
@@ -53,23 +52,23 @@ class Choice(NamedTuple):
         return cls(chosen, HostAnswer(counted), dense_share(hidden_size))
 
 
-class Kept(NamedTuple):
-    """Numbers of kept parts, on the host."""
+class PartCounts(NamedTuple):
+    """Numbers of chosen parts, on the host."""
 
-    wanted: int  # number of tokens with a gradient
+    selected: int  # number of tokens with a gradient
     ends: list[int]  # number of parts of the first BLOCK_TOKENS tokens, of the first 2 BLOCK_TOKENS, ..., of all
     n: int  # number of tokens; a token without a gradient keeps no part
     tiles: int
-    most: float  # largest share of kept tiles with which lists of ids are faster than the exact backward
+    most: float  # largest share of chosen tiles with which lists of ids are faster than the exact backward
 
     @property
     def share(self) -> float:
-        return self.ends[-1] / max(self.wanted * self.tiles, 1)
+        return self.ends[-1] / max(self.selected * self.tiles, 1)
 
     @property
     def pays(self) -> bool:
         """Whether lists of ids are faster than the exact backward."""
-        return self.wanted > 0 and self.share <= self.most
+        return self.selected > 0 and self.share <= self.most
 
     def spans(self, most: int) -> list[tuple[int, int, int, int]]:
         """(first token, last token + 1, first part, number of parts) of runs of token blocks.
@@ -86,11 +85,11 @@ class Kept(NamedTuple):
         return spans
 
 
-def plan_parts(choice: Choice) -> Kept:
-    """Wait for the number of kept parts: the backward's first host sync."""
-    wanted, *ends = choice.counted.wait().tolist()
+def plan_parts(choice: Choice) -> PartCounts:
+    """Wait for the number of chosen parts: the backward's first host sync."""
+    selected, *ends = choice.counted.wait().tolist()
     tiles, n = choice.chosen.rank.shape
-    return Kept(wanted, ends, n, tiles, choice.most)
+    return PartCounts(selected, ends, n, tiles, choice.most)
 
 
 class ListedHead(NamedTuple):
@@ -105,21 +104,14 @@ class ListedHead(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]  # of the gradients of hidden and weight
 
 
-def readable(live: TokenSelection, drawn: Any) -> tuple[TokenSelection, Tensor | None]:
-    """-> the hidden states to gather, and their `ListedHead.finite`; `drawn` is `bounds_triton.Drawn`."""
-    if live.index is None:
-        return live, drawn.sources
-    return TokenSelection(live.total, index=drawn.sources), None
-
-
 def list_gradients(
     head: ListedHead,
     choice: Choice,
     tail: Tail,
-    make_parts: Callable[..., None],  # (chosen, lists of tiles, span, out): writes the kept parts of a span of tokens
+    make_parts: Callable[..., None],  # (chosen, lists of tiles, span, out): writes the chosen parts of a span of tokens
     targets: tuple[Tensor, Tensor],  # (n,) ids and dL/dx, always listed
     needs: Needs,
-) -> tuple[Gradients | None, Kept]:
+) -> tuple[Gradients | None, PartCounts]:
     """-> gradients of hidden (n, H), weight and bias; None if the exact backward is faster. And the numbers of parts.
 
     The lists are written before the host knows their length. Entries past the end of their memory are not written, and
@@ -133,10 +125,10 @@ def list_gradients(
     tiles, n = chosen.rank.shape
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
 
-    def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Entries, HostAnswer]:
-        entries = Entries.empty(min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n, device)
+    def write(spans: list[tuple[int, int, int, int]], counts: int) -> tuple[Entries, HostAnswer]:
+        entries = Entries.empty(min(int(ROOM_FOR_IDS * width * counts), most_ids(vocab) * n) + n, device)
         parts = listing_triton.Parts.empty(max(span[-1] for span in spans), width, device)
-        before = torch.zeros(kept + 1, dtype=torch.int64, device=device)
+        before = torch.zeros(counts + 1, dtype=torch.int64, device=device)
         for span in (tile_lists_triton.Span(*span) for span in spans):
             tile_lists = tile_lists_triton.list_tiles(chosen, span)
             make_parts(chosen, tile_lists, span, parts)
@@ -148,23 +140,23 @@ def list_gradients(
     most = PARTS_BYTES // (BYTES_PER_ENTRY * width)
     room = max(min(most, int(choice.most * n * tiles)), 1)
     entries, counted = write([(0, n, 0, room)], room)
-    kept = plan_parts(choice)
-    if not kept.pays:
-        return None, kept
-    if kept.ends[-1] > room:
+    counts = plan_parts(choice)
+    if not counts.pays:
+        return None, counts
+    if counts.ends[-1] > room:
         del entries
-        entries, counted = write(kept.spans(most), kept.ends[-1])
+        entries, counted = write(counts.spans(most), counts.ends[-1])
     # The device runs these products while the host waits for the length of the lists.
     hidden_base = weight_base = None
     if needs[0]:
         hidden_base = Base(gemm.matmul(chosen.rest, bounds_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
     if needs[1]:
-        finite_hidden = hidden if finite is None or kept.wanted == n else hidden[finite]
+        finite_hidden = hidden if finite is None or counts.selected == n else hidden[finite]
         weight_base = Base(gemm.matmul(chosen.rest.T, finite_hidden), tail.entries, width)
         del finite_hidden
     listed = int(counted.wait()) + n
     if listed > entries.ids.numel():
-        return None, kept
+        return None, counts
     entries = Entries._make(values[:listed] for values in entries)
 
     grad_hidden = grad_weight = grad_bias = None
@@ -184,4 +176,4 @@ def list_gradients(
             grad_bias = unwritten(bias, vocab)
             base = Base(gemm.column_sums(chosen.rest)[:, None], tail.entries, width)
             segment_sums_triton.segment_sums(*by_id, ones_of(hidden), grad_bias[:vocab, None], base=base)
-    return Gradients(grad_hidden, grad_weight, grad_bias), kept
+    return Gradients(grad_hidden, grad_weight, grad_bias), counts

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from liger_rl.head.interface import has_gradient
+from liger_rl.head.autograd import has_gradient
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
 from liger_rl.kernels.segment_sums import (
     BAD_ENDS,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from liger_rl.fused_linear.cross_entropy import TargetsAlone, class_smoothing
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.checks import check_shape
-from liger_rl.head.head_call import HeadCall
+from liger_rl.head.record import Head
 from liger_rl.integrations.liger.liger_head import make_targets, prepare_head
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
@@ -126,14 +126,13 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             if self.reduction == "mean":
                 factors = factors * (counted.sum() / weights.sum())
         hidden, weight, bias = prepare_head(local.hidden, local.weight, local.bias)
-        call = HeadCall(
-            hidden=hidden, weight=weight, targets=ids, bias=bias, vocab_parallel=local.vocab_parallel,
-            options=fused.options, targets_name="target",
-        )  # fmt: skip
-        loss, metrics = fused._loss(call, PolicyBatch(advantages=weights * factors))
+        head = Head.of(
+            hidden, weight, ids, fused.options, bias=bias, vocab_parallel=local.vocab_parallel, targets_name="target"
+        )
+        loss, metrics = fused._loss(head, PolicyBatch(advantages=weights * factors))
         if self._smooths_classes:
             batch, classes = PolicyBatch(advantages=factors), cast(Tensor, self.ce_weight).float()
-            loss = loss + self.label_smoothing * class_smoothing(call, batch, classes, fused.terms.reduction)
+            loss = loss + self.label_smoothing * class_smoothing(head, batch, classes, fused.terms.reduction)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
 

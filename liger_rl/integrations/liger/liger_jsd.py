@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from liger_rl.head.checks import check_dense
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.logprobs import linear_logprobs
-from liger_rl.head.pair.pair_call import DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, measure_of
 from liger_rl.integrations.liger.liger_head import copy_under_zero_3, make_targets
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
@@ -97,7 +97,9 @@ class LigerFusedLinearJSDLoss(nn.Module):
             options=HeadOptions(transform=transform),
             targets_name="true_labels",
         )
-        result, one_pass_loss = in_one_pass_if_free(call, self.weight_soft_loss / count, -self.weight_hard_loss / count)
+        result, one_pass_loss = compute_in_one_pass_if_free(
+            call, self.weight_soft_loss / count, -self.weight_hard_loss / count
+        )
         soft, logps = result.divergence.sum() / count, result.logps
         if has_hard and logps is None:
             place = student.vocab_parallel

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_rl.head.head_options import HeadOptions
-from liger_rl.head.pair.pair_call import DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, measure_of
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import trl_adapters
 from liger_rl.kernels.transform import LogitTransform
@@ -86,7 +86,7 @@ def _chunked_divergence_loss(
     count = mask.sum()
     divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     divisor = torch.as_tensor(divisor, device=student_hidden_states.device).float()
-    result, one_pass_loss = in_one_pass_if_free(call, 1.0 / divisor)
+    result, one_pass_loss = compute_in_one_pass_if_free(call, 1.0 / divisor)
     assert result.entropy is not None
     loss = result.divergence.sum() / divisor
     if one_pass_loss is not None:
