@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from liger_rl import (
     logits_logprobs,
     topk_divergence,
 )
+from liger_rl.kernels.limits import LIMITS
 
 
 class Problem(NamedTuple):
@@ -303,7 +305,7 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     for module in (devices, support):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
     if epilogue:
-        monkeypatch.setattr(devices, "MIN_TOKENS", 1)
+        monkeypatch.setattr(LIMITS, "product_tokens", 1)
         monkeypatch.setattr(devices, "reason_against_device", lambda device: None)
 
         def takes_shapes(tokens, hidden_size, dtype, weight):
@@ -318,17 +320,8 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
 
 def in_short_pieces(monkeypatch) -> None:
     """Segments, rows of ids, columns and masks in pieces that are short enough for a test to have several."""
-    from liger_rl.head.sparse import slots_triton
-    from liger_rl.kernels import merge_folds_triton, segment_sums_triton, select_tokens_triton
-
-    for name in ("BY_TOKEN", "BY_LONG_TOKEN", "BY_ID"):
-        short = getattr(segment_sums_triton, name)._replace(piece=8, columns=16)
-        for module in (segment_sums_triton, slots_triton):
-            monkeypatch.setattr(module, name, short, raising=module is segment_sums_triton)
-    for module, name in (
-        (slots_triton, "ROW_BLOCK"),
-        (segment_sums_triton, "ORDERED"),
-        (select_tokens_triton, "BLOCK"),
-    ):
-        monkeypatch.setattr(module, name, 8)
-    monkeypatch.setattr(merge_folds_triton, "MERGE_TILES", 2)
+    for name in ("by_token", "by_long_token", "by_id"):
+        monkeypatch.setattr(LIMITS, name, replace(getattr(LIMITS, name), piece=8, columns=16))
+    for name in ("row_ids", "sorted_ids", "select_tokens"):
+        monkeypatch.setattr(LIMITS, name, 8)
+    monkeypatch.setattr(LIMITS, "merge_tiles", 2)

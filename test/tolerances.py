@@ -12,6 +12,7 @@ from torch import Tensor
 from head_calls import run_triton
 from liger_rl import linear_logprobs
 from liger_rl.head.sparse import lists
+from liger_rl.kernels.limits import LIMITS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
@@ -20,7 +21,7 @@ TOKENS, VOCAB = (700, 3000) if DEVICE.type == "cuda" else (32, 800)  # the inter
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit calls of one token or more take the lists of ids. A small vocabulary is one of which most is kept."""
-    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
+    monkeypatch.setattr(LIMITS, "dense_share", 13.0)  # a share of 1 at H = 64
     if DEVICE.type == "cpu":
         from liger_rl.kernels import segment_sums as segments
         from liger_rl.kernels import segment_sums_triton

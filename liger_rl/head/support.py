@@ -274,7 +274,7 @@ class ListedIds:
         self.slots = slots
         self._check: Callable[[], Sequence[int]] | None = check
         self._full: Tensor | None = None
-        self.all_short = False  # True once the host knows that no token has more than LONG_ROW slots
+        self.all_short = False  # True once the host knows that no token has more than `LIMITS.by_token.piece` slots
 
     @property
     def full(self) -> Tensor | None:

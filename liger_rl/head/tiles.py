@@ -5,12 +5,9 @@ from typing import NamedTuple
 import torch
 
 from liger_rl.head.head_options import HeadOptions
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
-# Working memory of one tile if the caller names no chunk. Products run at full speed in it, and it is small compared to
-# the memory of a training step. On one H200 (bf16, N = 8192, H = 4096, V = 128256, float32 tiles) forward and backward
-# took 54.7 ms with it. Other tiles of 4096 x 8192 to 8192 x 16384 took up to 57.9 ms, and 4096 x 4096 took 60.9 ms.
-WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
 MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
 CHUNK_ALIGNMENT = BLOCK_VOCAB
 # Gradients that cannot reuse the memory of the exponentials are made in about 16 tiles of the vocabulary.
@@ -27,7 +24,7 @@ class Tiles(NamedTuple):
 def plan_tiles(
     tokens: int, vocab: int, hidden_size: int, device: torch.device, options: HeadOptions, *, bytes_per_logit: int
 ) -> Tiles:
-    """Tiles for which t v bytes_per_logit + 4 v H <= WORKSPACE_BYTES, for t tokens and v vocabulary entries.
+    """Tiles for which t v bytes_per_logit + 4 v H <= LIMITS.workspace_bytes, for t tokens and v vocabulary entries.
 
     The second term is a float32 copy of a weight tile (v, H). A tile may be larger if `options` names a chunk, or
     because v is at least CHUNK_ALIGNMENT (or V, if V is smaller).
@@ -38,7 +35,7 @@ def plan_tiles(
     if options.chunk_vocab is not None:
         return Tiles(chunk_tokens, min(options.chunk_vocab, vocab))
     bytes_per_column = chunk_tokens * bytes_per_logit + 4 * hidden_size
-    columns = WORKSPACE_BYTES[kind] // bytes_per_column // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+    columns = LIMITS.workspace_bytes[kind] // bytes_per_column // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
     return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
 
 
@@ -48,8 +45,8 @@ def free_tile_vocab(vocab: int) -> int:
 
 
 def kind_of(device: torch.device) -> str:
-    """Key of WORKSPACE_BYTES and MAX_CHUNK_TOKENS: "cuda" or "cpu"."""
-    return device.type if device.type in WORKSPACE_BYTES else "cpu"
+    """Key of sizes that depend on the device: "cuda" or "cpu"."""
+    return device.type if device.type in MAX_CHUNK_TOKENS else "cpu"
 
 
 def spans(total: int, step: int) -> list[tuple[int, int]]:

@@ -8,7 +8,8 @@ from liger_rl.head.checks import Passes
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.record import Head
 from liger_rl.kernels import devices
-from liger_rl.kernels.devices import MIN_TOKENS, is_aligned, reason_against_call
+from liger_rl.kernels.devices import is_aligned, reason_against_call
+from liger_rl.kernels.limits import LIMITS
 
 NO_GRADIENT = "an input that wants a gradient"
 
@@ -59,7 +60,7 @@ class Workload(NamedTuple):
         """The first thing that the forward of two passes needs of a product with an epilogue; None if it applies."""
         return (
             ("a token" if self.tokens == 0 else None)
-            or self._reason_against_product(max(self.tokens, MIN_TOKENS))
+            or self._reason_against_product(max(self.tokens, LIMITS.product_tokens))
             or ("no chunk to be named" if self.options.names_chunk else None)
             or ("topk = None" if self.options.topk is not None else None)
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.statistics import BLOCK_TOKENS
+from liger_rl.kernels.limits import LIMITS
 
 # The first NVIDIA GPUs with bfloat16 products and asynchronous copies, the first with the tensor memory accelerator
 # (TMA), and the first for which Triton 3.4 compiles no product of ours: it needs too much shared memory.
@@ -25,10 +25,6 @@ AMD_SHARED_BYTES = 64 << 10  # used for AMD, because PyTorch's builds for AMD do
 SPILLING_TRITON = (3, 8)
 WARPS = 8  # of a program, by default
 DTYPES = (torch.bfloat16, torch.float16)
-# With fewer tokens a backward is no faster with our own product. The fold is, for any number. One H100, V = 151936,
-# H = 1024 and 4096, in ms: 16 tokens 0.15 and 0.49, in tiles of logits 0.28 and 0.66; 384 0.24 and 0.76, 0.44 and 0.98.
-MIN_TOKENS = 4 * BLOCK_TOKENS
-STATISTICS_BYTES = 48 << 20  # largest memory of the statistics of vocabulary tiles
 ALIGNMENT_BYTES = 16
 NO_CONTEXT = nullcontext()
 # For bug reports: "tiles" runs float32 tiles of logits in place of our own products.
@@ -180,8 +176,8 @@ def reason_against_call(tokens: int, hidden_size: int, dtype: torch.dtype, weigh
         return "hidden states and weight in one 16-bit dtype"
     if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
         return f"a hidden size that is a multiple of {ALIGNMENT_BYTES // dtype.itemsize}, got {hidden_size}"
-    if tokens < MIN_TOKENS:
-        return f"{MIN_TOKENS} tokens or more, got {tokens}"
+    if tokens < LIMITS.product_tokens:
+        return f"{LIMITS.product_tokens} tokens or more, got {tokens}"
     return None
 
 
@@ -194,9 +190,8 @@ def takes_product(hidden: Tensor, weight: Tensor) -> bool:
 def takes_fold(hidden: Tensor, weight: Tensor) -> bool:
     """Whether our own product folds hidden (N, H) @ weight (V, H).T, of any number of tokens but 0."""
     tokens, hidden_size = hidden.shape
-    return (
-        tokens > 0 and takes_shapes(max(tokens, MIN_TOKENS), hidden_size, hidden.dtype, weight) and is_aligned(hidden)
-    )
+    assumed = max(tokens, LIMITS.product_tokens)
+    return tokens > 0 and takes_shapes(assumed, hidden_size, hidden.dtype, weight) and is_aligned(hidden)
 
 
 def takes_shapes(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:

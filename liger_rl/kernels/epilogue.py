@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, launch_context
+from liger_rl.kernels.devices import WARPS, empty_rows, family_of, launch_context
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.matrix_triton import matrix, product
 from liger_rl.kernels.merge_folds_triton import merge
 from liger_rl.kernels.reference import SavedExp
@@ -153,7 +154,7 @@ def gemm_fold(
     assert saved_exp is None or saved_exp.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
     vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
-    tokens_at_once = STATISTICS_BYTES // (4 * (2 + entropy + len(extras)) * vocab_tiles)
+    tokens_at_once = LIMITS.statistics_bytes // (4 * (2 + entropy + len(extras)) * vocab_tiles)
     step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
     capped = transform.softcap is not None and transform.softcap / transform.temperature <= MAX_EPILOGUE_CAP
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.

@@ -17,12 +17,11 @@ from liger_rl.kernels.transform import LogitTransform
 # SINGLE: it has one id, whose probability is 1, so nothing is computed. SEVERAL: it has more ids.
 IGNORED, FULL, SINGLE, SEVERAL = range(4)
 # The counts in `Slots.numbers`, in this order. BAD_TARGETS counts unmasked tokens with a target outside the vocabulary,
-# BAD_MASKS values of the mask other than 0 and 1.
+# BAD_MASKS values of the mask other than 0 and 1, LONG_ROWS tokens with more slots than `LIMITS.by_token.piece`.
 COUNTED = 8
 (
     BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
 ) = range(COUNTED)  # fmt: skip
-LONG_ROW = 512  # a token with more slots is counted in LONG_ROWS; its sums may be split
 PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segment_sums_triton`
 GATHERED = 1 << 21  # numbers in gathered rows at a time, 8 MiB in float32
 
@@ -66,7 +65,7 @@ class Segments(NamedTuple):
     starts: Tensor  # (M + 1,) int64
     of_position: Tensor  # (S,) integers: each position's segment; M or more for a position in no segment
     by_id: bool = False  # a segment is the slots of an id, not of a token; most are empty
-    all_short: bool = False  # no segment is longer than LONG_ROW; set only for tokens' segments
+    all_short: bool = False  # no segment is longer than `LIMITS.by_token.piece`; set only for tokens' segments
 
     @property
     def number(self) -> int:

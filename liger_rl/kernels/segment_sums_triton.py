@@ -5,40 +5,20 @@ at multiples of the piece. At most one segment has such positions in a cut: a se
 first piece there. So the host needs no segment's length, and each sum has one order.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.segment_sums import LONG_ROW, PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
+from liger_rl.kernels.limits import LIMITS, Launch
+from liger_rl.kernels.segment_sums import PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
 from liger_rl.kernels.softmax_triton import transform_logits
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-
-class Launch(NamedTuple):
-    """The shape of a program."""
-
-    slots: int  # gathered rows of a step
-    columns: int  # most columns of a step
-    warps: int
-    piece: int  # positions of a segment that the segment's own program takes
-    segments: int = 1  # segments of a program
-
-
 # docs/notes/kernels.md has the times of these shapes and of others.
 DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
-# A sampler's rows are seldom longer than LONG_ROW. If none is, `_pieces_kernel` is not launched.
-BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
-# Short pieces, because the programs of a few tokens with thousands of ids would run long after all others. One slab of
-# columns runs after the other, and the weight's slab of 128 columns fits the cache. One H100, H = 4096, 300 ids a
-# token: 3.3 ms; slabs of 1024 columns took 6.5 ms.
-BY_LONG_TOKEN = Launch(slots=32, columns=128, warps=1, piece=64)
-# Four segments for each program, because there are many ids, and most of them are in no row.
-BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
-ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program of `_by_id_kernel`
+SORTING_WARPS = 4  # of `_by_id_kernel`
 
 
 @triton.jit
@@ -160,10 +140,11 @@ def order_by_id(entries: Entries, rows: int) -> tuple[Segments, Tensor, Tensor]:
     (ids, order), count = torch.sort(entries.ids, stable=True), entries.ids.numel()
     coefficients, tokens = torch.empty_like(entries.coefficients), torch.empty_like(entries.tokens)
     starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
+    step = LIMITS.sorted_ids
     with launch_context(ids.device):
-        _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
+        _by_id_kernel[(triton.cdiv(count, step) + triton.cdiv(rows + 1, step),)](
             ids, order, entries, coefficients, tokens, starts, count, rows, count.bit_length(),
-            STEP=ORDERED, num_warps=ORDERING_WARPS,
+            STEP=step, num_warps=SORTING_WARPS,
         )  # fmt: skip
     return Segments(starts, ids, by_id=True), coefficients, tokens
 
@@ -284,7 +265,8 @@ def segment_sums(
     assert base is None or base.rows.is_contiguous()
     assert table.shape[1] == 1 or table.stride(-1) == out.stride(-1) == 1
     if launch is None:
-        launch = BY_ID if segments.by_id else BY_TOKEN if segments.all_short else BY_LONG_TOKEN
+        by_tokens = LIMITS.by_token if segments.all_short else LIMITS.by_long_token
+        launch = LIMITS.by_id if segments.by_id else by_tokens
     positions, columns = coefficients.numel(), table.shape[1]
     if segments.number == 0 or columns == 0:
         return

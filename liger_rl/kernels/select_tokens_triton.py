@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import launch_context
+from liger_rl.kernels.limits import LIMITS
 
-BLOCK, WARPS = 4096, 8
+WARPS = 8
 
 
 # Lengths differ from batch to batch. Specializing on their divisors makes nothing faster here.
@@ -60,7 +61,7 @@ def select_tokens(
             tokens,
             1 if needed is None else tokens // max(needed.numel(), 1),
             vocab,
-            BLOCK=BLOCK,
+            BLOCK=LIMITS.select_tokens,
             num_warps=WARPS,
         )
     return positions, numbers

@@ -5,9 +5,8 @@ import torch
 
 from head_calls import Products
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs, plan_linear_logprobs
-from liger_rl.head import tiles
-from liger_rl.head.dense import one_pass
 from liger_rl.kernels import devices
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from peaks import tensor_peak
 
@@ -92,8 +91,8 @@ class Case:
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "WORKSPACE_BYTES", TILES)
-    monkeypatch.setattr(one_pass, "CHUNK_BYTES", CHUNKS)
+    monkeypatch.setattr(LIMITS, "workspace_bytes", TILES)
+    monkeypatch.setattr(LIMITS, "chunk_bytes", CHUNKS)
 
 
 @pytest.mark.parametrize(

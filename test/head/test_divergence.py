@@ -11,7 +11,7 @@ import oracles
 from devices import skip_without_interpreter
 from head_calls import Problem, Products, functional, problem, run_triton
 from liger_rl import Divergence, LogitTransform, linear_divergence, linear_logprobs
-from liger_rl.head.pair import two_heads as engine
+from liger_rl.kernels.limits import LIMITS
 from peaks import tensor_peak
 
 KINDS = {
@@ -288,7 +288,7 @@ def test_an_infinite_divergence_without_a_gradient(kernels):
 def test_two_sweeps_where_whole_rows_do_not_fit(monkeypatch):
     x = pair((40,), vocab=(300, 300))
     once = solve(x, **KINDS["jsd 0.3"])
-    monkeypatch.setattr(engine, "MIN_WHOLE_ROWS", 10**9)
+    monkeypatch.setattr(LIMITS, "workspace_bytes", {"cuda": 1, "cpu": 1})
     with Products() as products:
         twice = solve(x, **KINDS["jsd 0.3"])
     live = int(x.mask.sum())
@@ -304,7 +304,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(kind, device):
     with tensor_peak(device) as peak:
         linear_divergence(**x.arguments(), **KINDS[kind]).divergence.sum().backward()
     kind_of_device = device.type
-    assert peak.bytes <= engine.WORKSPACE_BYTES[kind_of_device] + 4 * n * (16 + 24) * 4 + 4 * vocab * 16 + (1 << 20)
+    assert peak.bytes <= LIMITS.workspace_bytes[kind_of_device] + 4 * n * (16 + 24) * 4 + 4 * vocab * 16 + (1 << 20)
     if kind_of_device == "cpu":
         assert peak.bytes < 0.5 * n * vocab * 4
 

@@ -17,6 +17,7 @@ from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.head.checks import auto_tolerance
 from liger_rl.head.sparse import certified as sparse
 from liger_rl.head.sparse import lists
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import PART_VOCAB
 from tolerances import DEVICE, LOW, TOKENS, interpret, one_head, recorded_plans
 
@@ -102,7 +103,7 @@ def test_parts_that_there_is_no_room_for(plans, monkeypatch):
     heads.grad[7] = 0.0
     mask = torch.arange(tokens, device=DEVICE) % 11 != 5
     expected = heads.gradients(1e-2, mask=mask)
-    monkeypatch.setattr(lists, "PARTS_BYTES", room * lists.BYTES_PER_ENTRY * PART_VOCAB)
+    monkeypatch.setattr(LIMITS, "parts_bytes", room * lists.BYTES_PER_ENTRY * PART_VOCAB)
     found = heads.gradients(1e-2, mask=mask)
     assert plans[0] == plans[1]
     assert plans[0].ends[-1] > room
@@ -162,8 +163,8 @@ def test_the_certificate(transform, entropy, plans, monkeypatch):
     The float32 weight, whose products are in 16 bits, gets a gradient that is not rounded.
     """
     tokens, vocab = (600 if DEVICE.type == "cuda" else 64), 1100
-    monkeypatch.setattr(lists, "most_ids", lambda vocab: vocab)
-    monkeypatch.setattr(lists, "ROOM_FOR_IDS", 1.0)
+    monkeypatch.setattr(LIMITS, "mean_ids", vocab)
+    monkeypatch.setattr(LIMITS, "listed_share", 1.0)
     logits = 2.0 * torch.randn(tokens, vocab)
     targets = torch.randint(vocab, (tokens,))
     # From tokens that are surprised to those whose 1 - p is 1e-7.

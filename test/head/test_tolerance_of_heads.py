@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from devices import NEEDS_GPU
-from liger_rl.head.sparse import lists
+from liger_rl.kernels.limits import LIMITS
 from oracles import relative_error
 from tolerances import (
     DEVICE,
@@ -114,9 +114,9 @@ def test_where_much_is_kept_the_gradient_is_exact(kind, plans, monkeypatch):
     """To the last bit."""
     heads = one_head(FEW)
     if kind == "long lists":
-        monkeypatch.setattr(lists, "most_ids", lambda vocab: 1)
+        monkeypatch.setattr(LIMITS, "mean_ids", 1)
     else:
-        monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 0.7)
+        monkeypatch.setattr(LIMITS, "dense_share", 0.7 * LIMITS.dense_share)
     if kind == "flat":
         heads.leaves[1].mul_(0.1)
     heads.grad[:3] = 0.0

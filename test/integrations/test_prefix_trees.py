@@ -9,21 +9,21 @@ pytest.importorskip("transformers", reason="the blocks are for its models")
 from liger_rl.step import prefix_tree, tree_attention
 
 
-def grown(depth: int, draw) -> list[list[int]]:
-    """Sequences of a few tokens that branch up to `depth` times."""
-    start = draw(1, 8, 3, 6)
-    return [start + end for _ in range(len(draw(1, 4, 0, 1))) for end in (grown(depth - 1, draw) if depth else [[]])]
+def grow_sequences(depth: int, longest: int) -> list[list[int]]:
+    """Sequences of runs of 1 to `longest` tokens that branch up to `depth` times."""
+    start = draw_tokens(longest)
+    branches = int(torch.randint(1, 4, ()))
+    return [start + end for _ in range(branches) for end in (grow_sequences(depth - 1, longest) if depth else [[]])]
 
 
-def draw(least: int, most: int, low: int, high: int) -> list[int]:
-    return torch.randint(low, high, (int(torch.randint(least, most, ())),)).tolist()
+def draw_tokens(longest: int) -> list[int]:
+    return torch.randint(3, 6, (int(torch.randint(1, longest + 1, ())),)).tolist()
 
 
-@pytest.mark.parametrize("least_shared", [1, 2, 3, 16])
-def test_each_place_sees_the_beginning_of_its_sequence(least_shared, monkeypatch):
-    monkeypatch.setattr(prefix_tree, "LEAST_SHARED", least_shared)
+@pytest.mark.parametrize("longest", [prefix_tree.LEAST_SHARED, 2 * prefix_tree.LEAST_SHARED])
+def test_each_place_sees_the_beginning_of_its_sequence(longest):
     for trial in range(60):
-        sequences = [torch.tensor(tokens) for _ in range(trial % 4) for tokens in grown(trial % 3, draw)]
+        sequences = [torch.tensor(run) for _ in range(trial % 4) for run in grow_sequences(trial % 3, longest)]
         lengths, starts = [len(tokens) for tokens in sequences], torch.randint(2, (len(sequences),)).tolist()
         known = prefix_tree.sort_sequences(sequences, starts)
         tree = prefix_tree.build_prefix_tree(lengths, known)

@@ -11,6 +11,7 @@ from devices import NEEDS_GPU
 from head_calls import assert_close, call, problem, run_triton, solve, truth
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
 from liger_rl.kernels import reference
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import EXTRAS
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -179,7 +180,7 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_id():
 
 @pytest.fixture(params=[reference, select_tokens_triton], ids=["eager", "triton"])
 def select(request, monkeypatch):
-    monkeypatch.setattr(select_tokens_triton, "BLOCK", 64)
+    monkeypatch.setattr(LIMITS, "select_tokens", 64)
     return request.param.select_tokens
 
 

@@ -16,6 +16,7 @@ from liger_rl.head.dense import one_pass
 from liger_rl.head.record import DIFFERENTIABLE, Head, LogProbs
 from liger_rl.head.workload import Workload
 from liger_rl.kernels import gemm, reference
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import EXTRAS
 
@@ -173,7 +174,7 @@ def test_kept_in_the_epilogue_of_a_product(more, statistics_bytes, kernels, monk
 
     skip_where_misread(72)
     if statistics_bytes is not None:
-        monkeypatch.setattr(epilogue, "STATISTICS_BYTES", statistics_bytes)
+        monkeypatch.setattr(LIMITS, "statistics_bytes", statistics_bytes)
     transform = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5) if more else LogitTransform()
     hidden, weight = (2 * torch.randn(150, 72)).to(DEVICE, torch.float16), (torch.randn(301, 72) / 8).to(DEVICE).half()
     bias = torch.randn(301).to(DEVICE) if more else None

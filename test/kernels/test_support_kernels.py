@@ -6,6 +6,7 @@ import torch
 from devices import on_gpu
 from liger_rl.kernels import segment_sums as listed
 from liger_rl.kernels import segment_sums_triton
+from liger_rl.kernels.limits import LIMITS, Launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 H = 70
@@ -27,7 +28,7 @@ def test_sums_of_segments(shape, dtype):
     outs = [torch.ones(10, H, dtype=dtype, device=DEVICE) for _ in range(3)]
     listed.segment_sums(segments, coefficients, indices, table, outs[0])
     for out in outs[1:]:
-        launch = segment_sums_triton.Launch(*shape)
+        launch = Launch(*shape)
         segment_sums_triton.segment_sums(segments, coefficients, indices, table, out, launch=launch)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
     assert torch.equal(outs[1], outs[2])
@@ -40,6 +41,6 @@ def test_sums_of_segments(shape, dtype):
 
 def test_sums_of_pieces_fit_their_memory():
     for positions, columns in ((1, 1), (71_000, 4096), (4_200_000, 4096), (10**9, 16384), (100, 2**24)):
-        piece = segment_sums_triton.piece_of(positions, columns, segment_sums_triton.BY_TOKEN)
+        piece = segment_sums_triton.piece_of(positions, columns, LIMITS.by_token)
         pieces = -(-positions // piece)
         assert pieces == 1 or pieces * columns * 4 <= segment_sums_triton.PARTIAL_BYTES

@@ -19,14 +19,12 @@ from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import Tiles, free_tile_vocab, kind_of, spans
 from liger_rl.head.workload import NO_GRADIENT, Workload
 from liger_rl.kernels import epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import MIN_TOKENS, align_rows, runs_triton
+from liger_rl.kernels.devices import align_rows, runs_triton
 from liger_rl.kernels.differentiable_once import differentiable_once
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import SavedExp, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 
-# Bytes of a chunk's exponentials and of the float32 gradient of its hidden states. On CUDA, with H = 4096 and
-# V = 128256, that is room for 2075 tokens, whose products run at full speed.
-CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
 # Each chunk reads and writes a sum of the weight's size. With fewer tokens this traffic costs more than one pass saves.
 MIN_CHUNK_TOKENS = {"cuda": 512, "cpu": 256}
 CHUNK_TOKENS_ALIGNMENT = 128
@@ -181,7 +179,7 @@ def _room(work: Workload) -> Room:
     together = min(work.tokens_per_gradient, tokens)
     bytes_per_token = 4 * work.hidden_size
     bytes_per_token += SavedExp.bytes_per_token(work.vocab, work.compute_dtype, BLOCK_VOCAB)
-    chunk_bytes = CHUNK_BYTES[kind_of(work.device)]
+    chunk_bytes = LIMITS.chunk_bytes[kind_of(work.device)]
     beside = options.chunk_tokens or max(1, chunk_bytes // bytes_per_token)
     instead = options.chunk_tokens or max(1, (chunk_bytes + sums) // bytes_per_token)
     # All chunks except the last may hold `together - 1` tokens less than they have room for.
@@ -258,6 +256,6 @@ def reason_against_epilogue(work: Workload) -> str | None:
         return work.reason_against_epilogue
     if work.casts_weight:
         return "a weight in the products' dtype in one pass"
-    if chunks_of(work).tokens < MIN_TOKENS:
-        return f"chunks of {MIN_TOKENS} tokens or more"
+    if chunks_of(work).tokens < LIMITS.product_tokens:
+        return f"chunks of {LIMITS.product_tokens} tokens or more"
     return None

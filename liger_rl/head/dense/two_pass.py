@@ -16,8 +16,9 @@ from liger_rl.head.live_tokens import select_live
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import Tiles, plan_tiles, spans
 from liger_rl.head.workload import Workload
-from liger_rl.kernels import devices, epilogue_for, for_device, gemm
+from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import runs_triton
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 
@@ -88,7 +89,7 @@ def exact_gradients(
         live, gradients = select_live(live, selected), gradients.take(selected)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return tile_gradients(
-        _with_factor(head.take(live), least=devices.MIN_TOKENS), gradients, needs
+        _with_factor(head.take(live), least=LIMITS.product_tokens), gradients, needs
     ).of_all_tokens(live, head)  # fmt: skip
 
 

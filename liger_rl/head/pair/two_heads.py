@@ -32,9 +32,10 @@ from liger_rl.head.pair.pair_reference import (
     Tile,
 )
 from liger_rl.head.record import Gradients, Head, Needs
-from liger_rl.head.tiles import WORKSPACE_BYTES, Tiles, free_tile_vocab, kind_of, plan_tiles, spans
+from liger_rl.head.tiles import Tiles, free_tile_vocab, kind_of, plan_tiles, spans
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import runs_triton
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.transform import LogitTransform
 
 # Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
@@ -184,7 +185,7 @@ def _whole_rows(rows: Pair) -> int | None:
     ):
         return None
     device = rows.student.hidden.device
-    tokens = WORKSPACE_BYTES[kind_of(device)] // (_bytes_per_logit(device) * rows.vocab)
+    tokens = LIMITS.workspace_bytes[kind_of(device)] // (_bytes_per_logit(device) * rows.vocab)
     return None if tokens < MIN_WHOLE_ROWS else tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS
 
 

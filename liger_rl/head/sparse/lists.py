@@ -13,14 +13,12 @@ from liger_rl.head.dense.two_pass import unwritten
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.record import Gradients, Needs
 from liger_rl.kernels import gemm
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.segment_sums import Base, Entries, Segments, ones_of
 from liger_rl.kernels.statistics import BLOCK_TOKENS, Tail
 from liger_rl.kernels.transform import HeadFactors
 
-PARTS_BYTES = 128 << 20  # of chosen parts at a time; the parts of BLOCK_TOKENS tokens may take more
 BYTES_PER_ENTRY = 3  # of a chosen part
-# Memory for lists, as a share of the entries of chosen parts. At an entropy of 0.6 nats a 160th of them are listed.
-ROOM_FOR_IDS = 1 / 32
 
 
 def dense_share(hidden_size: int) -> float:
@@ -29,13 +27,7 @@ def dense_share(hidden_size: int) -> float:
     One H200, N = 8192, V = 128256, between 0.6 and 1.2 nats: lists take 1.3 ms and 23 ms times the share at H = 1024,
     where the exact backward takes 9.6 ms; 1 ms and 70 ms times the share at H = 4096, where it takes 38 ms.
     """
-    return 0.55 * hidden_size / (hidden_size + 768)
-
-
-def most_ids(vocab: int) -> int:
-    """Longest mean length of lists that are summed: V / 128, at least 256. With longer lists, which are rare, the exact
-    backward runs."""
-    return max(vocab // 128, 256)
+    return LIMITS.dense_share * hidden_size / (hidden_size + 768)
 
 
 class Choice(NamedTuple):
@@ -123,10 +115,11 @@ def list_gradients(
     (hidden, weight, bias, transform), finite, vocab, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
     tiles, n = chosen.rank.shape
+    most_ids = max(vocab // 128, LIMITS.mean_ids)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
 
     def write(spans: list[tuple[int, int, int, int]], counts: int) -> tuple[Entries, HostAnswer]:
-        entries = Entries.empty(min(int(ROOM_FOR_IDS * width * counts), most_ids(vocab) * n) + n, device)
+        entries = Entries.empty(min(int(LIMITS.listed_share * width * counts), most_ids * n) + n, device)
         parts = listing_triton.Parts.empty(max(span[-1] for span in spans), width, device)
         before = torch.zeros(counts + 1, dtype=torch.int64, device=device)
         for span in (tile_lists_triton.Span(*span) for span in spans):
@@ -137,7 +130,7 @@ def list_gradients(
             )
         return entries, HostAnswer(before[-1:])
 
-    most = PARTS_BYTES // (BYTES_PER_ENTRY * width)
+    most = LIMITS.parts_bytes // (BYTES_PER_ENTRY * width)
     room = max(min(most, int(choice.most * n * tiles)), 1)
     entries, counted = write([(0, n, 0, room)], room)
     counts = plan_parts(choice)

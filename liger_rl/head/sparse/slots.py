@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.autograd import has_gradient
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
 from liger_rl.kernels.segment_sums import (
     BAD_ENDS,
     COUNTED,
     FULL,
     IGNORED,
-    LONG_ROW,
     SEVERAL,
     SINGLE,
     Slots,
@@ -75,7 +75,7 @@ def make_slots(
     ids[place[stored]] = torch.where(member, listed, vocab).to(torch.int32)[stored]
     ids[starts[:-1]] = torch.where(kinds == SEVERAL, targets, vocab).to(torch.int32)
     numbers = [raw[:1] != 0, raw[1:] < raw[:-1], raw[-1:] != pairs, inside & ~known, kinds == FULL]
-    numbers += [marked & (targets >= vocab), improper, end - begin + 1 > LONG_ROW]
+    numbers += [marked & (targets >= vocab), improper, end - begin + 1 > LIMITS.by_token.piece]
     return Slots(ids, tokens, starts, kinds, missing, torch.stack([each.sum() for each in numbers]), vocab)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_rl.head.sparse.slots import no_slots, repeated_ids, tokens_of
 from liger_rl.kernels.devices import launch_context
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.segment_sums import (
     BAD_ENDS,
     BAD_IDS,
@@ -26,7 +27,6 @@ from liger_rl.kernels.segment_sums import (
     SINGLE,
     Slots,
 )
-from liger_rl.kernels.segment_sums_triton import BY_TOKEN
 from liger_rl.kernels.segment_sums_triton import dots as dots
 from liger_rl.kernels.segment_sums_triton import order_by_id as order_by_id
 from liger_rl.kernels.segment_sums_triton import segment_sums as segment_sums
@@ -43,7 +43,6 @@ from liger_rl.kernels.softmax_triton import (
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics, map_fields
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-ROW_BLOCK = 256  # ids of a step of `_slots_kernel` for each warp
 ROW_WARPS, LONG_ROW_WARPS = 1, 8  # the latter if the mean row is a long one
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
@@ -167,15 +166,15 @@ def make_slots(
         vocab=vocab,
     )
     token_ids, offsets = token_ids.contiguous(), offsets.contiguous()
-    warps = LONG_ROW_WARPS if pairs > BY_TOKEN.piece * n else ROW_WARPS
+    warps = LONG_ROW_WARPS if pairs > LIMITS.by_token.piece * n else ROW_WARPS
     with launch_context(device):
         _slots_kernel[(n,)](
             token_ids, offsets, targets.contiguous(),
             None if mask is None else mask.contiguous(),
             None if wanted is None else wanted.contiguous(),
             None if distinct or pairs == 0 else repeated_ids(token_ids, tokens_of(offsets, pairs)),
-            slots, n, pairs, 1 if wanted is None else n // wanted.numel(), BY_TOKEN.piece,
-            BLOCK=ROW_BLOCK * warps, num_warps=warps,
+            slots, n, pairs, 1 if wanted is None else n // wanted.numel(), LIMITS.by_token.piece,
+            BLOCK=LIMITS.row_ids * warps, num_warps=warps,
         )  # fmt: skip
     return slots
 
