@@ -262,18 +262,18 @@ def loss_of(**options: Any) -> FusedLinearGRPOLoss:
 def kept_shares() -> Iterator[list[float]]:
     """-> a list that grows by the share of parts that each backward with a tolerance keeps."""
     shares: list[float] = []
-    plan_parts = lists.plan_parts
+    wait_for_counts = lists.wait_for_counts
 
     def recorded(*given: Any, **options: Any) -> Any:
-        plan = plan_parts(*given, **options)
+        plan = wait_for_counts(*given, **options)
         shares.append(plan.share)
         return plan
 
-    lists.plan_parts = recorded
+    lists.wait_for_counts = recorded
     try:
         yield shares
     finally:
-        lists.plan_parts = plan_parts
+        lists.wait_for_counts = wait_for_counts
 
 
 class Clock(TrainerCallback):

@@ -21,7 +21,7 @@ TOKENS, VOCAB = (700, 3000) if DEVICE.type == "cuda" else (32, 800)  # the inter
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit calls of one token or more take the lists of ids. A small vocabulary is one of which most is kept."""
-    monkeypatch.setattr(LIMITS, "dense_share", 13.0)  # a share of 1 at H = 64
+    monkeypatch.setattr(LIMITS, "selected_share", 13.0)  # a share of 1 at H = 64
     if DEVICE.type == "cpu":
         from liger_rl.kernels import segment_sums as segments
         from liger_rl.kernels import segment_sums_triton
@@ -38,8 +38,8 @@ def stored(parts) -> Tensor:
 
 def recorded_plans(monkeypatch: pytest.MonkeyPatch) -> list:
     """Of each backward with a tolerance: the parts that it keeps."""
-    plans, plan_parts = [], lists.plan_parts
-    monkeypatch.setattr(lists, "plan_parts", lambda *given: plans.append(plan_parts(*given)) or plans[-1])
+    plans, wait_for_counts = [], lists.wait_for_counts
+    monkeypatch.setattr(lists, "wait_for_counts", lambda *given: plans.append(wait_for_counts(*given)) or plans[-1])
     return plans
 
 

@@ -1,6 +1,7 @@
 """liger_rl in two passes, with a tolerance, in one pass."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +12,8 @@ from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
 from liger_rl.head.sparse import lists
-from liger_rl.head.sparse.lists import Choice, PartCounts, plan_parts
+from liger_rl.head.sparse.lists import wait_for_counts
+from liger_rl.head.sparse.parts import PartCounts
 
 
 class Head(Base):
@@ -58,7 +60,7 @@ class Head(Base):
             chunk_tokens=self.chunk_tokens,
         )
         if self.grad_tolerance:
-            lists.plan_parts = self._recorded
+            lists.wait_for_counts = self._recorded
         return lambda: (
             loss_fn(
                 inputs.hidden,
@@ -71,11 +73,11 @@ class Head(Base):
             ).loss
         )
 
-    def _recorded(self, choice: Choice) -> PartCounts:
-        """What a backward keeps, looked at on its way: the host knows its share anyway."""
-        kept = plan_parts(choice)
-        self._share = kept.share
-        return kept
+    def _recorded(self, *arguments: Any) -> PartCounts:
+        """`wait_for_counts`, which also notes the share of selected parts. The host knows it anyway."""
+        counts = wait_for_counts(*arguments)
+        self._share = counts.share
+        return counts
 
     def kept_share(self) -> float | None:
         return self._share

@@ -227,4 +227,4 @@ def _check_support(
         raise ValueError(
             "support must be None with vocab_parallel: no rank has all listed rows of a sharded weight; got a Support"
         )
-    support.check_together(targets, targets_name)
+    support.check_targets(targets, targets_name)

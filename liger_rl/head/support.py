@@ -61,7 +61,7 @@ class Support:
         if ids.dim() not in (2, 3):
             raise ValueError(f"ids must be (N, K) or (B, T, K), got {tuple(ids.shape)}")
         rows = ids.reshape(ids.shape[:-1].numel(), ids.shape[-1])
-        return cls(rows[rows != -1], _offsets((rows != -1).sum(1)))
+        return cls(rows[rows != -1], _make_offsets((rows != -1).sum(1)))
 
     @classmethod
     def from_vllm(
@@ -90,20 +90,23 @@ class Support:
                 raise ValueError(f"length must be None for rows of ids, got {length}")
             rows = [[] if row is None else list(row) for row in masks]
             sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
-            ids = _integers("mask", [number for row in rows for number in row], device)
-            return cls(ids, _offsets(sizes))
-        parts, counts = [], []
-        for place, one in enumerate(masks):
-            token_ids, offsets = (_integers(name, getattr(one, name), device) for name in ("token_ids", "offsets"))
-            # An object may be a Support, which says whether its ids are distinct.
-            part = cls(token_ids, offsets, distinct=getattr(one, "distinct", True))
-            if length is not None and part.tokens > length:
-                raise ValueError(f"length must be at least {part.tokens} from mask[{place}], got {length}")
-            missing = 0 if length is None else length - part.tokens
-            counts.append(torch.nn.functional.pad(part.offsets.long().diff(), (0, missing)))
-            parts.append(part)
-        distinct = all(part.distinct for part in parts)
-        return cls(torch.cat([part.token_ids for part in parts]), _offsets(torch.cat(counts)), distinct=distinct)
+            ids = _to_integers("mask", [number for row in rows for number in row], device)
+            return cls(ids, _make_offsets(sizes))
+        supports, row_lengths = [], []
+        for index, sequence in enumerate(masks):
+            token_ids, offsets = (
+                _to_integers(name, getattr(sequence, name), device) for name in ("token_ids", "offsets")
+            )
+            # A sequence's object may be a Support, which has `distinct`.
+            support = cls(token_ids, offsets, distinct=getattr(sequence, "distinct", True))
+            if length is not None and support.tokens > length:
+                raise ValueError(f"length must be at least {support.tokens} from mask[{index}], got {length}")
+            padding = 0 if length is None else length - support.tokens
+            row_lengths.append(torch.nn.functional.pad(support.offsets.long().diff(), (0, padding)))
+            supports.append(support)
+        distinct = all(support.distinct for support in supports)
+        token_ids = torch.cat([support.token_ids for support in supports])
+        return cls(token_ids, _make_offsets(torch.cat(row_lengths)), distinct=distinct)
 
     @classmethod
     @torch.no_grad()
@@ -140,16 +143,16 @@ class Support:
                     raise ValueError(f"{name} must be above 0{' and at most 1' * (most == 1.0)}, got {value}")
         z = logits.reshape(-1, logits.shape[-1]).float() / temperature
         ordered, ids = z.sort(dim=-1, descending=True, stable=True)
-        kept = torch.isfinite(ordered)
+        selected = torch.isfinite(ordered)
         if top_k is not None:
-            kept &= ordered >= ordered[:, min(top_k, z.shape[1]) - 1 :][:, :1]
+            selected &= ordered >= ordered[:, min(top_k, z.shape[1]) - 1 :][:, :1]
         if top_p is not None and top_p < 1.0:
-            p = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
-            kept &= p.cumsum(-1) - p < top_p  # the more likely ids together have less than top_p
+            p = ordered.masked_fill(~selected, -torch.inf).softmax(-1)
+            selected &= p.cumsum(-1) - p < top_p  # the more likely ids together have less than top_p
         if min_p is not None:
-            kept &= (ordered - ordered[:, :1]).exp() >= min_p
-        kept[:, 0] = True
-        return cls(ids[kept], _offsets(kept.sum(1)), distinct=True)
+            selected &= (ordered - ordered[:, :1]).exp() >= min_p
+        selected[:, 0] = True
+        return cls(ids[selected], _make_offsets(selected.sum(1)), distinct=True)
 
     @property
     def tokens(self) -> int:
@@ -177,10 +180,10 @@ class Support:
         device = self.offsets.device
         sequences = sequences.to(device) if isinstance(sequences, Tensor) else sequences
         rows = torch.arange(self.tokens, device=device).view(batch, -1)[sequences].reshape(-1)
-        offsets = _offsets(self.offsets.diff()[rows])
+        offsets = _make_offsets(self.offsets.diff()[rows])
         shifts = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
-        places = torch.arange(shifts.numel(), device=device) + shifts
-        return replace(self, token_ids=self.token_ids[places], offsets=offsets)
+        positions = torch.arange(shifts.numel(), device=device) + shifts
+        return replace(self, token_ids=self.token_ids[positions], offsets=offsets)
 
     def placed(self, mask: Tensor) -> "Support":
         """A support with these rows at the True positions of `mask`, in order, and empty rows elsewhere.
@@ -193,15 +196,15 @@ class Support:
         """
         if check_dense("mask", mask, self.token_ids, "token_ids").dtype != torch.bool:
             raise TypeError(f"mask must be bool, got {mask.dtype}")
-        flat, counts = mask.reshape(-1), self.offsets.diff()
+        flat, row_lengths = mask.reshape(-1), self.offsets.diff()
         if flat.device.type == "cpu" and int(flat.sum()) != self.tokens:
             raise ValueError(
                 f"mask must be True at {self.tokens} tokens, the rows of the support, got {int(flat.sum())}"
             )
         if self.tokens == 0:
             return replace(self, offsets=self.offsets.new_zeros(flat.numel() + 1))
-        place = (flat.cumsum(0) - 1).clamp(0, self.tokens - 1)
-        return replace(self, offsets=_offsets(torch.where(flat, counts[place], 0)))
+        row = (flat.cumsum(0) - 1).clamp(0, self.tokens - 1)
+        return replace(self, offsets=_make_offsets(torch.where(flat, row_lengths[row], 0)))
 
     def check_rows(self, targets: Tensor, targets_name: str) -> None:
         """Raise ValueError if the targets have another number of tokens."""
@@ -211,17 +214,17 @@ class Support:
                 f"got {self.tokens} rows"
             )
 
-    def check_together(self, targets: Tensor, targets_name: str = "targets") -> None:
+    def check_targets(self, targets: Tensor, targets_name: str = "targets") -> None:
         """Raise if the targets have another number of tokens or another device. No value is read."""
         self.check_rows(targets, targets_name)
         check_dense("support", self.token_ids, targets, targets_name)
 
     def check_values(self, numbers: Sequence[int], *, vocab: int) -> None:
-        """Raise ValueError for bad values.
+        """Raise ValueError for invalid offsets or ids.
 
         Args:
-            numbers: `Slots.numbers`, which the caller has read. If none of them says that a value is bad, nothing here
-                waits for the device.
+            numbers: `Slots.numbers`, which the caller has read. The host waits for the device only if they count an
+                invalid value.
         """
         if any(numbers[segments.BAD_STARTS : segments.BAD_IDS + 1]):
             self._raise_for_values(vocab)
@@ -249,7 +252,7 @@ def _is_mask(value: Any) -> bool:
     return hasattr(value, "token_ids") and hasattr(value, "offsets")
 
 
-def _integers(name: str, values: Any, device: torch.device | str | int | None) -> Tensor:
+def _to_integers(name: str, values: Any, device: torch.device | str | int | None) -> Tensor:
     try:
         tensor = torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -258,13 +261,13 @@ def _integers(name: str, values: Any, device: torch.device | str | int | None) -
     return tensor.long() if tensor.numel() == 0 else tensor
 
 
-def _offsets(counts: Tensor) -> Tensor:
+def _make_offsets(row_lengths: Tensor) -> Tensor:
     """(N,) lengths of rows -> (N + 1,) int64 offsets, from 0."""
-    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    return torch.cat([row_lengths.new_zeros(1, dtype=torch.int64), row_lengths.cumsum(0)])
 
 
 class ListedIds:
-    """The slots of a call over a support, and the results of their checks, which are waited for once."""
+    """The slots of a call with a support, and the result of their checks, for which the host waits once."""
 
     def __init__(self, slots: Slots, check: Callable[[], Sequence[int]]) -> None:
         """
@@ -273,17 +276,17 @@ class ListedIds:
         """
         self.slots = slots
         self._check: Callable[[], Sequence[int]] | None = check
-        self._full: Tensor | None = None
+        self._empty_rows: Tensor | None = None
         self.all_short = False  # True once the host knows that no token has more than `LIMITS.by_token.piece` slots
 
     @property
-    def full(self) -> Tensor | None:
-        """Index of the tokens that count and have an empty row; None if there is none. Waits for the check."""
+    def empty_rows(self) -> Tensor | None:
+        """Index of the tokens that count and have an empty row; None if there are none. Waits for the check."""
         if self._check is not None:
             numbers = self._check()
-            empty = numbers[segments.FULL_ROWS]
+            count = numbers[segments.FULL_ROWS]
             # We sort, because `nonzero` would wait for the count, which is known.
-            full = torch.argsort(self.slots.full.logical_not(), stable=True)[:empty] if empty else None
-            self._full, self.all_short = full, numbers[segments.LONG_ROWS] == 0
+            self._empty_rows = torch.argsort(self.slots.full.logical_not(), stable=True)[:count] if count else None
+            self.all_short = numbers[segments.LONG_ROWS] == 0
             self._check = None
-        return self._full
+        return self._empty_rows

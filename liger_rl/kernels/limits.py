@@ -47,12 +47,12 @@ class Limits:
     # Tokens of a step of the kernel that selects the tokens that count.
     select_tokens: int = 4096
 
-    # The sparse backward: bytes of chosen parts at a time. The parts of BLOCK_TOKENS tokens may take more.
+    # The sparse backward: bytes of selected parts at a time. The parts of BLOCK_TOKENS tokens may take more.
     parts_bytes: int = 128 << 20
-    # Memory for lists, as a share of the entries of chosen parts. At an entropy of 0.6 nats a 160th of them are listed.
+    # Memory for lists, as a share of the entries of selected parts. At an entropy of 0.6 nats a 160th are listed.
     listed_share: float = 1 / 32
-    # `sparse.lists.dense_share` tends to it as H grows.
-    dense_share: float = 0.55
+    # `sparse.lists.max_selected_share` tends to it as H grows.
+    selected_share: float = 0.55
     # Lists are summed up to a mean length of V / 128, or of this if that is more. With longer lists, which are rare,
     # the exact backward runs.
     mean_ids: int = 256

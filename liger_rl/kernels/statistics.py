@@ -175,40 +175,6 @@ class TileStatistics(NamedTuple):
         return cls(peaks, sums, moments[0] if entropy else None)
 
 
-class PartBounds(NamedTuple):
-    """Bounds of each token's dL/dz in each tile, in units of `unit`, from which the parts to keep are chosen.
-
-    `most` and `rest` leave the target out. No bound includes scale / temperature, the constant part of dz/dx.
-    """
-
-    most: Tensor  # (tiles, n) float32, upper bound of the norm of dL/dz over a tile
-    rest: Tensor  # (tiles, n) float32, sum of dL/dz over a tile
-    least: Tensor  # (n,) float32, lower bound of the sum of squares of dL/dz over the vocabulary, target included
-    unit: Tensor  # (n,) float32, scale of the token's bounds; 0 without a gradient
-    size: Tensor  # (n,) float64, unit * sum of |rest| over tiles; 0 without a gradient, or if not finite
-    at_target: Tensor  # (n,) float32, dL/dx at the target, not in `unit`
-
-    @classmethod
-    def empty(cls, n: int, tiles: int, device: torch.device) -> "PartBounds":
-        def part(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        tokens = part(n), part(n), part(n, dtype=torch.float64), part(n)
-        return cls(part(tiles, n), part(tiles, n), *tokens)
-
-
-class Tail(NamedTuple):
-    """The share of each vocabulary entry in the gradient that tokens drop in the entry's tile."""
-
-    entries: Tensor  # (padded tiles * width,) float32, sum 1 over a tile; 0 past the vocabulary
-    squares: Tensor  # (padded tiles,) float32, sum of the squared shares of a tile
-
-    @classmethod
-    def empty(cls, tiles: int, width: int, device: torch.device) -> "Tail":
-        entries = torch.empty(tiles * width, dtype=torch.float32, device=device)
-        return cls(entries, torch.empty(tiles, dtype=torch.float32, device=device))
-
-
 class TokenGradients(NamedTuple):
     """Per-token inputs of the gradient of a tile of logits, float32.
 

@@ -275,7 +275,7 @@ def _fused_forward(
     if support is not None:
         if not isinstance(support, Support):
             raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
-        support.to(targets.device).check_together(targets, name)
+        support.to(targets.device).check_targets(targets, name)
     if shift_labels is None:
         targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
         support = None if support is None else _shift_support(support)

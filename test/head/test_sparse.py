@@ -106,8 +106,8 @@ def test_parts_that_there_is_no_room_for(plans, monkeypatch):
     monkeypatch.setattr(LIMITS, "parts_bytes", room * lists.BYTES_PER_ENTRY * PART_VOCAB)
     found = heads.gradients(1e-2, mask=mask)
     assert plans[0] == plans[1]
-    assert plans[0].ends[-1] > room
-    assert len(plans[0].spans(room)) > 2
+    assert plans[0].block_ends[-1] > room
+    assert len(plans[0].split(room)) > 2
     assert all(map(torch.equal, found, expected))
 
 

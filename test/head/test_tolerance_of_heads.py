@@ -116,12 +116,12 @@ def test_where_much_is_kept_the_gradient_is_exact(kind, plans, monkeypatch):
     if kind == "long lists":
         monkeypatch.setattr(LIMITS, "mean_ids", 1)
     else:
-        monkeypatch.setattr(LIMITS, "dense_share", 0.7 * LIMITS.dense_share)
+        monkeypatch.setattr(LIMITS, "selected_share", 0.7 * LIMITS.selected_share)
     if kind == "flat":
         heads.leaves[1].mul_(0.1)
     heads.grad[:3] = 0.0
     found, exact = (heads.gradients(tolerance) for tolerance in (1e-2 if kind != "flat" else 1e-5, 0.0))
-    assert plans[0].pays == (kind == "long lists")
+    assert plans[0].lists_are_faster == (kind == "long lists")
     assert all(map(torch.equal, found, exact))
 
 

@@ -7,10 +7,11 @@ import oracles
 from devices import NEEDS_GPU, on_gpu
 from head_calls import run_triton
 from liger_rl import LogitTransform, Support, linear_logprobs, logits_logprobs
+from liger_rl.head.sparse.parts import EntryShares, PartBounds
 from liger_rl.kernels import devices, tile_lists_triton
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
 from liger_rl.kernels.reference import SavedExp
-from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, PartBounds, Tail, TokenGradients
+from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, TokenGradients
 from liger_rl.kernels.transform import HeadFactors
 from tolerances import interpret, stored
 
@@ -76,15 +77,15 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     g, e = torch.randn(2, tokens).to(DEVICE)
     gradients = TokenGradients.of(statistics, g, e if entropy else None).with_float32_lse()
     tile = epilogue.gemm_grad(hidden, weight[:-3], biases, targets, 0, transform, gradients)
-    bounds = sparse_triton.part_bounds(known, statistics.logps, gradients, targets, transform)
-    tail = Tail.empty(sparse_triton.padded_tiles(vocab, PART_VOCAB), PART_VOCAB, DEVICE)
-    given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
-    chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
-    span = tile_lists_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
-    parts = listing_triton.Parts.empty(span.room, PART_VOCAB, DEVICE)
-    of_tiles = tile_lists_triton.list_tiles(chosen, span)
+    bounds = sparse_triton.bound_parts(known, statistics.logps, gradients, targets, transform)
+    shares = EntryShares.empty(sparse_triton.count_padded_tiles(vocab, PART_VOCAB), PART_VOCAB, DEVICE)
+    given = EntryShares(shares.shares.zero_(), shares.squares.zero_()), 0.1, transform
+    selected, _ = sparse_triton.select_parts(bounds, *given, torch.float16, signed=entropy)
+    span = tile_lists_triton.Span(0, tokens, 0, int(selected.starts[-1]))
+    parts = listing_triton.PartEntries.empty(span.room, PART_VOCAB, DEVICE)
+    tile_lists = tile_lists_triton.list_tiles(selected, span)
     head = HeadFactors(*inputs[:3], transform)
-    listing_triton.make_parts(head, targets, gradients, chosen, of_tiles, span, parts)
+    listing_triton.compute_parts(head, targets, gradients, selected, tile_lists, span, parts)
     values = (*statistics[:3], *known, saved_exp.values, saved_exp.peaks, tile, stored(parts))
     return inputs, statistics, [part for part in values if part is not None]
 
@@ -207,9 +208,9 @@ def test_more_parts_than_16_bits_number():
     bounds = PartBounds.empty(tokens, tiles, DEVICE)
     for part, value in zip(bounds[:5], (1.0, 0.0, float(tiles), 1.0, 0.0), strict=True):
         part.fill_(value)
-    bounds.most[0] = 0.0
-    width = sparse_triton.padded_tiles(tiles * PART_VOCAB, PART_VOCAB)
-    tail = Tail(torch.zeros(1, device=DEVICE), torch.zeros(width, device=DEVICE))
-    chosen, counted = sparse_triton.choose_parts(bounds, tail, 1e-4, LogitTransform(), torch.float16, signed=False)
-    assert counted.tolist() == [tokens, tokens * (tiles - 1)]
-    assert torch.equal(chosen.rank, torch.arange(-1, tiles - 1, device=DEVICE)[:, None].expand(-1, tokens).int())
+    bounds.max_norm[0] = 0.0
+    width = sparse_triton.count_padded_tiles(tiles * PART_VOCAB, PART_VOCAB)
+    shares = EntryShares(torch.zeros(1, device=DEVICE), torch.zeros(width, device=DEVICE))
+    selected, counts = sparse_triton.select_parts(bounds, shares, 1e-4, LogitTransform(), torch.float16, signed=False)
+    assert counts.tolist() == [tokens, tokens * (tiles - 1)]
+    assert torch.equal(selected.rank, torch.arange(-1, tiles - 1, device=DEVICE)[:, None].expand(-1, tokens).int())

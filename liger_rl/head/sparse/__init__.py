@@ -1,1 +1,1 @@
-"""Lists of ids for each token: given by a sampler, or found from bounds of the gradient."""
+"""Engines with a list of ids for each token: from bounds of the gradient, or from a sampler."""

@@ -1,19 +1,18 @@
-"""The sparse backward: a token keeps only the entries of its gradient without which its error could pass the tolerance.
+"""The engine of calls with a tolerance: its backward drops small entries of each token's gradient.
 
-`README.md`, under "Found", has the steps. The host waits twice: for the number of kept parts (step 4) and for the
-length of the lists (step 6).
+For each token it drops as many entries of dL/dlogits as possible such that the relative error of its gradient stays
+below the tolerance. README.md, "Lists from bounds", has the steps. The host waits twice: for the number of selected
+parts (step 4) and for the length of the lists (step 6).
 
-The forward keeps statistics of each tile if its product has an epilogue. Without them the backward is exact.
+The forward saves statistics of each tile if its product has an epilogue. Without them the backward is exact.
 """
-
-from functools import partial
 
 from liger_rl.head.autograd import Engine, Saved, token_gradients
 from liger_rl.head.dense import two_pass
+from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.live_tokens import take_rows
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.sparse import lists
-from liger_rl.head.sparse.lists import Choice, ListedHead
 from liger_rl.head.workload import NO_GRADIENT, Workload
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import align_rows
@@ -46,12 +45,12 @@ class Sparse(Engine):
         gradients = token_gradients(saved, grads, head.vocab)
         if saved.peaks is None or gradients.uniform is not None:
             return two_pass.exact_gradients(head, gradients, needs)
-        return _list_gradients(saved, head, gradients, needs)
+        return _sparse_gradients(saved, head, gradients, needs)
 
 
-def _list_gradients(saved: Saved, head: Head, gradients: TokenGradients, needs: Needs) -> Gradients:
-    """Gradients from lists of ids; if lists would be long, exact. Two host syncs."""
-    from liger_rl.head.sparse import bounds_triton, listing_triton
+def _sparse_gradients(saved: Saved, head: Head, gradients: TokenGradients, needs: Needs) -> Gradients:
+    """Gradients from lists of ids; exact ones if lists would be long. Two host syncs."""
+    from liger_rl.head.sparse import bounds_triton
 
     transform, dtype, live, weight_dtype = head.options.transform, head.dtype, head.live, head.weight.dtype
     exact_gradients, head = gradients, head.with_weight_in(dtype)
@@ -60,27 +59,27 @@ def _list_gradients(saved: Saved, head: Head, gradients: TokenGradients, needs: 
     # The target's z is logp + lse, for the float32 lse too.
     logps = (saved.logps + (saved.lse - gradients.lse)).float()
     tiles = TileStatistics(saved.peaks, saved.sums, saved.moments)
-    bounds = bounds_triton.part_bounds(tiles, logps, gradients, targets, transform)
-    drawn = bounds_triton.draw_tokens(bounds, live)
-    sample = head.hidden[drawn.positions].to(dtype)
-    tail = bounds_triton.tail_of_logits(gemm.matmul(weight, sample.T), bias, drawn, targets, gradients, transform)
-    signed = gradients.grad_entropy is not None
-    choice = Choice.of(
-        bounds_triton.choose_parts(bounds, tail, head.grad_tolerance, transform, dtype, signed=signed),
-        weight.shape[1],
+    bounds = bounds_triton.bound_parts(tiles, logps, gradients, targets, transform)
+    samples = bounds_triton.sample_tokens(bounds, live)
+    sampled_hidden = head.hidden[samples.positions].to(dtype)
+    shares = bounds_triton.estimate_shares(
+        gemm.matmul(weight, sampled_hidden.T), bias, samples, targets, gradients, transform
     )
-    at_target = bounds.at_target
+    signed = gradients.grad_entropy is not None
+    parts, counts_on_device = bounds_triton.select_parts(
+        bounds, shares, head.grad_tolerance, transform, dtype, signed=signed
+    )
+    part_counts, at_target = HostAnswer(counts_on_device), bounds.at_target
     del bounds, tiles
     # A token without a gradient may have NaN in its row of hidden, so products read the row of a token that has one:
     # in the copy of the live rows, or if all tokens are live, by an index.
-    rows, finite = (None, drawn.sources) if live is None else (drawn.sources, None)
-    hidden = align_rows(take_rows(head.hidden, rows).to(dtype).contiguous())
-    factors = HeadFactors(hidden, weight, bias, transform)
-    make = partial(listing_triton.make_parts, factors, targets, gradients)
-    dtypes = head.hidden.dtype, weight_dtype
-    listed = ListedHead(factors, finite, weight.shape[0], dtypes)
-    result, counts = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
+    gathered, hidden_rows = (None, samples.hidden_rows) if live is None else (samples.hidden_rows, None)
+    factors = HeadFactors(align_rows(take_rows(head.hidden, gathered).to(dtype).contiguous()), weight, bias, transform)
+    result, counts = lists.sum_over_lists(
+        factors, hidden_rows, (targets, at_target), gradients, parts, part_counts, shares,
+        (head.hidden.dtype, weight_dtype), needs,
+    )  # fmt: skip
     if result is None:
-        del choice, tail, hidden, factors, make, listed
-        return two_pass.exact_gradients(head, exact_gradients, needs, count=counts.selected)
+        del factors, parts, shares
+        return two_pass.exact_gradients(head, exact_gradients, needs, count=counts.gradient_tokens)
     return result.of_all_tokens(live, head)

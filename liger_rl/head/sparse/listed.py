@@ -1,11 +1,11 @@
-"""The support engine: log-probabilities over each token's listed ids, from rows of the weight gathered one by one.
+"""The engine of calls with a support: log-probabilities over each token's listed ids, from gathered rows of the weight.
 
-`README.md`, under "Given", has the steps. A product takes 2 P H operations for P ids in all; the dense engines take
-2 N H V. With few ids the host takes longer than the device. So the host first launches the forward, to which wrong
-values do no harm, and only then waits for the checks of the values.
+README.md, "Lists from a support", has the steps. P ids in all take 2 P H operations, where the dense engines take
+2 N H V. With few ids the host takes longer than the device. The forward is safe with invalid ids, so it is launched
+first; only then does the host wait for the result of the checks of values.
 
-Results keep all N tokens in their places. This engine, and not its caller, takes the two passes for tokens with empty
-rows, so that a backward gathers the weight once for all kinds of rows.
+Results cover all N tokens. Tokens with an empty row take two passes inside this engine, so that a backward gathers a
+sharded weight once.
 """
 
 from types import ModuleType
@@ -26,7 +26,7 @@ from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The module with the slot kernels for `device`: `slots_triton`, or `slots` without Triton."""
+    """The module of the slot kernels: `slots_triton`, or `slots` without Triton."""
     if runs_triton(device):
         from liger_rl.head.sparse import slots_triton
 
@@ -35,14 +35,14 @@ def kernels_for(device: torch.device) -> ModuleType:
 
 
 def log_probs_over_support(head: Head, support: Support) -> LogProbs:
-    """Log-probabilities over the ids that each token lists. A token that lists none has the whole vocabulary."""
+    """Log-probabilities over each token's listed ids; over the whole vocabulary for a token with an empty row."""
     mask, needed = (None if column is None else column.flatten() for column in (head.mask, head.needed))
     make_slots = kernels_for(head.hidden.device).make_slots
-    # Bad values raise no error here and do no harm. The check reads `numbers` of the slots.
-    made = make_slots(
+    # Invalid values do not raise until `check` reads the slots' numbers.
+    slots = make_slots(
         support.token_ids, support.offsets, head.targets, mask, needed, vocab=head.vocab, distinct=support.distinct
     )
-    answer = HostAnswer(made.numbers)
+    answer = HostAnswer(slots.numbers)
 
     def check() -> list[int]:
         numbers = answer.wait().tolist()
@@ -52,7 +52,7 @@ def log_probs_over_support(head: Head, support: Support) -> LogProbs:
         support.check_values(numbers, vocab=head.vocab)
         return numbers
 
-    values = run_engine(Listed, head._replace(listed=ListedIds(made, check)))._replace(missing_target=made.missing)
+    values = run_engine(Listed, head._replace(listed=ListedIds(slots, check)))._replace(missing_target=slots.missing)
     if len(head.shape) == 1:
         return values
     return LogProbs._make(None if value is None else value.view(head.shape) for value in values)
@@ -63,59 +63,56 @@ class Listed(Engine):
 
     @staticmethod
     def forward(saved: Saved, head: Head) -> TokenStatistics:
-        """Statistics of all N tokens.
-
-        A token with one id has log-probability 0 and entropy 0, and so has a token that does not count.
-        """
+        """Statistics of all N tokens. Tokens that do not count, and tokens with one id, get logps and entropy 0."""
         listed, kernels = head.listed, kernels_for(head.hidden.device)
         assert listed is not None
-        saved.logits = kernels.dots(_factors(head), listed.slots, head.options.transform)
-        statistics = kernels.statistics(saved.logits, listed.slots, entropy=head.options.entropy)
-        full = listed.full  # waits for the device
-        if full is not None:
-            whole, _ = two_pass.fold_head(head._replace(live=full))
+        saved.logits = kernels.dots(_contiguous_factors(head), listed.slots, head.options.transform)
+        statistics = kernels.fold_slots(saved.logits, listed.slots, entropy=head.options.entropy)
+        empty_rows = listed.empty_rows  # waits for the device
+        if empty_rows is not None:
+            dense_statistics, _ = two_pass.fold_head(head._replace(live=empty_rows))
             statistics = TokenStatistics._make(
-                None if values is None or others is None else values.index_copy(0, full, others)
-                for values, others in zip(statistics, whole, strict=True)
+                None if values is None or dense is None else values.index_copy(0, empty_rows, dense)
+                for values, dense in zip(statistics, dense_statistics, strict=True)
             )
         saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
         return statistics
 
     @staticmethod
     def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
-        """Gradients, summed in float32 and rounded once. An empty row's are added to them and round once more."""
+        """Gradients, summed in float32 and rounded once; once more where tokens have an empty row."""
         listed = head.listed
         assert listed is not None
         grad_logps = torch.zeros_like(saved.logps) if grads.logps is None else grads.logps.float()
-        gradients = _gradients_of_lists(saved, head, listed, grad_logps, grads.entropy, needs)
-        full = listed.full
-        if full is None:
+        gradients = _sum_slot_gradients(saved, head, listed, grad_logps, grads.entropy, needs)
+        empty_rows = listed.empty_rows
+        if empty_rows is None:
             return gradients
         statistics = TokenStatistics(saved.logps, saved.lse, saved.entropy)
-        of_full = TokenGradients.of(statistics, grad_logps, grads.entropy).take(full)
-        others = two_pass.exact_gradients(head._replace(live=full), of_full, needs)
+        token_gradients = TokenGradients.of(statistics, grad_logps, grads.entropy).take(empty_rows)
+        dense_gradients = two_pass.exact_gradients(head._replace(live=empty_rows), token_gradients, needs)
         return Gradients._make(
-            None if values is None or more is None else values.add_(more)
-            for values, more in zip(gradients, others, strict=True)
+            None if values is None or dense is None else values.add_(dense)
+            for values, dense in zip(gradients, dense_gradients, strict=True)
         )
 
 
-def _factors(head: Head) -> Factors:
+def _contiguous_factors(head: Head) -> Factors:
     """The head's tensors with contiguous rows, as kernels read them."""
     tensors = head.hidden, head.weight, head.bias
     return Factors._make(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _gradients_of_lists(
+def _sum_slot_gradients(
     saved: Saved, head: Head, listed: ListedIds, grad_logps: Tensor, grad_entropy: Tensor | None, needs: Needs
 ) -> Gradients:
     """Gradients of the tokens that list ids."""
-    hidden, weight, bias = _factors(head)
+    hidden, weight, bias = _contiguous_factors(head)
     kernels, slots = kernels_for(hidden.device), listed.slots
     entropy = None if grad_entropy is None else saved.entropy
     # The slot kernels compute dL/dz at the target from the log-probabilities, and do not read the third field.
     gradients = TokenGradients(saved.lse, grad_logps, grad_logps, entropy, grad_entropy)
-    coefficients = kernels.slot_gradients(saved.logits, slots, saved, gradients, head.options.transform)
+    coefficients = kernels.grad_slots(saved.logits, slots, saved, gradients, head.options.transform)
     grad_hidden = grad_weight = grad_bias = None
     if needs[0]:
         grad_hidden = torch.empty_like(hidden)

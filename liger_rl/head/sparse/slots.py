@@ -33,7 +33,7 @@ def make_slots(
     offsets: Tensor,  # (N + 1,) the same dtype
     targets: Tensor,  # (N,) token ids; a token with a target outside [0, vocab) does not count
     mask: Tensor | None,  # (N,) bool or 0/1: tokens that count; None for all
-    wanted: Tensor | None = None,  # (N,) or (B,) bool or 0/1: tokens whose logits are needed; None for all that count
+    needed: Tensor | None = None,  # (N,) or (B,) bool or 0/1: tokens whose logits are needed; None for all that count
     *,
     vocab: int,
     distinct: bool,  # no row lists an id twice, so repeated ids need no search
@@ -41,45 +41,45 @@ def make_slots(
     """The slots of a support with any values. `Slots.numbers` counts the values that are wrong."""
     n, pairs, device = targets.numel(), token_ids.numel(), targets.device
     if n == 0:
-        return no_slots(pairs, vocab, device)
+        return make_empty_slots(pairs, vocab, device)
     ids = torch.full((n + pairs,), vocab, dtype=torch.int32, device=device)
-    raw, positions, all_tokens = offsets.long(), torch.arange(pairs, device=device), torch.arange(n, device=device)
-    begin = raw[:-1].clamp(0, pairs)
-    end = torch.maximum(raw[1:], begin).clamp(max=pairs)
+    row_ends, positions, all_tokens = offsets.long(), torch.arange(pairs, device=device), torch.arange(n, device=device)
+    begin = row_ends[:-1].clamp(0, pairs)
+    end = torch.maximum(row_ends[1:], begin).clamp(max=pairs)
     starts = torch.cat([begin + all_tokens, end[-1:] + n])
     slots = torch.arange(n + pairs, device=device)
     tokens = torch.searchsorted(starts[1:].contiguous(), slots, right=True).clamp(max=n - 1).to(torch.int32)
-    token = tokens_of(offsets, pairs)
+    token = find_rows(offsets, pairs)
     targets, listed = targets.long(), token_ids.long()
-    marked = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
-    counts = marked & (targets < vocab)
-    if wanted is not None:
-        counts = counts & (wanted.reshape(-1, 1) != 0).expand(-1, n // wanted.numel()).reshape(-1)
+    unmasked = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
+    counts = unmasked & (targets < vocab)
+    if needed is not None:
+        counts = counts & (needed.reshape(-1, 1) != 0).expand(-1, n // needed.numel()).reshape(-1)
     improper = torch.zeros_like(counts) if mask is None else (mask != 0) & (mask != 1)
     inside = (positions >= begin[token]) & (positions < end[token])
-    known = inside & (listed >= 0) & (listed < vocab)
-    hit = known & (listed == targets[token])
-    first_hit = torch.full((n,), pairs, device=device).scatter_reduce(
-        0, token, torch.where(hit, positions, pairs), "amin"
+    valid = inside & (listed >= 0) & (listed < vocab)
+    is_target = valid & (listed == targets[token])
+    target_position = torch.full((n,), pairs, device=device).scatter_reduce(
+        0, token, torch.where(is_target, positions, pairs), "amin"
     )
-    others = torch.zeros(n, dtype=torch.int64, device=device).index_add_(0, token, (known & ~hit).long())
+    others = torch.zeros(n, dtype=torch.int64, device=device).index_add_(0, token, (valid & ~is_target).long())
     kinds = torch.where(others > 0, SEVERAL, SINGLE)
     kinds = torch.where(counts, torch.where(end > begin, kinds, FULL), IGNORED).to(torch.uint8)
-    missing = counts & (end > begin) & (first_hit == pairs)
-    member = known & ~hit & (kinds == SEVERAL)[token]
+    missing = counts & (end > begin) & (target_position == pairs)
+    has_slot = valid & ~is_target & (kinds == SEVERAL)[token]
     if not distinct:
-        member &= ~repeated_ids(token_ids, token)
+        has_slot &= ~mark_repeated_ids(token_ids, token)
     # The target has the token's first slot, so ids that precede it in the row come one slot later.
-    place = positions + token + (positions <= first_hit[token]).long()
-    stored = inside & (positions != first_hit[token])
-    ids[place[stored]] = torch.where(member, listed, vocab).to(torch.int32)[stored]
+    place = positions + token + (positions <= target_position[token]).long()
+    stored = inside & (positions != target_position[token])
+    ids[place[stored]] = torch.where(has_slot, listed, vocab).to(torch.int32)[stored]
     ids[starts[:-1]] = torch.where(kinds == SEVERAL, targets, vocab).to(torch.int32)
-    numbers = [raw[:1] != 0, raw[1:] < raw[:-1], raw[-1:] != pairs, inside & ~known, kinds == FULL]
-    numbers += [marked & (targets >= vocab), improper, end - begin + 1 > LIMITS.by_token.piece]
-    return Slots(ids, tokens, starts, kinds, missing, torch.stack([each.sum() for each in numbers]), vocab)
+    faults = [row_ends[:1] != 0, row_ends[1:] < row_ends[:-1], row_ends[-1:] != pairs, inside & ~valid, kinds == FULL]
+    faults += [unmasked & (targets >= vocab), improper, end - begin + 1 > LIMITS.by_token.piece]
+    return Slots(ids, tokens, starts, kinds, missing, torch.stack([fault.sum() for fault in faults]), vocab)
 
 
-def no_slots(pairs: int, vocab: int, device: torch.device) -> Slots:
+def make_empty_slots(pairs: int, vocab: int, device: torch.device) -> Slots:
     """The slots of no tokens. `numbers` says that `pairs` ids have no row."""
 
     def empty(dtype: torch.dtype) -> Tensor:
@@ -92,23 +92,23 @@ def no_slots(pairs: int, vocab: int, device: torch.device) -> Slots:
     return Slots(ids, ids, starts, kinds, empty(torch.bool), numbers.to(device), vocab)
 
 
-def repeated_ids(token_ids: Tensor, token: Tensor) -> Tensor:
+def mark_repeated_ids(token_ids: Tensor, token: Tensor) -> Tensor:
     """(P,) bool: whether the same token lists an equal id earlier. `token` (P,) is ascending."""
     # The sort is stable: equal ids stay in the order of their tokens, so equal ids of one token are neighbours.
     ordered, order = torch.sort(token_ids, stable=True)
     token = token[order]
-    again = torch.zeros_like(order, dtype=torch.bool)
-    again[order[1:]] = (ordered[1:] == ordered[:-1]) & (token[1:] == token[:-1])
-    return again
+    repeated = torch.zeros_like(order, dtype=torch.bool)
+    repeated[order[1:]] = (ordered[1:] == ordered[:-1]) & (token[1:] == token[:-1])
+    return repeated
 
 
-def tokens_of(offsets: Tensor, pairs: int) -> Tensor:
+def find_rows(offsets: Tensor, pairs: int) -> Tensor:
     """(P,) int64: the row of each of `pairs` ids, in [0, N) for any values of the offsets (N + 1,)."""
     positions = torch.arange(pairs, device=offsets.device)
     return torch.searchsorted(offsets.long()[1:].contiguous(), positions, right=True).clamp(max=offsets.numel() - 2)
 
 
-def statistics(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
+def fold_slots(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
     """Statistics of all N tokens over their slots.
 
     A SINGLE row has log-probability 0 and entropy 0. IGNORED and FULL rows get 0, and an lse of inf.
@@ -122,23 +122,23 @@ def statistics(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
     shifted = z - peak[token]
     exp = torch.where(has_id, shifted.exp(), 0.0)
 
-    def total(of_slot: Tensor) -> Tensor:
-        return torch.zeros(n, dtype=torch.float32, device=z.device).index_add_(0, token, of_slot)
+    def sum_by_token(values: Tensor) -> Tensor:
+        return torch.zeros(n, dtype=torch.float32, device=z.device).index_add_(0, token, values)
 
-    single, known = slots.kinds == SINGLE, slots.kinds >= SINGLE
+    single, has_ids = slots.kinds == SINGLE, slots.kinds >= SINGLE
     at_target = torch.where(slots.kinds == SEVERAL, z[slots.starts[:-1]], 0.0)
-    moment = total(exp * shifted.clamp(min=LOWEST_LOG_PROBABILITY)) if entropy else None
-    state = Fold(torch.where(single, 0.0, peak), total(exp) + single, at_target, moment, None, None, None)
+    moment = sum_by_token(exp * shifted.clamp(min=LOWEST_LOG_PROBABILITY)) if entropy else None
+    state = Fold(torch.where(single, 0.0, peak), sum_by_token(exp) + single, at_target, moment, None, None, None)
     unmasked = state.finish()
-    parts = (None if values is None else values.masked_fill(~known, 0) for values in unmasked)
-    return TokenStatistics._make(parts)._replace(lse=torch.where(known, unmasked.lse, math.inf))
+    fields = (None if values is None else values.masked_fill(~has_ids, 0) for values in unmasked)
+    return TokenStatistics._make(fields)._replace(lse=torch.where(has_ids, unmasked.lse, math.inf))
 
 
-def slot_gradients(
+def grad_slots(
     z: Tensor,
     slots: Slots,
     statistics: TokenStatistics,
-    tokens: TokenGradients,  # of `support.tokens_of`
+    gradients: TokenGradients,  # whose `lse`, `entropy` and `at_target` are not read
     transform: LogitTransform,
 ) -> Tensor:
     """-> dL/dx (S,) float32 of the logits before the transform.
@@ -146,14 +146,14 @@ def slot_gradients(
     It is exactly 0 in slots without an id, and for tokens without a gradient.
     """
     token = slots.tokens.long()
-    tokens = TokenGradients.of(statistics, tokens.grad_logps, tokens.grad_entropy).with_float32_lse()
+    gradients = TokenGradients.of(statistics, gradients.grad_logps, gradients.grad_entropy).with_float32_lse()
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
-    needed = (slots.ids < slots.vocab) & has_gradient(tokens)[token]
+    needed = (slots.ids < slots.vocab) & has_gradient(gradients)[token]
     z = torch.where(needed, z, 0.0)
-    log_p = torch.where(needed, z - tokens.lse[token], 0.0)
+    log_p = torch.where(needed, z - gradients.lse[token], 0.0)
     is_target = torch.arange(z.numel(), device=z.device) == slots.starts[token]
-    grad_z = torch.where(is_target, tokens.at_target[token], -tokens.grad_logps[token] * log_p.exp())
-    if tokens.grad_entropy is not None and tokens.entropy is not None:
-        grad_z = grad_z - tokens.grad_entropy[token] * entropy_term(log_p, tokens.entropy[token])
+    grad_z = torch.where(is_target, gradients.at_target[token], -gradients.grad_logps[token] * log_p.exp())
+    if gradients.grad_entropy is not None and gradients.entropy is not None:
+        grad_z = grad_z - gradients.grad_entropy[token] * entropy_term(log_p, gradients.entropy[token])
     grad = times_derivative(grad_z[:, None], z[:, None], transform).squeeze(1)
     return torch.where(needed, grad, 0.0)

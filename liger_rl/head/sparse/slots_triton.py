@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.head.sparse.slots import no_slots, repeated_ids, tokens_of
+from liger_rl.head.sparse.slots import find_rows, make_empty_slots, mark_repeated_ids
 from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.segment_sums import (
@@ -55,18 +55,18 @@ def _count(number, amount):
     tl.atomic_add(number, amount, mask=amount > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs", "each", "long_row"])
+@triton.jit(do_not_specialize=["tokens", "pairs", "tokens_per_flag", "long_row"])
 def _slots_kernel(
     token_ids,  # (pairs,)
     offsets,  # (tokens + 1,)
     targets,  # (tokens,)
     mask,  # (tokens,)
-    wanted_tokens,  # (tokens / each,)
+    needed_tokens,  # (tokens / tokens_per_flag,)
     repeated,  # (pairs,) bool: an equal id stands earlier in the row; None if no row repeats an id
     slots,  # `Slots`, written; its numbers are zeros
     tokens,
     pairs,
-    each,
+    tokens_per_flag,
     long_row,
     BLOCK: tl.constexpr,
     # Defaults instead of globals, because Triton compares each global that a kernel reads at each launch.
@@ -98,44 +98,46 @@ def _slots_kernel(
     _count(slots.numbers + TARGET, counts & (target >= slots.vocab))
     _count(slots.numbers + LONG, end - begin + 1 > long_row)
     counts = counts & (target < slots.vocab)
-    if wanted_tokens is not None:
-        counts = counts & (tl.load(wanted_tokens + token // each) != 0)
+    if needed_tokens is not None:
+        counts = counts & (tl.load(needed_tokens + token // tokens_per_flag) != 0)
     _count(slots.numbers + START, (token == 0) & (raw_begin != 0))
     _count(slots.numbers + ORDER, raw_end < raw_begin)
     _count(slots.numbers + END, (token == tokens - 1) & (raw_end != pairs))
-    first_hit = begin * 0 + pairs  # position of the first id that is the target; `pairs` if the row does not list it
+    # Position of the first id that is the target; `pairs` if the row does not list it.
+    target_position = begin * 0 + pairs
     others = 0
-    unknown = 0
+    invalid = 0
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         listed = tl.load(token_ids + place, mask=place < end, other=-1).to(tl.int64)
-        known = (listed >= 0) & (listed < slots.vocab)
-        first_hit = tl.minimum(first_hit, tl.min(tl.where(known & (listed == target), place, first_hit)))
-        others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
-        unknown += tl.sum(((place < end) & (known == 0)).to(tl.int32))
+        valid = (listed >= 0) & (listed < slots.vocab)
+        hits = tl.where(valid & (listed == target), place, target_position)
+        target_position = tl.minimum(target_position, tl.min(hits))
+        others = tl.maximum(others, tl.max((valid & (listed != target)).to(tl.int32)))
+        invalid += tl.sum(((place < end) & (valid == 0)).to(tl.int32))
     kind = tl.where(others > 0, SEVERAL, SINGLE)
     kind = tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < end
         listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
-        needed = (listed >= 0) & (listed < slots.vocab) & (listed != target) & (kind == SEVERAL)
+        has_slot = (listed >= 0) & (listed < slots.vocab) & (listed != target) & (kind == SEVERAL)
         if repeated is not None:
-            needed = needed & (tl.load(repeated + place, mask=inside, other=0) == 0)
+            has_slot = has_slot & (tl.load(repeated + place, mask=inside, other=0) == 0)
         # The target has the token's first slot, so ids that precede it in the row come one slot later.
-        slot = place + token + (place < first_hit).to(tl.int64)
-        stored = inside & (place != first_hit)
-        tl.store(slots.ids + slot, tl.where(needed, listed, slots.vocab).to(tl.int32), mask=stored)
+        slot = place + token + (place < target_position).to(tl.int64)
+        stored = inside & (place != target_position)
+        tl.store(slots.ids + slot, tl.where(has_slot, listed, slots.vocab).to(tl.int32), mask=stored)
         tl.store(slots.tokens + slot, token.to(tl.int32), mask=stored)
     first_slot = begin + token
     tl.store(slots.ids + first_slot, tl.where(kind == SEVERAL, target, slots.vocab).to(tl.int32))
     tl.store(slots.tokens + first_slot, token.to(tl.int32))
-    tl.store(slots.tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # the slot to spare
+    tl.store(slots.tokens + end + token, token.to(tl.int32), mask=target_position < pairs)  # the slot left over
     tl.store(slots.starts + token, first_slot)
     tl.store(slots.starts + tokens, end + tokens, mask=token == tokens - 1)
     tl.store(slots.kinds + token, kind.to(tl.uint8))
-    tl.store(slots.missing + token, counts & (end > begin) & (first_hit == pairs))
-    _count(slots.numbers + ID, unknown)
+    tl.store(slots.missing + token, counts & (end > begin) & (target_position == pairs))
+    _count(slots.numbers + ID, invalid)
     _count(slots.numbers + EMPTY, counts & (end == begin))
 
 
@@ -144,7 +146,7 @@ def make_slots(
     offsets: Tensor,
     targets: Tensor,
     mask: Tensor | None,
-    wanted: Tensor | None = None,
+    needed: Tensor | None = None,
     *,
     vocab: int,
     distinct: bool,
@@ -152,7 +154,7 @@ def make_slots(
     """As `slots.make_slots`."""
     n, pairs, device = targets.numel(), token_ids.numel(), targets.device
     if n == 0:
-        return no_slots(pairs, vocab, device)
+        return make_empty_slots(pairs, vocab, device)
     # Separate tensors: views of one tensor may have addresses that are no multiples of 16 bytes, for which Triton
     # compiles another kernel.
     slots = Slots(
@@ -171,16 +173,16 @@ def make_slots(
         _slots_kernel[(n,)](
             token_ids, offsets, targets.contiguous(),
             None if mask is None else mask.contiguous(),
-            None if wanted is None else wanted.contiguous(),
-            None if distinct or pairs == 0 else repeated_ids(token_ids, tokens_of(offsets, pairs)),
-            slots, n, pairs, 1 if wanted is None else n // wanted.numel(), LIMITS.by_token.piece,
+            None if needed is None else needed.contiguous(),
+            None if distinct or pairs == 0 else mark_repeated_ids(token_ids, find_rows(offsets, pairs)),
+            slots, n, pairs, 1 if needed is None else n // needed.numel(), LIMITS.by_token.piece,
             BLOCK=LIMITS.row_ids * warps, num_warps=warps,
         )  # fmt: skip
     return slots
 
 
 @triton.jit
-def _statistics_kernel(
+def _fold_slots_kernel(
     logits,  # (slots,)
     slots,  # `Slots`
     out,  # `TokenStatistics` (tokens,), written
@@ -206,19 +208,19 @@ def _statistics_kernel(
     # A row with a single id needs no logit.
     peak = tl.where(kind == SINGLE, 0.0, peak)
     total = tl.where(kind == SEVERAL, total, 1.0)
-    known = kind >= SINGLE
+    has_ids = kind >= SINGLE
     log_sum = tl.log(total)
     # Relative to the peak, not to lse: see `Fold.finish`.
     logp = (at_target - peak) - log_sum
-    tl.store(out.logps + token, tl.where(known, tl.where(logp > 0.0, 0.0, logp), 0.0))
-    tl.store(out.lse + token, tl.where(known, peak.to(tl.float64) + log_sum, float("inf")))
+    tl.store(out.logps + token, tl.where(has_ids, tl.where(logp > 0.0, 0.0, logp), 0.0))
+    tl.store(out.lse + token, tl.where(has_ids, peak.to(tl.float64) + log_sum, float("inf")))
     if ENTROPY:
         entropy = log_sum - moment / total
-        tl.store(out.entropy + token, tl.where(known, tl.where(entropy < 0.0, 0.0, entropy), 0.0))
+        tl.store(out.entropy + token, tl.where(has_ids, tl.where(entropy < 0.0, 0.0, entropy), 0.0))
 
 
-def statistics(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
-    """As `slots.statistics`, in one launch."""
+def fold_slots(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
+    """As `slots.fold_slots`, in one launch."""
     n = slots.kinds.numel()
 
     def empty(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -227,16 +229,16 @@ def statistics(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
     out = TokenStatistics(empty(), empty(torch.float64), empty() if entropy else None)
     if n > 0:
         with launch_context(z.device):
-            _statistics_kernel[(n,)](z, slots, out, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS)
+            _fold_slots_kernel[(n,)](z, slots, out, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS)
     return out
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _slot_gradients_kernel(
+def _grad_slots_kernel(
     logits,  # (positions,)
     slots,  # `Slots`
     logps,  # (tokens,)
-    tokens,  # `TokenGradients`, (tokens,) each, whose `at_target` is not read
+    gradients,  # `TokenGradients`, (tokens,) each, whose `at_target` is not read
     out,  # (positions,)
     positions,
     steps,  # LogitSteps
@@ -246,15 +248,15 @@ def _slot_gradients_kernel(
     inside = slot < positions
     needed = tl.load(slots.ids + slot, mask=inside, other=slots.vocab) < slots.vocab
     token = tl.load(slots.tokens + slot, mask=needed, other=0).to(tl.int64)
-    g, e, entropy = token_terms(tokens, token, needed)
+    g, e, entropy = token_terms(gradients, token, needed)
     has_gradient = g != 0.0
-    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+    ENTROPY: tl.constexpr = gradients.grad_entropy is not None
     if ENTROPY:
         has_gradient = has_gradient | (e != 0.0)
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = needed & has_gradient
     z = tl.load(logits + slot, mask=needed, other=0.0)
-    log_p = log_probabilities(z, tl.load(tokens.lse + token, mask=needed, other=0.0))
+    log_p = log_probabilities(z, tl.load(gradients.lse + token, mask=needed, other=0.0))
     is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
     at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
@@ -265,21 +267,21 @@ def _slot_gradients_kernel(
     tl.store(out + slot, tl.where(needed, times_derivative(grad, square, steps), 0.0), mask=inside)
 
 
-def slot_gradients(
+def grad_slots(
     z: Tensor,
     slots: Slots,
     statistics: TokenStatistics,
-    tokens: TokenGradients,
+    gradients: TokenGradients,
     transform: LogitTransform,
 ) -> Tensor:
-    """As `slots.slot_gradients`, in one launch."""
+    """As `slots.grad_slots`, in one launch."""
     positions = z.numel()
     out = torch.empty_like(z)
     if positions == 0:
         return out
     with launch_context(z.device):
-        _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
-            z, slots, statistics.logps.contiguous(), map_fields(tokens, Tensor.contiguous), out, positions,
+        _grad_slots_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
+            z, slots, statistics.logps.contiguous(), map_fields(gradients, Tensor.contiguous), out, positions,
             LogitSteps.of(transform), BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS,
         )  # fmt: skip
     return out
