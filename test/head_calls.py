@@ -22,6 +22,7 @@ from liger_rl import (
     logits_logprobs,
     topk_divergence,
 )
+from liger_rl.kernels.devices import GPUS, HOPPER, gpu_of
 from liger_rl.kernels.limits import LIMITS
 
 
@@ -298,24 +299,17 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     """All kernels are Triton's, on CPU in its interpreter; with `epilogue` 16-bit products of any tokens have one."""
     import pytest
 
-    from liger_rl.head.sparse import listed as support
-    from liger_rl.kernels import devices
-
     pytest.importorskip("triton", reason="Triton is not installed")
-    for module in (devices, support):
-        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    gpu = HOPPER if epilogue else HOPPER._replace(capability=(7, 5))
+    monkeypatch.setitem(GPUS, torch.device("cpu"), gpu)
     if epilogue:
         monkeypatch.setattr(LIMITS, "product_tokens", 1)
-        monkeypatch.setattr(devices, "reason_against_device", lambda device: None)
 
-        def takes_shapes(tokens, hidden_size, dtype, weight):
-            return (
-                devices.is_aligned(weight)
-                and devices.reason_against_call(tokens, hidden_size, dtype, weight.dtype) is None
-            )
 
-        monkeypatch.setattr(devices, "takes_shapes", takes_shapes)
-        monkeypatch.setattr(devices, "takes_product", lambda x, *rest: takes_shapes(*x.shape, x.dtype, *rest))
+def run_pytorch(monkeypatch, device: torch.device) -> None:
+    """All kernels of the device are PyTorch's."""
+    gpu = gpu_of(device)
+    monkeypatch.setitem(GPUS, device, gpu and gpu._replace(triton=None))
 
 
 def in_short_pieces(monkeypatch) -> None:

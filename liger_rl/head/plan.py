@@ -88,9 +88,10 @@ def _plan(work: Workload) -> LinearPlan:
         remarks.append(f"no epilogue in the backward, which needs {work.reason_against_tolerance}")
     if work.device.type == "cuda" and reason is not None:
         remarks.append(f"no epilogue, which needs {reason}")
+    gpu = gpu_of(work.device)
     return LinearPlan(
         tokens=work.tokens,
-        device=f"{work.device}, {gpu_of(work.device).name}" if work.device.type == "cuda" else str(work.device),
+        device=str(work.device) if gpu is None else f"{work.device}, {gpu.name}",
         path=engine.name,
         reason="; ".join(remarks),
         epilogue=reason is None,

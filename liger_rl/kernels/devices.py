@@ -75,21 +75,26 @@ class Gpu(NamedTuple):
 HOPPER = Gpu(TMA_CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
 
 
-def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a CUDA device. On a machine without CUDA it is HOPPER, so that calls can be planned."""
-    index = device.index
-    if index is None and torch.cuda.is_available():
-        index = torch.cuda.current_device()
-    if index not in _KNOWN:
-        _KNOWN[index] = _look_up(index) if torch.cuda.is_available() else HOPPER
-    return _KNOWN[index]
+# The GPU of each device that was looked up; None for a CPU. Tests set it: on CPU to a GPU whose kernels Triton's
+# interpreter then runs, on a GPU to one with other kernels or without Triton.
+GPUS: dict[torch.device, Gpu | None] = {}
 
 
-_KNOWN: dict[int | None, Gpu] = {}
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU of a CUDA device, else None. On a machine without CUDA it is HOPPER, so that calls can be planned."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device not in GPUS:
+        GPUS[device] = _look_up(device)
+    return GPUS[device]
 
 
-def _look_up(index: int | None) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
+def _look_up(device: torch.device) -> Gpu | None:
+    if device.type != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return HOPPER
+    properties = torch.cuda.get_device_properties(device)
     return Gpu(
         (properties.major, properties.minor),
         getattr(properties, "shared_memory_per_block_optin", AMD_SHARED_BYTES),
@@ -114,7 +119,8 @@ def _installed_triton() -> tuple[int, int] | None:
 
 def runs_triton(device: torch.device) -> bool:
     """Whether the kernels of `device` are Triton's. On CPU, and on CUDA without Triton, they are PyTorch's."""
-    return device.type == "cuda" and gpu_of(device).triton is not None
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.triton is not None
 
 
 def launch_context(device: torch.device) -> AbstractContextManager:
@@ -127,7 +133,8 @@ def launch_context(device: torch.device) -> AbstractContextManager:
 
 def reason_against_device(device: torch.device) -> str | None:
     """The first thing that our own product needs and this device lacks; None if it lacks nothing."""
-    return reason_against_gpu(gpu_of(device)) if device.type == "cuda" else "a GPU"
+    gpu = gpu_of(device)
+    return "a GPU" if gpu is None else reason_against_gpu(gpu)
 
 
 def reason_against_gpu(gpu: Gpu) -> str | None:
@@ -151,8 +158,10 @@ def reason_against_gpu(gpu: Gpu) -> str | None:
 
 
 def family_of(device: torch.device) -> Family:
-    """The family of a device whose `reason_against_device` is None. Tests replace this function on CPU."""
-    return family_of_gpu(gpu_of(device))
+    """The family of a device whose `reason_against_device` is None."""
+    gpu = gpu_of(device)
+    assert gpu is not None
+    return family_of_gpu(gpu)
 
 
 @cache

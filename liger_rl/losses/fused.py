@@ -15,8 +15,6 @@ from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.losses.loss import NOTHING, PolicyLoss, PreparedLoss
 from liger_rl.losses.metrics import Metric, loss_metrics
 
-DEVICES = ("cuda",)  # launches on other devices cost little
-
 
 def evaluate(
     prepared: PreparedLoss,
@@ -100,7 +98,7 @@ def find_kernel(prepared: PreparedLoss, logps: Tensor, *, reduces: bool = True) 
     If it `reduces` the losses of the tokens, it needs one float32 weight for each, and makes no metric above "loss".
     """
     device, terms, batch, weights = logps.device, prepared.terms, prepared.batch, prepared.weights
-    if device.type not in DEVICES or (device.type == "cuda" and not runs_triton(device)):
+    if not runs_triton(device):
         return None
     if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
         return None

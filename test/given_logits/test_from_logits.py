@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from head_calls import run_pytorch, run_triton
 from liger_rl import PolicyBatch, grpo_loss_from_logits
-from liger_rl.losses import fused
+from liger_rl.kernels.devices import runs_triton
 
 B, T, V = 4, 9, 131
 
@@ -36,7 +37,7 @@ def solve(logits, ids, columns, **options):
 
 def solve_by_formulas(*given, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "DEVICES", ())
+        run_pytorch(patch, given[0].device)
         return solve(*given, **options)
 
 
@@ -44,13 +45,13 @@ def solve_by_formulas(*given, **options):
 def kernel(monkeypatch):
     """The kernel of the loss also where Triton's interpreter runs it."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+        run_triton(monkeypatch)
 
 
 def test_clip_indicators(device, kernel):
     logits, ids, columns = problem(device=device)
     results = {name: solve(logits, ids, columns, clip_indicator=name)[0] for name in ("active", "range", "helion")}
-    assert (results["range"].loss.grad_fn.name() == "_LaunchBackward") == (device.type in fused.DEVICES)
+    assert (results["range"].loss.grad_fn.name() == "_LaunchBackward") == runs_triton(device)
     found = {name: result.is_clipped for name, result in results.items()}
     now = torch.log_softmax(logits[:, :-1].double(), -1).gather(-1, ids[..., None]).squeeze(-1)
     for name, indicator in found.items():

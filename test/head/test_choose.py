@@ -189,7 +189,8 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
     ],
 )
 def test_the_rule(options, path, epilogue, why, monkeypatch):
-    monkeypatch.setattr(devices, "_KNOWN", {None: devices.HOPPER, 0: devices.HOPPER})
+    for device in ("cuda", "cuda:0"):
+        monkeypatch.setitem(devices.GPUS, torch.device(device), devices.HOPPER)
     shape = {"tokens": 8192, "vocab": 128256, "hidden_size": 4096, "device": "cuda:0", "grad_tolerance": 0.0}
     plan = plan_linear_logprobs(**shape | options)
     assert (plan.path, plan.epilogue) == (path, epilogue)
@@ -230,12 +231,13 @@ def test_no_token_takes_no_chunk():
 def test_a_plan_names_its_device_and_its_tokens(monkeypatch):
     """Without a GPU it is the CPU's, unless another is asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "_KNOWN", {})
+    monkeypatch.setattr(devices, "GPUS", {})
     assert str(plan_linear_logprobs(8192, 1000, 64)).splitlines()[1] == "for 8192 tokens that all count, on cpu"
     assert (
         str(plan_linear_logprobs(8192, 1000, 64, device="cuda"))
         .splitlines()[1]
         .endswith("on cuda, compute capability 9.0")
     )
-    monkeypatch.setattr(devices, "_KNOWN", {None: devices.HOPPER._replace(capability=(9, 4), amd=True)})
+    gpu = devices.HOPPER._replace(capability=(9, 4), amd=True)
+    monkeypatch.setitem(devices.GPUS, torch.device("cuda"), gpu)
     assert plan_linear_logprobs(8192, 1000, 64, device="cuda").device == "cuda, gfx94"

@@ -14,10 +14,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from devices import skip_without_interpreter
-from head_calls import CALLS, Batch, Products, assert_close, assert_same, batch, functional
+from head_calls import CALLS, Batch, Products, assert_close, assert_same, batch, functional, run_triton
 from host_reads import host_reads
 from liger_rl import linear_logprobs
-from liger_rl.losses import fused
 
 VOCAB, HIDDEN = 129, 16
 LOSSES = {name for name in CALLS if "loss" in name or "one pass" in name}  # their results are scalars
@@ -350,7 +349,7 @@ def test_a_second_derivative_raises(name, through, device, monkeypatch):
     frozen = ("weight",) if through == "a frozen head" else ()
     if through == "one kernel":
         skip_without_interpreter(device)
-        monkeypatch.setattr(fused, "DEVICES", (device.type,))
+        run_triton(monkeypatch)
     expected = call.solve(x, frozen=frozen, **options)[1][call.inputs[0]]
     leaves = x.leaves(tuple(part for part in call.inputs if part not in frozen))
     tensor = getattr(leaves, call.inputs[0])

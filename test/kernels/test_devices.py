@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from devices import NEEDS_GPU
+from head_calls import run_pytorch
 from liger_rl import (
     FusedLinearGRPOLoss,
     grpo_loss_from_logits,
@@ -48,7 +49,7 @@ CUDA = torch.device("cuda", 0)
 def test_what_a_gpu_lacks(gpu, lacking, monkeypatch):
     found = reason_against_gpu(gpu)
     assert found is None if lacking is None else lacking in found
-    monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
+    monkeypatch.setitem(limits.GPUS, CUDA, gpu)
     # The plan asks the same function, and says what it answers.
     plan = plan_linear_logprobs(8192, 128256, 4096, device="cuda:0", grad_tolerance=1e-3)
     assert (plan.epilogue, plan.path) == ((True, "sparse") if lacking is None else (False, "two passes"))
@@ -74,7 +75,7 @@ class OnCuda:
 )
 def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
+    monkeypatch.setitem(limits.GPUS, CUDA, gpu)
     hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (512, 900))
     assert (rooms.epilogue_for(OnCuda(hidden), OnCuda(weight)) is not None) == taken
     for other in (hidden[:511], hidden.float(), hidden.half(), hidden[:, :60], hidden[:, 1:], hidden.T.contiguous().T):
@@ -96,7 +97,7 @@ def test_cuda_without_triton(monkeypatch):
     properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(limits, "_KNOWN", {})
+    monkeypatch.setattr(limits, "GPUS", {})
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(UserWarning, match="Triton cannot be imported .* so liger_rl runs its PyTorch kernels"):
         assert limits.gpu_of(CUDA) == HOPPER._replace(triton=None)
@@ -122,8 +123,7 @@ def test_steps_without_triton(passes, monkeypatch):
         return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
     expected = step()
-    actual = limits.gpu_of(hidden.device)
-    monkeypatch.setattr(limits, "_KNOWN", {hidden.device.index: actual._replace(triton=None)})
+    run_pytorch(monkeypatch, hidden.device)
     for name in [*sys.modules]:
         if name.startswith("liger_rl.") and name.endswith(("triton", "compiled", "epilogue")):
             monkeypatch.setitem(sys.modules, name, None)  # an import of it raises

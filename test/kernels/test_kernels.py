@@ -30,6 +30,12 @@ def kernels(request, monkeypatch):
         pytest.skip("a GPU runs Triton's kernels")
 
 
+@pytest.fixture
+def product(monkeypatch):
+    """`gemm_fold` runs, on CPU as on Hopper."""
+    run_triton(monkeypatch, epilogue=True)
+
+
 # --- tiles in memory, through the public call; small ones are the fuzzer's --------------------------------------------
 
 
@@ -93,7 +99,7 @@ def fused_multiply_add(monkeypatch):
 
 @pytest.mark.usefixtures("fused_multiply_add")
 @pytest.mark.parametrize("softcap", [None, 100.0])
-def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
+def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap, product):
     """However large the logit of the id that leads: what rounding it leaves is not taken for probability."""
     tokens, vocab = 256, 600
     leads = torch.linspace(8.0, 150.0, tokens)
@@ -121,7 +127,7 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     ("softcap", "temperature"),
     [(1024.0, 1.0), (1030.0, 1.0), (30.0, 1e-3), (30.0, 1e-8), (30.0, 1e-9), (1e10, 1.0), (3e38, 1.0)],
 )
-def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
+def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole, product):
     """Statistics are finite however far a cap is, and those of the ids as far as a tanh in float32 says."""
     tokens, vocab = 128, 512 if whole else 300
     hidden, weight = torch.randn(tokens, 64).to(DEVICE, torch.float16), torch.randn(vocab, 64).to(DEVICE, torch.float16)
@@ -138,7 +144,7 @@ def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
 
 @pytest.mark.parametrize("level", [2.6e8, -5e8, 6e8, 1e30, 3e38, -3e38, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("banned", [False, True])
-def test_large_logits_in_the_epilogue(level, banned):
+def test_large_logits_in_the_epilogue(level, banned, product):
     """Ids that all have one logit are as likely as each other, and ones that are far below have no share."""
     hidden, weight = (torch.zeros(rows, 64, dtype=torch.float16, device=DEVICE) for rows in (50, 600))
     bias = torch.full((600,), level, device=DEVICE)
@@ -151,7 +157,7 @@ def test_large_logits_in_the_epilogue(level, banned):
         torch.testing.assert_close(getattr(found, name).double(), getattr(expected, name), rtol=0.0, atol=bound)
 
 
-def test_product_with_fold_under_another_default_dtype():
+def test_product_with_fold_under_another_default_dtype(product):
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
     hidden, weight = torch.randn(16, 64).to(DEVICE, dtype), torch.randn(300, 64).to(DEVICE, dtype)
     inputs = hidden, weight, None, torch.randint(300, (16,)).to(DEVICE), LogitTransform()
@@ -164,7 +170,7 @@ def test_product_with_fold_under_another_default_dtype():
     assert all(torch.equal(mine, other) for mine, other in zip(found[:3], expected[:3], strict=True))
 
 
-def test_a_tie_in_the_epilogue_counts_for_the_earlier_id():
+def test_a_tie_in_the_epilogue_counts_for_the_earlier_id(product):
     """Equal rows of the weight give equal logits, within a tile and from tile to tile."""
     hidden = torch.randn(128, 64).to(DEVICE, torch.float16)
     weight = (torch.randn(600, 64) / 8).to(DEVICE, torch.float16)

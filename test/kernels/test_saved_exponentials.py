@@ -172,6 +172,7 @@ def test_kept_in_the_epilogue_of_a_product(more, statistics_bytes, kernels, monk
         pytest.skip("PyTorch's products have no epilogue")
     from liger_rl.kernels import epilogue
 
+    run_triton(monkeypatch, epilogue=True)
     skip_where_misread(72)
     if statistics_bytes is not None:
         monkeypatch.setattr(LIMITS, "statistics_bytes", statistics_bytes)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from head_calls import run_pytorch, run_triton
 from liger_rl import (
     CISPO,
     DPPO,
@@ -63,7 +64,7 @@ BASE = PolicyTerms(objective=PPOClip(), reduction=TokenMean(), kl=KLPenalty(beta
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """The kernel also where Triton's interpreter runs it."""
-    monkeypatch.setattr(fused, "DEVICES", (DEVICE.type,))
+    run_triton(monkeypatch)
 
 
 def prepare(terms: PolicyTerms, columns: dict[str, Tensor], shape: torch.Size, dtype=torch.float32) -> PreparedLoss:
@@ -202,7 +203,7 @@ def test_the_head_uses_it(options, launches, beta, monkeypatch):
     assert set(seen) == launches
     assert (len(seen) > 1) == ("chunk_tokens" in options)
     number = len(seen)
-    monkeypatch.setattr(fused, "DEVICES", ())
+    run_pytorch(monkeypatch, DEVICE)
     torch.testing.assert_close(found, whole_step(loss), rtol=1e-5, atol=1e-6)
     assert len(seen) == number
 
@@ -243,7 +244,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_run_their_formulas(name, monkeypatch):
     if name == "another device":
-        monkeypatch.setattr(fused, "DEVICES", ())
+        run_pytorch(monkeypatch, DEVICE)
     terms = replace(BASE, **OTHERS[name])
     logps, columns = some_tokens((5, 30))
     if terms.corrections:
