@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, prepare_loss
+from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, other_values, prepare_loss
 from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.head_options import HOW, HeadOptions, Tolerance
 from liger_rl.head.live_tokens import find_counted
@@ -77,8 +77,7 @@ class FusedLinearLoss(nn.Module):
         values = log_probs(projected)
         # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
         prepared = prepare_loss(terms, aligned, head)
-        others = {name: getattr(values, name) for name in terms.reads}
-        result = evaluate(prepared, values.logps, values.entropy, others=others)
+        result = evaluate(prepared, values.logps, values.entropy, other_values(terms, values))
         if values.missing_target is not None and terms.metrics != "none":
             # For tokens that are not projected it is unknown.
             count = find_counted(head.ids, head.mask, head.needed).sum()

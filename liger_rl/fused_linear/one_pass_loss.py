@@ -1,11 +1,10 @@
 """A policy loss whose gradients are made in the forward: when that is possible, and how it is done."""
 
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_rl.head.checks import Passes
 from liger_rl.head.dense.one_pass import OnePass, WithGradients, chunks_of, run_one_pass
@@ -15,7 +14,7 @@ from liger_rl.head.record import Head, LogProbs
 from liger_rl.head.workload import Workload
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.fused import evaluate, with_gradients
-from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.loss import NOTHING, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
 # If more than this share of the tokens cannot have a gradient, each chunk picks its rows with one. That is a host sync.
@@ -25,7 +24,7 @@ SELECTED_SHARE = 0.05
 def one_pass_work(head: Head, terms: PolicyTerms, aligned: AlignedBatch, passes: Passes) -> Workload | None:
     """The workload of the call if one pass makes its gradients in the forward; None if another engine runs."""
     reason = _reason_against_call(head, terms, aligned.segments)
-    if passes == "auto" and (reason is not None or not any(head.needs)):
+    if passes == "auto" and reason is not None:
         return None
     tokens_per_gradient = 1  # the most tokens that the gradient of one of them depends on
     if terms.locality == "sequence":
@@ -35,6 +34,8 @@ def one_pass_work(head: Head, terms: PolicyTerms, aligned: AlignedBatch, passes:
     work = Workload.of(head)._replace(
         passes=passes, tokens_per_gradient=tokens_per_gradient, reason_against_loss=reason
     )
+    if passes == "auto" and True not in work.needs:
+        return None
     return work if choose_engine(work) is OnePass else None
 
 
@@ -82,7 +83,7 @@ def loss_in_one_pass(
     if may_have_gradient is not None:
         counts.append(find_counted(ids, head.mask, may_have_gradient).sum()[None])
     live, counted = start_selection(
-        ids, head.mask, head.vocab, needed=head.needed, counts=counts, targets_name=head.targets_name
+        ids, head.mask, work.vocab, needed=head.needed, counts=counts, targets_name=head.targets_name
     )()
     rows = counted[: shape[0]] if by_row else []
     if aligned.pairs and by_row:
@@ -91,45 +92,44 @@ def loss_in_one_pass(
         index = torch.arange(ids.numel(), device=ids.device) if live is None else live
         order = torch.argsort(index // max(shape[1], 1) % max(pairs, 1), stable=True)
         live, rows = index[order], [a + b for a, b in zip(rows, rows[pairs:], strict=False)]
-    head, needs = head._replace(live=live), head.needs
-    n = head.live_count
+    n = work.tokens if live is None else live.numel()
     selects = may_have_gradient is not None and counted[-1] < (1 - SELECTED_SHARE) * n
     tokens_per_gradient = max([1, *rows]) if by_row else min(n, work.tokens_per_gradient)
     plan = chunks_of(work._replace(tokens=n, tokens_per_gradient=tokens_per_gradient))
-    chunks = _make_chunks(n, rows, plan.tokens)
+    chunks = [slice(0, n)] if 0 < n <= plan.tokens else _make_chunks(n, rows, plan.tokens)
+    prepared: PreparedLoss | None = None
+    result: PolicyLoss | None = None
 
-    prepare = cache(partial(prepare_loss, terms, aligned, head))  # called only after the first product is launched
-    results: list[PolicyLoss] = []
-
-    def scatter(values: LogProbs) -> LogProbs:
-        return LogProbs._make(None if value is None else scatter_rows(value, live, shape) for value in values)
-
-    def gradients_of_all(_chunk: slice, values: LogProbs) -> LogProbs:
-        result, grads = with_gradients(prepare(), **_arguments(scatter(values)))
-        results.append(result)
+    def gradients_of(chunk: slice, values: LogProbs) -> LogProbs:
+        nonlocal prepared, result
+        if prepared is None:  # only now, because the first product has been launched
+            prepared = terms.prepare(aligned, torch.float32, find_counted(ids, head.mask))
+        if len(chunks) > 1:
+            tokens = prepared.take(chunk if live is None else live[chunk])
+            return LogProbs(**with_gradients(tokens, values.logps, values.entropy, other_values(terms, values))[1])
+        values = LogProbs._make([None if value is None else scatter_rows(value, live, shape) for value in values])
+        result, grads = with_gradients(prepared, values.logps, values.entropy, other_values(terms, values))
         return LogProbs(**{name: take_rows(grad.flatten(), live) for name, grad in grads.items()})
 
-    def gradients_of_chunk(chunk: slice, values: LogProbs) -> LogProbs:
-        positions = chunk if live is None else live[chunk]
-        return LogProbs(**with_gradients(prepare().take(positions), **_arguments(values))[1])
+    head = head._replace(live=live)
+    values, gradients = run_one_pass(head, chunks, plan.sum_dtype, gradients_of, work.needs, select=selects)
+    if result is None:
+        prepared = prepared or prepare_loss(terms, aligned, head)
+        values = LogProbs._make([None if value is None else scatter_rows(value, live, shape) for value in values])
+        result = evaluate(prepared, values.logps, values.entropy, other_values(terms, values))
+    loss, _ = WithGradients.apply(result.loss.detach(), head.hidden, head.weight, head.bias, gradients)
+    return PolicyLoss(loss, result.metrics)
 
-    gradients_of = gradients_of_all if len(chunks) == 1 else gradients_of_chunk
-    values, gradients = run_one_pass(head, chunks, plan.sum_dtype, gradients_of, needs, select=selects)
-    loss, metrics = results[0] if results else evaluate(prepare(), **_arguments(scatter(values)))
-    loss, _ = WithGradients.apply(loss.detach(), head.hidden, head.weight, head.bias, gradients)
-    return PolicyLoss(loss, metrics)
 
-
-def _arguments(values: LogProbs) -> dict[str, Any]:
-    """The arguments of `evaluate`."""
-    others = {name: value for name, value in zip(LogProbs._fields[2:], values[2:], strict=True) if value is not None}
-    return {"logps": values.logps, "entropy": values.entropy, "others": others}
+def other_values(terms: PolicyTerms, values: LogProbs) -> Mapping[str, Tensor]:
+    """The values that the loss reads besides log-probabilities and entropies, by name."""
+    return {name: getattr(values, name) for name in terms.reads} if terms.reads else NOTHING
 
 
 def _make_chunks(tokens: int, rows: Sequence[int], chunk_tokens: int) -> list[slice]:
     """Spans of live tokens, each of at most `chunk_tokens`. If row r has rows[r] live tokens, no span splits a row."""
-    if tokens <= chunk_tokens:
-        return [slice(0, tokens)] if tokens else []
+    if tokens == 0:
+        return []
     if not rows:
         return [slice(first, min(first + chunk_tokens, tokens)) for first in range(0, tokens, chunk_tokens)]
     chunks, first, last = [], 0, 0

@@ -40,9 +40,9 @@ class Engine:
         raise NotImplementedError
 
 
-def run_engine(engine: type[Engine], head: Head) -> LogProbs:
+def run_engine(engine: type[Engine], head: Head, *, wants_gradient: bool) -> LogProbs:
     """The values (n,) of the live tokens. The fields DIFFERENTIABLE are so if a tensor of the head wants a gradient."""
-    if any(head.needs):
+    if wants_gradient:
         return LogProbs._make(EngineFunction.apply(head.hidden, head.weight, head.bias, head, engine))
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
         return token_values(engine.forward(Saved(), head), head)

@@ -15,6 +15,7 @@ from liger_rl.kernels.transform import LogitTransform, check_type
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MASK_DTYPES = (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)
 Passes = Literal["auto", "one", "two"]
 PASSES: tuple[str, ...] = get_args(Passes)
 PLAIN = (Tensor, nn.Parameter)
@@ -112,7 +113,14 @@ def auto_tolerance(setting: str | None) -> float:
 
 
 def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source: str = "") -> None:
-    check_dense(name, tensor, like, source)
+    """Raise unless this is a plain dense tensor of FLOAT_DTYPES, on the device of `like`, whose name is `source`."""
+    # This is asked of every tensor of every call, so `check_dense` runs only if it has something to say.
+    if (
+        type(tensor) not in PLAIN
+        or tensor.layout != torch.strided
+        or (like is not None and tensor.device != like.device)
+    ):
+        check_dense(name, tensor, like, source)
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
     # The level comes first because reading it costs nothing.
@@ -128,29 +136,30 @@ def check_head(
     Returns:
         The dtype of its products: `compute_dtype`, or if that is None, autocast's dtype, or else the dtype of hidden.
     """
-    named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
-    if bias is not None:
-        named[f"{prefix}bias"] = bias
-    for name, tensor in named.items():
-        check_floating(name, tensor, hidden if tensor is not hidden else None, f"{prefix}hidden")
+    check_floating(f"{prefix}hidden", hidden)
     if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
         raise ValueError(f"{prefix}hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
-    expected = f"(V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1"
-    check_shape(f"{prefix}weight", weight, (None, hidden.shape[-1]), expected)
+    check_floating(f"{prefix}weight", weight, hidden, f"{prefix}hidden")
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{prefix}weight must be (V, H) with H = {hidden.shape[-1]} from {prefix}hidden and V of at least 1, "
+            f"got {tuple(weight.shape)}"
+        )
     if bias is not None:
+        check_floating(f"{prefix}bias", bias, hidden, f"{prefix}hidden")
         check_shape(f"{prefix}bias", bias, weight.shape[:1], f"(V,) = ({weight.shape[0]},) from {prefix}weight")
     if compute_dtype is not None:
         return compute_dtype
-    kind = hidden.device.type
+    kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for name, tensor in named.items():
-        # A float32 bias is added in float32, whatever the other dtypes are.
-        if tensor.dtype != hidden.dtype and not (tensor is bias and tensor.dtype == torch.float32):
+    # A float32 bias is added in float32, whatever the other dtypes are.
+    for name, tensor in (("weight", weight), ("bias", None if bias is None or bias.dtype == torch.float32 else bias)):
+        if tensor is not None and tensor.dtype != dtype:
             raise TypeError(
-                f"{name} must be {hidden.dtype} from {prefix}hidden (or run under autocast), got {tensor.dtype}"
+                f"{prefix}{name} must be {dtype} from {prefix}hidden (or run under autocast), got {tensor.dtype}"
             )
-    return hidden.dtype
+    return dtype
 
 
 def check_tokens(
@@ -161,12 +170,16 @@ def check_tokens(
     source: str,
     targets_name: str = "targets",
 ) -> None:
-    named: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {targets_name: (targets, INTEGER_DTYPES)}
+    columns: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [(targets_name, targets, INTEGER_DTYPES)]
     if mask is not None:
-        named["mask"] = mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)
-    for name, (value, dtypes) in named.items():
-        tensor = check_dense(name, value, like, source)
+        columns.append(("mask", mask, MASK_DTYPES))
+    for name, tensor, dtypes in columns:
+        is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
+        if not is_plain or tensor.device != like.device:
+            check_dense(name, tensor, like, source)
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
-        check_shape(name, tensor, shape, f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)} from {source}")
+        if tensor.shape != shape:
+            expected = f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)} from {source}"
+            raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")

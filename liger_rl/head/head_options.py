@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -84,6 +84,7 @@ class HeadOptions:
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
+    names_chunk: bool = field(init=False, repr=False, compare=False)  # whether chunk_tokens or chunk_vocab is set
 
     def __post_init__(self) -> None:
         for name, (default, check) in CHECKS.items():
@@ -93,10 +94,7 @@ class HeadOptions:
         for name in ("lse", "topk"):
             if getattr(self, name):
                 self.refuse(f"with {name}")
-
-    @property
-    def names_chunk(self) -> bool:
-        return self.chunk_tokens is not None or self.chunk_vocab is not None
+        object.__setattr__(self, "names_chunk", self.chunk_tokens is not None or self.chunk_vocab is not None)
 
     def tolerance_of(self, dtype: torch.dtype, *, exact: bool) -> float:
         """The tolerance of a gradient with products in `dtype`; `exact`: a feature of the call excludes one."""

@@ -97,13 +97,14 @@ def log_probs(head: Head) -> LogProbs:
         return log_probs_over_support(head, head.support)
     head = head.with_shard()
     wait = start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)
-    engine = choose_engine(Workload.of(head))
+    work = Workload.of(head)
+    engine = choose_engine(work)
     # We wait as late as possible: after this sync the device is idle until the host launches the product.
     live, _ = wait()
-    values = run_engine(engine, head._replace(live=live))
+    values = run_engine(engine, head._replace(live=live), wants_gradient=True in work.needs)
     if live is None and len(head.shape) == 1:
         return values
-    result = LogProbs._make(None if value is None else scatter_rows(value, live, head.shape) for value in values)
+    result = LogProbs._make([None if value is None else scatter_rows(value, live, head.shape) for value in values])
     if values.topk_ids is None or live is None:
         return result
     # -1 at tokens that do not count.

@@ -84,7 +84,7 @@ def _plan(work: Workload) -> LinearPlan:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
     elif reason is None and work.casts_weight:
         remarks.append(f"products read a copy of the weight in {str(work.compute_dtype).split('.')[1]}")
-    if reason is None and engine is not OnePass and work.wants_gradient and work.reason_against_tolerance:
+    if reason is None and engine is not OnePass and True in work.needs and work.reason_against_tolerance:
         remarks.append(f"no epilogue in the backward, which needs {work.reason_against_tolerance}")
     if work.device.type == "cuda" and reason is not None:
         remarks.append(f"no epilogue, which needs {reason}")
@@ -172,9 +172,9 @@ def plan_linear_logprobs(
     used = head_options.compute_dtype or dtype
     return _plan(
         Workload(
-            tokens, vocab, hidden_size, dtype, weight_dtype or dtype, used, _device(device), (needs[0], needs[1]),
-            head_options, head_options.tolerance_of(used, exact=False), aligned=aligned, passes=passes,
-            tokens_per_gradient=together,
+            tokens, vocab, hidden_size, dtype, weight_dtype or dtype, used, _device(device),
+            (needs[0], needs[1], False), head_options, head_options.tolerance_of(used, exact=False), aligned=aligned,
+            passes=passes, tokens_per_gradient=together,
         )
     )  # fmt: skip
 

@@ -51,4 +51,6 @@ def kind_of(device: torch.device) -> str:
 
 def spans(total: int, step: int) -> list[tuple[int, int]]:
     """[0, total) in pieces of `step`, the last one shorter: spans(5, 2) = [(0, 2), (2, 4), (4, 5)]."""
+    if 0 < total <= step:
+        return [(0, total)]
     return [(start, min(start + step, total)) for start in range(0, total, max(step, 1))]

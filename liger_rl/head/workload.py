@@ -6,7 +6,7 @@ import torch
 
 from liger_rl.head.checks import Passes
 from liger_rl.head.head_options import HeadOptions
-from liger_rl.head.record import Head
+from liger_rl.head.record import Head, Needs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import is_aligned, reason_against_call
 from liger_rl.kernels.limits import LIMITS
@@ -24,7 +24,7 @@ class Workload(NamedTuple):
     weight_dtype: torch.dtype
     compute_dtype: torch.dtype  # of the factors of the products
     device: torch.device
-    needs: tuple[bool, ...]  # whether hidden, weight and bias want a gradient
+    needs: Needs  # whether hidden, weight and bias want a gradient
     options: HeadOptions
     grad_tolerance: float
     several: bool = False  # each token has a list of targets
@@ -40,10 +40,6 @@ class Workload(NamedTuple):
             hidden.shape[0], weight.shape[0], weight.shape[1], hidden.dtype, weight.dtype, head.dtype, hidden.device,
             head.needs, head.options, head.grad_tolerance, head.targets.dim() == 2, is_aligned(weight),
         )  # fmt: skip
-
-    @property
-    def wants_gradient(self) -> bool:
-        return any(self.needs)
 
     @property
     def casts_weight(self) -> bool:

@@ -30,7 +30,7 @@ def epilogue_for(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> Modu
 
     With `folds`, the module whose `gemm_fold` alone takes them.
     """
-    if not (devices.takes_fold(hidden, weight) if folds else devices.takes_product(hidden, weight)):
+    if not devices.takes_product(hidden, weight, folds=folds):
         return None
     from liger_rl.kernels import epilogue
 

@@ -190,24 +190,13 @@ def reason_against_call(tokens: int, hidden_size: int, dtype: torch.dtype, weigh
     return None
 
 
-def takes_product(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether our own product takes hidden (N, H) @ weight (V, H).T."""
-    tokens, hidden_size = hidden.shape
-    return takes_shapes(tokens, hidden_size, hidden.dtype, weight) and is_aligned(hidden)
-
-
-def takes_fold(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether our own product folds hidden (N, H) @ weight (V, H).T, of any number of tokens but 0."""
-    tokens, hidden_size = hidden.shape
-    assumed = max(tokens, LIMITS.product_tokens)
-    return tokens > 0 and takes_shapes(assumed, hidden_size, hidden.dtype, weight) and is_aligned(hidden)
-
-
-def takes_shapes(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """`takes_product` for hidden states that do not exist yet and will be aligned."""
-    if reason_against_device(weight.device) is not None or not is_aligned(weight):
+def takes_product(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> bool:
+    """Whether our own product takes hidden (N, H) @ weight (V, H).T; with `folds`, for a fold, of any N but 0."""
+    if reason_against_device(weight.device) is not None or not (is_aligned(weight) and is_aligned(hidden)):
         return False
-    return reason_against_call(tokens, hidden_size, dtype, weight.dtype) is None
+    tokens, hidden_size = hidden.shape
+    tokens = max(tokens, LIMITS.product_tokens) if folds and tokens else tokens
+    return reason_against_call(tokens, hidden_size, hidden.dtype, weight.dtype) is None
 
 
 def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

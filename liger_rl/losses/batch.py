@@ -89,7 +89,8 @@ class AlignedBatch:
 
     def ratio(self, logps: Tensor) -> Tensor:
         """exp(logp - old), at most e^40, differentiable."""
-        return self.log_ratio(logps).clamp(max=MAX_LOG_RATIO).exp()
+        old = logps.detach() if self.old_per_token_logps is None else self.old_per_token_logps
+        return (logps - old).clamp(max=MAX_LOG_RATIO).exp()
 
     @property
     def nll_tokens(self) -> Tensor:
@@ -218,7 +219,9 @@ def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> N
 
 
 def _align_column(name: str, column: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-    check_dense(name, column)
+    # This is asked of every column of every call, so `check_dense` runs only if it may have something to say.
+    if type(column) is not Tensor or column.layout != torch.strided or column.is_nested or column.is_complex():
+        check_dense(name, column)
     if column.device != device:
         raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
     if column.shape == shape:

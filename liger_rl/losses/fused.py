@@ -24,8 +24,10 @@ def evaluate(
 ) -> PolicyLoss:
     """`prepared.evaluate` of (B, T) or (N,) log-probabilities, differentiable once."""
     kernel = find_kernel(prepared, logps)
-    if kernel is None:
-        return prepared.evaluate(logps, entropy, others)
+    return prepared.evaluate(logps, entropy, others) if kernel is None else _launch(prepared, logps, kernel)
+
+
+def _launch(prepared: PreparedLoss, logps: Tensor, kernel: ModuleType) -> PolicyLoss:
     loss, *_, sums = _Launch.apply(logps, prepared, kernel, ("sums",), "active")
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
@@ -46,7 +48,8 @@ def with_gradients(
     for name in ("lse", "mean_logits"):
         if name in values:
             values[name] = leaves[name] = values[name].detach().requires_grad_()
-    result = evaluate(prepared, logps, entropy, values)
+    kernel = find_kernel(prepared, logps)
+    result = prepared.evaluate(logps, entropy, values) if kernel is None else _launch(prepared, logps, kernel)
     gradients: dict[str, Tensor] = {}
     if result.loss.requires_grad:
         grads = torch.autograd.grad(result.loss, tuple(leaves.values()), allow_unused=True)

@@ -128,7 +128,8 @@ class PolicyTerms(Options):
             weights = self.reduction(batch)
             if isinstance(weights, (int, float)):  # one number for all tokens
                 weights = batch.advantages.new_full((), weights)
-            _check_broadcasts("the result of reduction", weights, batch.mask.shape)
+            if type(weights) is not Tensor or weights.shape != batch.mask.shape:
+                _check_broadcasts("the result of reduction", weights, batch.mask.shape)
         nll_weights = None
         if self.nll_weight:
             tokens = batch.nll_tokens

@@ -103,9 +103,8 @@ class Logits:
             "entropy": unit_row * (1 + 2 * at["entropy"]),
             "lse": unit_row + EPS * at["lse"].abs(),
             "log_sum_sq_probs": 2 * unit_row,
-            # Tiles of an entry each add one number after the other.
-            "mean_logits": unit_row
-            + (3 + self.z.shape[-1] ** 0.5 / 2) * EPS * self.z.abs().nan_to_num(posinf=0.0).mean(-1),
+            # Tiles of one entry add number after number, and logits of one sign and size round alike.
+            "mean_logits": unit_row + (3 + self.z.shape[-1] / 4) * EPS * self.z.abs().nan_to_num(posinf=0.0).mean(-1),
             "is_top1": near_tie.double(),
         }
         self._log_p = torch.where(p > 0, log_p, 0.0).abs()

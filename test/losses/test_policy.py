@@ -310,7 +310,7 @@ def shown(function, names):
 def declared(*classes):
     """-> type, without the rule in it, and default of each field; the first class that has a name counts."""
     options = {}
-    for field in (field for cls in classes for field in fields(cls)):
+    for field in (field for cls in classes for field in fields(cls) if field.init):
         kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         options.setdefault(field.name, (kind, default))

@@ -62,16 +62,21 @@ def run_one_pass(
     """
     weight, device, vocab = head.weight, head.hidden.device, head.weight.shape[0]
     totals, chunk_values = Totals(head, sum_dtype, needs), list[LogProbs]()
-    largest = max([chunk.stop - chunk.start for chunk in chunks], default=0)
-    buffer = SavedExp.empty(largest, vocab, device, head.dtype, BLOCK_VOCAB)
+    tile_width, buffer = min(free_tile_vocab(vocab), vocab), None
+    # One tile of all V entries, if no step makes a temporary of the tile's width.
+    one_tile = gemm.ADDS_TO_FLOAT32 and weight.dtype == head.dtype and runs_triton(device)
     with gemm.without_autocast(device):
         for chunk in chunks:
             index = chunk if head.live is None else head.live[chunk]
             hidden = align_rows(head.hidden[index].to(head.dtype).contiguous())
             rows = head._replace(hidden=hidden, targets=head.targets[index], live=None)
-            saved_exp, epilogue = buffer.of_tokens(slice(0, hidden.shape[0])), epilogue_for(hidden, weight)
+            n, epilogue = hidden.shape[0], epilogue_for(hidden, weight)
+            if buffer is None or n > buffer.values.shape[0]:
+                buffer = None  # frees it before the larger one is allocated
+                buffer = SavedExp.empty(n, vocab, device, head.dtype, BLOCK_VOCAB)
+            saved_exp = buffer if n == buffer.values.shape[0] else buffer.of_tokens(slice(0, n))
             # All tokens of the chunk at once: in a product's epilogue, or in tiles of the vocabulary.
-            tiles = None if epilogue is not None else Tiles(hidden.shape[0], min(free_tile_vocab(vocab), vocab))
+            tiles = None if epilogue is not None else Tiles(n, tile_width)
             statistics, _ = two_pass.fold_rows(rows, epilogue, saved_exp=saved_exp, tiles=tiles)
             values = token_values(statistics, head)
             chunk_values.append(values)
@@ -81,17 +86,17 @@ def run_one_pass(
             selected = index_of(has_gradient(gradients)) if select else None
             at_target = grad_at_targets(gradients, statistics, head.options.transform)
             gradients = gradients._replace(has_gradient=None).with_float32_lse()
-            _add_chunk(totals, saved_exp, selected, index, rows, gradients, at_target)
-    return _join_values(chunk_values, head), totals.finish()
+            width = vocab if one_tile and selected is None else tile_width
+            _add_chunk(totals, saved_exp, selected, index, rows, gradients, at_target, width)
+    values = chunk_values[0] if len(chunk_values) == 1 else _join_values(chunk_values, head)
+    return values, totals.finish()
 
 
 def _join_values(chunks: Sequence[LogProbs], head: Head) -> LogProbs:
-    if len(chunks) == 1:
-        return chunks[0]
     if not chunks:  # no token counts
         rows = head._replace(hidden=head.hidden[:0], targets=head.targets[:0], live=None)
         return token_values(two_pass.fold_tiles(rows).finish(), head)
-    return LogProbs._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return LogProbs._make([None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)])
 
 
 def _add_chunk(
@@ -102,19 +107,17 @@ def _add_chunk(
     chunk: Head,  # m rows
     gradients: TokenGradients,  # (m,) each
     at_target: Tensor,  # (m,) from `grad_at_targets`
+    width: int,  # of a tile
 ) -> None:
     """Turn the chunk's exponentials into dL/dlogits, and add its gradients to `totals`."""
-    rows, weight, targets, transform = chunk.hidden, chunk.weight, chunk.targets, chunk.options.transform
+    rows, targets, transform = chunk.hidden, chunk.targets, chunk.options.transform
     if selected is not None:
         rows, targets, at_target = rows[selected], targets[selected], at_target[selected]
         gradients = gradients.take(selected)
         index = selected + index.start if isinstance(index, slice) else index[selected]
     if rows.shape[0] == 0:
         return
-    vocab, kernels = weight.shape[0], for_device(rows.device)
-    # One tile of all V entries, if no step makes a temporary of the tile's width.
-    one_tile = selected is None and runs_triton(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
-    width = vocab if one_tile else free_tile_vocab(vocab)
+    kernels = for_device(rows.device)
 
     def make_tile(first: int, last: int) -> Tensor:
         if selected is None:
@@ -124,7 +127,7 @@ def _add_chunk(
         kernels.grad_from_saved(saved_exp, selected, first, targets, transform, gradients, at_target, tile)
         return tile
 
-    totals.add(rows, index, spans(vocab, width), make_tile)
+    totals.add(rows, index, spans(chunk.weight.shape[0], width), make_tile)
 
 
 class WithGradients(torch.autograd.Function):
@@ -205,7 +208,7 @@ class OnePass(Engine):
         if room.tokens < room.together:
             need = f"room in one chunk for {room.together} tokens that the gradient of one of them depends on"
             return f"{need}; it holds {room.tokens}, unless chunk_tokens says more"
-        if not work.wants_gradient:
+        if True not in work.needs:
             return NO_GRADIENT
         if work.passes == "one":
             return None

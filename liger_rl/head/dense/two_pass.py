@@ -7,6 +7,7 @@ the outer loop of both passes, so that a tile of the weight is read once, and un
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,12 +123,13 @@ def fold_tiles(
         # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
         bytes_per_logit = 4 if runs_triton(hidden.device) else 12
         tiles = plan_tiles(n, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit)
-    token_spans = [slice(start, stop) for start, stop in spans(n, tiles.tokens)] or [slice(0, 0)]
-    folds: list[Fold | None] = [None] * len(token_spans)
+    token_spans = spans(n, tiles.tokens) or [(0, 0)]
+    folds: list[Any] = [None] * len(token_spans)
     for first, last in spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(rows.dtype)
         bias_tile = None if bias is None else bias[first:last]
-        for index, tokens in enumerate(token_spans):
+        for index, span in enumerate(token_spans):
+            tokens = slice(*span)
             logits = gemm.matmul(hidden[tokens], weight_tile.T)
             folds[index] = kernels.fold(
                 logits, targets[tokens], first, bias_tile, transform, folds[index], entropy=options.entropy,
@@ -138,7 +140,7 @@ def fold_tiles(
             for read_tile in readers:
                 read_tile(logits, tokens, first, bias_tile)
             del logits  # so that it is freed before the next tile is allocated
-    state, shard = Fold.concatenate([fold for fold in folds if fold is not None]), rows.shard
+    state, shard = folds[0] if len(folds) == 1 else Fold.concatenate(folds), rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
@@ -217,9 +219,10 @@ def tile_gradients(
         product.store()
         if grad_bias is not None and bias_total is not None:
             grad_bias[first:last] = bias_total
+    grad_rows = product.finish()
     if pending is not None:
         pending.wait()
-    return Gradients(product.grad_rows, grad_weight, grad_bias)
+    return Gradients(grad_rows, grad_weight, grad_bias)
 
 
 def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -236,33 +239,48 @@ class _Product:
     """
 
     def __init__(self, rows: Tensor, table: Tensor, grad_table: Tensor | None, needs_rows: bool):
-        self.rows, self.table, self.grad_table = rows, table, grad_table
-        self.grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if needs_rows else None
+        self.rows, self.table, self.grad_table, self.first_tile = rows, table, grad_table, True
+        self.grad_rows = torch.empty(rows.shape, dtype=torch.float32, device=rows.device) if needs_rows else None
 
     def start(self, first: int, last: int, *, parts: int) -> None:
         """Start the tile of the table's rows first to last, to whose gradient `parts` products are added."""
         self.tile = self.table[first:last].to(self.rows.dtype)
         self.out = None if self.grad_table is None else self.grad_table[first:last]
         self.total: Tensor | None = None
+        # Several products are added in float32. CPUs, and tables of another dtype, have no product that rounds once.
         if self.out is not None and self.out.dtype == torch.float32:
-            self.total = self.out.zero_()
+            self.total = self.out
         elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != self.rows.dtype):
-            self.total = torch.zeros_like(self.out, dtype=torch.float32)
+            self.total = torch.empty_like(self.out, dtype=torch.float32)
+        self.first_part = True
 
     def add_to_rows(self, grad: Tensor, tokens: slice) -> None:
         if self.grad_rows is not None:
-            gemm.accumulate(self.grad_rows[tokens], grad, self.tile)
+            product = gemm.write if self.first_tile else gemm.accumulate
+            product(self.grad_rows[tokens], grad, self.tile)
 
     def add_to_table(self, grad: Tensor, tokens: slice) -> None:
         if self.total is not None:
-            gemm.accumulate(self.total, grad.T, self.rows[tokens])
+            (gemm.write if self.first_part else gemm.accumulate)(self.total, grad.T, self.rows[tokens])
         elif self.out is not None:
             # There is one part, so the product's float32 accumulators hold the whole sum, and `mm` rounds it once.
             torch.mm(grad.T, self.rows[tokens], out=self.out)
+        self.first_part = False
 
     def store(self) -> None:
-        if self.out is not None and self.total is not None and self.total is not self.out:
+        self.first_tile = False
+        if self.out is None or self.total is None:
+            return
+        if self.first_part:  # no token has a gradient
+            self.total.zero_()
+        if self.total is not self.out:
             self.out.copy_(self.total)
+
+    def finish(self) -> Tensor | None:
+        """The gradient of the rows."""
+        if self.first_tile and self.grad_rows is not None:  # the table has no row
+            self.grad_rows.zero_()
+        return self.grad_rows
 
 
 def tiles_of(work: Workload) -> tuple[Tiles, Tiles]:

@@ -31,7 +31,7 @@ class Sparse(Engine):
             auto = work.options.grad_tolerance == "auto"
             exact = "16-bit products, and no option that makes the gradient exact"
             return exact if auto else "a grad_tolerance above 0"
-        return NO_GRADIENT if not work.wants_gradient else work.reason_against_tolerance
+        return NO_GRADIENT if True not in work.needs else work.reason_against_tolerance
 
     @staticmethod
     def forward(saved: Saved, head: Head) -> TokenStatistics:

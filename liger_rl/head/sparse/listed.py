@@ -52,7 +52,8 @@ def log_probs_over_support(head: Head, support: Support) -> LogProbs:
         support.check_values(numbers, vocab=head.vocab)
         return numbers
 
-    values = run_engine(Listed, head._replace(listed=ListedIds(slots, check)))._replace(missing_target=slots.missing)
+    values = run_engine(Listed, head._replace(listed=ListedIds(slots, check)), wants_gradient=True in head.needs)
+    values = values._replace(missing_target=slots.missing)
     if len(head.shape) == 1:
         return values
     return LogProbs._make(None if value is None else value.view(head.shape) for value in values)
