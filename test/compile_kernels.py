@@ -223,7 +223,7 @@ def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
         tiles_triton.fold_pair(tile, state)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         tiles_triton.grad_pair(tile, tokens, ones(N, V, dtype=torch.bfloat16))
-        if measure.second_step:
+        if measure.needs_second_step:
             tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
-from liger_rl.head.pair.pair_call import BETA, Divergence, DivergenceCall, compute_divergence, measure_of
+from liger_rl.head.pair.pair_call import BETA, Divergence, DivergenceCall, compute_divergence, make_measure
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 
@@ -73,7 +73,7 @@ def linear_divergence(
         TypeError, ValueError: as `linear_logprobs`; also for extras, lse or topk, and for a teacher's
             tensor that requires a gradient.
     """
-    measure = measure_of(kind, beta)
+    measure = make_measure(kind, beta)
     options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
         gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,

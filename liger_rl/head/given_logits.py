@@ -14,15 +14,14 @@ class LogitRows(torch.autograd.Function):
     """(logits, targets, mask) -> (logps, entropy, lse), (tokens,) float32 each, with a gradient for the logits.
 
     A token that does not count has log-probability 0, entropy 0 and lse +inf. A token that counts never has lse +inf:
-    a row with an infinity or NaN gives -inf or NaN. `liger_rl.kernels.reference` has the shapes, and says which tokens
-    count.
+    a row with an infinity or NaN gives -inf or NaN. `liger_rl.kernels.reference` has the shapes.
     """
 
     @staticmethod
     def forward(ctx, logits, targets, mask, transform, entropy):
         ctx.set_materialize_grads(False)
         kernels = for_device(logits.device)
-        statistics = kernels.fold_rows(_with_contiguous_rows(logits), targets, mask, transform, entropy=entropy)
+        statistics = kernels.fold_rows(_make_rows_contiguous(logits), targets, mask, transform, entropy=entropy)
         ctx.transform = transform
         saved = statistics.logps, statistics.lse, statistics.entropy
         ctx.save_for_backward(logits, targets, mask, *saved)
@@ -40,12 +39,12 @@ class LogitRows(torch.autograd.Function):
             return None, None, None, None, None
         grads = torch.zeros_like(grad_entropy) if grad_logps is None else grad_logps.float(), grad_entropy
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        rows, forward_statistics = _with_contiguous_rows(logits), TokenStatistics(*statistics)
+        rows, forward_statistics = _make_rows_contiguous(logits), TokenStatistics(*statistics)
         for_device(logits.device).grad_rows(rows, targets, mask, ctx.transform, forward_statistics, grads, out)
         return out, None, None, None, None
 
 
-def _with_contiguous_rows(logits: Tensor) -> Tensor:
+def _make_rows_contiguous(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 

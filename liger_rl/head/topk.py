@@ -11,7 +11,7 @@ from liger_rl.head.checks import check_dense, check_floating
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
-from liger_rl.head.pair.pair_call import BETA, measure_of
+from liger_rl.head.pair.pair_call import BETA, make_measure
 from liger_rl.head.pair.pair_reference import FORWARD, REVERSE, Measure
 from liger_rl.head.record import Head, LogProbs, gather_head
 from liger_rl.kernels.public_call import public
@@ -103,14 +103,15 @@ def topk_divergence(
                 several=True, targets_name="teacher_ids",
             )
         )  # fmt: skip
-    ids, logps = _lists(student, teacher_ids, lists)
+    ids, logps = _join_lists(student, teacher_ids, lists)
     listed = find_counted(ids, None if mask is None else mask[..., None])
     if not isinstance(teacher_logps, Tensor):
         with torch.no_grad():
-            teacher_logps = _floats("teacher_logps(ids)", teacher_logps(ids), ids, "ids").detach()
-    # A token with NaN may have no gradient, and 0 * NaN is NaN in the backward of the formula. A sum's has no NaN.
+            teacher_logps = _check_floats("teacher_logps(ids)", teacher_logps(ids), ids, "ids").detach()
+    # A token with NaN may have no gradient, and 0 * NaN is NaN in the backward of the formula. The backward of the sum
+    # has no NaN.
     undefined = logps.isnan().any(-1)
-    divergence = _divergence(
+    divergence = _compute_divergence(
         logps.masked_fill(undefined[..., None], 0.0), teacher_logps.float(), listed, measure, tail
     )  # fmt: skip
     return TopKDivergence(torch.where(undefined, logps.sum(-1), divergence), student, ids, logps, teacher_logps)
@@ -140,9 +141,9 @@ def list_divergence(
         reverse_kl   sum v (log v - log u)
         jsd          beta sum u (log u - log m) + (1 - beta) sum v (log v - log m)
 
-    "bucket" is the divergence over K + 1 outcomes, a lower bound of the divergence over the whole vocabulary. Without
-    the rest of the mass ("none") a KL divergence may be negative. "renormalized" does not see the mass of the other
-    ids. docs/targets.md has other systems' names.
+    "bucket" is the divergence over K + 1 outcomes, a lower bound of the divergence over the whole vocabulary. With
+    "none", a KL divergence may be negative, because u and v do not sum to 1. "renormalized" ignores the mass of the
+    other ids. docs/targets.md has other systems' names.
 
     Args:
         logps, teacher_logps: (..., K) floats in nats, of distinct ids, over the whole vocabulary. -inf is a probability
@@ -156,19 +157,19 @@ def list_divergence(
             distribution gives probability 0 to an id that the first one has.
     """
     measure = _check_formula(kind, beta, tail)
-    _floats("logps", logps, logps, "")
-    _floats("teacher_logps", teacher_logps, logps, "logps")
+    _check_floats("logps", logps, logps, "")
+    _check_floats("teacher_logps", teacher_logps, logps, "logps")
     dtype = torch.promote_types(logps.dtype, torch.float32)
     if ids is not None and ids.shape != logps.shape:
         raise ValueError(f"ids must be {tuple(logps.shape)} from logps, got {tuple(ids.shape)}")
     listed = torch.ones_like(logps, dtype=torch.bool) if ids is None else ids >= 0
-    return _divergence(logps.to(dtype), teacher_logps.detach().to(dtype), listed, measure, tail)
+    return _compute_divergence(logps.to(dtype), teacher_logps.detach().to(dtype), listed, measure, tail)
 
 
 def _check_formula(kind: str, beta: float, tail: str) -> Measure:
     if not isinstance(tail, str) or tail not in TAILS:
         raise ValueError(f"tail must be one of {list(TAILS)}, got {tail!r}")
-    return measure_of(kind, beta)
+    return make_measure(kind, beta)
 
 
 def _check_lists(lists: str, topk: int | None, teacher_ids: Tensor | None, teacher_logps: Any) -> None:
@@ -187,14 +188,14 @@ def _check_lists(lists: str, topk: int | None, teacher_ids: Tensor | None, teach
         raise TypeError(f"teacher_logps must be a function of ids with lists={lists!r}, which the student makes")
     assert teacher_ids is not None
     check_floating("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
-    logps = _floats("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
+    logps = _check_floats("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
     if logps.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "teacher_logps must require no gradient, because only the student's side gets one; detach them"
         )
 
 
-def _floats(name: str, tensor: Any, like: Tensor, source: str) -> Tensor:
+def _check_floats(name: str, tensor: Any, like: Tensor, source: str) -> Tensor:
     if not check_dense(name, tensor).is_floating_point():
         raise TypeError(f"{name} must be a floating tensor, got {tensor.dtype}")
     if tensor.shape != like.shape:
@@ -202,8 +203,8 @@ def _floats(name: str, tensor: Any, like: Tensor, source: str) -> Tensor:
     return tensor
 
 
-def _lists(student: LogProbs, teacher_ids: Tensor | None, lists: str) -> tuple[Tensor, Tensor]:
-    """-> (..., L) ids, negative where nothing is listed, and the student's log-probabilities."""
+def _join_lists(student: LogProbs, teacher_ids: Tensor | None, lists: str) -> tuple[Tensor, Tensor]:
+    """(..., L) ids, negative where nothing is listed, and the student's log-probabilities of them."""
     if lists == "teacher":
         assert teacher_ids is not None
         return teacher_ids.long(), student.logps
@@ -211,17 +212,17 @@ def _lists(student: LogProbs, teacher_ids: Tensor | None, lists: str) -> tuple[T
     assert student.topk_logps is not None
     if teacher_ids is None:
         return student.topk_ids, student.topk_logps
-    again = (student.topk_ids[..., :, None] == teacher_ids[..., None, :]).any(-1)
-    ids = torch.cat([teacher_ids.long(), student.topk_ids.masked_fill(again, -1)], -1)
+    repeated = (student.topk_ids[..., :, None] == teacher_ids[..., None, :]).any(-1)
+    ids = torch.cat([teacher_ids.long(), student.topk_ids.masked_fill(repeated, -1)], -1)
     return ids, torch.cat([student.logps, student.topk_logps], -1)
 
 
-def _divergence(logps: Tensor, teacher_logps: Tensor, listed: Tensor, measure: Measure, tail: str) -> Tensor:
+def _compute_divergence(logps: Tensor, teacher_logps: Tensor, listed: Tensor, measure: Measure, tail: str) -> Tensor:
     """(..., K) each -> (...) in nats, 0 if a token lists no id. `listed` is bool."""
     # A finite number, because -inf less -inf is NaN. Its exponential is 0.
     log_probs = [torch.where(listed, values, LOWEST_LOG_PROBABILITY) for values in (logps, teacher_logps)]
     if tail == "bucket":
-        log_probs = [torch.cat([values, _log_rest(values)], dim=-1) for values in log_probs]
+        log_probs = [torch.cat([values, _log_unlisted_mass(values)], dim=-1) for values in log_probs]
     elif tail == "renormalized":
         log_probs = [values - values.logsumexp(-1, keepdim=True) for values in log_probs]
     log_p, log_q = log_probs
@@ -242,6 +243,6 @@ def _relative_entropy(log_a: Tensor, log_b: Tensor) -> Tensor:
     return (a * gap).sum(-1)
 
 
-def _log_rest(log_p: Tensor) -> Tensor:
+def _log_unlisted_mass(log_p: Tensor) -> Tensor:
     """Log-probabilities (..., K) -> (..., 1): log(1 - sum_k p_k), with the sum at most exp(LARGEST_LOG_MASS)."""
     return torch.log(-torch.expm1(log_p.logsumexp(-1, keepdim=True).clamp(max=LARGEST_LOG_MASS)))

@@ -15,7 +15,7 @@ from liger_rl.head.checks import check_count, check_dense, check_floating, check
 from liger_rl.head.dense.one_pass import WithGradients
 from liger_rl.head.head_options import IDENTITY, HeadOptions
 from liger_rl.head.live_tokens import scatter_rows, start_selection, take_rows
-from liger_rl.head.pair import two_heads as engine
+from liger_rl.head.pair import two_heads
 from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
 from liger_rl.head.pair.two_heads import Pair
 from liger_rl.head.record import Gradients, Head, gather_head
@@ -42,7 +42,7 @@ class Divergence(NamedTuple):
     """(): sum of token_weights * divergence; None without token_weights. With a loss, only it is differentiable."""
 
 
-def measure_of(kind: str, beta: float) -> Measure:
+def make_measure(kind: str, beta: float) -> Measure:
     """The measure of a kind. "jsd" with beta 0 is the forward KL divergence, with beta 1 the reverse."""
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
@@ -120,11 +120,11 @@ class DivergenceCall:
             )
         check_dense("teacher_hidden", hidden, student.hidden, "hidden")
         if self.vocab_parallel is None:
-            self.count_entries(student.vocab, weight.shape[0])
+            self.check_vocab(student.vocab, weight.shape[0])
         return student._replace(hidden=hidden.flatten(0, -2).detach(), weight=weight, bias=bias, dtype=dtype)
 
-    def count_entries(self, entries: int, teacher_entries: int) -> int:
-        """-> the number of vocabulary entries that count, from the rows of each weight.
+    def check_vocab(self, entries: int, teacher_entries: int) -> int:
+        """-> the number of vocabulary entries that count, from the numbers of rows of the two weights.
 
         Raises if the weights differ in size and `vocab` is None, and if `vocab` exceeds the smaller weight.
         """
@@ -141,7 +141,7 @@ class DivergenceCall:
         return vocab
 
     def reason_against_one_pass(self, student: Head) -> str | None:
-        """The first thing that one pass needs and this call lacks; None if one pass is possible."""
+        """The first thing that one pass needs and this call does not have; None if one pass is possible."""
         conflict = self.options.conflict("with token_weights")
         if conflict is not None:
             return "{} = {}, got {}: {}".format(*conflict)
@@ -185,7 +185,7 @@ def _pair_heads(call: DivergenceCall) -> Iterator[Pair]:
         call.check_token_weights(student)
         # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
         student, teacher = student.with_shard(), teacher.with_shard()
-        vocab = call.count_entries(student.vocab, teacher.vocab)
+        vocab = call.check_vocab(student.vocab, teacher.vocab)
         # Without targets, a mask or weights all tokens count.
         if call.targets is not None or student.mask is not None or student.needed is not None:
             source = "weight" if call.vocab is None else "vocab"
@@ -242,7 +242,7 @@ def _one_pass_is_free(call: DivergenceCall, pair: Pair) -> bool:
     # Ranks that gather a head together must take the same number of passes, and no rank knows the others' tokens.
     if student.options.gather is not None or weight.dtype != student.dtype:
         return False
-    return student.live_count <= engine.one_pass_tokens(pair)
+    return student.live_count <= two_heads.count_chunk_tokens(pair)
 
 
 def _run_two_passes(pair: Pair) -> Divergence:
@@ -251,7 +251,7 @@ def _run_two_passes(pair: Pair) -> Divergence:
         values = PairFunction.apply(student.hidden, student.weight, student.bias, pair)
     else:
         with torch.no_grad(), gemm.without_autocast(student.hidden.device):
-            values = _results(engine.forward(pair))
+            values = _select_results(two_heads.forward(pair))
     return _scatter_results(pair, values)
 
 
@@ -264,10 +264,10 @@ def _run_one_pass(
     needs, gradients = pair.student.needs, None
     with torch.no_grad(), gemm.without_autocast(pair.student.hidden.device):
         if any(needs):
-            statistics, gradients = engine.one_pass(pair, grad, grad_logps, needs)
+            statistics, gradients = two_heads.forward_with_gradients(pair, grad, grad_logps, needs)
         else:
-            statistics = engine.forward(pair)
-    return _scatter_results(pair, _results(statistics)), gradients
+            statistics = two_heads.forward(pair)
+    return _scatter_results(pair, _select_results(statistics)), gradients
 
 
 def _attach_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
@@ -277,7 +277,7 @@ def _attach_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients |
     return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients)[0]
 
 
-def _results(statistics: PairStatistics) -> tuple[Tensor | None, ...]:
+def _select_results(statistics: PairStatistics) -> tuple[Tensor | None, ...]:
     return statistics.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
 
 
@@ -299,7 +299,7 @@ class PairFunction(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, pair):
         ctx.set_materialize_grads(False)
         with gemm.without_autocast(hidden.device):
-            statistics = engine.forward(pair)
+            statistics = two_heads.forward(pair)
         teacher, nothing = pair.teacher, {"hidden": None, "weight": None, "bias": None, "targets": None}
         ctx.pair = pair._replace(student=pair.student._replace(**nothing), teacher=teacher._replace(**nothing))
         # The backward does not read these two.
@@ -310,7 +310,7 @@ class PairFunction(torch.autograd.Function):
         )  # fmt: skip
         if statistics.teacher_logps is not None:
             ctx.mark_non_differentiable(statistics.teacher_logps)
-        divergence, logps, entropy, teacher_logps = _results(statistics)
+        divergence, logps, entropy, teacher_logps = _select_results(statistics)
         # Copies, because the caller may write to its results and the backward reads the saved ones.
         copies = (None if value is None else value.clone() for value in (divergence, logps, entropy))
         return *copies, teacher_logps
@@ -336,4 +336,4 @@ class PairFunction(torch.autograd.Function):
         ):
             pair = pair._replace(student=student, teacher=teacher)
             gradients = PairGradients.of(statistics, *grads[:3])
-            return *engine.backward(pair, gradients, ctx.needs_input_grad[:3]), None
+            return *two_heads.backward(pair, gradients, ctx.needs_input_grad[:3]), None

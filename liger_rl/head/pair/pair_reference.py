@@ -1,5 +1,4 @@
-"""Fold and gradient of a pair of tiles, a student's and a teacher's logits, in plain PyTorch: the CPU path and the
-specification of `tiles_triton`.
+"""Fold and gradient of a student's and a teacher's tile of logits, in PyTorch: the CPU path and the specification.
 
 With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + beta q, and sums over the vocabulary v:
 
@@ -32,7 +31,7 @@ class Measure(NamedTuple):
     beta: float = 0.0  # the teacher's share of a mixture, in (0, 1)
 
     @property
-    def second_step(self) -> bool:
+    def needs_second_step(self) -> bool:
         """Whether entries need both normalisers."""
         return self.kind == MIXTURE
 
@@ -66,7 +65,7 @@ class PairFold(NamedTuple):
     teacher_peak: Tensor  # max_v t_v
     teacher_sum_exp: Tensor  # sum_v exp(b_v)
     gap: Tensor | None  # FORWARD: sum_v exp(b_v) (b_v - a_v); REVERSE: sum_v exp(a_v) (a_v - b_v); else None
-    moment: Tensor | None  # sum_v exp(a_v) a_v, kept for the student's entropy
+    moment: Tensor | None  # sum_v exp(a_v) a_v, for the student's entropy
     target: Tensor | None  # z at the target id, once its tile has passed; None without targets
     teacher_target: Tensor | None  # t at the target id
 
@@ -74,7 +73,7 @@ class PairFold(NamedTuple):
     def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
         """The fold of no tile."""
         lowest = torch.finfo(torch.float32).min  # see `Fold.start`
-        optional = [0.0 if present else None for present in (not measure.second_step, entropy, targets, targets)]
+        optional = [0.0 if present else None for present in (not measure.needs_second_step, entropy, targets, targets)]
         fields = [
             None if value is None else torch.full((n,), value, dtype=torch.float32, device=device)
             for value in (lowest, 0.0, lowest, 0.0, *optional)
@@ -85,27 +84,28 @@ class PairFold(NamedTuple):
         """Views of these tokens, so that kernels write to this fold."""
         return map_fields(self, lambda values: values[rows])
 
-    def around(self, measure: Measure, peak: Tensor, teacher_peak: Tensor) -> "PairFold":
+    def rescale(self, measure: Measure, peak: Tensor, teacher_peak: Tensor) -> "PairFold":
         """The same sums relative to higher peaks, in new tensors."""
         lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
-        kept, teacher_kept = lower.exp(), teacher_lower.exp()
+        factor, teacher_factor = lower.exp(), teacher_lower.exp()
         gap, moment = self.gap, self.moment
         if moment is not None:
-            moment = _around(moment, kept, lower, self.sum_exp)
+            moment = _rescale_moment(moment, factor, lower, self.sum_exp)
         if gap is not None and measure.kind == FORWARD:
-            gap = _around(gap, teacher_kept, teacher_lower - lower, self.teacher_sum_exp)
+            gap = _rescale_moment(gap, teacher_factor, teacher_lower - lower, self.teacher_sum_exp)
         elif gap is not None:
-            gap = _around(gap, kept, lower - teacher_lower, self.sum_exp)
-        sums = kept * self.sum_exp, teacher_kept * self.teacher_sum_exp
+            gap = _rescale_moment(gap, factor, lower - teacher_lower, self.sum_exp)
+        sums = factor * self.sum_exp, teacher_factor * self.teacher_sum_exp
         return PairFold(peak, sums[0], teacher_peak, sums[1], gap, moment, self.target, self.teacher_target)
 
     def over_ranks(
         self, measure: Measure, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
     ) -> "PairFold":
         """As `Fold.over_ranks`: the fold of a sharded vocabulary, by one maximum and one sum over ranks."""
-        fold = self.around(measure, *maximum(torch.stack([self.peak, self.teacher_peak])))
-        parts = {name: part for name, part in fold._asdict().items() if part is not None and "peak" not in name}
-        return fold._replace(**dict(zip(parts, total(torch.stack(list(parts.values()))), strict=True)))
+        fold = self.rescale(measure, *maximum(torch.stack([self.peak, self.teacher_peak])))
+        summands = {name: sums for name, sums in fold._asdict().items() if sums is not None and "peak" not in name}
+        sums = total(torch.stack(list(summands.values())))
+        return fold._replace(**dict(zip(summands, sums, strict=True)))
 
 
 class PairStatistics(NamedTuple):
@@ -169,7 +169,7 @@ class PairGradients(NamedTuple):
     @classmethod
     def of(
         cls,
-        known: PairStatistics,
+        statistics: PairStatistics,
         grad: Tensor | None,
         grad_logps: Tensor | None,
         grad_entropy: Tensor | None = None,
@@ -177,11 +177,13 @@ class PairGradients(NamedTuple):
         """From dL/d divergence, dL/dlogp and dL/dentropy, in any float dtype; None stands for 0."""
         grad, grad_logps, grad_entropy = (None if g is None else g.float() for g in (grad, grad_logps, grad_entropy))
         at_target = None
-        if grad_logps is not None and known.logps is not None:
-            at_target = -torch.expm1(known.logps) * grad_logps
-        grad = torch.zeros_like(known.lse) if grad is None else grad
-        entropy = None if grad_entropy is None else known.entropy
-        return cls(known.lse, known.teacher_lse, grad, known.value, grad_logps, at_target, grad_entropy, entropy)
+        if grad_logps is not None and statistics.logps is not None:
+            at_target = -torch.expm1(statistics.logps) * grad_logps
+        grad = torch.zeros_like(statistics.lse) if grad is None else grad
+        entropy = None if grad_entropy is None else statistics.entropy
+        return cls(
+            statistics.lse, statistics.teacher_lse, grad, statistics.value, grad_logps, at_target, grad_entropy, entropy
+        )
 
     @property
     def has_gradient(self) -> Tensor:
@@ -190,7 +192,7 @@ class PairGradients(NamedTuple):
         return torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
 
     def take(self, rows: Tensor | slice) -> "PairGradients":
-        return map_fields(self, lambda part: part[rows])
+        return map_fields(self, lambda values: values[rows])
 
     def contiguous(self) -> "PairGradients":
         return map_fields(self, Tensor.contiguous)
@@ -200,15 +202,15 @@ def fold_pair(tile: PairTile, state: PairFold) -> None:
     """Add a pair of tiles to the fold `state`."""
     student, teacher, targets, first, measure = tile
     z, t = transform_logits(*student), transform_logits(*teacher)
-    fold = state.around(measure, torch.maximum(state.peak, z.amax(-1)), torch.maximum(state.teacher_peak, t.amax(-1)))
+    fold = state.rescale(measure, torch.maximum(state.peak, z.amax(-1)), torch.maximum(state.teacher_peak, t.amax(-1)))
     a, b = z - fold.peak[:, None], t - fold.teacher_peak[:, None]
     exp, teacher_exp = a.exp(), b.exp()
     fold.sum_exp.add_(exp.sum(-1))
     fold.teacher_sum_exp.add_(teacher_exp.sum(-1))
     if fold.moment is not None:
-        fold.moment.add_(_weighted(exp, a))
+        fold.moment.add_(_weighted_sum(exp, a))
     if fold.gap is not None:
-        fold.gap.add_(_weighted(teacher_exp, b - a) if measure.kind == FORWARD else _weighted(exp, a - b))
+        fold.gap.add_(_weighted_sum(teacher_exp, b - a) if measure.kind == FORWARD else _weighted_sum(exp, a - b))
     for out, values in zip(state[:6], fold[:6], strict=True):
         if out is not None and values is not None:
             out.copy_(values)
@@ -220,31 +222,31 @@ def fold_pair(tile: PairTile, state: PairFold) -> None:
             out.copy_(torch.where(hit, values.gather(-1, place).squeeze(-1), out))
 
 
-def _around(moment: Tensor, kept: Tensor, shift: Tensor, total: Tensor) -> Tensor:
-    """A moment relative to new peaks. It is 0 where `kept` is 0, because there the shift may be infinite."""
-    return torch.where(kept > 0, kept * (moment + shift * total), 0.0)
+def _rescale_moment(moment: Tensor, factor: Tensor, shift: Tensor, total: Tensor) -> Tensor:
+    """A moment relative to new peaks. It is 0 where `factor` is 0, because there the shift may be infinite."""
+    return torch.where(factor > 0, factor * (moment + shift * total), 0.0)
 
 
-def _weighted(weight: Tensor, values: Tensor) -> Tensor:
+def _weighted_sum(weight: Tensor, values: Tensor) -> Tensor:
     """(n, v) -> (n,) sums of weight * values. A banned id, with weight 0 and an infinite value, adds 0."""
     return torch.where(weight > 0, weight * values, 0.0).sum(-1)
 
 
 def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
-    """The second step, with both normalisers known: update `sums`."""
+    """The second step, from both normalisers: update `sums`."""
     log_p, log_q = (
         transform_logits(*tile.student) - lse[:, None],
         transform_logits(*tile.teacher) - teacher_lse[:, None],
     )
-    over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, tile.measure.beta)
-    sums.student.add_(_weighted(log_p.exp(), over_mixture))
-    sums.teacher.add_(_weighted(log_q.exp(), teacher_over_mixture))
+    difference, teacher_difference = _subtract_log_mixture(log_q - log_p, tile.measure.beta)
+    sums.student.add_(_weighted_sum(log_p.exp(), difference))
+    sums.teacher.add_(_weighted_sum(log_q.exp(), teacher_difference))
 
 
-def _over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def _subtract_log_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log q - log p -> log p - log m, log q - log m; precise also where p and q are nearly equal."""
-    # If p >= q, log m = log p + log(1 + beta (q / p - 1)). Else p and q, beta and 1 - beta change places. So no
-    # exponential overflows.
+    # If p >= q, log m = log p + log(1 + beta (q / p - 1)). Otherwise p and q, beta and 1 - beta change places, so that
+    # no exponential overflows.
     less = torch.expm1(-gap.abs())
     # Tensors of the gap's dtype, because `torch.where` gives Python numbers the default dtype.
     share = torch.where(gap <= 0, gap.new_full((), beta), gap.new_full((), 1.0 - beta))
@@ -252,28 +254,28 @@ def _over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return torch.where(gap <= 0, larger, larger - gap), torch.where(gap <= 0, larger + gap, larger)
 
 
-def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
+def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
     """Write dL/dx of the student's logits to `out` (n, v), of any float dtype; it may be these logits themselves."""
     student, teacher, targets, first, measure = tile
     z, t = transform_logits(*student), transform_logits(*teacher)
-    log_p, log_q = z - tokens.lse[:, None], t - tokens.teacher_lse[:, None]
+    log_p, log_q = z - gradients.lse[:, None], t - gradients.teacher_lse[:, None]
     p = log_p.exp()
     if measure.kind == FORWARD:
         grad_z = p - log_q.exp()
     else:
-        assert tokens.value is not None
+        assert gradients.value is not None
         if measure.kind == MIXTURE:
-            over, share = _over_mixture(log_q - log_p, measure.beta)[0], 1.0 - measure.beta
+            difference, share = _subtract_log_mixture(log_q - log_p, measure.beta)[0], 1.0 - measure.beta
         else:
-            over, share = log_p - log_q, 1.0
+            difference, share = log_p - log_q, 1.0
         # An infinite divergence may have no gradient, and 0 * inf is NaN.
-        counts = (p > 0) & (tokens.grad != 0)[:, None]
-        grad_z = torch.where(counts, p * (over - tokens.value[:, None]), 0.0).mul_(share)
-    grad_z.mul_(tokens.grad[:, None])
-    if tokens.grad_entropy is not None and tokens.entropy is not None:
-        grad_z.sub_(entropy_term(log_p, tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None]))
-    if tokens.grad_logps is not None and tokens.at_target is not None:
-        of_logps = p.mul_(-tokens.grad_logps[:, None])
-        write_at_ids(of_logps, targets[:, None], tokens.at_target[:, None], first)
-        grad_z.add_(of_logps)
+        counts = (p > 0) & (gradients.grad != 0)[:, None]
+        grad_z = torch.where(counts, p * (difference - gradients.value[:, None]), 0.0).mul_(share)
+    grad_z.mul_(gradients.grad[:, None])
+    if gradients.grad_entropy is not None and gradients.entropy is not None:
+        grad_z.sub_(entropy_term(log_p, gradients.entropy[:, None]).mul_(gradients.grad_entropy[:, None]))
+    if gradients.grad_logps is not None and gradients.at_target is not None:
+        logps_term = p.mul_(-gradients.grad_logps[:, None])
+        write_at_ids(logps_term, targets[:, None], gradients.at_target[:, None], first)
+        grad_z.add_(logps_term)
     out.copy_(times_derivative(grad_z, z, student.transform))

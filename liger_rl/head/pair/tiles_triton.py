@@ -43,7 +43,7 @@ class TileArgument(NamedTuple):
 
 
 @triton.jit
-def _pair(student, teacher, token, column, inside):
+def _load_pair(student, teacher, token, column, inside):
     """-> z, t, and tanh^2 of the student. z and t are -inf outside the tiles; `inside` None means all are inside."""
     x = load_logits(student.logits + token * student.stride, student.bias, column, inside)
     z, square = transform_logits(x, student.steps)
@@ -57,8 +57,8 @@ def _pair(student, teacher, token, column, inside):
 
 
 @triton.jit
-def _over_mixture(gap, beta):
-    """As `pair_reference._over_mixture`."""
+def _subtract_log_mixture(gap, beta):
+    """As `pair_reference._subtract_log_mixture`."""
     lesser = gap <= 0.0
     y = -tl.where(lesser, beta, 1.0 - beta) * one_minus_exp(-tl.abs(gap))
     # log(1 + y) to float32's precision also near 0: the quotient corrects the rounding of 1 + y.
@@ -69,14 +69,14 @@ def _over_mixture(gap, beta):
 
 
 @triton.jit
-def _around(moment, kept, shift, total):
-    """As `pair_reference._around`."""
-    return tl.where(kept > 0.0, kept * (moment + shift * total), 0.0)
+def _rescale_moment(moment, factor, shift, total):
+    """As `pair_reference._rescale_moment`."""
+    return tl.where(factor > 0.0, factor * (moment + shift * total), 0.0)
 
 
 @triton.jit
-def _weighted(weight, values):
-    """As `pair_reference._weighted`, for one row."""
+def _weighted_sum(weight, values):
+    """As `pair_reference._weighted_sum`, for one row."""
     return tl.sum(tl.where(weight > 0.0, weight * values, 0.0))
 
 
@@ -86,26 +86,28 @@ def _fold_block(
     peak, total, teacher_peak, teacher_total, gap, moment, KIND: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `PairFold`, without targets, after one more block."""
-    z, t, _square = _pair(student, teacher, token, column, inside)
+    z, t, _square = _load_pair(student, teacher, token, column, inside)
     new_peak = tl.maximum(peak, tl.max(z))
     new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
     lower = peak - new_peak
     teacher_lower = teacher_peak - new_teacher_peak
-    kept = tl.exp(lower)
-    teacher_kept = tl.exp(teacher_lower)
+    factor = tl.exp(lower)
+    teacher_factor = tl.exp(teacher_lower)
     a = z - new_peak
     b = t - new_teacher_peak
     exp = tl.exp(a)
     teacher_exp = tl.exp(b)
     if MOMENT:
-        moment = moment_around(new_peak, peak, kept, total, moment)
+        moment = moment_around(new_peak, peak, factor, total, moment)
         moment += tl.sum(exp * tl.maximum(a, LOWEST_LOG_PROBABILITY))
     if KIND == FORWARD:
-        gap = _around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
+        gap = _rescale_moment(gap, teacher_factor, teacher_lower - lower, teacher_total) + _weighted_sum(
+            teacher_exp, b - a
+        )
     elif KIND == REVERSE:
-        gap = _around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
-    total = total * kept + tl.sum(exp)
-    teacher_total = teacher_total * teacher_kept + tl.sum(teacher_exp)
+        gap = _rescale_moment(gap, factor, lower - teacher_lower, total) + _weighted_sum(exp, a - b)
+    total = total * factor + tl.sum(exp)
+    teacher_total = teacher_total * teacher_factor + tl.sum(teacher_exp)
     return new_peak, total, new_teacher_peak, teacher_total, gap, moment
 
 
@@ -135,7 +137,7 @@ def _fold_pair_kernel(
     if state.target is not None:
         target = tl.load(targets + token).to(tl.int64) - first
         hit = (target >= 0) & (target < columns)
-        z, t, _square = _pair(student, teacher, token, target, hit)
+        z, t, _square = _load_pair(student, teacher, token, target, hit)
         tl.store(state.target + token, z, mask=hit)
         tl.store(state.teacher_target + token, t, mask=hit)
     whole = columns // BLOCK * BLOCK
@@ -180,13 +182,13 @@ def _mix_pair_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z, t, _square = _pair(student, teacher, token, column, inside)
+        z, t, _square = _load_pair(student, teacher, token, column, inside)
         log_p = z - norm
         log_q = t - teacher_norm
         p = tl.exp(log_p)
-        over, teacher_over = _over_mixture(log_q - log_p, beta)
-        student_sum += _weighted(p, over)
-        teacher_sum += _weighted(tl.exp(log_q), teacher_over)
+        difference, teacher_difference = _subtract_log_mixture(log_q - log_p, beta)
+        student_sum += _weighted_sum(p, difference)
+        teacher_sum += _weighted_sum(tl.exp(log_q), teacher_difference)
     tl.store(sums.student + token, student_sum)
     tl.store(sums.teacher + token, teacher_sum)
 
@@ -198,7 +200,7 @@ def _grad_pair_kernel(
     out,
     out_stride,
     targets,
-    tokens,  # `PairGradients`
+    gradients,  # `PairGradients`
     columns,
     first,
     beta,
@@ -208,32 +210,32 @@ def _grad_pair_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    z, t, square = _pair(student, teacher, token, column, inside)
-    log_p = z - tl.load(tokens.lse + token)
-    log_q = t - tl.load(tokens.teacher_lse + token)
+    z, t, square = _load_pair(student, teacher, token, column, inside)
+    log_p = z - tl.load(gradients.lse + token)
+    log_q = t - tl.load(gradients.teacher_lse + token)
     p = tl.exp(log_p)
-    factor = tl.load(tokens.grad + token)
+    factor = tl.load(gradients.grad + token)
     if KIND == FORWARD:
         grad = p - tl.exp(log_q)
     elif KIND == REVERSE:
         # An infinite divergence may have no gradient, and 0 * inf is NaN.
         counts = tl.where(factor != 0.0, p, 0.0) > 0.0
-        grad = tl.where(counts, p * (log_p - log_q - tl.load(tokens.value + token)), 0.0)
+        grad = tl.where(counts, p * (log_p - log_q - tl.load(gradients.value + token)), 0.0)
     else:
-        over, _teacher_over = _over_mixture(log_q - log_p, beta)
-        grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - tl.load(tokens.value + token)), 0.0)
+        difference, _teacher_difference = _subtract_log_mixture(log_q - log_p, beta)
+        grad = tl.where(p > 0.0, (1.0 - beta) * p * (difference - tl.load(gradients.value + token)), 0.0)
     grad *= factor
-    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
-    if (tokens.grad_logps is not None) | ENTROPY:
+    ENTROPY: tl.constexpr = gradients.grad_entropy is not None
+    if (gradients.grad_logps is not None) | ENTROPY:
         hit = None
         g, e, entropy, at_target = 0.0, 0.0, 0.0, 0.0
-        if tokens.grad_logps is not None:
+        if gradients.grad_logps is not None:
             hit = column == tl.load(targets + token).to(tl.int64) - first
-            g = tl.load(tokens.grad_logps + token)
-            at_target = tl.load(tokens.at_target + token)
+            g = tl.load(gradients.grad_logps + token)
+            at_target = tl.load(gradients.at_target + token)
         if ENTROPY:
-            e = tl.load(tokens.grad_entropy + token)
-            entropy = tl.load(tokens.entropy + token)
+            e = tl.load(gradients.grad_entropy + token)
+            entropy = tl.load(gradients.entropy + token)
         grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
     grad = times_derivative(grad, square, student.steps)
     tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
@@ -248,7 +250,7 @@ def fold_pair(tile: PairTile, state: PairFold) -> None:
             _fold_pair_kernel[(n,)](
                 TileArgument.of(student), TileArgument.of(teacher), targets.contiguous(), state,
                 columns, first,
-                KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
+                KIND=measure.kind, BLOCK=_block_size(columns), num_warps=WARPS,
             )  # fmt: skip
 
 
@@ -259,24 +261,24 @@ def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums
         with launch_context(lse.device):
             _mix_pair_kernel[(n,)](
                 TileArgument.of(tile.student), TileArgument.of(tile.teacher), lse, teacher_lse, sums,
-                columns, tile.measure.beta, BLOCK=_block(columns),
+                columns, tile.measure.beta, BLOCK=_block_size(columns),
                 num_warps=WARPS,
             )  # fmt: skip
 
 
-def grad_pair(tile: PairTile, tokens: PairGradients, out: Tensor) -> None:
+def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
     """As `pair_reference.grad_pair`."""
     assert out.stride(-1) == 1
     student, teacher, targets, first, measure = tile
     n, columns = student.logits.shape
     if n:
-        block = _block(columns)
+        block = _block_size(columns)
         with launch_context(out.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
                 TileArgument.of(student), TileArgument.of(teacher), out, out.stride(0), targets.contiguous(),
-                tokens.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
+                gradients.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
 
 
-def _block(columns: int) -> int:
+def _block_size(columns: int) -> int:
     return min(BLOCK, triton.next_power_of_2(columns))

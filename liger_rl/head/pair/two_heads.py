@@ -3,10 +3,10 @@
 `README.md` has the steps. The teacher's logits are read and never differentiated.
 
 A mixture needs both normalisers at every entry, so a few tokens at a time keep float32 rows of both heads for a second
-step. Both weights are then read once per `_whole_rows` tokens. On an H200 such a read takes as long as the products of
-150 tokens, so 75 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps run if under
-MIN_WHOLE_ROWS tokens fit, if a chunk is named, if a weight is converted tile by tile, and if the vocabulary is sharded,
-because no collective stands inside a loop.
+step. Both weights are then read once per `_count_whole_rows` tokens. On an H200 such a read takes as long as the
+products of 150 tokens, so 75 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps
+run if fewer than MIN_WHOLE_ROWS tokens fit, if a chunk is named, if a weight is converted tile by tile, and if the
+vocabulary is sharded, because no collective stands inside a loop.
 """
 
 from collections.abc import Callable, Iterable
@@ -60,7 +60,7 @@ class Pair(NamedTuple):
         student = student._replace(targets=student.target_rows)
         return self._replace(student=student, teacher=self.teacher.take(live))
 
-    # What follows is for pairs that `take` returned.
+    # The other methods are for pairs that `take` returned.
 
     @property
     def heads(self) -> tuple[Head, Head]:
@@ -79,34 +79,36 @@ class Pair(NamedTuple):
         """The sums before the first tile; None without a second step."""
         device, measure = self.student.hidden.device, self.measure
         fold = PairFold.start(self.n, device, measure, entropy=self.student.options.entropy, targets=self.targets)
-        return fold, MixtureSums.start(fold.peak) if measure.second_step else None
+        return fold, MixtureSums.start(fold.peak) if measure.needs_second_step else None
 
-    def tile(self, part: slice, first: int, weights: Iterable[Tensor]) -> PairTile:
-        """The tile of the tokens `part` and of the tiles (v, H) of both weights, whose first row is the id `first`."""
-        products = (gemm.matmul(head.hidden[part], weight.T) for head, weight in zip(self.heads, weights, strict=True))
-        return self._tile_of_logits(part, first, *products)
+    def tile(self, tokens: slice, first: int, weights: Iterable[Tensor]) -> PairTile:
+        """The tile of `tokens` and of the tiles (v, H) of both weights, whose first row is the id `first`."""
+        products = (
+            gemm.matmul(head.hidden[tokens], weight.T) for head, weight in zip(self.heads, weights, strict=True)
+        )
+        return self._tile_of_logits(tokens, first, *products)
 
-    def _tile_of_logits(self, part: slice, first: int, logits: Tensor, teacher_logits: Tensor) -> PairTile:
+    def _tile_of_logits(self, tokens: slice, first: int, logits: Tensor, teacher_logits: Tensor) -> PairTile:
         columns = slice(first, first + logits.shape[1])
         bias, teacher_bias = (None if head.bias is None else head.bias[columns] for head in self.heads)
         student = Tile(logits, bias, self.student.options.transform)
         teacher = Tile(teacher_logits, teacher_bias, self.teacher_transform)
-        return PairTile(student, teacher, self.student.targets[part], first, self.measure)
+        return PairTile(student, teacher, self.student.targets[tokens], first, self.measure)
 
-    def fold_whole(self, part: slice, state: PairFold, sums: MixtureSums | None) -> PairTile:
-        """Fold float32 rows of both heads, over the whole vocabulary, into `state` and `sums` of the tokens `part`."""
-        tile = self._tile_of_logits(part, 0, *(_whole_logits(head, part, self.vocab) for head in self.heads))
+    def fold_whole(self, tokens: slice, state: PairFold, sums: MixtureSums | None) -> PairTile:
+        """Fold float32 rows of both heads, over the whole vocabulary, into `state` and `sums` of `tokens`."""
+        tile = self._tile_of_logits(tokens, 0, *(_compute_logits(head, tokens, self.vocab) for head in self.heads))
         self.kernels.fold_pair(tile, state)
         if sums is not None:
-            known = PairStatistics.of(state, self.measure)
-            self.kernels.mix_pair(tile, known.lse, known.teacher_lse, sums)
+            statistics = PairStatistics.of(state, self.measure)
+            self.kernels.mix_pair(tile, statistics.lse, statistics.teacher_lse, sums)
         return tile
 
-    def tile_gradient(self, tile: PairTile, tokens: PairGradients) -> Tensor:
+    def tile_gradient(self, tile: PairTile, gradients: PairGradients) -> Tensor:
         """-> dL/dx of the student's logits, in their memory if they have the compute dtype."""
         logits, dtype = tile.student.logits, self.student.dtype
         out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
-        self.kernels.grad_pair(tile, tokens, out)
+        self.kernels.grad_pair(tile, gradients, out)
         return out
 
 
@@ -114,32 +116,32 @@ def forward(pair: Pair) -> PairStatistics:
     """Statistics of every token that counts."""
     rows, measure, shard = pair.take(pair.student.live), pair.measure, pair.student.shard
     state, sums = rows.start()
-    tokens = None if sums is None else _whole_rows(rows)
-    if sums is not None and tokens is not None:
-        for part in (slice(*span) for span in spans(rows.n, tokens)):
-            rows.fold_whole(part, state.take(part), sums.take(part))
+    chunk_tokens = None if sums is None else _count_whole_rows(rows)
+    if sums is not None and chunk_tokens is not None:
+        for tokens in (slice(*span) for span in spans(rows.n, chunk_tokens)):
+            rows.fold_whole(tokens, state.take(tokens), sums.take(tokens))
         return PairStatistics.of(state, measure, sums)
-    _sweep(rows, lambda tile, part: rows.kernels.fold_pair(tile, state.take(part)))
+    _sweep(rows, lambda tile, tokens: rows.kernels.fold_pair(tile, state.take(tokens)))
     if shard is not None:
         state = state.over_ranks(measure, shard.maximum, shard.total)
-    known = PairStatistics.of(state, measure)
+    statistics = PairStatistics.of(state, measure)
     if sums is None:
-        return known
-    norms = known.lse, known.teacher_lse
-    _sweep(rows, lambda tile, part: rows.kernels.mix_pair(tile, norms[0][part], norms[1][part], sums.take(part)))
+        return statistics
+    lse, teacher_lse = statistics.lse, statistics.teacher_lse
+    _sweep(rows, lambda tile, tokens: rows.kernels.mix_pair(tile, lse[tokens], teacher_lse[tokens], sums.take(tokens)))
     return PairStatistics.of(state, measure, sums if shard is None else MixtureSums(*shard.total(torch.stack(sums))))
 
 
 def _sweep(rows: Pair, step: Callable[[PairTile, slice], None]) -> None:
-    tiles = _tiles(rows)
+    tiles = _plan_tiles(rows)
     for first, last in spans(rows.vocab, tiles.vocab):
         weights = [_weight_tile(head, first, last) for head in rows.heads]
-        for part in (slice(*span) for span in spans(rows.n, tiles.tokens)):
-            # No name for the tile, so that it is freed before the next one is allocated.
-            step(rows.tile(part, first, weights), part)
+        for tokens in (slice(*span) for span in spans(rows.n, tiles.tokens)):
+            # The tile is passed without binding it, so that it is freed before the next one is allocated.
+            step(rows.tile(tokens, first, weights), tokens)
 
 
-def _tiles(rows: Pair, *, bytes_per_gradient: int = 0) -> Tiles:
+def _plan_tiles(rows: Pair, *, bytes_per_gradient: int = 0) -> Tiles:
     """Tiles of both heads."""
     hidden_size, device = sum(head.hidden.shape[1] for head in rows.heads), rows.student.hidden.device
     bytes_per_logit = _bytes_per_logit(device) + bytes_per_gradient
@@ -156,32 +158,32 @@ def _weight_tile(head: Head, first: int, last: int) -> Tensor:
     return head.weight[first:last].to(head.hidden.dtype)
 
 
-def _converts(head: Head) -> bool:
+def _copies_tiles(head: Head) -> bool:
     """Whether a tile of the weight is a copy, in another dtype."""
     dtype, weight = head.hidden.dtype, head.weight
     # On CPU, 16-bit products run in float32.
     return weight.dtype != dtype or not (weight.is_cuda or dtype == torch.float32)
 
 
-def _width(head: Head, vocab: int) -> int:
+def _product_columns(head: Head, vocab: int) -> int:
     """Columns of a product, if products cover the whole vocabulary one after the other."""
-    return vocab if gemm.ADDS_TO_FLOAT32 and not _converts(head) else free_tile_vocab(vocab)
+    return vocab if gemm.ADDS_TO_FLOAT32 and not _copies_tiles(head) else free_tile_vocab(vocab)
 
 
-def _whole_logits(head: Head, part: slice, vocab: int) -> Tensor:
+def _compute_logits(head: Head, tokens: slice, vocab: int) -> Tensor:
     """The tokens' float32 logits over the whole vocabulary."""
-    logits = torch.empty(part.stop - part.start, vocab, dtype=torch.float32, device=head.hidden.device)
-    for first, last in spans(vocab, _width(head, vocab)):
-        gemm.write(logits[:, first:last], head.hidden[part], _weight_tile(head, first, last).T)
+    logits = torch.empty(tokens.stop - tokens.start, vocab, dtype=torch.float32, device=head.hidden.device)
+    for first, last in spans(vocab, _product_columns(head, vocab)):
+        gemm.write(logits[:, first:last], head.hidden[tokens], _weight_tile(head, first, last).T)
     return logits
 
 
-def _whole_rows(rows: Pair) -> int | None:
+def _count_whole_rows(rows: Pair) -> int | None:
     """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
     if (
         rows.student.options.names_chunk
         or rows.student.shard is not None
-        or any(_converts(head) for head in rows.heads)
+        or any(_copies_tiles(head) for head in rows.heads)
     ):
         return None
     device = rows.student.hidden.device
@@ -191,74 +193,74 @@ def _whole_rows(rows: Pair) -> int | None:
 
 def backward(
     pair: Pair,
-    tokens: PairGradients,  # of the tokens that count
+    gradients: PairGradients,  # of the tokens that count
     needs: Needs,
 ) -> Gradients:
     """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
-    live, selected = pair.student.live, index_of(tokens.has_gradient)
+    live, selected = pair.student.live, index_of(gradients.has_gradient)
     if selected is not None:
-        live, tokens = select_live(live, selected), tokens.take(selected)
-    # No name for the rows, so that they are freed before the gradients of all tokens are allocated.
-    return _gradients(pair.take(live), tokens, needs).of_all_tokens(live, pair.student)
+        live, gradients = select_live(live, selected), gradients.take(selected)
+    # The rows are passed without binding them, so that they are freed before the gradients of all tokens are allocated.
+    return _tile_gradients(pair.take(live), gradients, needs).of_all_tokens(live, pair.student)
 
 
-def _gradients(rows: Pair, tokens: PairGradients, needs: Needs) -> Gradients:
+def _tile_gradients(rows: Pair, gradients: PairGradients, needs: Needs) -> Gradients:
     teacher_weights = dict[int, Tensor]()
 
-    def tile_gradient(weight: Tensor, first: int, part: slice) -> Tensor:
-        if first not in teacher_weights:  # it has one tile, which all spans of tokens share
+    def tile_gradient(weight: Tensor, first: int, tokens: slice) -> Tensor:
+        if first not in teacher_weights:  # holds one tile, which all spans of tokens share
             teacher_weights.clear()
             teacher_weights[first] = _weight_tile(rows.teacher, first, first + weight.shape[0])
-        return rows.tile_gradient(rows.tile(part, first, (weight, teacher_weights[first])), tokens.take(part))
+        return rows.tile_gradient(rows.tile(tokens, first, (weight, teacher_weights[first])), gradients.take(tokens))
 
     dtype = rows.student.dtype
-    tiles = _tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
+    tiles = _plan_tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
     return two_pass.tile_gradients(
         rows.student, None, needs, tile_gradient=tile_gradient, tiles=tiles, vocab=rows.vocab
     )
 
 
-def one_pass(
+def forward_with_gradients(
     pair: Pair,
     grad: Tensor,  # (n,) dL/d divergence of the tokens that count
     grad_logps: Tensor | None,  # (n,) dL/dlogp
     needs: Needs,
 ) -> tuple[PairStatistics, Gradients]:
-    """As `forward`, and the gradients for hidden, weight and bias."""
+    """One pass: as `forward`, and the gradients of hidden, weight and bias."""
     live, weight, vocab, measure = pair.student.live, pair.student.weight, pair.vocab, pair.measure
     rows = pair.take(live)
-    chunks = _even_spans(rows.n, one_pass_tokens(pair))
+    chunks = _split_evenly(rows.n, count_chunk_tokens(pair))
     one_sum = len(chunks) <= 1 and weight.dtype == pair.student.dtype
     totals = Totals(pair.student, weight.dtype if one_sum else torch.float32, needs)
     if totals.weight is not None:
         totals.weight[vocab:] = 0
-    tiles = spans(vocab, _width(rows.student, vocab))
+    tiles = spans(vocab, _product_columns(rows.student, vocab))
     state, sums = rows.start()
-    for part in (slice(*chunk) for chunk in chunks):
-        part_state, part_sums = state.take(part), None if sums is None else sums.take(part)
-        tile = rows.fold_whole(part, part_state, part_sums)
-        known = PairStatistics.of(part_state, measure, part_sums)
-        tokens = PairGradients.of(known, grad[part], None if grad_logps is None else grad_logps[part])
-        gradient = rows.tile_gradient(tile, tokens)
+    for tokens in (slice(*chunk) for chunk in chunks):
+        chunk_state, chunk_sums = state.take(tokens), None if sums is None else sums.take(tokens)
+        tile = rows.fold_whole(tokens, chunk_state, chunk_sums)
+        statistics = PairStatistics.of(chunk_state, measure, chunk_sums)
+        gradients = PairGradients.of(statistics, grad[tokens], None if grad_logps is None else grad_logps[tokens])
+        tile_gradient = rows.tile_gradient(tile, gradients)
         del tile  # so that the teacher's rows are freed before the products and the next rows are allocated
-        index = part if live is None else live[part]
-        totals.add(rows.student.hidden[part], index, tiles, partial(_columns, gradient))
-        del gradient
+        index = tokens if live is None else live[tokens]
+        totals.add(rows.student.hidden[tokens], index, tiles, partial(_take_columns, tile_gradient))
+        del tile_gradient
     return PairStatistics.of(state, measure, sums), totals.finish()
 
 
-def _columns(gradient: Tensor, first: int, last: int) -> Tensor:
-    return gradient[:, first:last]
+def _take_columns(tile_gradient: Tensor, first: int, last: int) -> Tensor:
+    return tile_gradient[:, first:last]
 
 
-def _even_spans(n: int, most: int) -> list[tuple[int, int]]:
-    """The fewest near-equal spans of at most `most` tokens, rounded up to multiples of MIN_WHOLE_ROWS up to `most`."""
-    parts = -(-n // most)
-    step = -(-n // max(parts, 1))
-    return spans(n, min(-(-step // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, most))
+def _split_evenly(n: int, max_tokens: int) -> list[tuple[int, int]]:
+    """The fewest near-equal spans of [0, n) of at most `max_tokens`, in multiples of MIN_WHOLE_ROWS if they fit."""
+    chunks = -(-n // max_tokens)
+    tokens = -(-n // max(chunks, 1))
+    return spans(n, min(-(-tokens // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, max_tokens))
 
 
-def one_pass_tokens(pair: Pair) -> int:
+def count_chunk_tokens(pair: Pair) -> int:
     """Number of tokens of a chunk of one pass."""
     if pair.student.options.chunk_tokens is not None:
         return pair.student.options.chunk_tokens

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from liger_rl.head.checks import check_dense
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.logprobs import linear_logprobs
-from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, measure_of
+from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.integrations.liger.liger_head import copy_under_zero_3, make_targets
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
@@ -90,7 +90,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
             teacher_bias=copy_under_zero_3(teacher.bias),
             teacher_transform=transform,
             teacher_may_require_grad=True,
-            measure=measure_of("jsd", self.beta),
+            measure=make_measure("jsd", self.beta),
             mask=counted,
             # Without a hard loss, labels need not be valid ids.
             targets=labels if has_hard and self.temperature == 1.0 else None,
@@ -119,4 +119,4 @@ class LigerFusedLinearJSDLoss(nn.Module):
         for name in ("weight_hard_loss", "weight_soft_loss"):
             check_interval(name, getattr(self, name), "(-inf, inf)")
         LogitTransform(temperature=self.temperature)
-        measure_of("jsd", self.beta)
+        make_measure("jsd", self.beta)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_rl.head.head_options import HeadOptions
-from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, measure_of
+from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import trl_adapters
 from liger_rl.kernels.transform import LogitTransform
@@ -70,7 +70,7 @@ def _chunked_divergence_loss(
             temperature=temperature, softcap=teacher_final_logit_softcapping, scale=teacher_logit_scale
         ),
         teacher_may_require_grad=True,
-        measure=measure_of("jsd", beta),
+        measure=make_measure("jsd", beta),
         mask=mask,
         options=HeadOptions(
             transform=LogitTransform(
