@@ -2,8 +2,8 @@
 
 OUT/README.md is the kernel's card. OUT/build/VARIANT/ holds the sources, `layers.py` and `metadata.json`, once for each
 backend that has a name of its own and once for every other. The library imports a variant under the id in its metadata,
-so imports become relative, and operators of torch are registered under that id: a kernel can be loaded beside the
-package, and beside another version of itself.
+so imports become relative, and strings that name the package name that id: a kernel can be loaded beside the package,
+and beside another version of itself.
 """
 
 import ast
@@ -19,8 +19,8 @@ HUB = Path(__file__).resolve().parent
 PACKAGE = HUB.parent / "liger_rl"
 VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-rocm": "rocm", "torch-universal": "cpu"}
 # A kernel may import PyTorch and itself alone. Of the integrations there is what layers.py needs.
-INTEGRATIONS = re.compile(r"__init__|liger(_\w+)?|patching")
-NAMES = re.compile(r"liger_rl((\.\w+)*|::\w*)")  # of modules and operators, as string constants have them
+INTEGRATIONS = re.compile(r"integrations/(__init__\.py|patching\.py|liger/\w+\.py)")
+NAMES = re.compile(r"liger_rl(\.\w+)*")  # of modules, as string constants have them
 
 
 def build(out: Path) -> None:
@@ -43,9 +43,8 @@ def build(out: Path) -> None:
 
 
 def _is_kept(path: Path) -> bool:
-    return path.parts[0] != "step" and (
-        path.parts[0] != "integrations" or INTEGRATIONS.fullmatch(path.stem) is not None
-    )
+    room = path.parts[0]
+    return room != "step" and (room != "integrations" or INTEGRATIONS.fullmatch(path.as_posix()) is not None)
 
 
 def relative(source: str, depth: int, identifier: str) -> str:
@@ -55,10 +54,7 @@ def relative(source: str, depth: int, identifier: str) -> str:
         if isinstance(node, ast.ImportFrom) and re.match(r"liger_rl\b", node.module or ""):
             dots = "." * depth + node.module.removeprefix("liger_rl").removeprefix(".")
             lines[node.lineno - 1] = lines[node.lineno - 1].replace(f"from {node.module} ", f"from {dots} ", 1)
-    text = "".join(lines)
-    # Of the name that the module has when it is loaded: not every version of the library takes the id.
-    text = re.sub(r'import_module\((f?)"liger_rl(?=\.)', r'import_module(__name__.partition(".")[0] + \1"', text)
-    text = re.sub(r'(?<=")liger_rl(?=::|")|(?<=torch\.ops\.)liger_rl\b', identifier, text)
+    text = "".join(lines).replace('"liger_rl"', f'"{identifier}"')
     _check(text)
     return text
 
