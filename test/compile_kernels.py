@@ -36,14 +36,13 @@ from liger_rl.head.pair.pair_reference import (
     Tile,
 )
 from liger_rl.head.sparse import bounds_triton as sparse_triton
-from liger_rl.head.sparse import listing_triton, slots_triton
+from liger_rl.head.sparse import listing_triton, slots_triton, tile_lists_triton
 from liger_rl.kernels import (
     compiled,
     devices,
     epilogue,
     segment_sums_triton,
     softmax_triton,
-    tile_lists_triton,
 )
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.segment_sums import Base, Entries, Factors, Segments

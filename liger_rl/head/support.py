@@ -30,8 +30,8 @@ class Support:
             a repeated id counts twice.
 
     Raises:
-        TypeError, ValueError: wrong dtypes, shapes or devices. On CPU also bad offsets and negative ids. On other
-            devices bad values raise in the call, because here the host would wait for them.
+        TypeError, ValueError: wrong dtypes, shapes or devices. On CPU also invalid offsets and negative ids. On other
+            devices invalid values raise in the call, so that the host need not wait twice.
     """
 
     token_ids: Tensor

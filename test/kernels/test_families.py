@@ -8,7 +8,7 @@ from devices import NEEDS_GPU, on_gpu
 from head_calls import run_triton
 from liger_rl import LogitTransform, Support, linear_logprobs, logits_logprobs
 from liger_rl.head.sparse.parts import EntryShares, PartBounds
-from liger_rl.kernels import devices, tile_lists_triton
+from liger_rl.kernels import devices
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import BLOCK_VOCAB, PART_VOCAB, TokenGradients
@@ -17,7 +17,7 @@ from tolerances import interpret, stored
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.head.sparse import bounds_triton as sparse_triton
-from liger_rl.head.sparse import listing_triton
+from liger_rl.head.sparse import listing_triton, tile_lists_triton
 from liger_rl.kernels import epilogue
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -17,11 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.head.sparse.parts import EntryShares, SelectedParts
-from liger_rl.kernels.devices import family_of, launch_context
-from liger_rl.kernels.segment_sums import Entries
-from liger_rl.kernels.softmax_triton import flushed_exp, gradient, times_slope, token_terms
-from liger_rl.kernels.statistics import PART_VOCAB, TokenGradients
-from liger_rl.kernels.tile_lists_triton import (
+from liger_rl.head.sparse.tile_lists_triton import (
     PRODUCT_WARPS,
     ROWS,
     Span,
@@ -31,6 +27,10 @@ from liger_rl.kernels.tile_lists_triton import (
     pick_tile_tokens,
     product_arguments,
 )
+from liger_rl.kernels.devices import family_of, launch_context
+from liger_rl.kernels.segment_sums import Entries
+from liger_rl.kernels.softmax_triton import flushed_exp, gradient, times_slope, token_terms
+from liger_rl.kernels.statistics import PART_VOCAB, TokenGradients
 from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
 LIMIT_ENTRIES, LIMIT_WARPS = 2048, 8  # entries of a step of `_limits_kernel`

@@ -52,8 +52,8 @@ def sum_over_lists(
     The lists are written before the host knows their length. Entries past the end of their memory are not written, and
     then the exact backward runs. Two host syncs.
     """
-    from liger_rl.head.sparse import bounds_triton, listing_triton
-    from liger_rl.kernels import segment_sums_triton, tile_lists_triton
+    from liger_rl.head.sparse import bounds_triton, listing_triton, tile_lists_triton
+    from liger_rl.kernels import segment_sums_triton
 
     hidden, weight, bias, transform = factors
     device, vocab, width = weight.device, weight.shape[0], entry_shares.width

@@ -1,16 +1,13 @@
-"""Parts of products: for each tile of the vocabulary the tokens that keep it, and a product with these tokens' rows.
+"""Parts of products: for each tile of the vocabulary the tokens that selected it, and a product with their rows."""
 
-`chosen` has `rank` (tiles, n), the number of a kept part among its token's kept parts or -1, and `starts` (n + 1,)
-int64, the number of each token's first part among all kept parts.
-"""
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.head.sparse.parts import SelectedParts
 from liger_rl.kernels.devices import Family, launch_context
 from liger_rl.kernels.matrix_triton import load, load_rows, matrix
 from liger_rl.kernels.softmax_triton import transform_logits
@@ -25,7 +22,7 @@ ROWS, PRODUCT_WARPS = 128, 4
 class Span(NamedTuple):
     """Tokens `first` to `last` - 1, and memory for `room` parts. Their first part is number `base` of all parts.
 
-    If the tokens keep more parts than `room`, no kernel writes any part. So the kernels of a span may start before the
+    If the tokens have more parts than `room`, no kernel writes any part. So the kernels of a span may start before the
     host knows how many parts there are.
     """
 
@@ -36,7 +33,7 @@ class Span(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """For each tile, the tokens of a span that keep it; for each part of the span, its tile and its token."""
+    """For each tile, the tokens of a span that selected it; for each part of the span, its tile and its token."""
 
     tokens: Tensor  # (tiles, tokens of the span) int32
     counts: Tensor  # (tiles,) int32
@@ -45,60 +42,60 @@ class TileLists(NamedTuple):
 
 
 @triton.jit
-def count_span_parts(chosen, last, base, room):
+def count_span_parts(parts, last, base, room):
     """-> number of the span's parts; -1 if it exceeds `room`."""
-    parts = tl.load(chosen.starts + last) - base
-    return tl.where(parts <= room, parts, -1)
+    number = tl.load(parts.starts + last) - base
+    return tl.where(number <= room, number, -1)
 
 
 @triton.jit(do_not_specialize=["first", "last", "base", "room"])
-def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.constexpr):
+def _list_tiles_kernel(parts, lists, first, last, base, room, count, STEP: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     width = last - first
     at = 0
     # No tokens if the span's parts exceed its room.
-    stop = tl.where(count_span_parts(chosen, last, base, room) > 0, last, first)
+    stop = tl.where(count_span_parts(parts, last, base, room) > 0, last, first)
     for start in range(first, stop, STEP):
         token = start + tl.arange(0, STEP)
         inside = token < last
-        rank = tl.load(chosen.rank + tile * count + token, mask=inside, other=-1).to(tl.int32)
-        kept = rank >= 0
-        number = kept.to(tl.int32)
-        tl.store(lists.tokens + tile * width + at + tl.cumsum(number, 0) - number, token, mask=kept)
-        part = tl.load(chosen.starts + token, mask=kept, other=0) + rank - base
-        tl.store(lists.tile_of + part, (tile + tl.zeros((STEP,), tl.int64)).to(tl.int32), mask=kept)
-        tl.store(lists.token_of + part, token, mask=kept)
+        rank = tl.load(parts.rank + tile * count + token, mask=inside, other=-1).to(tl.int32)
+        selected = rank >= 0
+        number = selected.to(tl.int32)
+        tl.store(lists.tokens + tile * width + at + tl.cumsum(number, 0) - number, token, mask=selected)
+        part = tl.load(parts.starts + token, mask=selected, other=0) + rank - base
+        tl.store(lists.tile_of + part, (tile + tl.zeros((STEP,), tl.int64)).to(tl.int32), mask=selected)
+        tl.store(lists.token_of + part, token, mask=selected)
         at += tl.sum(number, 0)
     tl.store(lists.counts + tile, at)
 
 
-def list_tiles(chosen: Any, span: Span) -> TileLists:
-    tiles, n = chosen.rank.shape
+def list_tiles(parts: SelectedParts, span: Span) -> TileLists:
+    tiles, n = parts.rank.shape
     sizes = (tiles, span.last - span.first), (tiles,), (span.room,), (span.room,)
-    lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
-    with launch_context(chosen.rank.device):
-        _list_tiles_kernel[(tiles,)](chosen, lists, *span, n, LISTED_TOKENS)
+    lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=parts.rank.device) for size in sizes))
+    with launch_context(parts.rank.device):
+        _list_tiles_kernel[(tiles,)](parts, lists, *span, n, LISTED_TOKENS)
     return lists
 
 
 @triton.jit
-def pick_tile_tokens(chunk, chosen, lists, tiles, count, base, width, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """-> the tile of a chunk, ROWS tokens that keep it, their parts in a span, and a mask of the tokens that exist.
+def pick_tile_tokens(chunk, parts, lists, tiles, count, base, width, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """-> the tile of a chunk, ROWS tokens that selected it, their parts in a span, and a mask of the tokens that exist.
 
     A chunk past the last one gets the tile number `TILES`, which is no tile.
     """
     tile = tl.arange(0, TILES)
-    kept = tl.load(lists.counts + tile, mask=tile < tiles, other=0)
-    chunks = tl.cdiv(kept, ROWS)
-    here = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
-    before = tl.sum(tl.where(tile < here, chunks, 0), 0)
+    count_in_tile = tl.load(lists.counts + tile, mask=tile < tiles, other=0)
+    chunks = tl.cdiv(count_in_tile, ROWS)
+    chunk_tile = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
+    before = tl.sum(tl.where(tile < chunk_tile, chunks, 0), 0)
     place = (chunk - before) * ROWS + tl.arange(0, ROWS)
-    inside = place < tl.sum(tl.where(tile == here, kept, 0), 0)
-    here_long = here.to(tl.int64)
-    token = tl.load(lists.tokens + here_long * width + place, mask=inside, other=0)
-    part = tl.load(chosen.starts + token) - base
-    part += tl.load(chosen.rank + here_long * count + token, mask=inside, other=0).to(tl.int64)
-    return here, token, part, inside
+    inside = place < tl.sum(tl.where(tile == chunk_tile, count_in_tile, 0), 0)
+    chunk_tile_long = chunk_tile.to(tl.int64)
+    token = tl.load(lists.tokens + chunk_tile_long * width + place, mask=inside, other=0)
+    part = tl.load(parts.starts + token) - base
+    part += tl.load(parts.rank + chunk_tile_long * count + token, mask=inside, other=0).to(tl.int64)
+    return chunk_tile, token, part, inside
 
 
 def product_arguments(head: HeadFactors, entries: int, family: Family) -> tuple:
