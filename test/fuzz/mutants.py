@@ -26,7 +26,7 @@ MUTANTS = (
     ("target logit off by 2e-5", "kernels/reference.py", "target = torch.where(hit, z.gather(1, column),", "target = torch.where(hit, z.gather(1, column) + 2e-5,"),
     ("probabilities off by 5e-5", "kernels/reference.py", "return p.mul_(-tokens.grad_logps.unsqueeze(1))", "return p.mul_(-1.00005 * tokens.grad_logps.unsqueeze(1))"),
     ("bias gradient lacks a tile's first token", "head/dense/two_pass.py", "bias_total += gemm.column_sums(tile)", "bias_total += gemm.column_sums(tile[1:])"),
-    ("first token of a tile dropped from the weight's gradient", "head/dense/two_pass.py", "gemm.accumulate(self.total, grad.T, self.rows[tokens])", "gemm.accumulate(self.total, grad[1:].T, self.rows[tokens][1:])"),
+    ("first token of a tile dropped from the weight's gradient", "head/dense/two_pass.py", "(self.total, grad.T, self.rows[tokens])", "(self.total, grad[1:].T, self.rows[tokens][1:])"),
     ("one row lost between chunks", "head/tiles.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
     ("gradients of masked tokens kept", "kernels/reference.py", "has_gradient = has_gradient & _live_mask(logits, targets, mask)", "pass"),
     ("mask is multiplied", "losses/loss.py", "logps = per_token_logps.masked_fill(masked, 0.0)", "logps = per_token_logps * ~masked"),
