@@ -1,6 +1,7 @@
 """torch.compile: the graph breaks around the head and around the losses, with the numbers of eager mode."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,9 +32,11 @@ def solve(x: Batch, name: str, function: Callable, *, backend=None, inside: bool
     """Results of two calls, and the gradients of the table's inputs; `inside`: the step has the backward in it."""
     inputs = CALLS[name].inputs
     x = x.leaves(inputs)
+    # No NamedTuple: Dynamo of torch 2.11 loses the fields of one that a graph has made.
+    doubled = SimpleNamespace(**x._asdict())
 
     def step() -> list[Tensor]:
-        doubled = x._replace(**{inputs[0]: getattr(x, inputs[0]) * 2})
+        setattr(doubled, inputs[0], getattr(x, inputs[0]) * 2)
         outputs = [values * 2 for values in function(doubled) if values is not None]
         total = functional(*(values for values in outputs if values.requires_grad))
         if inside:
