@@ -108,8 +108,11 @@ def loss_in_one_pass(
             tokens = prepared.take(chunk if live is None else live[chunk])
             return LogProbs(**with_gradients(tokens, values.logps, values.entropy, other_values(terms, values))[1])
         values = LogProbs._make([None if value is None else scatter_rows(value, live, shape) for value in values])
-        result, grads = with_gradients(prepared, values.logps, values.entropy, other_values(terms, values))
-        return LogProbs(**{name: take_rows(grad.flatten(), live) for name, grad in grads.items()})
+        others = other_values(terms, values) if terms.reads else NOTHING
+        result, grads = with_gradients(prepared, values.logps, values.entropy, others)
+        for name, grad in grads.items():
+            grads[name] = take_rows(grad.flatten(), live)
+        return LogProbs(**grads)
 
     head = head._replace(live=live)
     values, gradients = run_one_pass(head, chunks, plan.sum_dtype, gradients_of, work.needs, select=selects)
@@ -123,7 +126,7 @@ def loss_in_one_pass(
 
 def other_values(terms: PolicyTerms, values: LogProbs) -> Mapping[str, Tensor]:
     """The values that the loss reads besides log-probabilities and entropies, by name."""
-    return {name: getattr(values, name) for name in terms.reads} if terms.reads else NOTHING
+    return {name: getattr(values, name) for name in terms.reads}
 
 
 def _make_chunks(tokens: int, rows: Sequence[int], chunk_tokens: int) -> list[slice]:

@@ -119,7 +119,7 @@ def _installed_triton() -> tuple[int, int] | None:
 
 def runs_triton(device: torch.device) -> bool:
     """Whether the kernels of `device` are Triton's. On CPU, and on CUDA without Triton, they are PyTorch's."""
-    gpu = gpu_of(device)
+    gpu = GPUS[device] if device in GPUS else gpu_of(device)
     return gpu is not None and gpu.triton is not None
 
 
@@ -133,7 +133,7 @@ def launch_context(device: torch.device) -> AbstractContextManager:
 
 def reason_against_device(device: torch.device) -> str | None:
     """The first thing that our own product needs and this device lacks; None if it lacks nothing."""
-    gpu = gpu_of(device)
+    gpu = GPUS[device] if device in GPUS else gpu_of(device)
     return "a GPU" if gpu is None else reason_against_gpu(gpu)
 
 

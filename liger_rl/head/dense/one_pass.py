@@ -81,7 +81,7 @@ def run_one_pass(
             values = token_values(statistics, head)
             chunk_values.append(values)
             saved = Saved(logps=statistics.logps, lse=statistics.lse, entropy=statistics.entropy)
-            gradients = token_gradients(saved, gradients_of(chunk, values), head.vocab)
+            gradients = token_gradients(saved, gradients_of(chunk, values), vocab)
             assert gradients.uniform is None or "mean_logits" in head.options.extras
             selected = index_of(has_gradient(gradients)) if select else None
             at_target = grad_at_targets(gradients, statistics, head.options.transform)
@@ -167,28 +167,32 @@ class WithGradients(torch.autograd.Function):
         return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None
 
 
-class Room(NamedTuple):
+class ChunkRoom(NamedTuple):
     """The number of tokens that fit into a chunk of one pass."""
 
     tokens: int
+    least_tokens: int  # with fewer, one pass does not pay
     rounded: bool  # the weight's gradient is rounded after each chunk; a chunk gets the memory of its float32 sum
     cramped: bool  # not all tokens fit beside such a sum
-    together: int  # tokens that must be in one chunk
+    tokens_per_gradient: int  # which must be in one chunk
 
 
-def _room(work: Workload) -> Room:
-    options, tokens = work.options, work.tokens
+def _measure_room(work: Workload) -> ChunkRoom:
+    options, tokens, kind = work.options, work.tokens, kind_of(work.device)
     sums = 4 * work.vocab * work.hidden_size * (work.needs[1] and work.weight_dtype != torch.float32)
-    together = min(work.tokens_per_gradient, tokens)
+    per_gradient = min(work.tokens_per_gradient, tokens)
     bytes_per_token = 4 * work.hidden_size
     bytes_per_token += SavedExp.bytes_per_token(work.vocab, work.compute_dtype, BLOCK_VOCAB)
-    chunk_bytes = LIMITS.chunk_bytes[kind_of(work.device)]
+    chunk_bytes = LIMITS.chunk_bytes[kind]
     beside = options.chunk_tokens or max(1, chunk_bytes // bytes_per_token)
     instead = options.chunk_tokens or max(1, (chunk_bytes + sums) // bytes_per_token)
-    # All chunks except the last may hold `together - 1` tokens less than they have room for.
-    fullest = min(tokens, math.ceil((tokens + (MAX_ROUNDINGS - 1) * (together - 1)) / MAX_ROUNDINGS))
+    # All chunks except the last may hold `per_gradient - 1` tokens less than they have room for.
+    fullest = min(tokens, math.ceil((tokens + (MAX_ROUNDINGS - 1) * (per_gradient - 1)) / MAX_ROUNDINGS))
     rounded = sums > 0 and instead >= fullest
-    return Room(instead if rounded else beside, rounded, sums > 0 and beside < tokens, together)
+    return ChunkRoom(
+        instead if rounded else beside, min(MIN_CHUNK_TOKENS[kind], tokens), rounded, sums > 0 and beside < tokens,
+        per_gradient,
+    )  # fmt: skip
 
 
 class OnePass(Engine):
@@ -198,15 +202,32 @@ class OnePass(Engine):
 
     @staticmethod
     def reason_against(work: Workload) -> str | None:
-        """The first thing that one pass lacks to be possible, or to pay with passes="auto"."""
+        """The first need that a call does not meet for one pass to be possible, or with passes="auto" to pay."""
         if work.passes == "two":
             return 'passes="auto" or "one"'
-        reason = work.reason_against_loss or _reason_against_options(work)
-        if reason is not None:
-            return reason
-        room = _room(work)
-        if room.tokens < room.together:
-            need = f"room in one chunk for {room.together} tokens that the gradient of one of them depends on"
+        if work.reason_against_loss is not None:
+            return work.reason_against_loss
+        options, transform = work.options, work.options.transform
+        conflict = options.conflict("in one pass")
+        if conflict is not None:
+            return "{} = {}, got {}: {}".format(*conflict)
+        if transform.softcap is not None and transform.softcap < transform.temperature:
+            return (
+                f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: "
+                "exponentials that are too much alike do not give back their logits"
+            )
+        if transform.softcap is not None and "mean_logits" in options.extras:
+            return "no softcap beside mean_logits: an exponential that underflowed does not give back its logit's slope"
+        made_dtypes = work.compute_dtype, *(work.dtype,) * work.needs[0], *(work.weight_dtype,) * work.needs[1]
+        if torch.float16 in made_dtypes:
+            return (
+                "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
+            )
+        room = _measure_room(work)
+        if room.tokens < room.tokens_per_gradient:
+            need = (
+                f"room in one chunk for {room.tokens_per_gradient} tokens that the gradient of one of them depends on"
+            )
             return f"{need}; it holds {room.tokens}, unless chunk_tokens says more"
         if True not in work.needs:
             return NO_GRADIENT
@@ -214,47 +235,27 @@ class OnePass(Engine):
             return None
         if work.options.names_chunk:
             return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
-        least_tokens = min(MIN_CHUNK_TOKENS[kind_of(work.device)], work.tokens)
-        if room.tokens < least_tokens:
-            return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
+        if room.tokens < room.least_tokens:
+            return f"chunks of {room.least_tokens} tokens to pay, and has room for {room.tokens}"
         if room.cramped:
             return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
         return None
 
 
-def _reason_against_options(work: Workload) -> str | None:
-    """The first need of one pass that an option or a dtype does not meet; None if all needs are met."""
-    options, transform = work.options, work.options.transform
-    conflict = options.conflict("in one pass")
-    if conflict is not None:
-        return "{} = {}, got {}: {}".format(*conflict)
-    if transform.softcap is not None and transform.softcap < transform.temperature:
-        return (
-            f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
-            "that are too much alike do not give back their logits"
-        )
-    if transform.softcap is not None and "mean_logits" in options.extras:
-        return "no softcap beside mean_logits: an exponential that underflowed does not give back its logit's slope"
-    made_dtypes = work.compute_dtype, *(work.dtype,) * work.needs[0], *(work.weight_dtype,) * work.needs[1]
-    if torch.float16 in made_dtypes:
-        return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
-    return None
-
-
 def chunks_of(work: Workload) -> Chunks:
     """Near-equal chunks of N tokens, of a call that `OnePass` takes."""
-    tokens, room = work.tokens, _room(work)
+    tokens, room = work.tokens, _measure_room(work)
     chunks = math.ceil(tokens / room.tokens)
     even_tokens = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
     summed = work.weight_dtype if room.rounded else torch.float32
     return Chunks(
-        tokens=max(1, min(room.tokens, even_tokens + room.together - 1, tokens)),
+        tokens=max(1, min(room.tokens, even_tokens + room.tokens_per_gradient - 1, tokens)),
         sum_dtype=summed if work.needs[1] else None,
     )
 
 
 def reason_against_epilogue(work: Workload) -> str | None:
-    """The first thing that the epilogue lacks in one pass, which makes no copy of the weight; None if it applies."""
+    """The first need of the epilogue in one pass, which copies no weight, that a call does not meet."""
     if work.reason_against_epilogue is not None:
         return work.reason_against_epilogue
     if work.casts_weight:

@@ -136,7 +136,8 @@ def fold_tiles(
                 extras=options.extras,
             )  # fmt: skip
             if saved_exp is not None:
-                kernels.save_exponentials(logits, first, bias_tile, transform, saved_exp.of_tokens(tokens))
+                of_tokens = saved_exp if len(token_spans) == 1 else saved_exp.of_tokens(tokens)
+                kernels.save_exponentials(logits, first, bias_tile, transform, of_tokens)
             for read_tile in readers:
                 read_tile(logits, tokens, first, bias_tile)
             del logits  # so that it is freed before the next tile is allocated
