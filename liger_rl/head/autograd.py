@@ -18,8 +18,8 @@ Saved = SimpleNamespace
 class Engine:
     """A way to compute the values of a head's tokens and their gradients.
 
-    `forward` and `backward` run without autocast and autograd, with the whole weight. An engine of `plan.ENGINES` has a
-    `reason_against`, too.
+    `forward` and `backward` run without autocast and autograd, with the whole weight. `plan.choose_engine` asks
+    `reason_against` of the engines in `plan.ENGINES`.
     """
 
     name: str  # in a plan

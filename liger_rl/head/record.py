@@ -177,13 +177,8 @@ class Gradients(NamedTuple):
         return self._replace(hidden=out)
 
 
-def whole_head(head: Head) -> AbstractContextManager:
-    """The context in which weight and bias are whole. Without a `gather` they are whole already."""
-    return gather_head(head.options, head.weight, head.bias)
-
-
 def gather_head(options: HeadOptions, weight: Tensor, bias: Tensor | None) -> AbstractContextManager:
-    """As `whole_head`, before there is a Head: its checks read the shape of the whole weight."""
+    """The context in which weight and bias are whole. Without a `gather` they are whole already."""
     gather = options.gather
     if gather is None:
         return nullcontext()

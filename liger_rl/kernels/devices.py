@@ -38,7 +38,7 @@ class Family(NamedTuple):
     step: int  # length of a step of a product's sum: columns of hidden states and weight, or rows of either
     stages: int  # steps that are loaded or being loaded
     storing_stages: int  # `stages` of a kernel that stores a tile through shared memory
-    parts: int  # a tile of logits is folded in so many parts; before Hopper a product leaves fewer registers
+    slices: int  # of the columns of a tile of logits, folded in turn; before Hopper a product leaves fewer registers
     shared_bytes: int  # largest shared memory of a program
     fold_warps: int = WARPS  # warps of a program of the fold
     halves: bool = True  # a fold splits its tile in registers; 10.x would need more shared memory than it has
@@ -48,15 +48,15 @@ class Family(NamedTuple):
         return "tma" if self.tma else "portable"
 
 
-TMA = Family(tma=True, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES)
+TMA = Family(tma=True, step=64, stages=4, storing_stages=3, slices=1, shared_bytes=SHARED_BYTES)
 # In descending order of shared memory: a GPU with Hopper's, A100, GPUs with about half of Hopper's. Code for 8.0 ran
-# faster on an H200 with two parts than with one or four.
+# faster on an H200 with two slices than with one or four.
 PORTABLE = (
-    Family(tma=False, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES),
-    Family(tma=False, step=64, stages=4, storing_stages=3, parts=2, shared_bytes=163 << 10),
-    Family(tma=False, step=32, stages=4, storing_stages=3, parts=2, shared_bytes=99 << 10),
+    Family(tma=False, step=64, stages=4, storing_stages=3, slices=1, shared_bytes=SHARED_BYTES),
+    Family(tma=False, step=64, stages=4, storing_stages=3, slices=2, shared_bytes=163 << 10),
+    Family(tma=False, step=32, stages=4, storing_stages=3, slices=2, shared_bytes=99 << 10),
 )
-PORTABLE_AMD = Family(tma=False, step=32, stages=2, storing_stages=2, parts=1, shared_bytes=AMD_SHARED_BYTES)
+PORTABLE_AMD = Family(tma=False, step=32, stages=2, storing_stages=2, slices=1, shared_bytes=AMD_SHARED_BYTES)
 
 
 class Gpu(NamedTuple):

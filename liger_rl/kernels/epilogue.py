@@ -71,7 +71,7 @@ def _product_kernel(
     EPILOGUE: tl.constexpr,  # a function of one tile of logits
     VARIANT: tl.constexpr,  # of the epilogue
     WHOLE: tl.constexpr,  # the last vocabulary tile is a whole one; False if the epilogue does not ask
-    PARTS: tl.constexpr,  # of a tile, one after the other
+    SLICES: tl.constexpr,  # of a tile's columns, one after the other in registers
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
@@ -87,7 +87,7 @@ def _product_kernel(
         logits = _with_bias(logits, bias, start, vocab)
         target = target_column(targets, token, token < tokens, first + start)
         EPILOGUE(
-            logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, out, steps, VARIANT, WHOLE, PARTS
+            logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, out, steps, VARIANT, WHOLE, SLICES
         )
 
 
@@ -101,7 +101,7 @@ def run_product(
     first: int = 0,  # id of the weight's first row
     variant: int = 0,
     whole: bool = False,
-    parts: int,
+    slices: int,
     warps: int = WARPS,
 ) -> None:
     """Call `epilogue` for every tile of the head's hidden @ weight.T + bias, where `devices.takes_product` says so."""
@@ -111,7 +111,7 @@ def run_product(
         _product_kernel[(programs,)](
             matrix(head.hidden, TILE_TOKENS, family.step, tma=family.tma),
             matrix(head.weight, TILE_VOCAB, family.step, tma=family.tma),
-            None if out is None else matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
+            None if out is None else matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, slices=slices),
             None if head.bias is None else head.bias.contiguous(),
             targets.contiguous(),
             arguments,
@@ -123,7 +123,7 @@ def run_product(
             EPILOGUE=epilogue,
             VARIANT=variant,
             WHOLE=whole,
-            PARTS=parts,
+            SLICES=slices,
             TILE_TOKENS=TILE_TOKENS,
             TILE_VOCAB=TILE_VOCAB,
             TILE_HIDDEN=family.step,
@@ -144,13 +144,13 @@ def gemm_fold(
     extras: Collection[str] = (),
     with_tiles: bool = False,  # also the statistics of each part
     saved_exp: SavedExp | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
-    over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
+    over_shards: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileStatistics | None]:
-    """The statistics of hidden @ weight.T where `devices.takes_fold`, and with `with_tiles` those of its parts.
+    """The statistics of hidden @ weight.T, and with `with_tiles` those of its parts.
 
-    The statistics include the target's logit if exponentials are kept.
+    `devices.takes_product(..., folds=True)` says where. With `saved_exp` they include the target's logit.
     """
-    assert over_parts is None or not with_tiles
+    assert over_shards is None or not with_tiles
     assert saved_exp is None or saved_exp.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
     vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
@@ -158,8 +158,8 @@ def gemm_fold(
     step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
     capped = transform.softcap is not None and transform.softcap / transform.temperature <= MAX_EPILOGUE_CAP
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
-    target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
-    variant = CAP_BIT.value * capped + PARTS_BIT.value * with_tiles + REGISTERS_BIT.value * (family.parts > 1)
+    target = (torch.empty if over_shards is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
+    variant = CAP_BIT.value * capped + PARTS_BIT.value * with_tiles + REGISTERS_BIT.value * (family.slices > 1)
     known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
     state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
@@ -170,12 +170,12 @@ def gemm_fold(
         run_product(
             fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known),
             out=None if saved_exp is None else saved_exp.values[rows], variant=variant, whole=vocab % TILE_VOCAB == 0,
-            parts=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
+            slices=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
         )  # fmt: skip
         merge(tiles, part)
         if saved_exp is not None:
             saved_exp.peaks[:, rows] = tiles.peak
-    state = state if over_parts is None else over_parts(state)
+    state = state if over_shards is None else over_shards(state)
     return state.finish(with_target=saved_exp is not None), known
 
 
@@ -194,7 +194,7 @@ def gemm_grad(
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     run_product(
         grad_tile, HeadFactors(hidden, weight, bias, transform), targets, tokens.contiguous(),
-        out=out, first=first, parts=max(family_of(hidden.device).parts, 2 if halved else 1),
+        out=out, first=first, slices=max(family_of(hidden.device).slices, 2 if halved else 1),
     )  # fmt: skip
     return out
 

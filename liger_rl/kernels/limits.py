@@ -37,7 +37,8 @@ class Limits:
     # 0.24 and 0.76, in tiles of logits 0.44 and 0.98.
     product_tokens: int = 512
 
-    # Bytes of the statistics of all vocabulary tiles in our own product. With more tokens it is launched several times.
+    # Bytes of the statistics of all vocabulary tiles in our own product. With more tokens it is
+    # launched several times, unless the caller keeps them.
     statistics_bytes: int = 48 << 20
 
     # Tiles of a step of the kernel that merges folds. With few tokens only wide steps keep an H200 busy: merging 501

@@ -36,11 +36,11 @@ class RaggedMatrix(NamedTuple):
 
 
 def matrix(
-    values: Tensor, rows: int, columns: int, *, tma: bool, parts: int = 1
+    values: Tensor, rows: int, columns: int, *, tma: bool, slices: int = 1
 ) -> TensorDescriptor | PointerMatrix | RaggedMatrix:
-    """`values` as an argument of a kernel whose tiles are (rows, columns), accessed in `parts` parts of its columns."""
+    """`values` as an argument of a kernel whose tiles are (rows, columns), read in `slices` slices of columns."""
     if tma:
-        return TensorDescriptor.from_tensor(values, [rows, columns // parts])
+        return TensorDescriptor.from_tensor(values, [rows, columns // slices])
     plain, width = PointerMatrix(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
     return plain if width % columns == 0 else RaggedMatrix(*plain, width)
 

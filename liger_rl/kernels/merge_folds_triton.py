@@ -16,7 +16,7 @@ MERGE_TOKENS, MERGE_WARPS = 16, 8  # tokens of a program, and its warps
 
 @triton.jit
 def _merge_kernel(
-    parts,  # `Fold` of each tile, (tiles, tokens); `target` is not read
+    folds,  # `Fold` of each tile, (tiles, tokens); `target` is not read
     state,  # `Fold` of the tokens, (tokens,), written; `target` is not
     tiles,
     tokens,
@@ -35,44 +35,44 @@ def _merge_kernel(
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
         place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
-        tile_peak = tl.load(parts.peak + place, mask=inside, other=LOWEST)
-        tile_sum = tl.load(parts.sum_exp + place, mask=inside, other=0.0)
+        tile_peak = tl.load(folds.peak + place, mask=inside, other=LOWEST)
+        tile_sum = tl.load(folds.sum_exp + place, mask=inside, other=0.0)
         new_peak = tl.maximum(peak, tl.max(tile_peak, 0))
         rescale = tl.exp(peak - new_peak)
         distance = tile_peak - new_peak[None, :]
         weight = tl.exp(distance)
-        if parts.moment is not None:
-            tile_moment = tl.load(parts.moment + place, mask=inside, other=0.0)
+        if folds.moment is not None:
+            tile_moment = tl.load(folds.moment + place, mask=inside, other=0.0)
             moment = moment_around(new_peak, peak, rescale, total, moment)
             moment += tl.sum(moment_around(new_peak[None, :], tile_peak, weight, tile_sum, tile_moment), 0)
-        if parts.sum_sq_exp is not None:
-            tile_sq = tl.load(parts.sum_sq_exp + place, mask=inside, other=0.0)
+        if folds.sum_sq_exp is not None:
+            tile_sq = tl.load(folds.sum_sq_exp + place, mask=inside, other=0.0)
             total_sq = total_sq * rescale * rescale + tl.sum(weight * weight * tile_sq, 0)
-        if parts.sum_logits is not None:
-            logit_sum += tl.sum(tl.load(parts.sum_logits + place, mask=inside, other=0.0), 0)
-        if parts.peak_before is not None:
-            tile_peak_before = tl.load(parts.peak_before + place, mask=inside, other=float("-inf"))
+        if folds.sum_logits is not None:
+            logit_sum += tl.sum(tl.load(folds.sum_logits + place, mask=inside, other=0.0), 0)
+        if folds.peak_before is not None:
+            tile_peak_before = tl.load(folds.peak_before + place, mask=inside, other=float("-inf"))
             peak_before = tl.maximum(peak_before, tl.max(tile_peak_before, 0))
         total = total * rescale + tl.sum(weight * tile_sum, 0)
         peak = new_peak
     tl.store(state.peak + token, peak, mask=live)
     tl.store(state.sum_exp + token, total, mask=live)
-    if parts.moment is not None:
+    if folds.moment is not None:
         tl.store(state.moment + token, moment, mask=live)
-    if parts.sum_sq_exp is not None:
+    if folds.sum_sq_exp is not None:
         tl.store(state.sum_sq_exp + token, total_sq, mask=live)
-    if parts.sum_logits is not None:
+    if folds.sum_logits is not None:
         tl.store(state.sum_logits + token, logit_sum, mask=live)
-    if parts.peak_before is not None:
+    if folds.peak_before is not None:
         tl.store(state.peak_before + token, peak_before, mask=live)
 
 
-def merge(parts: Fold, state: Fold) -> None:
-    """Merge the folds `parts` (tiles, n) of every tile into `state` (n,). `state.target` stays as it is."""
-    tiles, n = parts.peak.shape
+def merge(folds: Fold, state: Fold) -> None:
+    """Merge the `folds` (tiles, n) of all tiles into `state` (n,). `state.target` stays as it is."""
+    tiles, n = folds.peak.shape
     if n == 0:
         return
     with launch_context(state.peak.device):
         _merge_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
-            parts, state, tiles, n, MERGE_TOKENS, LIMITS.merge_tiles, num_warps=MERGE_WARPS
+            folds, state, tiles, n, MERGE_TOKENS, LIMITS.merge_tiles, num_warps=MERGE_WARPS
         )

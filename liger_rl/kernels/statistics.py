@@ -33,12 +33,6 @@ class TokenStatistics(NamedTuple):
     topk_logps: Tensor | None = None  # (n, K) the K largest log-probabilities, descending; None without topk
     topk_ids: Tensor | None = None  # (n, K) int64, their ids in the whole vocabulary
 
-    def extra(self, name: str, vocab: int) -> Tensor | None:
-        """The value of one of EXTRAS; None unless asked for."""
-        if name == "mean_logits":
-            return None if self.sum_logits is None else self.sum_logits / vocab
-        return getattr(self, name)
-
 
 class Fold(NamedTuple):
     """Running sums over the vocabulary, float32. Kernels update them in place, tile by tile."""

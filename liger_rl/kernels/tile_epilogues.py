@@ -67,17 +67,17 @@ def halves(tile):
 
 
 @triton.jit
-def pick_part(tile, PART: tl.constexpr, PARTS: tl.constexpr):
-    """-> the columns of one of 1, 2, 4 or 8 parts of a tile. Each part has registers of its own."""
-    if PARTS > 1:
+def pick_slice(tile, SLICE: tl.constexpr, SLICES: tl.constexpr):
+    """-> the columns of one of 1, 2, 4 or 8 slices of a tile. Each slice has registers of its own."""
+    if SLICES > 1:
         left, right = halves(tile)
-        tile = right if PART >= PARTS // 2 else left
-    if PARTS > 2:
+        tile = right if SLICE >= SLICES // 2 else left
+    if SLICES > 2:
         left, right = halves(tile)
-        tile = right if PART % (PARTS // 2) >= PARTS // 4 else left
-    if PARTS > 4:
+        tile = right if SLICE % (SLICES // 2) >= SLICES // 4 else left
+    if SLICES > 4:
         left, right = halves(tile)
-        tile = right if PART % 2 else left
+        tile = right if SLICE % 2 else left
     return tile
 
 
@@ -105,17 +105,17 @@ def fold_tile(
     steps,
     VARIANT: tl.constexpr,  # CAP_BIT + PARTS_BIT + REGISTERS_BIT
     WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,  # the tile's parts
+    SLICES: tl.constexpr,  # of the tile's columns
 ):  # fmt: skip
     """Write the fold of one tile of logits, and with PARTS_BIT the statistics of its parts.
 
-    Exponentials are made of one part of the tile after the other, so that they fit the registers. The tile's sums are
-    those of the parts, so that PARTS_BIT changes no bit of them.
+    Exponentials are made of one slice of the tile after the other, so that they fit the registers. The tile's sums are
+    those of the slices, so that PARTS_BIT changes no bit of them.
     """
     tiles, parts = statistics
     CAPPED: tl.constexpr = CAP_BIT & VARIANT != 0
     WITH_PARTS: tl.constexpr = PARTS_BIT & VARIANT != 0
-    APART: tl.constexpr = logits.shape[1] // PARTS == PART_VOCAB  # each part of `parts` is in registers of its own
+    APART: tl.constexpr = logits.shape[1] // SLICES == PART_VOCAB  # a slice is a part of `parts`
     FEW_REGISTERS: tl.constexpr = REGISTERS_BIT & VARIANT != 0
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     column = tl.arange(0, TILE_VOCAB)
@@ -148,9 +148,9 @@ def fold_tile(
     if FIRST:
         _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
     total, moment, squares = 0.0, 0.0, 0.0
-    for part in tl.static_range(PARTS):
-        part_level = pick_part(level, part, PARTS)
-        part_place = (vocab_tile.to(tl.int64) * PARTS + part) * tokens + token
+    for part in tl.static_range(SLICES):
+        part_level = pick_slice(level, part, SLICES)
+        part_place = (vocab_tile.to(tl.int64) * SLICES + part) * tokens + token
         if WITH_PARTS and APART:
             part_peak = _under_cap(tl.min(part_level, 1), full) if CAPPED else tl.max(part_level, 1)
             tl.store(parts.peaks + part_place, tl.maximum(part_peak, LOWEST), mask=live)
@@ -237,13 +237,13 @@ def grad_tile(
     gradients,  # `TokenGradients`, (tokens,) each
     out,  # a `matrix` (tokens, vocab)
     steps,
-    VARIANT: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+    VARIANT: tl.constexpr, WHOLE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Write dL/dlogits of one tile. Rows past the last token and columns past the last id are noise."""
     live = token < tokens
     ENTROPY: tl.constexpr = gradients.grad_entropy is not None
-    for part in tl.static_range(PARTS):
-        x = pick_part(logits, part, PARTS)
+    for part in tl.static_range(SLICES):
+        x = pick_slice(logits, part, SLICES)
         column = part * x.shape[1] + tl.arange(0, x.shape[1])
         z, square = transform_logits(x, steps)
         log_p = z - tl.load(gradients.lse + token, mask=live, other=0.0)[:, None]

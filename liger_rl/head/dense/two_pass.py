@@ -71,7 +71,7 @@ def fold_rows(
     statistics, tile_statistics = epilogue.gemm_fold(
         rows.hidden, rows.weight, rows.bias, rows.target_rows, options.transform, entropy=options.entropy,
         extras=options.extras, with_tiles=with_tiles, saved_exp=saved_exp,
-        over_parts=None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total),
+        over_shards=None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total),
     )  # fmt: skip
     return statistics, tile_statistics
 
