@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, other_values, prepare_loss
 from liger_rl.head.checks import Passes, check_passes
-from liger_rl.head.head_options import HOW, HeadOptions, Tolerance
+from liger_rl.head.head_options import COMPUTE_OPTIONS, HeadOptions, Tolerance
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.record import Head
@@ -50,7 +50,7 @@ class FusedLinearLoss(nn.Module):
         super().__init__()
         check_passes(passes)
         self.passes, self.terms = passes, terms
-        how: dict[str, Any] = {name: value for name, value in head.items() if name in HOW}
+        how: dict[str, Any] = {name: value for name, value in head.items() if name in COMPUTE_OPTIONS}
         transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
         self.options = HeadOptions(
             transform=LogitTransform(**transform), entropy=terms.needs_entropy, lse="lse" in terms.reads,

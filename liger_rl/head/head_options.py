@@ -139,4 +139,4 @@ CHECKS: dict[str, tuple[Any, Callable[[str, Any], object]]] = {
     "chunk_vocab": (None, checks.check_chunk),
 }
 # Options that change how a result is computed, not which result. Frameworks pass them on.
-HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab")
+COMPUTE_OPTIONS = ("grad_tolerance", "chunk_tokens", "chunk_vocab")

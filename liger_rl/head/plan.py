@@ -111,7 +111,7 @@ def plan_linear_logprobs(
     device: torch.device | str | None = None,
     needs: tuple[bool, bool] = (True, True),
     passes: Passes = "two",
-    together: int = 1,
+    tokens_per_gradient: int = 1,
     aligned: bool = True,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
@@ -144,8 +144,8 @@ def plan_linear_logprobs(
         device: None is this machine's GPU, or the CPU without one. "cuda" without one is compute capability 9.0.
         needs: whether hidden needs a gradient, and whether weight does.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
-        together: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a sequence-local
-            loss of rows (B, T), N for any other loss.
+        tokens_per_gradient: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a
+            sequence-local loss of rows (B, T), N for any other loss.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
         transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
@@ -153,7 +153,7 @@ def plan_linear_logprobs(
     Raises:
         TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
     """
-    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "together": together}
+    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "tokens_per_gradient": tokens_per_gradient}
     for name, count in counts.items():
         checks.check_count(name, count, least=0 if name == "tokens" else 1)
     for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
@@ -174,7 +174,7 @@ def plan_linear_logprobs(
         Workload(
             tokens, vocab, hidden_size, dtype, weight_dtype or dtype, used, _device(device),
             (needs[0], needs[1], False), head_options, head_options.tolerance_of(used, exact=False), aligned=aligned,
-            passes=passes, tokens_per_gradient=together,
+            passes=passes, tokens_per_gradient=tokens_per_gradient,
         )
     )  # fmt: skip
 

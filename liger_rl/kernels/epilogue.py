@@ -160,7 +160,7 @@ def gemm_fold(
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_shards is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
     variant = CAP_BIT.value * capped + PARTS_BIT.value * with_tiles + REGISTERS_BIT.value * (family.slices > 1)
-    known = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
+    part_statistics = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
     state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
         rows = slice(start, start + step)
@@ -168,7 +168,7 @@ def gemm_fold(
         shape = vocab_tiles, part.peak.shape[0]
         tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
         run_product(
-            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, known),
+            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, part_statistics),
             out=None if saved_exp is None else saved_exp.values[rows], variant=variant, whole=vocab % TILE_VOCAB == 0,
             slices=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
         )  # fmt: skip
@@ -176,7 +176,7 @@ def gemm_fold(
         if saved_exp is not None:
             saved_exp.peaks[:, rows] = tiles.peak
     state = state if over_shards is None else over_shards(state)
-    return state.finish(with_target=saved_exp is not None), known
+    return state.finish(with_target=saved_exp is not None), part_statistics
 
 
 def gemm_grad(

@@ -84,8 +84,8 @@ def _grad_from_saved_kernel(
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
     exp = tl.load(values + source * value_stride + column, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_ONE)
-    known = tile * TILE_VOCAB < columns
-    peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + source, mask=known, other=LOWEST)
+    tile_inside = tile * TILE_VOCAB < columns
+    peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + source, mask=tile_inside, other=LOWEST)
     lse = tl.load(tokens.lse + row)
     g, e, entropy = token_terms(tokens, row, True)
     # Any finite logarithm does where a value underflowed, because the probability is 0 there. The compiler drops it if

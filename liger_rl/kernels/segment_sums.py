@@ -18,10 +18,10 @@ from liger_rl.kernels.transform import LogitTransform
 IGNORED, FULL, SINGLE, SEVERAL = range(4)
 # The counts in `Slots.numbers`, in this order. BAD_TARGETS counts unmasked tokens with a target outside the vocabulary,
 # BAD_MASKS values of the mask other than 0 and 1, LONG_ROWS tokens with more slots than `LIMITS.by_token.piece`.
-COUNTED = 8
+COUNTERS = 8
 (
     BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
-) = range(COUNTED)  # fmt: skip
+) = range(COUNTERS)  # fmt: skip
 PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segment_sums_triton`
 GATHERED = 1 << 21  # numbers in gathered rows at a time, 8 MiB in float32
 
@@ -38,7 +38,7 @@ class Slots(NamedTuple):
     starts: Tensor  # (N + 1,) int64
     kinds: Tensor  # (N,) uint8: IGNORED, FULL, SINGLE or SEVERAL
     missing: Tensor  # (N,) bool: the token's row lists ids, but not the target
-    numbers: Tensor  # (COUNTED,) int64: BAD_STARTS, BAD_ORDERS, ...
+    numbers: Tensor  # (COUNTERS,) int64: BAD_STARTS, BAD_ORDERS, ...
     vocab: int  # V
 
     @property

@@ -31,13 +31,13 @@ def _span(program, of_position, starts, count, piece):
     has_first_piece = program < count
     position = (program - count) * piece
     cut_segment = tl.load(of_position + position, mask=program >= count, other=0).to(tl.int64)
-    known = (cut_segment >= 0) & (cut_segment < count)
-    segment = tl.where(has_first_piece, program, tl.where(known, cut_segment, 0))
+    valid = (cut_segment >= 0) & (cut_segment < count)
+    segment = tl.where(has_first_piece, program, tl.where(valid, cut_segment, 0))
     begin = tl.load(starts + segment)
     end = tl.load(starts + segment + 1)
     first = tl.where(has_first_piece, begin, tl.maximum(position, begin + piece))
     last = tl.where(has_first_piece, tl.minimum(end, begin + piece), tl.minimum(end, position + piece))
-    return segment, first, tl.where(has_first_piece | known, last, first)
+    return segment, first, tl.where(has_first_piece | valid, last, first)
 
 
 @triton.jit
@@ -215,19 +215,19 @@ def _sums_kernel(
     segment = first + tl.arange(0, SEGMENTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    known = segment < count
-    begins = tl.load(starts + segment, mask=known, other=0)
-    ends = tl.load(starts + segment + 1, mask=known, other=0)
+    valid = segment < count
+    begins = tl.load(starts + segment, mask=valid, other=0)
+    ends = tl.load(starts + segment + 1, mask=valid, other=0)
     empty = begins == ends
     # Most ids are in no row. All empty segments of a program are written at once and wait for memory once.
     bases = tl.zeros((SEGMENTS, COLUMNS), tl.float32)
     if base is not None:
         base_rows = base + (segment // base_width)[:, None] * columns + column[None, :]
-        bases = tl.load(base_rows, mask=known[:, None] & inside[None, :], other=0.0)
+        bases = tl.load(base_rows, mask=valid[:, None] & inside[None, :], other=0.0)
         if shares is not None:
-            bases *= tl.load(shares + segment, mask=known, other=0.0)[:, None]
+            bases *= tl.load(shares + segment, mask=valid, other=0.0)[:, None]
     rows = out + segment[:, None] * out_stride + column[None, :]
-    tl.store(rows, bases.to(out.dtype.element_ty), mask=(known & empty)[:, None] & inside[None, :])
+    tl.store(rows, bases.to(out.dtype.element_ty), mask=(valid & empty)[:, None] & inside[None, :])
     number = tl.cumsum((empty == 0).to(tl.int32), 0)
     for which in range(tl.max(number)):
         here = (number == which + 1) & (empty == 0)

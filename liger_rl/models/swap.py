@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs
 
-from liger_rl.head.head_options import HOW
+from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.head.logprobs import LogProbs, linear_logprobs
 from liger_rl.head.support import Support
 from liger_rl.models.adapters import unwrap_peft
@@ -38,7 +38,7 @@ __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"
 
 IGNORE_INDEX = -100
 LIST_RESULTS = ("topk_logps", "topk_ids")  # results of K columns
-HEAD_OPTIONS = (*HOW, "lse", "extras", "topk")
+HEAD_OPTIONS = (*COMPUTE_OPTIONS, "lse", "extras", "topk")
 FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
 # Arguments of a plain forward that the fused one checks and does not pass on.
 PLAIN_ARGUMENTS = ("ignore_index", "return_dict", "logits_to_keep")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
-from liger_rl.head.head_options import HOW
+from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.models.lm_head import is_gathered
 from liger_rl.models.swap import (
     FUSED_OPTIONS,
@@ -252,7 +252,10 @@ def fused_forward(
     """The model's output with log-probabilities of the tokens of `input_ids` where inputs["counted"] is set."""
     inputs = dict(inputs)
     labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
-    options = {name: getattr(loss.options, name) for name in (*HOW, *(("entropy", "lse", "extras", "topk") * others))}
+    options = {
+        name: getattr(loss.options, name)
+        for name in (*COMPUTE_OPTIONS, *(("entropy", "lse", "extras", "topk") * others))
+    }
     at = loss.transform.temperature if temperature is None else temperature
     return model(labels=labels, fused=True, temperature=at, **options, **inputs)
 

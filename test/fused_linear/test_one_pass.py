@@ -91,7 +91,13 @@ def test_sequences_are_kept_whole_in_as_few_chunks_as_planned(seed):
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-7)
         for name, mine in step(module, data).grads.items():
             assert relative_error(mine, expected.grads[name]) < 4e-3
-        options = {"chunk_tokens": chunk_tokens, "device": "cpu", "dtype": BF16, "passes": "one", "together": 60}
+        options = {
+            "chunk_tokens": chunk_tokens,
+            "device": "cpu",
+            "dtype": BF16,
+            "passes": "one",
+            "tokens_per_gradient": 60,
+        }
         if "summed in bfloat16" in plan_linear_logprobs(n, 65, 8, **options).reason:
             assert len(sizes) <= 4
 

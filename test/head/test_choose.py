@@ -162,8 +162,13 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (AUTO | {"needs": (False, False)}, "two passes", True, "one pass: needs an input that wants a gradient"),
         (ONE, "one pass", True, "summed in bfloat16"),
         (ONE | {"tokens": 32768}, "one pass", True, "summed in float32"),
-        (ONE | {"together": 4096}, "one pass", True, "summed in bfloat16"),
-        (AUTO | {"together": 32768, "tokens": 32768}, "two passes", True, "needs room in one chunk for 32768 tokens"),
+        (ONE | {"tokens_per_gradient": 4096}, "one pass", True, "summed in bfloat16"),
+        (
+            AUTO | {"tokens_per_gradient": 32768, "tokens": 32768},
+            "two passes",
+            True,
+            "needs room in one chunk for 32768 tokens",
+        ),
         (AUTO | {"chunk_tokens": 512}, "two passes", False, "one pass: needs no chunk to be named"),
         (AUTO | {"grad_tolerance": 1e-3}, "sparse", True, ""),
         (AUTO | {"grad_tolerance": 1e-3, "tokens": 511}, "two passes", True, "one pass: needs grad_tolerance = 0.0"),
@@ -216,7 +221,8 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
         ("extras", ValueError, ("perplexity",)), ("grad_tolerance", ValueError, -1.0),
         ("grad_tolerance", TypeError, None), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),
         ("passes", ValueError, ["two"]),
-        ("passes", ValueError, "three"), ("together", ValueError, 0), ("together", TypeError, 1.5),
+        ("passes", ValueError, "three"),
+        ("tokens_per_gradient", ValueError, 0), ("tokens_per_gradient", TypeError, 1.5),
     ],
 )  # fmt: skip
 def test_nonsense_is_named(name, error, value):

@@ -37,7 +37,7 @@ from liger_rl import (
     ppo_loss_fn,
     topk_divergence,
 )
-from liger_rl.head.head_options import HOW
+from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.losses.presets import build_loss
 
 LENGTHS = [6, 1, 4, 0, 5]  # one full sequence, one fully masked
@@ -326,7 +326,7 @@ def test_a_signature_shows_the_options_of_the_head(function):
 
 
 def test_a_signature_shows_the_options_of_a_loss():
-    of_head = {name: option for name, option in declared(HeadOptions).items() if name in HOW}
+    of_head = {name: option for name, option in declared(HeadOptions).items() if name in COMPUTE_OPTIONS}
     every_loss = declared(KLPenalty, EntropyBonus, LogitTransform) | of_head
     objectives = declared(*(preset.objective for preset in PRESETS.values()))
     reductions = declared(*(preset.reduction for preset in PRESETS.values()))

@@ -14,7 +14,7 @@ from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
 from liger_rl.kernels.segment_sums import (
     BAD_ENDS,
-    COUNTED,
+    COUNTERS,
     FULL,
     IGNORED,
     SEVERAL,
@@ -85,7 +85,7 @@ def make_empty_slots(pairs: int, vocab: int, device: torch.device) -> Slots:
     def empty(dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
-    numbers = torch.zeros(COUNTED, dtype=torch.int64)
+    numbers = torch.zeros(COUNTERS, dtype=torch.int64)
     numbers[BAD_ENDS] = pairs
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     ids, kinds = empty(torch.int32), empty(torch.uint8)

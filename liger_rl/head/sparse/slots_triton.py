@@ -18,7 +18,7 @@ from liger_rl.kernels.segment_sums import (
     BAD_ORDERS,
     BAD_STARTS,
     BAD_TARGETS,
-    COUNTED,
+    COUNTERS,
     FULL,
     FULL_ROWS,
     IGNORED,
@@ -164,7 +164,7 @@ def make_slots(
         starts=torch.empty(n + 1, dtype=torch.int64, device=device),
         kinds=torch.empty(n, dtype=torch.uint8, device=device),
         missing=torch.empty(n, dtype=torch.bool, device=device),
-        numbers=torch.zeros(COUNTED, dtype=torch.int64, device=device),
+        numbers=torch.zeros(COUNTERS, dtype=torch.int64, device=device),
         vocab=vocab,
     )
     token_ids, offsets = token_ids.contiguous(), offsets.contiguous()
