@@ -59,7 +59,7 @@ MUTANTS = (
     ("Triton: entropies of listed ids lack their peak", "head/sparse/slots_triton.py", "tl.where(has_ids, peak.to(tl.float64) + log_sum, float(\"inf\"))", "tl.where(has_ids, log_sum, float(\"inf\"))"),
     ("Triton: a row that is a target alone counts as several", "head/sparse/slots_triton.py", "kind = tl.where(others > 0, SEVERAL, SINGLE)", "kind = tl.where(others >= 0, SINGLE, SEVERAL)"),
     ("Triton: listed ids lack the softcap's derivative", "head/sparse/slots_triton.py", "tl.where(needed, times_derivative(grad, square, steps), 0.0)", "tl.where(needed, grad, 0.0)"),
-    ("Triton: the last piece of a cut segment is too short", "kernels/segment_sums_triton.py", "tl.where(has_first_piece | known, last, first)", "tl.where(has_first_piece, last, first)"),
+    ("Triton: the last piece of a cut segment is too short", "kernels/segment_sums_triton.py", "tl.where(has_first_piece | valid, last, first)", "tl.where(has_first_piece, last, first)"),
     ("Triton: entries of an id in another order than their tokens", "kernels/segment_sums_triton.py", "tl.load(entries.tokens + before, mask=inside, other=0)", "tl.load(entries.tokens + place, mask=inside, other=0)"),
     ("Triton: an empty row of a support has no ids", "head/sparse/slots_triton.py", "tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)", "tl.where(counts, tl.where(end > begin, kind, SINGLE), IGNORED)"),
     ("Triton: k3's slope has another sign", "losses/fused_triton.py", "slope = -tl.where(near, d + d * d * tail, exp - 1.0)", "slope = tl.where(near, d + d * d * tail, exp - 1.0)"),

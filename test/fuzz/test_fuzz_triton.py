@@ -98,3 +98,15 @@ def test_id_0_counts(monkeypatch) -> None:
     hidden, weight = torch.randn(3, 8), torch.randn(40, 8)
     logps = linear_logprobs(hidden, weight, torch.zeros(3, dtype=torch.int64)).logps
     torch.testing.assert_close(logps, (hidden @ weight.T).log_softmax(-1)[:, 0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
+def test_mean_logits_have_a_gradient(monkeypatch) -> None:
+    """The fuzzer seldom draws them for a head whose tiles of logits a kernel differentiates."""
+    run_triton(monkeypatch)
+    hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(40, 8)
+    values = linear_logprobs(hidden, weight, torch.arange(3), extras=["mean_logits"])
+    (grad,) = torch.autograd.grad((values.logps + 2.0 * values.mean_logits).sum(), hidden)
+    logits = hidden @ weight.T
+    expected = logits.log_softmax(-1)[range(3), range(3)] + 2.0 * logits.mean(-1)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), hidden)[0])
