@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.record import DIFFERENTIABLE, Gradients, Head, LogProbs, Needs, gather_head
+from liger_rl.head.workload import Workload
 from liger_rl.kernels import gemm
 from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
@@ -25,8 +26,8 @@ class Engine:
     name: str  # in a plan
 
     @staticmethod
-    def reason_against(work: Any) -> str | None:
-        """The first thing that the engine needs and a `Workload` does not have; None if it takes the call."""
+    def reason_against(work: Workload) -> str | None:
+        """The first thing that the engine needs and the call does not have; None if it takes the call."""
         return None
 
     @staticmethod

@@ -70,8 +70,6 @@ class Fold(NamedTuple):
     @classmethod
     def concatenate(cls, folds: Sequence["Fold"]) -> "Fold":
         """The fold of the tokens of all `folds`."""
-        if len(folds) == 1:
-            return folds[0]
         return cls._make([None if fields[0] is None else torch.cat(fields) for fields in zip(*folds, strict=True)])
 
     @property
