@@ -17,7 +17,7 @@ from liger_rl.head.checks import check_flag, check_floating
 from liger_rl.head.head_options import Tolerance
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations.patching import Framework, Patch, list_parameters
-from liger_rl.integrations.trl import trl_adapters, trl_batches, trl_distillation
+from liger_rl.integrations.trl import scored_sequences, trl_adapters, trl_batches, trl_distillation, window
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.local_tensors import localize
@@ -89,7 +89,8 @@ TRL = Framework(
     _op_patch,
     *trl_adapters.PATCHES,
     *trl_distillation.PATCHES,
-    *trl_batches.PATCHES,
+    *scored_sequences.PATCHES,
+    window.PATCH,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
 )
 

@@ -1,0 +1,308 @@
+"""One forward and one backward for the micro-batches of an optimizer step, in every trainer of TRL.
+
+All trainers call the model in one way, `model(input_ids, attention_mask, labels, fused_lm_head=True)`, inside of
+`compute_loss`. So nothing of a trainer's loss has to be known:
+
+1. A micro-batch runs its `compute_loss` up to its first call of a model, which an exception leaves. Its training step
+   ends there: it returns a zero loss and has no backward. DeepSpeed counts backwards. After one of a zero loss ZeRO-2
+   raises, and ZeRO-3 adds to the gradients of the optimizer step before.
+2. In the training step of the last micro-batch the first one runs again, up to that call. One forward of all
+   micro-batches runs where the call stands, with its gradient mode, autocast and disabled adapters.
+3. All run again with their rows of the values, up to their next call (of a reference, of KTO's KL rows) or to their
+   end: losses and metrics are TRL's own, in TRL's order.
+
+The sum of the losses goes back to TRL, so there is one backward, where DDP and FSDP synchronize. A call is caught at
+the outermost module, before the forward of DDP and the hooks of FSDP. What stands before a trainer's call runs several
+times. No trainer of TRL has an effect there.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.trl import trl_batches
+from liger_rl.integrations.trl.trl_forward import log_once
+from liger_rl.models.swap import IGNORE_INDEX
+from liger_rl.step.model_body import ROUTER_LOSS
+from liger_rl.step.reason import Reason
+
+COLUMNS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}  # of a call, with the value of padding
+
+max_tokens: int | None = None  # `patch_trl`'s
+
+
+class _ReachedCall(BaseException):
+    """A micro-batch has come to a call of a model whose values are not known yet."""
+
+
+class _Waits(BaseException):
+    """The training step of a micro-batch ends without a loss."""
+
+
+@dataclasses.dataclass
+class _MicroBatch:
+    """The arguments of one `compute_loss`, and what is known of its calls of a model."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    values: list[Any] = dataclasses.field(default_factory=list)  # output of each call that has run
+    call: dict[str, Any] = dataclasses.field(default_factory=dict)  # inputs of the call that has not run
+    idle_rows: Tensor | None = None  # (B,) bool, of that call
+    tokens: Tensor | None = None  # () int64, of the first call
+    is_alone: bool = False  # its calls run as they are
+    loss: Tensor | None = None  # () with a graph, once `compute_loss` has returned
+
+
+class Window:
+    """Micro-batches that run in one forward."""
+
+    def __init__(self, compute_loss: Callable[..., Tensor], models: list[nn.Module]) -> None:
+        self._compute_loss, self._models = compute_loss, models
+        self.micro_batches: list[_MicroBatch] = []
+        self._current: _MicroBatch | None = None  # whose `compute_loss` runs
+        self._number = 0  # of its next call
+        self._leader: _MicroBatch | None = None  # in whose call a forward runs
+        self._in_forward = False
+
+    def add(self, *arguments: Any, **options: Any) -> Tensor | None:
+        """Keep a micro-batch. -> its loss if its calls do not run together with others', else None."""
+        batch = _MicroBatch(arguments, options)
+        with self._caught_calls():
+            self._run(batch)
+        if batch.loss is None:
+            self.micro_batches.append(batch)
+        return batch.loss
+
+    def sum_losses(self) -> Tensor:
+        """The sum of the losses of all micro-batches, with a graph."""
+        with self._caught_calls():
+            while waiting := [batch for batch in self.micro_batches if batch.loss is None]:
+                self._leader = waiting[0]
+                self._run(waiting[0])
+                self._leader = None
+                for batch in waiting:
+                    self._run(batch)
+        losses = [batch.loss for batch in self.micro_batches if batch.loss is not None]
+        return functools.reduce(torch.add, losses)
+
+    def _run(self, batch: _MicroBatch) -> None:
+        """Run `compute_loss` up to a call that has not run, or to its end."""
+        self._current, self._number = batch, 0
+        try:
+            batch.loss = self._compute_loss(*batch.arguments, **batch.options)
+        except _ReachedCall:
+            pass
+        finally:
+            self._current = None
+
+    def _call(self, model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """The output of a call by the current micro-batch. Raises `_ReachedCall` if it is not known yet."""
+        batch, number = self._current, self._number
+        assert batch is not None
+        self._number += 1
+        if number < len(batch.values):
+            return batch.values[number]
+        batch.is_alone = batch.is_alone or not _is_text(inputs)
+        if batch.is_alone:
+            batch.values.append(model(**inputs))
+            return batch.values[number]
+        batch.call, batch.idle_rows = inputs, trl_batches.get_idle_rows()
+        if number == 0:
+            batch.tokens = inputs["attention_mask"].sum()
+        if batch is self._leader:
+            self._run_forward(model, number)
+        raise _ReachedCall
+
+    def _run_forward(self, model: Callable[..., Any], number: int) -> None:
+        """Run the model for all micro-batches whose next call has this number."""
+        waiting = [batch for batch in self.micro_batches if batch.loss is None and len(batch.values) == number]
+        calls = [batch.call for batch in waiting]
+        self._in_forward = True
+        try:
+            with trl_batches.set_idle_rows(_join_idle_rows([batch.idle_rows for batch in waiting], calls)):
+                output = model(**_join_calls(calls))
+        finally:
+            self._in_forward = False
+        for batch, values in zip(waiting, _split_output(output, calls), strict=True):
+            batch.values.append(values)
+
+    @contextmanager
+    def _caught_calls(self) -> Iterator[None]:
+        """Calls of the models with fused_lm_head=True go to `_call`."""
+
+        def catch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **inputs: Any) -> Any:
+                if self._in_forward or args or not inputs.get("fused_lm_head"):
+                    return original(*args, **inputs)
+                return self._call(original, inputs)
+
+            return call
+
+        for model in self._models:
+            # An attribute of the object in front of the class's method, through which torch calls a module.
+            vars(model)["_call_impl"] = catch(model._call_impl)
+        try:
+            yield
+        finally:
+            for model in self._models:
+                del vars(model)["_call_impl"]
+
+
+def _is_text(inputs: Mapping[str, Any]) -> bool:
+    """Whether the calls of several micro-batches can be one: no input of tokens or images but those of `COLUMNS`."""
+    if not all(isinstance(inputs.get(name), Tensor) and inputs[name].dim() == 2 for name in COLUMNS):
+        return False
+    others = inputs.keys() - COLUMNS.keys() - {"num_items_in_batch"}
+    return all(isinstance(inputs[name], bool | int | float | str | None) for name in others)
+
+
+def _join_calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """The inputs of one call, rows below each other, padded on the right."""
+    width = max(call["input_ids"].shape[1] for call in calls)
+    joined = {name: value for name, value in calls[0].items() if name != "num_items_in_batch"}
+    for name, padding in COLUMNS.items():
+        columns = [call[name] for call in calls]
+        joined[name] = torch.cat([nn.functional.pad(x, (0, width - x.shape[1]), value=padding) for x in columns])
+    return joined
+
+
+def _join_idle_rows(idle_rows: list[Tensor | None], calls: list[dict[str, Any]]) -> Tensor | None:
+    if all(rows is None for rows in idle_rows):
+        return None
+    ids = [call["input_ids"] for call in calls]
+    known = [
+        x.new_zeros(len(x), dtype=torch.bool) if rows is None else rows for rows, x in zip(idle_rows, ids, strict=True)
+    ]
+    return torch.cat(known)
+
+
+def _split_output(output: Any, calls: list[dict[str, Any]]) -> Iterator[Any]:
+    """TRL's output of each call. Its loss is that of the call's tokens."""
+    width, row = max(call["input_ids"].shape[1] for call in calls), 0
+    # Prompt tuning puts the values of its virtual tokens in front.
+    virtual = output.log_probs.shape[1] - (width - 1)
+    for call in calls:
+        rows, tokens = call["input_ids"].shape
+        values = {
+            name: value[row : row + rows, : virtual + tokens - 1]
+            for name, value in output.items()
+            if isinstance(value, Tensor) and value.dim() == 2
+        }
+        row += rows
+        items = call.get("num_items_in_batch")
+        items = values["label_mask"].sum().clamp(min=1) if items is None else items
+        yield dataclasses.replace(output, **values, loss=-values["log_probs"].sum() / items)
+
+
+# --- in a trainer -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _TrainerState:
+    """The window of a trainer, and what it has measured."""
+
+    window: Window | None = None
+    step: tuple[Any, int] | None = None  # (TRL's state, number of the optimizer step) of the window
+    size: float = math.inf  # micro-batches of a window
+    largest: int = 0  # tokens of the largest micro-batch so far
+
+
+_states: WeakKeyDictionary[Any, _TrainerState] = WeakKeyDictionary()
+
+
+def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """`transformers.Trainer.training_step`, in which a micro-batch may wait for the next ones."""
+    if not _uses_window(self, model):
+        return PATCH.original(self, model, inputs, num_items_in_batch)
+    own = vars(self).get("compute_loss")
+    self.compute_loss = functools.partial(_compute_loss, self, self.compute_loss)
+    try:
+        return PATCH.original(self, model, inputs, num_items_in_batch)
+    except _Waits:
+        return torch.zeros((), device=self.args.device)
+    finally:
+        del self.compute_loss
+        if own is not None:
+            self.compute_loss = own
+
+
+PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
+
+
+def _compute_loss(trainer: Any, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The loss of a trainer's micro-batches so far, or `_Waits`."""
+    state, step = _states.setdefault(trainer, _TrainerState()), (trainer.state, trainer.state.global_step)
+    window = state.window
+    # An error may have ended the optimizer step before.
+    if window is None or state.step is None or state.step[0] is not step[0] or state.step[1] != step[1]:
+        models = {id(m): m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None}
+        state.window = window = Window(compute_loss, list(models.values()))
+        state.step = step
+    loss = window.add(model, *args, **kwargs)
+    is_last = trainer.accelerator.sync_gradients
+    if not is_last and (loss is not None or len(window.micro_batches) < state.size):
+        if loss is not None:
+            return loss
+        raise _Waits
+    state.window = None
+    if not window.micro_batches:
+        return loss
+    total = window.sum_losses()
+    _set_size(trainer, state, window)
+    return total if loss is None else total + loss
+
+
+def get_size(trainer: Any) -> float:
+    """How many micro-batches the trainer's windows have at most."""
+    return _states.setdefault(trainer, _TrainerState()).size
+
+
+def _set_size(trainer: Any, state: _TrainerState, window: Window) -> None:
+    """How many micro-batches the next windows have, from the largest one so far; equal on all ranks."""
+    if max_tokens is None:
+        state.size = math.inf
+        return
+    count = torch.stack([batch.tokens for batch in window.micro_batches if batch.tokens is not None]).amax()
+    if trainer.accelerator.num_processes > 1:
+        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+    state.largest = max(state.largest, int(count))
+    state.size = max(1, max_tokens // state.largest)
+
+
+def _uses_window(trainer: Any, model: Any) -> bool:
+    if not trl_batches.whole_step or trainer.args.gradient_accumulation_steps == 1:
+        return False
+    if not any(kind.__module__.startswith("trl.trainer.") for kind in type(trainer).__mro__):
+        return False
+    reason = find_refusal(trainer, model)
+    if reason is not None:
+        log_once(trainer, f"a forward for each micro-batch: {reason}")
+    return reason is None
+
+
+def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
+    """Why each micro-batch has a forward of its own; None if they have one together."""
+    if trl_batches.has_own_calls(trainer):
+        # What it does before a call would be done several times.
+        return Reason(f"{type(trainer).__name__} has a loss or a call of the model that is not TRL's")
+    if getattr(trainer, "aux_loss_enabled", False):
+        return ROUTER_LOSS
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return Reason("compute_loss_func takes the logits of a micro-batch", "leave compute_loss_func out")
+    if getattr(trainer, "label_smoother", None) is not None:
+        return Reason("label smoothing takes the logits of a micro-batch", "label_smoothing_factor=0")
+    if getattr(trainer, "_is_vlm", False):
+        return Reason("the model takes images")
+    if trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
+        return Reason("a compiled model would be compiled again", "leave torch.compile out")
+    if isinstance(model, nn.DataParallel):
+        return Reason("DataParallel splits a micro-batch over devices", "one process for each GPU (torchrun)")
+    return None
