@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.utils as trl_utils
 from peft import LoraConfig
-from test_trl_batches import half_without_advantage, moe
+from test_trl_window import half_without_advantage, moe
 
 import trl_runs
 from liger_rl.integrations.trl import patch_trl, patched_trl, trl_batches, unpatch_trl

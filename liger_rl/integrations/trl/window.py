@@ -53,6 +53,7 @@ class _MicroBatch:
 
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+    is_last: bool  # of its optimizer step, which accelerate knows as `sync_gradients`
     values: list[Any] = dataclasses.field(default_factory=list)  # output of each call that has run
     call: dict[str, Any] = dataclasses.field(default_factory=dict)  # inputs of the call that has not run
     idle_rows: Tensor | None = None  # (B,) bool, of that call
@@ -64,8 +65,8 @@ class _MicroBatch:
 class Window:
     """Micro-batches that run in one forward."""
 
-    def __init__(self, compute_loss: Callable[..., Tensor], models: list[nn.Module]) -> None:
-        self._compute_loss, self._models = compute_loss, models
+    def __init__(self, compute_loss: Callable[..., Tensor], models: list[nn.Module], gradient_state: Any) -> None:
+        self._compute_loss, self._models, self._gradient_state = compute_loss, models, gradient_state
         self.micro_batches: list[_MicroBatch] = []
         self._current: _MicroBatch | None = None  # whose `compute_loss` runs
         self._number = 0  # of its next call
@@ -74,7 +75,7 @@ class Window:
 
     def add(self, *arguments: Any, **options: Any) -> Tensor | None:
         """Keep a micro-batch. -> its loss if its calls do not run together with others', else None."""
-        batch = _MicroBatch(arguments, options)
+        batch = _MicroBatch(arguments, options, self._gradient_state.sync_gradients)
         with self._caught_calls():
             self._run(batch)
         if batch.loss is None:
@@ -96,12 +97,15 @@ class Window:
     def _run(self, batch: _MicroBatch) -> None:
         """Run `compute_loss` up to a call that has not run, or to its end."""
         self._current, self._number = batch, 0
+        is_last = self._gradient_state.sync_gradients
+        self._gradient_state._set_sync_gradients(batch.is_last)  # GRPO reads it
         try:
             batch.loss = self._compute_loss(*batch.arguments, **batch.options)
         except _ReachedCall:
             pass
         finally:
             self._current = None
+            self._gradient_state._set_sync_gradients(is_last)
 
     def _call(self, model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The output of a call by the current micro-batch. Raises `_ReachedCall` if it is not known yet."""
@@ -244,7 +248,7 @@ def _compute_loss(trainer: Any, compute_loss: Callable[..., Tensor], model: Any,
     # An error may have ended the optimizer step before.
     if window is None or state.step is None or state.step[0] is not step[0] or state.step[1] != step[1]:
         models = {id(m): m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None}
-        state.window = window = Window(compute_loss, list(models.values()))
+        state.window = window = Window(compute_loss, list(models.values()), trainer.accelerator.gradient_state)
         state.step = step
     loss = window.add(model, *args, **kwargs)
     is_last = trainer.accelerator.sync_gradients
@@ -295,7 +299,7 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
         return Reason(f"{type(trainer).__name__} has a loss or a call of the model that is not TRL's")
     if getattr(trainer, "aux_loss_enabled", False):
         return ROUTER_LOSS
-    if getattr(trainer, "compute_loss_func", None) is not None:
+    if callable(getattr(trainer, "compute_loss_func", None)):  # GRPO and RLOO have a text there
         return Reason("compute_loss_func takes the logits of a micro-batch", "leave compute_loss_func out")
     if getattr(trainer, "label_smoother", None) is not None:
         return Reason("label smoothing takes the logits of a micro-batch", "label_smoothing_factor=0")
