@@ -81,13 +81,19 @@ class PPOClip(Options):
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps) if self.importance_sampling_level == "token" else self._sequence_ratio(logps, batch)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
-        unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
         advantages = batch.sequence_mean(batch.advantages) if self.mean_advantages else batch.advantages
-        loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
+        under, over = ratio < low, ratio > high
+        clip_low, clip_high = under & (advantages < 0), over & (advantages > 0)
+        # The clipped product is the smaller one exactly where an indicator is true.
+        smaller = ratio.masked_fill(clip_low, low).masked_fill(clip_high, high)
+        if self.delta is not None:
+            at_most = smaller.clamp(max=max(self.delta, high)), smaller.clamp(max=self.delta)
+            smaller = torch.where(advantages < 0, *at_most)
+        loss = smaller * -advantages
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
         loss = loss if loss.shape == logps.shape else loss.expand_as(logps)
-        return _add_indicators(loss, ratio, advantages, ratio < low, ratio > high)
+        return TokenLoss(loss, ratio, clip_low, clip_high, under | over)
 
     def _sequence_ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if self.importance_sampling_level == "sequence":
