@@ -11,7 +11,7 @@ from liger_rl.kernels import for_device
 # In what follows `live` is the index (n,) int64 of the tokens that count; None if all N do.
 
 
-def take_rows(values: Tensor, live: Tensor | None) -> Tensor:
+def take_rows(values: Tensor, live: Tensor | slice | None) -> Tensor:
     """(N, ...) -> (n, ...)."""
     return values if live is None else values[live]
 

@@ -145,7 +145,7 @@ class Head(NamedTuple):
         bias = self.bias is not None and self.bias.requires_grad
         return self.hidden.requires_grad, self.weight.requires_grad, bias
 
-    def take(self, live: Tensor | None) -> "Head":
+    def take(self, live: Tensor | slice | None) -> "Head":
         """The head of only the tokens `live`, which all count; hidden is contiguous in `dtype`, and aligned."""
         hidden = align_rows(take_rows(self.hidden, live).to(self.dtype).contiguous())
         return self._replace(hidden=hidden, targets=take_rows(self.targets, live), live=None)

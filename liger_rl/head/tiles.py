@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.kernels.limits import LIMITS
@@ -47,6 +48,11 @@ def free_tile_vocab(vocab: int) -> int:
 def kind_of(device: torch.device) -> str:
     """Key of sizes that depend on the device: "cuda" or "cpu"."""
     return device.type if device.type in MAX_CHUNK_TOKENS else "cpu"
+
+
+def take_span(values: Tensor, first: int, last: int) -> Tensor:
+    """values[first:last]. All of it is `values` itself, because a view takes as much host time as a small kernel."""
+    return values if last - first == values.shape[0] else values[first:last]
 
 
 def spans(total: int, step: int) -> list[tuple[int, int]]:

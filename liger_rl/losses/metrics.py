@@ -136,10 +136,8 @@ def loss_metrics(count: Tensor, kl: Tensor | None, clipped: Tensor | None) -> di
     """The level "loss", from sums over `count` tokens: the KL, (), and the three clip indicators, (3,)."""
     metrics = {} if kl is None else {"kl_ref": Metric(kl, count=count)}
     if clipped is not None:
-        low, high, either = clipped.unbind()
-        metrics["clip_low"] = Metric(low, count=count)
-        metrics["clip_high"] = Metric(high, count=count)
-        metrics["clip_ratio"] = Metric(either, count=count)
+        for index, name in enumerate(("clip_low", "clip_high", "clip_ratio")):
+            metrics[name] = Metric(clipped[index], count=count)
     return metrics
 
 

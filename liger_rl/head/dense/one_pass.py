@@ -19,7 +19,7 @@ from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import Tiles, free_tile_vocab, kind_of, spans
 from liger_rl.head.workload import NO_GRADIENT, Workload
 from liger_rl.kernels import epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import align_rows, runs_triton
+from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import SavedExp, grad_at_targets
@@ -68,9 +68,8 @@ def run_one_pass(
     with gemm.without_autocast(device):
         for chunk in chunks:
             index = chunk if head.live is None else head.live[chunk]
-            hidden = align_rows(head.hidden[index].to(head.dtype).contiguous())
-            rows = head._replace(hidden=hidden, targets=head.targets[index], live=None)
-            n, epilogue = hidden.shape[0], epilogue_for(hidden, weight)
+            rows = head.take(index)
+            n, epilogue = rows.hidden.shape[0], epilogue_for(rows.hidden, weight)
             if buffer is None or n > buffer.values.shape[0]:
                 buffer = None  # frees it before the larger one is allocated
                 buffer = SavedExp.empty(n, vocab, device, head.dtype, BLOCK_VOCAB)
@@ -121,7 +120,7 @@ def _add_chunk(
 
     def make_tile(first: int, last: int) -> Tensor:
         if selected is None:
-            tile = saved_exp.values[:, first:last].view(chunk.dtype)
+            tile = saved_exp.columns(first, last)[0].view(chunk.dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=chunk.dtype, device=rows.device)
         kernels.grad_from_saved(saved_exp, selected, first, targets, transform, gradients, at_target, tile)

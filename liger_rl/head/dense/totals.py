@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.record import Gradients, Head, Needs
+from liger_rl.head.tiles import take_span
 from liger_rl.kernels import gemm, reference
 
 
@@ -40,9 +41,9 @@ class Totals:
             tile = make_tile(first, last)
             if grad_rows is not None:
                 product = gemm.write if first == 0 else gemm.accumulate
-                product(grad_rows, tile, weight[first:last].to(rows.dtype))
+                product(grad_rows, tile, take_span(weight, first, last).to(rows.dtype))
             if self.weight is not None:
-                self._add_weight(self.weight[first:last], tile, rows)
+                self._add_weight(take_span(self.weight, first, last), tile, rows)
             if self.bias is not None:
                 self.bias[first:last] += gemm.column_sums(tile)
             del tile

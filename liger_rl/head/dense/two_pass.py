@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_rl.head.autograd import Engine, Saved, has_gradient, index_of, token_gradients
 from liger_rl.head.live_tokens import select_live
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
-from liger_rl.head.tiles import Tiles, plan_tiles, spans
+from liger_rl.head.tiles import Tiles, plan_tiles, spans, take_span
 from liger_rl.head.workload import Workload
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import runs_triton
@@ -126,13 +126,13 @@ def fold_tiles(
     token_spans = spans(n, tiles.tokens) or [(0, 0)]
     folds: list[Any] = [None] * len(token_spans)
     for first, last in spans(vocab, tiles.vocab):
-        weight_tile = weight[first:last].to(rows.dtype)
-        bias_tile = None if bias is None else bias[first:last]
+        weight_tile = take_span(weight, first, last).to(rows.dtype)
+        bias_tile = None if bias is None else take_span(bias, first, last)
         for index, span in enumerate(token_spans):
             tokens = slice(*span)
-            logits = gemm.matmul(hidden[tokens], weight_tile.T)
+            logits = gemm.matmul(take_span(hidden, *span), weight_tile.T)
             folds[index] = kernels.fold(
-                logits, targets[tokens], first, bias_tile, transform, folds[index], entropy=options.entropy,
+                logits, take_span(targets, *span), first, bias_tile, transform, folds[index], entropy=options.entropy,
                 extras=options.extras,
             )  # fmt: skip
             if saved_exp is not None:
@@ -189,7 +189,7 @@ def tile_gradients(
         vocab_spans.reverse()  # so that the last tile is a whole one, whose product hides the sum over ranks
     for first, last in vocab_spans:
         product.start(first, last, parts=len(token_spans))
-        bias_tile, bias_total = None if bias is None else bias[first:last], None
+        bias_tile, bias_total = None if bias is None else take_span(bias, first, last), None
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
@@ -198,22 +198,23 @@ def tile_gradients(
                 tile = tile_gradient(product.tile, first, tokens)
             else:
                 assert gradients is not None
-                ids, tile_tokens = targets[tokens], gradients.take(tokens)
+                ids, tile_tokens = take_span(targets, start, stop), gradients.take(tokens)
+                tile_hidden = take_span(hidden, start, stop)
                 if epilogue is not None:
                     tile = epilogue.gemm_grad(
-                        hidden[tokens], product.tile, bias_tile, ids, first, options.transform, tile_tokens
+                        tile_hidden, product.tile, bias_tile, ids, first, options.transform, tile_tokens
                     )
                 else:
-                    logits = gemm.matmul(hidden[tokens], product.tile.T)
+                    logits = gemm.matmul(tile_hidden, product.tile.T)
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
                     kernels.grad(logits, ids, first, bias_tile, options.transform, tile_tokens, tile)
                     del logits
             if several is not None:
                 kernels.write_at_ids(tile, several[0][tokens], several[1][tokens], first)
-            product.add_to_rows(tile, tokens)
+            product.add_to_rows(tile, start, stop)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            product.add_to_table(tile, tokens)
+            product.add_to_table(tile, start, stop)
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
             del tile
@@ -229,7 +230,8 @@ def tile_gradients(
 def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for a gradient shaped like `values`: the first `vocab` rows are uninitialized, the rest are 0."""
     out = torch.empty(values.shape, dtype=dtype or values.dtype, device=values.device)
-    out[vocab:] = 0
+    if vocab < len(out):
+        out[vocab:] = 0
     return out
 
 
@@ -245,8 +247,8 @@ class _Product:
 
     def start(self, first: int, last: int, *, parts: int) -> None:
         """Start the tile of the table's rows first to last, to whose gradient `parts` products are added."""
-        self.tile = self.table[first:last].to(self.rows.dtype)
-        self.out = None if self.grad_table is None else self.grad_table[first:last]
+        self.tile = take_span(self.table, first, last).to(self.rows.dtype)
+        self.out = None if self.grad_table is None else take_span(self.grad_table, first, last)
         self.total: Tensor | None = None
         # Several products are added in float32. CPUs, and tables of another dtype, have no product that rounds once.
         if self.out is not None and self.out.dtype == torch.float32:
@@ -255,17 +257,18 @@ class _Product:
             self.total = torch.empty_like(self.out, dtype=torch.float32)
         self.first_part = True
 
-    def add_to_rows(self, grad: Tensor, tokens: slice) -> None:
+    def add_to_rows(self, grad: Tensor, start: int, stop: int) -> None:
         if self.grad_rows is not None:
             product = gemm.write if self.first_tile else gemm.accumulate
-            product(self.grad_rows[tokens], grad, self.tile)
+            product(take_span(self.grad_rows, start, stop), grad, self.tile)
 
-    def add_to_table(self, grad: Tensor, tokens: slice) -> None:
+    def add_to_table(self, grad: Tensor, start: int, stop: int) -> None:
+        rows = take_span(self.rows, start, stop)
         if self.total is not None:
-            (gemm.write if self.first_part else gemm.accumulate)(self.total, grad.T, self.rows[tokens])
+            (gemm.write if self.first_part else gemm.accumulate)(self.total, grad.T, rows)
         elif self.out is not None:
             # There is one part, so the product's float32 accumulators hold the whole sum, and `mm` rounds it once.
-            torch.mm(grad.T, self.rows[tokens], out=self.out)
+            torch.mm(grad.T, rows, out=self.out)
         self.first_part = False
 
     def store(self) -> None:
