@@ -44,6 +44,17 @@ def agree_on_counts(groups: list[Any], device: torch.device) -> Iterator[list[in
     raise cast(Exception, shared if problem is None else problem)
 
 
+def agree_on_minimum(groups: list[Any], value: int, device: torch.device) -> int:
+    """The smallest value of all ranks of the groups. A collective."""
+    if not groups:
+        return value
+    least = torch.tensor(value, dtype=torch.int64, device=device)
+    for group in groups:
+        least = least.to(_pick_device(group, device))
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+    return int(least)
+
+
 def first_device(model: Any) -> torch.device:
     """The device of the model's first parameter, of the same type on all ranks."""
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None

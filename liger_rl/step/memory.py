@@ -1,0 +1,336 @@
+"""Recompute no more than memory demands: layers keep their activations as far as a GPU's free memory allows.
+
+`gradient_checkpointing_enable` recomputes every layer in the backward. A step that runs only live tokens often has
+memory for most layers' activations. So `run_with_kept_layers` recomputes only some layers:
+
+1. The first run recomputes every layer, and measures its peak and what a layer would keep.
+2. Each later run compares these numbers with the memory that is free at its start. The last k of L layers keep their
+   activations, the others are recomputed. The backward visits the last layers first, so their memory is free again
+   before most gradients exist.
+
+Values and gradients have the same bits for every k.
+"""
+
+import gc
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from liger_rl.models.local_tensors import is_dtensor
+
+DEFAULT_SHARE = 0.8
+# A run of more than this many times the tokens of the measured one is measured again: attention with a mask of all
+# pairs of tokens takes more bytes for each token of a longer row.
+MAX_GROWTH = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Memory of one forward and backward in which every layer was recomputed."""
+
+    tokens: int  # that the model ran, padding included
+    peak_bytes: float  # for each token: the peak above the start, without gradients of parameters
+    layer_bytes: float  # for each token: what one layer keeps if it is not recomputed; the maximum over the layers
+
+
+# For each model, by the last layer of its body: wrappers around a model change, its layers do not.
+_measurements: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()
+_recorders: WeakKeyDictionary[nn.Module, "_Recorder"] = WeakKeyDictionary()
+
+
+def run_with_kept_layers(
+    model: nn.Module,
+    forward: Callable[[], Any],
+    tokens: int,
+    *,
+    share: float = DEFAULT_SHARE,
+    agree: Callable[[int], int] | None = None,
+) -> tuple[Any, str | None]:
+    """The result of `forward()`, and a clause such as "24 of 28 layers kept".
+
+    As many layers keep their activations as fit. The clause is None, and the forward runs as it is, without a graph,
+    without checkpointed layers, on other devices than CUDA, for a compiled model and with share 0. If the forward runs
+    out of memory and `agree` is None, it runs once more with every layer recomputed, and later runs keep fewer layers.
+
+    Args:
+        model: a model of transformers, or a wrapper of one (PEFT, DDP, FSDP).
+        forward: runs the model once, on `tokens` tokens, padding included.
+        share: the share of the free memory that a run may take, 0 to 1.
+        agree: a collective of the ranks that run the model together: the number of layers that this rank could keep ->
+            the smallest such number. Called once for each run, except where the clause is None.
+
+    Raises:
+        ValueError: a share outside 0 to 1.
+    """
+    _check_share(share)
+    layers = find_layers(model) if share and torch.is_grad_enabled() else []
+    device = _find_device(layers)
+    memory = None if device is None else read_memory(device)
+    if device is None or memory is None:
+        return forward(), None
+    key, tokens, kept = layers[-1], max(tokens, 1), 0
+    measurement = _measurements.get(key)
+    if measurement is not None and tokens > MAX_GROWTH * measurement.tokens:
+        measurement = None
+    if measurement is not None:
+        spare = memory.spare - _count_missing_gradients(model)
+        kept = choose_kept_layers(spare, tokens, measurement, len(layers), share)
+    if agree is not None:
+        kept = agree(kept)
+    clause = f"{kept} of {len(layers)} layers kept"
+    if measurement is None:
+        return _measure(model, forward, tokens, layers, device), f"{clause}: this run is measured"
+    if kept:
+        try:
+            with keep_activations(layers[-kept:]):
+                return forward(), clause
+        except torch.OutOfMemoryError:
+            if agree is not None:  # the other ranks do not run again
+                raise
+        # The graph of the failed forward is free only behind the except clause.
+        gc.collect()
+        torch.cuda.empty_cache()
+        _measurements[key] = replace(measurement, layer_bytes=2 * measurement.layer_bytes)
+        clause = f"0 of {len(layers)} layers kept: memory ran out with {kept}"
+    return forward(), clause
+
+
+def choose_kept_layers(spare: int, tokens: int, measurement: Measurement, layers: int, share: float) -> int:
+    """The number of layers, 0 to `layers`, whose activations and the run's peak fit into `share` of `spare` bytes."""
+    room = share * spare - tokens * measurement.peak_bytes
+    return max(0, min(layers, math.floor(room / (tokens * measurement.layer_bytes))))
+
+
+def count_fitting_tokens(model: nn.Module, share: float = DEFAULT_SHARE) -> int | None:
+    """The number of tokens of one run that take `share` of the free memory if every layer is recomputed.
+
+    None if no run of the model has been measured, or with share 0.
+    """
+    _check_share(share)
+    stack = _find_body(model)
+    measurement = _measurements.get(stack[-1]) if stack else None
+    device = _find_device(stack)
+    memory = None if device is None else read_memory(device)
+    if not share or measurement is None or memory is None:
+        return None
+    spare = memory.spare - _count_missing_gradients(model)
+    return max(0, math.floor(share * spare / measurement.peak_bytes))
+
+
+def _check_share(share: Any) -> None:
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"share must be a number from 0 to 1, got {share!r}")
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of the model's body that transformers recomputes in the backward, in order.
+
+    Reentrant checkpoints run a layer's forward without a graph, so a router loss has no gradient. It would get one from
+    each layer that is kept. So no layer of a model that may have a router loss is returned with reentrant checkpoints.
+    """
+    routes = _may_have_router_loss(model)
+    return [
+        layer
+        for layer in _find_body(model)
+        if layer.training
+        and layer.gradient_checkpointing
+        and hasattr(layer, "_gradient_checkpointing_func")
+        and not (routes and _is_reentrant(layer._gradient_checkpointing_func))
+    ]
+
+
+def _may_have_router_loss(model: nn.Module) -> bool:
+    transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    return transformer is not None and hasattr(transformer.config.get_text_config(), "output_router_logits")
+
+
+def _is_reentrant(checkpoint: Any) -> bool:
+    """Whether a layer's checkpoint function is reentrant, or may be."""
+    return getattr(checkpoint, "keywords", {}).get("use_reentrant") is not False
+
+
+def _find_body(model: nn.Module) -> list[nn.Module]:
+    """All layers of the stack with the most parameters. A model of images has another stack for these."""
+    stacks = _list_stacks(model)
+    return max(stacks, key=lambda stack: sum(p.numel() for layer in stack for p in layer.parameters()), default=[])
+
+
+def _list_stacks(module: nn.Module) -> list[list[nn.Module]]:
+    if isinstance(module, GradientCheckpointingLayer):
+        return [[module]]
+    # A model that is compiled as a whole would be compiled again for each number of layers.
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return []
+    stacks = [stack for child in module.children() for stack in _list_stacks(child)]
+    return [list(itertools.chain(*stacks))] if stacks and isinstance(module, nn.ModuleList) else stacks
+
+
+def _find_device(layers: list[nn.Module]) -> torch.device | None:
+    """The device of the layers' parameters; None if there are several devices or no parameter."""
+    devices = {parameter.device for layer in layers for parameter in layer.parameters()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+@contextmanager
+def keep_activations(layers: list[nn.Module]) -> Iterator[None]:
+    """Forwards inside the context do not recompute these layers.
+
+    We replace the function that checkpoints a layer, and leave its switch `gradient_checkpointing` on. With the switch
+    off, the layer would also fill a cache of keys and values.
+    """
+    functions = {layer: layer._gradient_checkpointing_func for layer in layers}
+    try:
+        for layer in functions:
+            layer._gradient_checkpointing_func = _call  # type: ignore[assignment]
+        yield
+    finally:
+        for layer, function in functions.items():
+            layer._gradient_checkpointing_func = function
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device's memory."""
+
+    spare: int  # that this process could still allocate
+    allocated: int  # in tensors
+    peak: int  # the most that was allocated since the peak was restarted
+
+
+def read_memory(device: torch.device, *, restart_peak: bool = False) -> DeviceMemory | None:
+    """The memory of a CUDA device, None for other devices. Other processes on it are seen.
+
+    `restart_peak` resets torch's statistics of peaks after they are read.
+    """
+    if device.type != "cuda":
+        return None
+    statistics = torch.cuda.memory_stats(device)
+    allocated, peak = (statistics.get(f"allocated_bytes.all.{kind}", 0) for kind in ("current", "peak"))
+    free, total = torch.cuda.mem_get_info(device)
+    usable = free + statistics.get("reserved_bytes.all.current", 0)
+    fraction = torch.cuda.memory.get_per_process_memory_fraction(device)
+    if fraction < 1:
+        usable = min(usable, int(fraction * total))
+    if restart_peak:
+        torch.cuda.reset_peak_memory_stats(device)
+    return DeviceMemory(usable - allocated, allocated, peak)
+
+
+def _count_missing_gradients(model: nn.Module) -> int:
+    """Bytes of the gradients of parameters that have none yet: the backward allocates them."""
+    return _count_bytes(p for p in model.parameters() if p.requires_grad and p.grad is None)
+
+
+@torch.no_grad()
+def _count_bytes(tensors: Iterator[Tensor]) -> int:
+    return sum(_get_local(tensor).nbytes for tensor in tensors)
+
+
+def _get_local(tensor: Any) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+# --- the measured run -------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    model: nn.Module, forward: Callable[[], Any], tokens: int, layers: list[nn.Module], device: torch.device
+) -> Any:
+    """The result of `forward()`. Its backward, if one follows, stores a measurement of the model."""
+    previous = _recorders.pop(layers[-1], None)
+    if previous is not None:  # its run had no backward
+        previous.remove_hooks()
+    recorder = _Recorder(model, tokens, device)
+    # Otherwise a layer's recomputation may stop before the hook behind the layer.
+    with set_checkpoint_early_stop(False):
+        output = forward()
+    recorder.add_hooks(layers)
+    _recorders[layers[-1]] = recorder
+    return output
+
+
+class _Recorder:
+    """Records the memory of one forward and backward, at the start and the end of each layer's recomputation.
+
+    A gradient of a parameter stays until the optimizer's step, and its size does not depend on the number of tokens. So
+    gradients are not part of the measured peak: `_count_missing_gradients` counts them for each run.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int, device: torch.device) -> None:
+        self.tokens, self.device = tokens, device
+        self.without_gradient = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+        self.peak = self.layer = self.entered = self.gradients = 0  # bytes
+        self.start = self._read().allocated
+        self.handles: list[Any] = []
+        self.waits_for_end = False
+
+    def add_hooks(self, layers: list[nn.Module]) -> None:
+        """Hooks around the layers' own hooks would count the parameters that FSDP gathers."""
+        key = layers[-1]
+        for layer in layers:
+            self.handles.append(layer.register_forward_pre_hook(lambda *_: self._enter(key)))
+            self.handles.append(layer.register_forward_hook(lambda _, args, output: self._leave(output), prepend=True))
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _read(self) -> DeviceMemory:
+        memory = read_memory(self.device, restart_peak=True)
+        assert memory is not None
+        return memory
+
+    def _enter(self, key: nn.Module) -> None:
+        if not _is_in_backward():
+            return
+        if not self.waits_for_end:
+            self.waits_for_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(key))
+        self.entered = self._record_peak()
+
+    def _leave(self, output: Any) -> None:
+        if _is_in_backward():
+            hidden = output if isinstance(output, Tensor) else output[0]
+            # A recomputed layer's output is kept too, as the next layer's input.
+            self.layer = max(self.layer, self._record_peak() - self.entered - hidden.nbytes)
+
+    def _record_peak(self) -> int:
+        """Adds the peak since the last call. -> bytes in tensors"""
+        memory = self._read()
+        self.peak = max(self.peak, memory.peak - self.start - self.gradients)
+        # Gradients that are views of a bucket existed before.
+        grads = (_get_local(p.grad) for p in self.without_gradient if p.grad is not None)
+        self.gradients = _count_bytes(grad for grad in grads if grad.untyped_storage().nbytes() == grad.nbytes)
+        return memory.allocated
+
+    def _finish(self, key: nn.Module) -> None:
+        self._record_peak()
+        self.remove_hooks()
+        _recorders.pop(key, None)
+        if self.layer > 0 and self.peak > 0:
+            _measurements[key] = Measurement(
+                tokens=self.tokens, peak_bytes=self.peak / self.tokens, layer_bytes=self.layer / self.tokens
+            )
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

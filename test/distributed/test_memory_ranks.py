@@ -1,0 +1,83 @@
+"""Ranks with different amounts of free memory keep the same layers, as many as the rank with the least."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+
+from test_live_rows_ranks import gradients  # noqa: E402
+from test_models import VOCAB, shard, tiny_llama  # noqa: E402
+
+from liger_rl.step import memory  # noqa: E402
+from liger_rl.step.memory import DeviceMemory, run_with_kept_layers  # noqa: E402
+from liger_rl.step.ranks import agree_on_minimum  # noqa: E402
+
+TOKENS = 24
+
+
+def steps_of(rank, wrapper):
+    """-> (clause, loss, gradients) of a run with share 0, a measured run, and one with kept layers."""
+    model = tiny_llama().to(rank.device).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model, process_group=rank.group)
+    elif wrapper == "fsdp1":
+        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        model = FullyShardedDataParallel(
+            model, rank.group, auto_wrap_policy=policy, use_orig_params=True, device_id=rank.device
+        )
+    else:
+        model = shard(model, rank.mesh(), wrapper)
+    ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(rank.index)).to(rank.device)
+    layers = memory.find_layers(model)
+    allocated, results = 0, []
+
+    def read(device, *, restart_peak=False):
+        # Memory grows with every reading. Rank 1 has room for one layer.
+        nonlocal allocated
+        allocated += 1 << 20
+        return DeviceMemory(room[rank.index], allocated, allocated)
+
+    room = [1 << 40, 1 << 40]
+    real, memory.read_memory = memory.read_memory, read
+    agree = partial(agree_on_minimum, [rank.group], device=rank.device)
+    try:
+        for share in (0, 0.8, 0.8):
+            model.zero_grad()
+            loss, clause = run_with_kept_layers(
+                model, lambda: model(input_ids=ids, labels=ids).loss, TOKENS, share=share, agree=agree
+            )
+            loss.backward()
+            results.append((clause, loss.item(), gradients(model)))
+            measurement = memory._measurements.get(layers[-1])
+            if measurement is not None:
+                gradient_bytes = sum(p.nbytes for p in model.parameters())
+                needed = TOKENS * (measurement.peak_bytes + 1.5 * measurement.layer_bytes)
+                room[1] = round(needed / 0.8) + gradient_bytes
+    finally:
+        memory.read_memory = real
+    return len(layers), results
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "root", "fsdp1"])
+def test_the_rank_with_the_least_memory_decides(ranks, wrapper, two):
+    for number, results in ranks.run(steps_of, wrapper, **two):
+        (plain, loss, expected), *others = results
+        assert plain is None
+        assert [clause for clause, *_ in others] == [
+            f"0 of {number} layers kept: this run is measured",
+            f"1 of {number} layers kept",
+        ]
+        for _, other, grads in others:
+            assert other == loss
+            assert grads.keys() == expected.keys()
+            assert all(torch.equal(grads[name], expected[name]) for name in grads)
+
+
+def test_the_minimum_without_groups_is_the_value():
+    assert agree_on_minimum([], 3, torch.device("cpu")) == 3

@@ -1,0 +1,444 @@
+"""Layers that keep their activations: the same bits for every number of layers, and the memory that was foreseen."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_models import build, state_of
+from liger_rl.step import memory
+from liger_rl.step.memory import (
+    DeviceMemory,
+    Measurement,
+    choose_kept_layers,
+    count_fitting_tokens,
+    find_layers,
+    run_with_kept_layers,
+)
+
+LAYERS, ROWS, LENGTH = 4, 2, 24
+TOKENS = ROWS * LENGTH
+PLENTY = 1 << 50
+CHECKPOINTS = [("Qwen3", False), ("Qwen3", True), ("Llama", False), ("Llama", True), ("Qwen3Moe", False)]
+MEASURED = "0 of 4 layers kept: this run is measured"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operations have made and that are alive, and their peak: the statistics of a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self.storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return outputs
+
+    def count(self, storage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def forget(_) -> None:
+            del self.storages[key]
+            self.current -= size
+
+        if key not in self.storages:
+            self.storages[key] = weakref.ref(storage, forget)
+            self.current += size
+            self.peak = max(self.peak, self.current)
+
+
+class Memory:
+    """A device's memory in place of `read_memory`: a GPU's own or `LiveBytes`, with `spare` as a test sets it."""
+
+    def __init__(self, device) -> None:
+        self.spare, self.device, self.live = PLENTY, device, LiveBytes()
+
+    def read(self, device, *, restart_peak=False) -> DeviceMemory:
+        assert device.type == self.device.type
+        if device.type == "cuda":
+            return self.real_read(device, restart_peak=restart_peak)._replace(spare=self.spare)
+        result = DeviceMemory(self.spare, self.live.current, self.live.peak)
+        if restart_peak:
+            self.live.peak = self.live.current
+        return result
+
+    real_read = staticmethod(memory.read_memory)
+
+
+@pytest.fixture
+def device_memory(request, monkeypatch):
+    """Replaces the reading of memory: of the CPU's, except in a test that takes a device."""
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else torch.device("cpu")
+    fake = Memory(device)
+    monkeypatch.setattr(memory, "read_memory", fake.read)
+    if device.type == "cuda":
+        yield fake
+        return
+    with fake.live:
+        yield fake
+
+
+def checkpointed(name="Qwen3", device="cpu", *, use_reentrant=False, adapter=False, **options) -> nn.Module:
+    # Eager attention has the same bits each time on GPUs too.
+    model = build(name, device, "eager", num_hidden_layers=LAYERS, **options)
+    if adapter:
+        peft = pytest.importorskip("peft", reason="PEFT is not installed")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model.enable_input_require_grads()  # as Trainer does; transformers 4.57 does not
+        model = peft.get_peft_model(model, config)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model.train()
+
+
+def tokens_of(device="cpu", rows=ROWS):
+    return torch.randint(3, 200, (rows, LENGTH), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def step(model, *, rows=ROWS, **options):
+    """-> loss, gradients (summed over steps), clause"""
+    ids = tokens_of(next(model.parameters()).device, rows)
+    loss, clause = run_with_kept_layers(model, lambda: model(input_ids=ids, labels=ids).loss, ids.numel(), **options)
+    if loss.requires_grad:
+        loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads, clause
+
+
+def measurement_of(model) -> Measurement:
+    return memory._measurements[find_layers(model)[-1]]
+
+
+def set_spare(fake: Memory, model, kept: float, *, share=0.8, gradients=False) -> None:
+    """Memory for so many layers beside the peak, and for the gradients if the model has none."""
+    measured = measurement_of(model)
+    needed = TOKENS * (measured.peak_bytes + kept * measured.layer_bytes) / share
+    if gradients:
+        needed += sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    fake.spare = round(needed)
+
+
+class LayerRuns(dict):
+    """Number of forwards of each layer, by its number. A layer that is recomputed runs twice."""
+
+    def __init__(self, model) -> None:
+        for number, layer in enumerate(find_layers(model)):
+            self[number] = 0
+            layer.mlp.register_forward_pre_hook(lambda *_, number=number: self.update({number: self[number] + 1}))
+
+    def take(self) -> list[int]:
+        runs = list(self.values())
+        self.update(dict.fromkeys(self, 0))
+        return runs
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(("name", "use_reentrant"), CHECKPOINTS)
+def test_every_number_of_layers_gives_the_same_bits(name, use_reentrant, adapter, device, device_memory):
+    options = {"attention_dropout": 0.1} if name == "Llama" else {}
+    model = checkpointed(name, device, use_reentrant=use_reentrant, adapter=adapter, **options)
+    torch.manual_seed(3)
+    expected_loss, expected, clause = step(model, share=0)
+    assert clause is None
+    runs, before = LayerRuns(model), state_of(model)
+    for kept in (None, *range(LAYERS + 1)):
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss, grads, clause = step(model, agree=lambda _, kept=kept: kept or 0)
+        assert torch.equal(loss, expected_loss)
+        assert grads.keys() == expected.keys()
+        assert all(torch.equal(grads[name], expected[name]) for name in grads)
+        assert runs.take() == [2] * (LAYERS - (kept or 0)) + [1] * (kept or 0)
+        assert clause == (MEASURED if kept is None else f"{kept} of {LAYERS} layers kept")
+        assert state_of(model) == before
+
+
+def test_a_kept_layer_fills_no_cache(device_memory):
+    """Its arguments are those of a recomputed layer."""
+    model, caches = checkpointed(use_cache=True), []
+    for layer in find_layers(model):
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True
+        )
+    step(model)
+    assert step(model)[2] == "4 of 4 layers kept"
+    assert caches == [None] * (2 * LAYERS + LAYERS)
+
+
+def test_gradients_accumulate(device_memory):
+    model = checkpointed()
+    step(model, share=0)
+    expected = step(model, share=0)[1]
+    model.zero_grad()
+    step(model)
+    _, grads, clause = step(model)
+    assert clause == "4 of 4 layers kept"
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+# --- the number of layers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spare", "tokens", "layers", "share", "kept"),
+    [
+        (10_000, 10, 28, 1.0, 16),  # (10,000 - 2,000) / 500
+        (10_000, 10, 28, 0.8, 12),
+        (10_000, 10, 8, 0.8, 8),
+        (10_000, 20, 28, 0.8, 4),
+        (10_000, 50, 28, 0.8, 0),
+        (2_499, 10, 28, 1.0, 0),
+        (2_500, 10, 28, 1.0, 1),
+        (-5_000, 10, 28, 0.8, 0),
+        (10_000, 10, 0, 0.8, 0),
+    ],
+)
+def test_choice(spare, tokens, layers, share, kept):
+    measurement = Measurement(tokens=10, peak_bytes=200.0, layer_bytes=50.0)
+    assert choose_kept_layers(spare, tokens, measurement, layers, share) == kept
+
+
+@pytest.mark.parametrize(("name", "use_reentrant"), CHECKPOINTS)
+def test_memory_is_as_foreseen(name, use_reentrant, device, device_memory):
+    # Wide enough on a GPU for activations to be larger than an allocator's rounding.
+    options = {"hidden_size": 256, "intermediate_size": 512} if device.type == "cuda" else {}
+    model = checkpointed(name, device, use_reentrant=use_reentrant, **options)
+    ids, held = tokens_of(device), []
+    step(model, share=0)  # workspaces and gradients
+    step(model)
+    measured = measurement_of(model)
+    for kept in range(LAYERS + 1):
+        set_spare(device_memory, model, kept + 0.01)
+        start = device_memory.read(device, restart_peak=True).allocated
+        loss, clause = run_with_kept_layers(model, lambda: model(input_ids=ids, labels=ids).loss, TOKENS)
+        assert clause == f"{kept} of {LAYERS} layers kept"
+        held.append(device_memory.read(device).allocated - start)
+        loss.backward()
+        del loss
+        assert device_memory.read(device).peak - start <= 0.8 * device_memory.spare
+    layer = (held[-1] - held[0]) / LAYERS / TOKENS
+    assert measured.layer_bytes == pytest.approx(layer, rel=0.3)
+
+
+def test_memory_for_missing_gradients_is_left_free(device_memory):
+    model = checkpointed()
+    step(model)
+    set_spare(device_memory, model, 2.5)
+    assert step(model)[2] == "2 of 4 layers kept"
+    model.zero_grad()
+    missing = 0.8 * sum(p.nbytes for p in model.parameters()) / (TOKENS * measurement_of(model).layer_bytes)
+    assert 0.5 < missing < 2.5
+    assert step(model)[2] == f"{int(2.5 - missing)} of 4 layers kept"
+    model.zero_grad()
+    set_spare(device_memory, model, 2.5, gradients=True)
+    assert step(model)[2] == "2 of 4 layers kept"
+
+
+def test_gradients_are_no_part_of_the_measured_peak(device_memory):
+    model = checkpointed()
+    step(model)
+    first = measurement_of(model)
+    memory._measurements.clear()
+    step(model)  # has gradients already
+    assert first.peak_bytes == pytest.approx(measurement_of(model).peak_bytes, rel=0.2)
+    assert first.layer_bytes == measurement_of(model).layer_bytes
+
+
+def test_a_much_larger_run_is_measured_again(device_memory):
+    model = checkpointed()
+    assert step(model, rows=4)[2] == MEASURED
+    assert step(model, rows=2)[2] == step(model, rows=5)[2] == "4 of 4 layers kept"
+    assert step(model, rows=6)[2] == MEASURED
+    assert measurement_of(model).tokens == 6 * LENGTH
+    assert step(model, rows=6)[2] == "4 of 4 layers kept"
+
+
+def test_a_run_without_a_backward_is_no_measurement(device_memory):
+    model, ids = checkpointed(), tokens_of()
+    before = state_of(model)
+    lost, _ = run_with_kept_layers(model, lambda: model(input_ids=ids, labels=ids).loss, TOKENS)
+    with torch.no_grad():  # through the hooks that wait for a backward
+        model(input_ids=ids)
+    assert count_fitting_tokens(model) is None
+    assert step(model)[2] == MEASURED
+    assert state_of(model) == before
+    assert step(model)[2] == "4 of 4 layers kept"
+    lost.backward()
+
+
+def test_fitting_tokens(device_memory):
+    model = checkpointed()
+    assert count_fitting_tokens(model) is None
+    step(model)
+    device_memory.spare = 100_000
+    expected = int(0.5 * 100_000 / measurement_of(model).peak_bytes)
+    assert count_fitting_tokens(model, 0.5) == count_fitting_tokens(model.eval(), 0.5) == expected
+    assert count_fitting_tokens(model, 0) is None
+    model.zero_grad()
+    assert count_fitting_tokens(model, 0.5) == 0  # the gradients take more
+
+
+# --- errors, ranks and other models -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_layers_are_put_back(error, device_memory):
+    model, seen = checkpointed(), []
+    step(model)
+
+    def functions():
+        return [layer._gradient_checkpointing_func for layer in find_layers(model)]
+
+    def forward():
+        seen.append(functions())
+        if error is not None:
+            raise error
+
+    before = functions()
+    if error is None:
+        run_with_kept_layers(model, forward, TOKENS)
+    else:
+        with pytest.raises(error):
+            run_with_kept_layers(model, forward, TOKENS, agree=lambda kept: kept)
+    assert functions() == before
+    assert len(seen) == 1
+    assert not set(seen[0]) & set(before)
+
+
+def test_a_forward_that_runs_out_of_memory_runs_again(device_memory):
+    model, ids, graphs, runs = checkpointed(), tokens_of(), [], []
+    expected_loss, expected, _ = step(model)
+    model.zero_grad()
+
+    def forward():
+        loss = model(input_ids=ids, labels=ids).loss
+        runs.append(counts.take())
+        if len(runs) == 1:
+            graphs.append(weakref.ref(loss))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        assert graphs[0]() is None, "the graph of the failed forward is free"
+        return loss
+
+    counts = LayerRuns(model)
+    set_spare(device_memory, model, LAYERS + 0.5)
+    half = device_memory.spare
+    set_spare(device_memory, model, LAYERS + 0.5, gradients=True)
+    loss, clause = run_with_kept_layers(model, forward, TOKENS)
+    assert clause == "0 of 4 layers kept: memory ran out with 4"
+    loss.backward()
+    assert torch.equal(loss, expected_loss)
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    assert runs == [[1] * LAYERS] * 2
+    assert counts.take() == [1] * LAYERS  # recomputed
+    device_memory.spare = half
+    assert step(model)[2] == "2 of 4 layers kept"
+
+
+def test_ranks_agree_once_for_each_run(device_memory):
+    model, asked = checkpointed(), []
+
+    def agree(kept):
+        asked.append(kept)
+        return min(kept, 1)
+
+    assert step(model, agree=agree)[2] == MEASURED
+    assert step(model, agree=agree)[2] == "1 of 4 layers kept"
+    device_memory.spare = 0
+    assert step(model, agree=agree)[2] == "0 of 4 layers kept"
+    assert asked == [0, LAYERS, 0]
+
+
+def test_a_rank_without_tokens_agrees_too(device_memory):
+    model, asked = checkpointed(), []
+    step(model)
+    run_with_kept_layers(model, lambda: None, 0, agree=lambda kept: asked.append(kept) or 0)
+    assert asked == [LAYERS]
+
+
+@pytest.mark.parametrize("case", ["eval", "no_grad", "share 0", "no checkpointing", "compiled"])
+def test_nothing_changes(case, device_memory):
+    model = checkpointed()
+    step(model)
+    options, layers = {}, find_layers(model)
+    before = [layer._gradient_checkpointing_func for layer in layers]
+    if case == "eval":
+        model.eval()
+    elif case == "no checkpointing":
+        for layer in layers:
+            layer.gradient_checkpointing = False
+    elif case == "compiled":
+        model = torch.compile(model)
+    elif case == "share 0":
+        options["share"] = 0
+
+    def forward():
+        assert [layer._gradient_checkpointing_func for layer in layers] == before
+        return "output"
+
+    with torch.set_grad_enabled(case != "no_grad"):
+        result = run_with_kept_layers(
+            model, forward, TOKENS, agree=lambda kept: pytest.fail("the ranks agree"), **options
+        )
+    assert result == ("output", None)
+
+
+def test_memory_of_a_cpu_is_not_read():
+    model = checkpointed()
+    assert step(model)[2] is step(model, agree=lambda kept: pytest.fail("asked"))[2] is None
+    assert count_fitting_tokens(model) is None
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, True, "0.8", float("nan")])
+def test_a_share_is_a_number_from_0_to_1(share):
+    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got "):
+        run_with_kept_layers(nn.Linear(2, 2), lambda: None, 1, share=share)
+    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got "):
+        count_fitting_tokens(nn.Linear(2, 2), share)
+
+
+def test_layers_of_other_stacks_are_left_alone():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.images = checkpointed(hidden_size=16)
+            self.text = checkpointed()
+            self.later = checkpointed("Llama", hidden_size=16)
+
+    model = Both()
+    assert find_layers(model) == list(model.text.model.layers)
+    assert find_layers(nn.ModuleList([nn.Linear(2, 2)])) == []
+
+
+def test_reentrant_layers_with_a_router_loss_are_left_alone(device_memory):
+    """transformers gives their router loss no gradient; a kept layer would give it one."""
+    model = checkpointed("Qwen3Moe", use_reentrant=True)
+    assert find_layers(model) == []
+    assert step(model)[2] is step(model)[2] is None
+
+
+def test_layers_that_the_user_keeps_are_no_candidates(device_memory):
+    model = checkpointed()
+    model.model.layers[1].gradient_checkpointing = False
+    layers = model.model.layers
+    assert find_layers(model) == [layers[0], layers[2], layers[3]]
+    step(model)
+    assert step(model)[2] == "3 of 3 layers kept"
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_layers_inside_a_wrapper(device_memory):
+    inner = checkpointed()
+    model = DistributedDataParallel(inner)
+    assert find_layers(model) == list(inner.model.layers)
+    assert step(model)[2] == MEASURED
+    assert step(inner)[2] == "4 of 4 layers kept", "a wrapper has the measurement of its model"
