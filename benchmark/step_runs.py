@@ -43,7 +43,7 @@ from liger_rl import FusedLinearGRPOLoss
 from liger_rl.head.sparse import lists
 from liger_rl.integrations.trl import patched_trl
 from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.policy_step import policy_steps
+from liger_rl.step.loss_step import policy_steps
 
 SEED = 0
 GROUP = 8  # completions of a prompt

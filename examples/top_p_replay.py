@@ -21,7 +21,7 @@ from train_grpo import sample, small_policy, warm_start
 
 from liger_rl import FusedLinearGRPOLoss, Support
 from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.policy_step import policy_step
+from liger_rl.step.loss_step import policy_step
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

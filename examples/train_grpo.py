@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from liger_rl import FusedLinearGRPOLoss
 from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.policy_step import completion_logps, policy_step
+from liger_rl.step.loss_step import completion_logps, policy_step
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from liger_rl import FusedLinearGRPOLoss
 from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.policy_step import policy_steps
+from liger_rl.step.loss_step import policy_steps
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

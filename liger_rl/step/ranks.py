@@ -9,7 +9,7 @@ from torch import nn
 
 from liger_rl.distributed import gathered_objects
 from liger_rl.models.local_tensors import is_dtensor
-from liger_rl.step.model_body import iterate_wrappers, reshard
+from liger_rl.step.body import iterate_wrappers, reshard
 
 
 @contextmanager

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="the models are transf
 
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
 from liger_rl.models.swap import swap_lm_head, unswap_lm_head  # noqa: E402
-from liger_rl.step.policy_step import completion_logps, policy_step  # noqa: E402
+from liger_rl.step.loss_step import completion_logps, policy_step  # noqa: E402
 from ranks import sent  # noqa: E402
 
 STEPS, BATCH, TIME, VOCAB = 6, 4, 12, 52

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from hf_models import VOCAB, assert_same_gradients, build, full, gradients
 from liger_rl import FusedLinearGRPOLoss, PolicyBatch, ppo_loss_fn
-from liger_rl.step.policy_step import policy_steps
+from liger_rl.step.loss_step import policy_steps
 
 BATCH, LENGTH = 6, 13
 # First attended token, first completion token, end, of each row. The last row has no completion token that counts.

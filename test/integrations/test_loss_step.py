@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid, pad
 import oracles
 from hf_models import VOCAB, assert_same_gradients, build, gradients
 from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, SequenceMean
-from liger_rl.step.policy_step import completion_logps, loss_step, loss_steps, policy_step
+from liger_rl.step.loss_step import completion_logps, loss_step, loss_steps, policy_step
 from step_calls import small_llama
 
 PAIRS, LENGTH = 3, 24

@@ -1,4 +1,4 @@
-"""One call for a step: how it is called, what wraps its model, and what is refused. The numbers: test_live_rows.py."""
+"""One call for a step: how it is called, what wraps its model, and what is refused. The numbers: test_layout.py."""
 
 import copy
 import re
@@ -11,7 +11,7 @@ from head_calls import Products
 from hf_models import assert_same_gradients, build, gradients, transformers
 from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Segments, TokenLoss
 from liger_rl.models.swap import is_swapped, swap_lm_head
-from liger_rl.step.policy_step import PolicyStep, completion_logps, policy_step
+from liger_rl.step.loss_step import PolicyStep, completion_logps, policy_step
 from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, make_batch, rows_of
 from threads import in_threads
 

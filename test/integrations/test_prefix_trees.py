@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="the blocks are for its models")
 
-from liger_rl.step import prefix_tree, tree_attention
+from liger_rl.step import attention, prefix_tree
 
 
 def grow_sequences(depth: int, longest: int) -> list[list[int]]:
@@ -58,7 +58,7 @@ def test_blocks_of_the_mask(window):
         sequences = [torch.cat([starts[n % 3], torch.randint(3, 99, (90 + 20 * n,))]) for n in range(7)]
         lengths = [len(tokens) for tokens in sequences]
         tree = prefix_tree.build_prefix_tree(lengths, prefix_tree.sort_sequences(sequences, [0] * 7))
-        mask = tree_attention._make_block_mask(tree.ends, tree.offsets, window, torch.device("cpu"))
+        mask = attention._make_block_mask(tree.ends, tree.offsets, window, torch.device("cpu"))
         q, k = torch.meshgrid(torch.arange(tree.tokens), torch.arange(tree.tokens), indexing="ij")
         dense = (k <= q) & (q < tree.ends) & (tree.offsets[q] - tree.offsets[k] < (window or 10**6))
         assert torch.equal(mask.mask_mod(0, 0, q, k), dense)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch
 from liger_rl import FusedLinearGRPOLoss, Segments, Support
 from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.policy_step import completion_logps, policy_step
+from liger_rl.step.loss_step import completion_logps, policy_step
 from step_calls import assert_same_metrics, expected_step, packed
 
 

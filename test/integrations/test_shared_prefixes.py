@@ -12,8 +12,8 @@ import oracles
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build
 from liger_rl import FusedLinearGRPOLoss, Support
 from liger_rl.models.swap import swap_lm_head
-from liger_rl.step import tree_attention
-from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps
+from liger_rl.step import attention
+from liger_rl.step.loss_step import completion_logps, policy_step, policy_steps
 from step_calls import Calls, assert_same_metrics, run, small_llama, with_columns
 from threads import in_threads
 
@@ -403,19 +403,19 @@ AFMOE = {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_
 def test_blocks_in_place_of_another_attention(name, monkeypatch):
     """As on a GPU, without a graph, which flex attention lacks on a CPU. Afmoe gives the mask by its name."""
     monkeypatch.setitem(CONFIGS, "Afmoe", AFMOE)
-    functions, make_masks = tree_attention.ALL_ATTENTION_FUNCTIONS, tree_attention.make_masks
+    functions, make_masks = attention.ALL_ATTENTION_FUNCTIONS, attention.make_masks
     monkeypatch.setitem(functions, "sdpa", functions["sdpa"])
-    monkeypatch.setattr(tree_attention, "make_masks", lambda *args, dense: make_masks(*args, dense=False))
-    monkeypatch.setattr(tree_attention, "_compile_attention", lambda *shape: tree_attention._attend)
-    tree_attention._install_flex_attention.cache_clear()
+    monkeypatch.setattr(attention, "make_masks", lambda *args, dense: make_masks(*args, dense=False))
+    monkeypatch.setattr(attention, "_compile_attention", lambda *shape: attention._attend)
+    attention._install_flex_attention.cache_clear()
     model, loss = build(name, **ARCHITECTURES.get(name, {})).requires_grad_(False), FusedLinearGRPOLoss("dapo")
     trees, rows = (completion_logps(model, batch_of(), loss, share_prefixes=shares) for shares in (True, False))
-    tree_attention._install_flex_attention.cache_clear()
+    attention._install_flex_attention.cache_clear()
     torch.testing.assert_close(trees, rows, rtol=1e-5, atol=2e-5)
 
 
 def test_attention_that_does_not_ask_for_its_function_is_no_place_for_blocks():
     model = build("Falcon")
-    assert tree_attention.find_obstacle(model, model.config, torch.device("cpu")) is None
-    reason = tree_attention.find_obstacle(model, model.config, torch.device("cuda"))
+    assert attention.find_attention_obstacle(model, model.config, torch.device("cpu")) is None
+    reason = attention.find_attention_obstacle(model, model.config, torch.device("cuda"))
     assert str(reason) == "attention 'sdpa' cannot be replaced by flex attention"

@@ -14,7 +14,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 import trl_runs
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl.trl_batches import get_idle_rows
+from liger_rl.integrations.trl.forward import get_window_call
 
 ACCUMULATED, STEPS = 2, 2  # micro-batches of an optimizer step, optimizer steps of a generation
 OPTIONS = {
@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 class Recorder(transformers.TrainerCallback):
-    """The inputs of every micro-batch, and of every forward with a graph `get_idle_rows` and its outputs' gradients."""
+    """The inputs of every micro-batch, and of every forward with a graph its idle rows and its outputs' gradients."""
 
     def __init__(self, trainer) -> None:
         self.micro_batches: list[dict] = []
@@ -49,7 +49,7 @@ class Recorder(transformers.TrainerCallback):
 
     def after_forward(self, model, args, output):
         if torch.is_grad_enabled():
-            forward = SimpleNamespace(idle=get_idle_rows(), output_gradients={})
+            forward = SimpleNamespace(idle=get_window_call().idle_rows, output_gradients={})
             self.forwards.append(forward)
             for name in ("log_probs", "entropy"):
                 output[name].register_hook(lambda grad, name=name: forward.output_gradients.update({name: grad}))
@@ -172,7 +172,7 @@ def test_losses(name, path_of, tmp_path):
     # A router's loss reaches the model past the log-probabilities.
     if steps_with_idle_rows != ALWAYS and not has_router:
         assert has_gradient(patched.forwards[-1]).all()
-    assert get_idle_rows() is None
+    assert get_window_call().idle_rows is None
 
 
 @pytest.mark.parametrize("options", [{"per_token": True}, {"tool_mask": True}], ids=str)

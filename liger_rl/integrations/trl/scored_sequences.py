@@ -1,6 +1,6 @@
 """What is particular to TRL's GRPOTrainer and RLOOTrainer, which train on sequences with advantages.
 
-`_compute_loss` records which sequences have no gradient, for `get_idle_rows`. The log-probabilities of the old policy
+`_compute_loss` records which sequences have no gradient, in a `WindowCall`. The log-probabilities of the old policy
 and of the reference, which TRL computes without a graph in a loop, take as many micro-batches in one forward as an
 optimizer step does (`window`). Neither is done for a subclass with its own loss or calls of the model.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import trl_batches, window
+from liger_rl.integrations.trl.forward import WindowCall, set_window_call, uses_zero_3
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
@@ -39,8 +40,8 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
         return trl_batches.whole_step and not (trl_batches.has_own_calls(self) or self.aux_loss_enabled)
 
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        knows_rows = applies(self) and not (has_other_gradients(self) or trl_batches.uses_zero_3(self.model))
-        with trl_batches.set_idle_rows(_find_idle_rows(inputs) if knows_rows else None):
+        knows_rows = applies(self) and not (has_other_gradients(self) or uses_zero_3(self.model))
+        with set_window_call(WindowCall(_find_idle_rows(inputs) if knows_rows else None)):
             return loss.original(self, model, inputs)
 
     def _get_per_token_logps_and_entropies(

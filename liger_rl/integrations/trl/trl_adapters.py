@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_rl.integrations.patching import Patch, Version
 from liger_rl.integrations.trl import trl_batches
-from liger_rl.integrations.trl.trl_forward import wrap_forward
+from liger_rl.integrations.trl.forward import wrap_forward
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.lm_head import check_bypassed_modules
 

@@ -1,6 +1,6 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
-The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`trl_forward`); in
+The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`forward`); in
 GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' make_layer_patch of LoRA adapters on the lm_head
 (`trl_adapters`); and the loss of DistillationTrainer (`trl_distillation`).
 """

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import trl_batches
-from liger_rl.integrations.trl.trl_forward import log_once
+from liger_rl.integrations.trl.forward import WindowCall, get_window_call, log_once, set_window_call
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.model_body import ROUTER_LOSS
+from liger_rl.step.body import ROUTER_LOSS
 from liger_rl.step.reason import Reason
 
 COLUMNS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}  # of a call, with the value of padding
@@ -118,7 +118,7 @@ class Window:
         if batch.is_alone:
             batch.values.append(model(**inputs))
             return batch.values[number]
-        batch.call, batch.idle_rows = inputs, trl_batches.get_idle_rows()
+        batch.call, batch.idle_rows = inputs, get_window_call().idle_rows
         if number == 0:
             batch.tokens = inputs["attention_mask"].sum()
         if batch is self._leader:
@@ -131,7 +131,8 @@ class Window:
         calls = [batch.call for batch in waiting]
         self._in_forward = True
         try:
-            with trl_batches.set_idle_rows(_join_idle_rows([batch.idle_rows for batch in waiting], calls)):
+            idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
+            with set_window_call(WindowCall(idle_rows, len(waiting))):
                 output = model(**_join_calls(calls))
         finally:
             self._in_forward = False

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,31 +24,23 @@ from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.metrics import Metric, reduce_metrics
-from liger_rl.step.live_rows import (
-    BatchPlan,
-    Idle,
-    LayoutOptions,
-    MicroBatch,
-    index_outputs,
-    make_inputs,
-    plan_batch,
-    wants_packing,
-)  # fmt: skip
-from liger_rl.step.model_body import (
+from liger_rl.step.body import (
     ROUTER_LOSS,
     TOKEN_INPUTS,
     Body,
     fused_forward,
     get_swapped_model,
     is_plain,
-    no_graph,
     read_body,
     read_model_inputs,
     router_loss,
 )  # fmt: skip
+from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_packing
 from liger_rl.step.ranks import agree_on_counts, find_ddp, find_rank_groups, first_device
 from liger_rl.step.reason import Reason
-from liger_rl.step.trials import apply_trial, needs_trial
+from liger_rl.step.run import Output, Outputs, run
+from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
+from liger_rl.step.trial import apply_trial, needs_trial
 
 __all__ = [
     "PolicyStep", "PolicySteps", "completion_logps", "loss_step", "loss_steps", "policy_step", "policy_steps",
@@ -155,14 +147,6 @@ policy_steps = loss_steps
 """Another name of `loss_steps`."""
 
 
-class _Output(NamedTuple):
-    """The outputs of a micro-batch, flat, in the order of its cells."""
-
-    logps: Tensor
-    values: dict[str, Tensor]  # the head's other results by name
-    aux_loss: Tensor | None
-
-
 class PolicySteps(Iterator[PolicyStep]):
     """The micro-batches of one batch. Each runs when it is taken. `len` is their number. See `policy_steps`.
 
@@ -190,14 +174,14 @@ class PolicySteps(Iterator[PolicyStep]):
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
             _check_loss(loss, swapped)
-            self._inputs = inputs = read_model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
+            inputs = read_model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
             ids, mask = _read_tokens(batch)
             if inputs.get("support") is not None:
                 check_type("support", inputs["support"], Support, "a Support or None")
             aligned = None if logps_alone else _align_batch(batch, loss, ids, mask)
             if aligned is not None and loss.terms.nll_weight:  # the NLL term may have tokens of its own
                 mask = aligned.mask.view(ids.shape) != 0
-            self._ids, self._mask = ids, mask
+            self._batch = TokenBatch(ids, mask, inputs)
             has_segments = batch.get("segments") is not None
             obstacle = Reason("its segments are one packed row") if has_segments else None
             body = read_body(model, swapped, inputs, ids, obstacle)
@@ -212,23 +196,25 @@ class PolicySteps(Iterator[PolicyStep]):
         if is_tried and body.no_tree is None:
             body = self._apply_trial(body, "trees", again=False)
         with agree_on_counts(groups, device) as counts:
-            plan = self._plan_batch(body, aligned, row_options)
-            counts[:] = len(plan.live), len(plan.idle), plan.has_trees and not is_tried
+            weights = aligned.advantages if aligned is not None and loss.terms.idle_without_advantages else None
+            sequences = read_sequences(self._batch, body, trim=row_options.trim, weights=weights)
+            layout = self._lay_out(sequences, body, aligned, row_options)
+            counts[:] = len(layout.live), len(layout.idle), layout.has_trees and not is_tried
         if counts[2]:
             body = self._apply_trial(body, "trees", again=bool(groups))
             with agree_on_counts(groups, device) as counts:
-                plan = self._plan_batch(body, aligned, row_options)
-                counts[:2] = len(plan.live), len(plan.idle)
-        self.layout = plan.describe()
-        # `_forwards` run without a graph, before the first step.
-        self._steps, self._forwards = counts[:2]
-        if aligned is not None and plan.left_out:
+                layout = self._lay_out(sequences, body, aligned, row_options)
+                counts[:2] = len(layout.live), len(layout.idle)
+        self.layout = layout.describe()
+        # `_idle_runs` forwards run without a graph, in the first step.
+        self._steps, self._idle_runs = counts[:2]
+        if aligned is not None and layout.left_out:
             # An earlier step may have given NaN for rows that do not run.
-            left_out = _mask_rows(plan.left_out, ids)
+            left_out = _mask_rows(layout.left_out, ids)
             logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
             filled = {name: column.masked_fill(left_out, 0.0) for name, column in logps.items() if column is not None}
             aligned = replace(aligned, **filled)
-        self._aligned, self._body, self._plan = aligned, body, plan
+        self._aligned, self._layout = aligned, layout
         self._steps_taken = 0
         self._total: PolicyStep | None = None
 
@@ -236,20 +222,16 @@ class PolicySteps(Iterator[PolicyStep]):
         return self._steps
 
     def __next__(self) -> PolicyStep:
-        """Runs the next micro-batch. Micro-batches without a graph run before the first."""
+        """Runs the next micro-batch. Idle micro-batches run with the first."""
         number = self._steps_taken
         if number == self._steps:
             raise StopIteration
-        idle, left_out = (self._plan.idle, self._plan.left_out) if number == 0 else ([], ())
-        with no_graph():
-            outputs = self._run_all(idle, self._forwards if number == 0 else 0)
         wrapper = find_ddp(self._model) if number < self._steps - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():
-            if number < len(self._plan.live):
-                micro = self._plan.live[number]
-                step = self._make_step([micro, *idle], [self._run(micro), *outputs], left_out)
-            else:
-                step = self._make_empty_step(self._run(self._plan.carrier))
+            idle_runs = self._idle_runs if number == 0 else 0
+            outputs = run(self._layout.take(number), self._batch, self._forward, idle_runs=idle_runs)
+            make_step = self._make_step if number < len(self._layout.live) else self._make_empty_step
+            step = make_step(number, outputs)
         self._steps_taken += 1
         # Detached: the graph would keep memory that a backward does not free.
         detached = step._replace(loss=step.loss.detach())
@@ -265,8 +247,8 @@ class PolicySteps(Iterator[PolicyStep]):
 
     def logps(self) -> Tensor:
         """(B, T) log-probabilities, without a loss."""
-        logps = [output.logps for output in self._run_all(self._plan.live, self._steps)]
-        return _gather_tokens(logps, index_outputs(self._plan.live, self._ids.shape, self._ids.device), self._mask)
+        idle = self._layout._replace(live=[], idle=self._layout.live)
+        return cast(Tensor, run(idle, self._batch, self._forward, idle_runs=self._steps).get("logps"))
 
     @cached_property
     def _prepared_loss(self) -> PreparedLoss:
@@ -274,97 +256,82 @@ class PolicySteps(Iterator[PolicyStep]):
         assert self._aligned is not None
         return self._loss.terms.prepare(self._aligned, torch.float32)
 
-    def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
-        """The outputs of `micros`. Runs the model `number` times, as other ranks do."""
-        outputs = [self._run(micros[n] if n < len(micros) else self._plan.carrier) for n in range(number)]
-        return outputs[: len(micros)]
-
-    def _run(self, micro: MicroBatch) -> _Output:
-        inputs = make_inputs(micro, self._ids, self._mask, self._inputs, self._body)
+    def _forward(self, inputs: dict[str, Any]) -> Output:
         output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
-        width = inputs["input_ids"].shape[1]
-        if (
-            output.aux_loss is not None
-            and not self._body.has_router_loss
-            and micro.cells is not None
-            and self._aligned is not None
-        ):
+        width, device = inputs["input_ids"].shape[1], self._batch.ids.device
+        names = ("entropy", "missing_target", *self._loss.terms.reads)
+        values = {name: value for name in names if (value := getattr(output, name)) is not None}
+        values["logps"] = output.per_token_logps
+        # Without the virtual tokens that prompt tuning puts before each row.
+        return Output({name: value[:, -width:].to(device) for name, value in values.items()}, output.aux_loss)
+
+    def _make_step(self, number: int, outputs: Outputs) -> PolicyStep:
+        """The step of the rows of a micro-batch. The idle ones of the first have metrics only."""
+        shape, device, rows = self._batch.ids.shape, self._batch.ids.device, self._layout.live[number].rows
+        prepared, index, aux_loss = self._prepared_loss, None, outputs.outputs[0].extra
+        if aux_loss is not None and not self._layout.body.has_router_loss and outputs.source is not None:
             raise ValueError(
                 f"{type(self._swapped).__name__} returns a router loss without output_router_logits in its config or "
                 'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
             )
-
-        def flat(values: Tensor) -> Tensor:
-            # Without the virtual tokens that prompt tuning puts before each row.
-            return values[:, -width:].to(self._ids.device).flatten(0, 1)
-
-        names = ("entropy", "missing_target", *self._loss.terms.reads)
-        values = {name: flat(value) for name in names if (value := getattr(output, name)) is not None}
-        return _Output(flat(output.per_token_logps), values, output.aux_loss)
-
-    def _make_step(self, micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]) -> PolicyStep:
-        """The step of the rows of the first micro-batch. The others are idle, and have metrics only."""
-        shape, device, rows = self._ids.shape, self._ids.device, micros[0].rows
-        source, prepared, mask, index = index_outputs(micros, shape, device), self._prepared_loss, self._mask, None
         if len(rows) < shape[0]:
-            assert source is not None
             index = torch.tensor(rows).to(device, non_blocking=True)
             positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
-            source, mask = source[index], mask[index]
-            prepared = prepared.take(positions, metrics=prepared.metrics)
-
-        def column(name: str) -> Any:
-            values = [output.values[name] for output in outputs if name in output.values]
-            return _gather_tokens(values, source, mask) if values else None
+            outputs, prepared = outputs.take(index), prepared.take(positions, metrics=prepared.metrics)
 
         def whole(values: Tensor) -> Tensor:
             """(B, T) without gradient"""
             values = values.detach()
             return values if index is None else values.new_zeros(shape).index_copy(0, index, values)
 
-        logps = _gather_tokens([output.logps for output in outputs], source, mask)
-        entropy, missing = column("entropy"), column("missing_target")
+        logps, entropy, missing = (outputs.get(name) for name in ("logps", "entropy", "missing_target"))
+        assert logps is not None
         loss_shape = prepared.batch.mask.shape  # (N,) with segments
-        others = {name: column(name) for name in self._loss.terms.reads}
+        others = {name: cast(Tensor, outputs.get(name)) for name in self._loss.terms.reads}
         total, metrics = evaluate(
             prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape),
             others={name: x.reshape(*loss_shape, *x.shape[2:]) for name, x in others.items()},
         )  # fmt: skip
         if missing is not None and self._loss.terms.metrics != "none":
-            metrics["missing_target"] = Metric(missing.sum().float(), count=mask.sum())
-        if outputs[0].aux_loss is not None:
-            total = total + router_loss(self._swapped, outputs[0].aux_loss).to(total.device)
+            metrics["missing_target"] = Metric(missing.sum().float(), count=outputs.mask.sum())
+        if aux_loss is not None:
+            total = total + router_loss(self._swapped, aux_loss).to(total.device)
         values = whole(logps)
-        if left_out:
-            values = values.masked_fill(_mask_rows(left_out, self._ids) & self._mask, math.nan)
+        if number == 0 and self._layout.left_out:
+            left_out = _mask_rows(self._layout.left_out, self._batch.ids)
+            values = values.masked_fill(left_out & self._batch.mask, math.nan)
         return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy), self.layout)
 
-    def _make_empty_step(self, output: _Output) -> PolicyStep:
+    def _make_empty_step(self, number: int, outputs: Outputs) -> PolicyStep:
         """A step whose loss is 0, with a graph through the whole model."""
-        zeros = self._ids.new_zeros(self._ids.shape, dtype=torch.float32)
-        loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
-        return PolicyStep(loss, {}, zeros, zeros if "entropy" in output.values else None, self.layout)
+        values = outputs.outputs[0].values
+        zeros = self._batch.ids.new_zeros(self._batch.ids.shape, dtype=torch.float32)
+        loss = values["logps"].masked_fill(torch.ones_like(values["logps"], dtype=torch.bool), 0.0).sum()
+        return PolicyStep(loss, {}, zeros, zeros if "entropy" in values else None, self.layout)
 
     def _apply_trial(self, body: Body, layout: str, *, again: bool) -> Body:
-        options = {name: value for name, value in self._inputs.items() if name not in TOKEN_INPUTS and is_plain(value)}
+        inputs = self._batch.inputs
+        options = {name: value for name, value in inputs.items() if name not in TOKEN_INPUTS and is_plain(value)}
 
-        def run(inputs: dict[str, Any]) -> Tensor:
+        def run_row(inputs: dict[str, Any]) -> Tensor:
             inputs = options | inputs
             return fused_forward(self._model, self._loss, inputs, others=False, temperature=1.0).per_token_logps
 
-        return apply_trial(run, self._swapped, body, self._ids.device, layout, again=again)
+        return apply_trial(run_row, self._swapped, body, self._batch.ids.device, layout, again=again)
 
-    def _plan_batch(self, body: Body, aligned: AlignedBatch | None, options: LayoutOptions) -> BatchPlan:
+    def _lay_out(
+        self, sequences: Sequences, body: Body, aligned: AlignedBatch | None, options: LayoutOptions
+    ) -> Layout:
         terms, one_micro_batch = self._loss.terms, None
         if body.has_router_loss:
             one_micro_batch = ROUTER_LOSS
         elif aligned is not None and terms.locality == "batch":
             one_micro_batch = Reason("the loss's sequences depend on each other")
         # A support adds the metric missing_target.
-        metrics_read = terms.metrics_read_all or (terms.metrics != "none" and self._inputs.get("support") is not None)
-        return plan_batch(
-            self._ids, self._mask, self._inputs, body, options,
-            advantages=aligned.advantages if aligned is not None and terms.idle_without_advantages else None,
+        has_support = self._batch.inputs.get("support") is not None
+        metrics_read = terms.metrics_read_all or (terms.metrics != "none" and has_support)
+        return lay_out(
+            sequences, body, options,
             runs_idle=aligned is None or metrics_read or options.idle == "forward",
             one_micro_batch=one_micro_batch,
             pairs=aligned is not None and aligned.pairs,
@@ -405,15 +372,6 @@ def _mask_rows(rows: tuple[int, ...], ids: Tensor) -> Tensor:
     mask = torch.zeros(ids.shape[0], 1, dtype=torch.bool)
     mask[list(rows)] = True
     return mask.to(ids.device, non_blocking=True)
-
-
-def _gather_tokens(values: list[Tensor], source: Tensor | None, mask: Tensor) -> Tensor:
-    """Flat outputs -> (B, T), by the index of `index_outputs`; 0 where `mask` is False."""
-    if source is None:
-        return values[0].unflatten(0, mask.shape)
-    # A place of a tree may be a completion token of one sequence and a prompt token of another.
-    gathered = torch.cat([*values, torch.zeros_like(values[0][:1])])[source]
-    return gathered.masked_fill(~mask.view(*mask.shape, *[1] * (gathered.dim() - 2)), 0)
 
 
 def _align_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:

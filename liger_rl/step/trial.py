@@ -9,11 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from liger_rl.step.live_rows import MicroBatch, make_inputs
-from liger_rl.step.model_body import Body, no_graph
+from liger_rl.step.attention import DENSE_ATTENTION, make_masks
+from liger_rl.step.body import Body, no_graph
+from liger_rl.step.layout import MicroBatch
 from liger_rl.step.prefix_tree import build_prefix_tree, sort_sequences
 from liger_rl.step.reason import Reason
-from liger_rl.step.tree_attention import DENSE_ATTENTION, make_masks
+from liger_rl.step.run import make_inputs
+from liger_rl.step.sequences import TokenBatch
 
 TRIAL_TOKENS = 16  # of each packed sequence
 TREE_TOKENS = (20, 8)  # shared by two sequences, and of each alone
@@ -92,7 +94,9 @@ def _try_packing(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
     counted = torch.arange(length, device=device).expand(2, length) != 0
     micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
     last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
-    packed, packed_changed = (run(make_inputs(micro, x, counted, {}, body))[:, length:] for x in (ids, changed))
+    packed, packed_changed = (
+        run(make_inputs(micro, TokenBatch(x, counted, {}), body))[:, length:] for x in (ids, changed)
+    )
     alone = run({"input_ids": ids[1:], "counted": counted[1:]})
     joined, joined_changed = (
         run({"input_ids": x.view(1, -1), "counted": counted.reshape(1, -1)})[:, length:] for x in (ids, changed)

@@ -25,7 +25,7 @@ from liger_rl.models.swap import (
     swap_lm_head,
 )
 from liger_rl.models.swap import router_loss as router_loss
-from liger_rl.step import tree_attention
+from liger_rl.step.attention import find_attention_obstacle
 from liger_rl.step.reason import Reason
 
 # Attention that takes the ends of packed sequences.
@@ -189,7 +189,7 @@ def _find_tree_obstacle(
         return ROUTER_LOSS
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
         return Reason("a compiled model would be compiled again", "leave torch.compile out")
-    return tree_attention.find_obstacle(swapped, config, ids.device)
+    return find_attention_obstacle(swapped, config, ids.device)
 
 
 def has_activated_lora(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from devices import NEEDS_GPU
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, gradients, transformers
 from liger_rl import PRESETS, FusedLinearGRPOLoss, Support, TopEntropyMask
 from liger_rl.models.swap import is_swapped, swap_lm_head
-from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps
+from liger_rl.step.loss_step import completion_logps, policy_step, policy_steps
 from step_calls import (
     BATCH,
     IDLE,

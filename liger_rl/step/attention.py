@@ -25,7 +25,7 @@ SDPA = 'attn_implementation="sdpa"'
 DENSE_ATTENTION = ("sdpa", "eager")  # kinds of attention that take a dense mask
 
 
-def find_obstacle(model: nn.Module, config: Any, device: torch.device) -> Reason | None:
+def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device) -> Reason | None:
     """Why rows of this model cannot be trees; None if its attention allows them. `config`: the text model's."""
     name, kind = type(model).__name__, config._attn_implementation
     if not {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters):

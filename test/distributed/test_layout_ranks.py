@@ -17,7 +17,7 @@ from test_models import VOCAB, shard, tiny_llama  # noqa: E402
 import oracles  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Support, TokenLoss  # noqa: E402
 from liger_rl.models.swap import swap_lm_head  # noqa: E402
-from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
+from liger_rl.step.loss_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from ranks import message_of  # noqa: E402
 
 TIME = 12
@@ -243,11 +243,11 @@ def trl_steps(rank, wrapper, whole_step, long):
     """-> gradients after two steps, and the shapes of the first layer's runs."""
     from trl.trainer import utils
 
-    from liger_rl.integrations.trl import patched_trl, trl_batches
+    from liger_rl.integrations.trl import forward, patched_trl
 
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4} if long else None
     model, runs = tiny_llama(max_position_embeddings=64, rope_parameters=rope), []
-    with patched_trl(whole_step=whole_step), pytest.MonkeyPatch.context() as patch:
+    with patched_trl(whole_step=whole_step):
         utils.add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
         model.model.layers[0].register_forward_pre_hook(lambda _, args: runs.append(tuple(args[0].shape[:2])))
         if wrapper == "ddp":
@@ -260,8 +260,8 @@ def trl_steps(rank, wrapper, whole_step, long):
             wrapped = shard(model, rank.mesh(), wrapper)
         for step in range(2):
             inputs, weights = trl_batch(rank, step, long=long)
-            patch.setattr(trl_batches, "get_idle_rows", lambda weights=weights: weights == 0)
-            logps = wrapped(**inputs, fused_lm_head=True).log_probs
+            with forward.set_window_call(forward.WindowCall(weights == 0)):
+                logps = wrapped(**inputs, fused_lm_head=True).log_probs
             (logps.exp() * weights[:, None]).sum().backward()
         return gradients(model), runs
 

@@ -1,0 +1,192 @@
+"""TRL's fused forward on live tokens only: no padding, no prefix twice, no graph of sequences without a gradient.
+
+TRL's trainers call `model(input_ids, attention_mask, labels, fused_lm_head=True)` for the policy, the old policy and
+the reference, and read values (B, T - 1) of the tokens with a label. `wrap_forward` wraps that forward in the three
+functions of a step: `read_sequences`, `lay_out` and `run`, whose forward is TRL's own. Values are 0 where there is no
+label.
+
+A batch or a model that does not allow it runs as it is. The log "liger_rl" says why, at the level INFO.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.models.local_tensors import is_dtensor
+from liger_rl.models.swap import IGNORE_INDEX
+from liger_rl.step.body import ACTIVATED_LORA, ROUTER_LOSS, Body, has_activated_lora, read_body
+from liger_rl.step.layout import Layout, LayoutOptions, lay_out
+from liger_rl.step.ranks import agree_on_counts, find_rank_groups
+from liger_rl.step.reason import Reason
+from liger_rl.step.run import Output, run
+from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
+from liger_rl.step.trial import apply_trial, needs_trial
+
+# Outputs with a value for each token.
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+LAYOUT_OPTIONS = LayoutOptions(packing=False)
+
+logger = logging.getLogger("liger_rl")
+# The texts that were logged for each model, without their numbers.
+_logged_texts: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class WindowCall:
+    """What is known of a call of the model."""
+
+    # (B,) bool, the sequences whose log-probabilities and entropies have no gradient; None if each may have one. Their
+    # values are still read, by metrics, the entropy quantile and ratios.
+    idle_rows: Tensor | None = None
+    micro_batches: int = 1  # number of micro-batches whose sequences are in the call; equal on all ranks
+
+
+_NO_WINDOW = WindowCall()
+_window_call: ContextVar[WindowCall] = ContextVar("liger_rl_trl_window_call", default=_NO_WINDOW)
+get_window_call = _window_call.get
+
+
+@contextmanager
+def set_window_call(call: WindowCall) -> Iterator[None]:
+    """`get_window_call()` is `call` in this context."""
+    token = _window_call.set(call)
+    try:
+        yield
+    finally:
+        _window_call.reset(token)
+
+
+def uses_zero_3(model: Any) -> bool:
+    """Whether ZeRO-3 shards the parameters. It records the order in which a forward uses them."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Callable:
+    """TRL's fused forward, on live tokens only while `is_enabled()`."""
+
+    @functools.wraps(fused_forward)  # `generate` reads the signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        # A compiled forward would be compiled again for each layout.
+        if not (fused_lm_head and is_enabled()) or torch.compiler.is_compiling():
+            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        original = functools.partial(fused_forward, self, fused_lm_head=True)
+        reason = _find_unreadable(self, args, kwargs)
+        if reason is None:
+            return _run_live_tokens(original, self, **kwargs)
+        log_once(self, f"the batch as it is: {reason}")
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def log_once(model: Any, text: str) -> None:
+    """Log a text once for each model; texts that differ in their numbers are one."""
+    texts, key = _logged_texts.setdefault(model, set()), re.sub(r"[\d,]+", "", text)
+    if key not in texts:
+        texts.add(key)
+        logger.info("%s: %s", type(model).__name__, text)
+
+
+def _find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
+    """Why the arguments of a call cannot be read as a batch of text."""
+    ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
+    if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
+        return Reason("the call has no input_ids or no labels by name")
+    if ids.dim() != 2 or ids.shape != labels.shape:
+        return Reason("input_ids and labels are not both (B, T)")
+    if has_activated_lora(model):
+        return ACTIVATED_LORA
+    return Reason("the model is sharded by ZeRO-3") if uses_zero_3(model) else None
+
+
+def _run_live_tokens(
+    fused_forward: Callable,
+    model: Any,
+    *,
+    input_ids: Tensor,  # (B, T)
+    labels: Tensor,  # (B, T)
+    num_items_in_batch: Any = None,
+    **inputs: Any,
+) -> Any:
+    """TRL's output of the batch."""
+    counted = labels[:, 1:] != IGNORE_INDEX
+    batch = TokenBatch(input_ids, nn.functional.pad(counted, (1, 0)), inputs)
+    layout = _lay_out(fused_forward, model, batch, labels)
+    log_once(model, layout.describe())
+    if layout.live[0].cells is None:  # the batch as it is, whose labels may not be its ids
+        return fused_forward(input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **inputs)
+
+    def run_rows(row_inputs: dict[str, Any]) -> Output:
+        chosen = torch.where(row_inputs.pop("counted"), row_inputs["input_ids"], IGNORE_INDEX)
+        output = fused_forward(labels=chosen, **row_inputs)
+        values = {name: value for name in PER_TOKEN if (value := getattr(output, name)) is not None}
+        # The first token of a row has no prediction.
+        return Output({name: nn.functional.pad(value, (1, 0)) for name, value in values.items()}, type(output))
+
+    outputs = run(layout, batch, run_rows).take((slice(None), slice(1, None)))
+    values = {name: outputs.get(name) for name in PER_TOKEN}
+    log_probs = values["log_probs"]
+    assert log_probs is not None
+    counted = counted.to(log_probs.device)
+    items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return outputs.outputs[0].extra(loss=-log_probs.sum() / items, **values, label_mask=counted)
+
+
+def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Tensor) -> Layout:
+    """The layout of a call. A trial of trees runs before it if it has trees, and before all else in a sharded model."""
+    obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
+    body = read_body(model, model, batch.inputs, batch.ids, obstacle)
+    is_sharded, device, call = _is_sharded(model), batch.ids.device, get_window_call()
+    needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
+    # Every rank of a sharded model must run its layers equally often.
+    if body.no_tree is None and (is_sharded or not needs_tree_trial):
+        body, needs_tree_trial = _apply_trial(fused_forward, model, device, body), False
+    if body.obstacle is None and body.has_router_loss:
+        body = replace(body, obstacle=ROUTER_LOSS)
+    weights, idle = None, call.idle_rows
+    if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:
+        weights = (~idle).to(device)[:, None]
+    sequences = read_sequences(batch, body, weights=weights, labels=labels)
+    if is_sharded:
+        return _lay_out_equally(model, device, sequences, body, call.micro_batches)
+    layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=call.micro_batches)
+    if layout.has_trees and needs_tree_trial:
+        body = _apply_trial(fused_forward, model, device, body)
+        layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=call.micro_batches)
+    return layout
+
+
+def _lay_out_equally(model: Any, device: torch.device, sequences: Sequences, body: Body, micro_batches: int) -> Layout:
+    """The layout of a rank of a sharded model: one micro-batch, or on each rank as many as there are in the call."""
+    groups = find_rank_groups(model, None) if micro_batches > 1 else []
+    if groups:
+        with agree_on_counts(groups, device) as counts:
+            layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=micro_batches)
+            counts[0] = len(layout.live) != micro_batches
+        if not counts[0]:
+            return layout
+    return lay_out(sequences, body, LAYOUT_OPTIONS)
+
+
+def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body) -> Body:
+    def run_row(inputs: dict[str, Any]) -> Tensor:
+        labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
+        return nn.functional.pad(fused_forward(labels=labels, **inputs).log_probs, (1, 0))
+
+    return apply_trial(run_row, model, body, device, "trees", again=False)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2, FSDP1 or tensor parallelism shards the parameters."""
+    return any(is_dtensor(parameter) for parameter in model.parameters()) or any(
+        "FullyShardedDataParallel" in type(module).__name__ for module in model.modules()
+    )

@@ -1,0 +1,361 @@
+"""The rows and micro-batches in which a model runs the sequences of a batch.
+
+`lay_out` is pure: it reads no device and no model, and gives the same layout on every rank for the same sequences.
+Sequences that begin with the same tokens become a tree in one row (`prefix_tree`) if that saves a tenth of the tokens.
+Otherwise they are packed into one row, or padded. Micro-batches have sequences with a common prefix, or of similar
+length.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.checks import check_count
+from liger_rl.losses.options import Options
+from liger_rl.step.body import Body
+from liger_rl.step.prefix_tree import LEAST_SHARED, PrefixTree, SortedSequences, build_prefix_tree, sort_sequences
+from liger_rl.step.reason import Reason
+from liger_rl.step.sequences import Sequences, SequenceSpan
+
+Idle = Literal["skip", "forward", "backward"]
+MAX_TREE_SHARE = 0.9  # trees run if they have at most this share of the tokens of packed or padded rows
+# Trees of fewer tokens, and rows of more, run only with share_prefixes=True: a small step on a GPU takes as long as its
+# launches, and a dense mask has all pairs of tokens.
+MIN_TREE_TOKENS, MAX_DENSE_TOKENS = {"cuda": 1024}, {"cpu": 2048}
+NO_TRIM = Reason("trim=False keeps rows as they are", "leave trim out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions(Options):
+    """The keywords of `policy_steps` that choose rows and micro-batches."""
+
+    max_tokens: int | None = None
+    trim: Annotated[bool, bool] = True
+    packing: Annotated[bool | None, bool] = None
+    share_prefixes: Annotated[bool | None, bool] = None
+    idle: Annotated[Idle, get_args(Idle)] = "skip"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens, least=1)
+
+
+class MicroBatch(NamedTuple):
+    """Sequences that run together."""
+
+    # (b, w), or (1, n) packed, int64 in CPU memory: flat indices into the (B, T) batch, -1 for padding.
+    cells: Tensor | None  # None: the batch as it is
+    lengths: tuple[int, ...]  # number of tokens of each sequence, in order
+    packed: bool = False  # all sequences are in one row
+    keeps_mask: bool = True  # the attention mask must be passed on
+    rows: tuple[int, ...] = ()  # the rows of the batch whose loss this micro-batch computes
+    tree: "TreeRow | None" = None  # if the one row of `cells` is a tree
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the model runs, padding included."""
+        return sum(self.lengths) if self.cells is None else self.cells.numel()
+
+
+class TreeRow(NamedTuple):
+    """A micro-batch's tree, in CPU memory. Tokens of several sequences may share a place."""
+
+    tree: PrefixTree
+    positions: Tensor  # (n,) int64, position_ids
+    cells: Tensor  # (m,) int64: flat indices into the (B, T) batch, of all sequences' tokens
+    places: Tensor  # (m,) int64: the place in the row at which each of these tokens is predicted
+
+
+class Layout(NamedTuple):
+    """The micro-batches of a batch."""
+
+    live: list[MicroBatch]  # with a backward; their losses add up to the loss of the batch
+    idle: list[MicroBatch]  # without a backward; the loss of the first live one includes their rows
+    left_out: tuple[int, ...]  # rows with completion tokens that do not run
+    # The shortest live sequence. A rank with fewer micro-batches runs it again with weight zero, so that all ranks make
+    # the same number of collective calls.
+    carrier: MicroBatch
+    text: str  # how the tokens are laid out
+    reason: Reason | None  # why the batch stays as it is, or why no prefix is shared
+    body: Body
+
+    def describe(self) -> str:
+        return self.text if self.reason is None else f"{self.text}: {self.reason}"
+
+    @property
+    def has_trees(self) -> bool:
+        return any(micro.tree is not None for micro in (*self.live, *self.idle))
+
+    def take(self, number: int) -> "Layout":
+        """The layout of one optimizer micro-batch. The first has the idle ones, and one behind the last the carrier."""
+        live = self.live[number] if number < len(self.live) else self.carrier
+        return self._replace(live=[live], idle=self.idle if number == 0 else [])
+
+
+def lay_out(
+    sequences: Sequences,
+    body: Body,
+    options: LayoutOptions,
+    *,
+    runs_idle: bool = True,  # rows without a gradient run too, without a graph
+    one_micro_batch: Reason | None = None,  # why all sequences must be in one micro-batch; None if they need not
+    pairs: bool = False,  # rows r and B / 2 + r run together, and both if one has a gradient
+    padded_groups: int = 1,  # number of micro-batches of padded rows, if there are as many rows; not with pairs
+) -> Layout:
+    """The micro-batches of a batch. ValueError for options that the model or the batch does not allow.
+
+    With `padded_groups` the rows of each micro-batch have similar lengths, and no other split of the rows into as many
+    groups has fewer tokens, padding included.
+    """
+    assert padded_groups == 1 or not pairs
+    obstacle = body.obstacle or (None if options.trim else NO_TRIM)
+    for name, reason in (("packing", body.no_packing), ("share_prefixes", body.no_tree)):
+        if getattr(options, name) and (obstacle or reason):
+            raise ValueError(f"{name} must not be True here: {obstacle or reason}")
+    (batch, width), budget = sequences.ids.shape, options.max_tokens
+    if sequences.obstacle is not None:
+        if budget is not None and budget < batch * width:
+            raise ValueError(
+                f"max_tokens must be None or at least B T = {batch * width} for a batch that stays as it is, got "
+                f"{budget}: {sequences.obstacle}"
+            )
+        whole = MicroBatch(None, (width,) * batch, rows=tuple(range(batch)))
+        return Layout([whole], [], (), whole, "the batch as it is", sequences.obstacle, body)
+    half = batch // 2 if pairs else batch
+    spans = sequences.spans
+    if pairs:
+        spans = [s._replace(has_gradient=s.has_gradient or spans[r - half].has_gradient) for r, s in enumerate(spans)]
+        sequences = sequences._replace(spans=spans)
+    every_row = body.has_router_loss or options.idle == "backward"
+    live = [r for r, span in enumerate(spans) if span.has_gradient or every_row]
+    no_gradient = [r for r, span in enumerate(spans) if span.has_targets and not (span.has_gradient or every_row)]
+    if not live:  # a loss needs a graph to call backward on
+        shortest = min(no_gradient or range(batch), key=lambda r: spans[r].length)
+        live = sorted({shortest, (shortest + half) % batch})
+        no_gradient = [r for r in no_gradient if r not in live]
+    idle, left_out = (no_gradient, []) if runs_idle else ([], no_gradient)
+    selected = sorted([*live, *idle])
+    longest = max(selected, key=lambda r: spans[r].length)
+    if budget is not None and budget < spans[longest].length:
+        raise ValueError(
+            f"max_tokens must be at least {spans[longest].length}, the longest sequence (row {longest} of input_ids, "
+            f"without its padding), got {budget}"
+        )
+    rows = _Rows(sequences, body, half, _can_pack(sequences, selected, body, options), padded_groups)
+    planner: _Rows | _Trees = rows
+    groups = [planner.make_groups(selection, budget) for selection in (live, idle)]
+    count = _sum_tokens(groups)
+    text = f"{count:,} tokens in {'packed' if rows.packed else 'padded'} rows; no prefix is shared"
+    reason = _find_tree_obstacle(sequences, selected, body, options)
+    if reason is None:
+        trees = _Trees(sequences, body, half)
+        tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
+        tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
+        # With a dense mask, padding is no worse than the other sequences of a row.
+        other_count = count if sequences.device == "cuda" else sum(spans[r].length for r in selected)
+        pays = MIN_TREE_TOKENS.get(sequences.device, 0) <= tree_count <= MAX_TREE_SHARE * other_count
+        if options.share_prefixes or (pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most)):
+            planner, groups = trees, tree_groups
+            text = f"{tree_count:,} tokens in trees of shared prefixes, of {count:,}"
+        else:
+            reason = Reason(f"trees would have {tree_count:,} tokens, up to {most:,} in a row")
+    live_micros, idle_micros = ([planner.make_micro_batch(group) for _, group in part] for part in groups)
+    if len(live_micros) > 1 and one_micro_batch is not None:
+        raise ValueError(
+            f"max_tokens must be None or at least {_sum_tokens([planner.make_groups(live, None)])} here, got {budget}: "
+            f"{one_micro_batch}"
+        )
+    without_backward = set(range(batch)) - set(live)
+    live_micros[0] = live_micros[0]._replace(rows=tuple(sorted(without_backward.union(live_micros[0].rows))))
+    carrier = rows.make_micro_batch([min(live, key=lambda r: spans[r].length)])
+    return Layout(live_micros, idle_micros, tuple(left_out), carrier, text, reason, body)
+
+
+def _sum_tokens(groups: list[list[tuple[int, list[int]]]]) -> int:
+    return sum(tokens for part in groups for tokens, _ in part)
+
+
+# --- packed and padded rows -------------------------------------------------------------------------------------------
+
+
+def wants_packing(body: Body, options: LayoutOptions) -> bool:
+    packing = body.packs_by_default if options.packing is None else options.packing
+    return packing and options.trim and body.obstacle is None and body.no_packing is None
+
+
+def _can_pack(sequences: Sequences, selected: list[int], body: Body, options: LayoutOptions) -> bool:
+    if not wants_packing(body, options):
+        return False
+    for r in selected:
+        span = sequences.spans[r]
+        if not (span.is_attended and span.is_consecutive and (span.first_position == 0 or body.rotary)):
+            if not options.packing:
+                return False
+            raise ValueError(
+                f"packing must not be True here: row {r} of input_ids is no run of tokens that are attended to, at "
+                "positions 0, 1, 2, ..."
+            )
+    return True
+
+
+class _Rows(NamedTuple):
+    """Sequences in padded rows, or packed into one row."""
+
+    sequences: Sequences
+    body: Body
+    half: int  # rows r and r + half stay together
+    packed: bool
+    padded_groups: int
+
+    def make_groups(self, selected: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
+        """(number of tokens, rows) of each micro-batch, rows in the batch's order. The longest rows come first."""
+        groups: list[list[int]] = []
+        for part in self._split_by_length(selected):
+            first = len(groups)
+            units = sorted(_group_pairs(part, self.half), key=lambda unit: -max(self._lengths(unit)))
+            for unit in units:
+                # Without packing, a short row would be padded to the length of a long one.
+                for group in groups[first if self.packed else max(first, len(groups) - 1) :]:
+                    if budget is None or self._count_tokens([*group, *unit]) <= budget:
+                        group += unit
+                        break
+                else:
+                    groups.append(unit)
+        return [(self._count_tokens(group), sorted(group)) for group in groups]
+
+    def make_micro_batch(self, group: list[int]) -> MicroBatch:
+        batch, width = self.sequences.ids.shape
+        spans, lengths = [self.sequences.spans[r] for r in group], tuple(self._lengths(group))
+        if not self.packed and len(group) == batch and min(lengths) == width:
+            return MicroBatch(None, lengths, rows=tuple(group))
+        starts = torch.tensor([r * width + span.start for r, span in zip(group, spans, strict=True)])
+        sizes = torch.tensor(lengths)
+        if self.packed:
+            offsets = torch.arange(sum(lengths)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+            cells = (torch.repeat_interleave(starts, sizes) + offsets)[None]
+            return MicroBatch(cells, lengths, packed=True, rows=tuple(group))
+        column = torch.arange(max(lengths))
+        cells = torch.where(column < sizes[:, None], starts[:, None] + column, -1)
+        plain = (
+            self.body.drops_left_padding
+            and self.body.causal
+            and not self.body.has_router_loss
+            and all(span.is_attended and span.is_consecutive for span in spans)
+        )
+        return MicroBatch(cells, lengths, keeps_mask=not plain, rows=tuple(group))
+
+    def _lengths(self, group: list[int]) -> list[int]:
+        return [self.sequences.spans[r].length for r in group]
+
+    def _count_tokens(self, group: list[int]) -> int:
+        lengths = self._lengths(group)
+        return sum(lengths) if self.packed else max(lengths) * len(lengths)
+
+    def _split_by_length(self, selected: list[int]) -> list[list[int]]:
+        """Rows in `padded_groups` groups, or one for each row, with the fewest padded tokens; packed rows in one."""
+        number = 1 if self.packed else min(self.padded_groups, len(selected))
+        if number <= 1:
+            return [selected] if selected else []
+        ordered = sorted(selected, key=lambda r: -self.sequences.spans[r].length)
+        # The best groups are runs of rows in the order of their lengths. costs[i, j]: tokens of the rows i <= r < j.
+        place = torch.arange(len(ordered) + 1)
+        longest = torch.tensor([*self._lengths(ordered), 0], dtype=torch.float64)[:, None]
+        costs = ((place - place[:, None]) * longest).masked_fill(place <= place[:, None], torch.inf)
+        least, cuts = costs[0], []
+        for _ in range(number - 1):
+            least, cut = (least[:, None] + costs).min(0)
+            cuts.append(cut.tolist())
+        stops = [len(ordered)]
+        for cut in reversed(cuts):
+            stops.append(cut[stops[-1]])
+        return [ordered[start:stop] for start, stop in zip([0, *stops[:0:-1]], stops[::-1], strict=True)]
+
+
+def _group_pairs(sequences: list[int], half: int) -> list[list[int]]:
+    """Rows that must run together, r and r + half, in order."""
+    units: dict[int, list[int]] = {}
+    for row in sorted(sequences):
+        units.setdefault(row % max(half, 1), []).append(row)
+    return list(units.values())
+
+
+# --- trees of shared prefixes -----------------------------------------------------------------------------------------
+
+
+def _find_tree_obstacle(sequences: Sequences, selected: list[int], body: Body, options: LayoutOptions) -> Reason | None:
+    """Why the selected rows cannot be trees; ValueError with share_prefixes=True."""
+    if not options.trim:
+        return NO_TRIM
+    if body.no_tree is not None:
+        return body.no_tree
+    if options.share_prefixes is False:
+        return Reason("share_prefixes=False", "leave share_prefixes out")
+    for r in selected:
+        if not (sequences.spans[r].is_attended and sequences.spans[r].is_consecutive):
+            reason = f"row {r} of input_ids is no run of tokens that are attended to, at consecutive positions"
+            if options.share_prefixes:
+                raise ValueError(f"share_prefixes must not be True here: {reason}")
+            return Reason(reason)
+    return None
+
+
+class _Trees(NamedTuple):
+    """Sequences in trees, each in one row."""
+
+    sequences: Sequences
+    body: Body
+    half: int  # rows r and r + half stay together
+
+    def make_groups(self, selected: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
+        """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
+        if budget is not None and self.half < max(selected, default=0):
+            # A pair has one prompt. Pairs fill the micro-batches in order.
+            pair_groups: list[tuple[int, list[int]]] = []
+            for pair in _group_pairs(selected, self.half):
+                size = sum(tokens for tokens, _ in self.make_groups(pair, None))
+                if pair_groups and pair_groups[-1][0] + size <= budget:
+                    pair_groups[-1] = (pair_groups[-1][0] + size, sorted([*pair_groups[-1][1], *pair]))
+                else:
+                    pair_groups.append((size, pair))
+            return pair_groups
+        ordered = self._sort(selected)
+        sizes = ordered.sizes([self.sequences.spans[r].length for r in selected])
+        clusters: list[tuple[int, list[int]]] = []
+        for number, shared, size in zip(ordered.order, ordered.shared, sizes, strict=True):
+            row = selected[number]
+            tokens, cluster = clusters[-1] if clusters else (0, [])
+            if shared <= LEAST_SHARED or (budget is not None and tokens + size > budget):
+                clusters.append((self.sequences.spans[row].length, [row]))
+            else:
+                clusters[-1] = (tokens + size, [*cluster, row])
+        groups: list[tuple[int, list[int]]] = []
+        for tokens, cluster in sorted(clusters, key=lambda pair: -pair[0]):
+            for place, (filled, group) in enumerate(groups):
+                if budget is None or filled + tokens <= budget:
+                    groups[place] = (filled + tokens, sorted([*group, *cluster]))
+                    break
+            else:
+                groups.append((tokens, sorted(cluster)))
+        return groups
+
+    def make_micro_batch(self, group: list[int]) -> MicroBatch:
+        width, spans = self.sequences.ids.shape[1], [self.sequences.spans[r] for r in group]
+        lengths = tuple(span.length for span in spans)
+        tree = build_prefix_tree(lengths, self._sort(group))
+        starts = torch.tensor([r * width + span.start for r, span in zip(group, spans, strict=True)])
+        first = torch.tensor([self._first_position(span) for span in spans])
+        cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
+        row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
+        cells = (starts[tree.sequences] + tree.offsets)[None]
+        return MicroBatch(cells, lengths, packed=True, rows=tuple(group), tree=row)
+
+    def _sort(self, selected: list[int]) -> SortedSequences:
+        spans = [self.sequences.spans[r] for r in selected]
+        tokens = [self.sequences.ids[r, span.start : span.stop] for r, span in zip(selected, spans, strict=True)]
+        return sort_sequences(tokens, [self._first_position(span) for span in spans])
+
+    def _first_position(self, span: SequenceSpan) -> int:
+        return 0 if self.body.rotary or self.body.counts_attended else span.first_position

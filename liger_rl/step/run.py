@@ -1,0 +1,156 @@
+"""Runs the micro-batches of a layout, and brings their outputs back to the tokens of the batch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.step import attention
+from liger_rl.step.body import Body, no_graph
+from liger_rl.step.layout import Layout, MicroBatch, TreeRow
+from liger_rl.step.sequences import TokenBatch
+
+
+class Output(NamedTuple):
+    """The outputs of a model for rows (b, n) of tokens."""
+
+    values: dict[str, Tensor]  # by name, (b, n, ...): of the log-probability, entropy, ... of each token of the rows
+    extra: Any = None  # what the caller reads of the first output, such as a router loss
+
+
+Forward = Callable[[dict[str, Any]], Output]  # of the inputs that `make_inputs` makes
+
+
+class Outputs(NamedTuple):
+    """The outputs of some micro-batches. Values are flat, in the order of the micro-batches' cells."""
+
+    outputs: list[Output]  # live ones first
+    source: Tensor | None  # (B, T) index into the concatenated values; None: the batch ran as it is
+    mask: Tensor  # (B, T) bool, completion tokens
+
+    def get(self, name: str) -> Tensor | None:
+        """(B, T, ...) values at the batch's tokens, 0 where the mask is not set or the token did not run."""
+        values = [output.values[name] for output in self.outputs if name in output.values]
+        if not values:
+            return None
+        if self.source is None:
+            return values[0].unflatten(0, self.mask.shape)
+        device = values[0].device
+        # A place of a tree may be a completion token of one sequence and a prompt token of another.
+        gathered = torch.cat([*values, torch.zeros_like(values[0][:1])])[self.source.to(device)]
+        return gathered.masked_fill(~self.mask.to(device).view(*self.mask.shape, *[1] * (gathered.dim() - 2)), 0)
+
+    def take(self, index: Any) -> "Outputs":
+        """The outputs of a part of the batch, by an index of a (B, T) tensor."""
+        assert self.source is not None
+        return self._replace(source=self.source[index], mask=self.mask[index])
+
+
+def run(layout: Layout, batch: TokenBatch, forward: Forward, *, idle_runs: int | None = None) -> Outputs:
+    """The outputs of a layout: idle micro-batches without a graph, then live ones with the caller's gradient mode.
+
+    `idle_runs`: number of forwards without a graph, so that every rank makes as many; the carrier runs in those that
+    this rank does not need. None runs the idle micro-batches alone.
+    """
+    idle, spare = layout.idle, (idle_runs or 0) - len(layout.idle)
+    with no_graph():
+        idle_outputs = [_run(forward, micro, batch, layout.body) for micro in (*idle, *[layout.carrier] * spare)]
+    outputs = [*_run_live(layout, batch, forward), *idle_outputs[: len(idle)]]
+    source = _index_outputs([*layout.live, *idle], batch.ids.shape)
+    if source is not None:
+        source = source.to(batch.ids.device, non_blocking=True)
+    return Outputs(outputs, source, batch.mask)
+
+
+def _run_live(layout: Layout, batch: TokenBatch, forward: Forward) -> list[Output]:
+    """The outputs of the live micro-batches, whose graphs are alive at once. Other forwards have no graph."""
+    return [_run(forward, micro, batch, layout.body) for micro in layout.live]
+
+
+def _run(forward: Forward, micro: MicroBatch, batch: TokenBatch, body: Body) -> Output:
+    output = forward(make_inputs(micro, batch, body))
+    return output._replace(values={name: value.flatten(0, 1) for name, value in output.values.items()})
+
+
+def make_inputs(micro: MicroBatch, batch: TokenBatch, body: Body) -> dict[str, Any]:
+    """The model's inputs of a micro-batch, by name. `counted` is the mask of completion tokens."""
+    ids, mask, inputs = batch
+    if micro.cells is None:
+        return {"input_ids": ids, "counted": mask, **inputs}
+    cells = micro.cells.to(ids.device, non_blocking=True)
+    inside, places = cells >= 0, cells.clamp(min=0)
+    tensors = dict(inputs)
+    tensors["input_ids"] = ids.reshape(-1)[places]
+    tensors["counted"] = mask.reshape(-1)[places] & inside
+    attended, positions = tensors.pop("attention_mask", None), tensors.pop("position_ids", None)
+    if micro.tree is not None:
+        return tensors | _make_tree_inputs(micro.tree, mask, body)
+    if attended is not None and not micro.packed and micro.keeps_mask:
+        device = attended.device
+        tensors["attention_mask"] = attended.reshape(-1)[places.to(device)].masked_fill(~inside.to(device), 0)
+    if body.drops_left_padding or positions is not None or micro.packed:
+        tensors["position_ids"] = _make_positions(micro, positions, places, inside, ids, body)
+    if micro.packed and body.takes_sequence_ends:
+        # Otherwise flash attention would search the positions for the sequences' ends in each layer.
+        ends = nn.functional.pad(torch.tensor(micro.lengths).cumsum(0), (1, 0))
+        ends, longest = ends.to(ids.device, torch.int32, non_blocking=True), max(micro.lengths)
+        tensors |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    support = tensors.pop("support", None)
+    if support is not None:
+        tensors["support"] = support.take(places.reshape(-1), batch=support.tokens)
+    return tensors
+
+
+def _make_tree_inputs(row: TreeRow, mask: Tensor, body: Body) -> dict[str, Any]:
+    device, tree = mask.device, row.tree
+    cells, places, follows = (x.to(device, non_blocking=True) for x in (row.cells, row.places, tree.follows))
+    # A place is predicted if it is a completion token of one of its sequences.
+    counts = torch.zeros(tree.tokens, dtype=torch.int32, device=device)
+    counts.index_add_(0, places, mask.reshape(-1)[cells].to(torch.int32))
+    return {
+        "counted": ((counts > 0) & follows)[None],
+        "position_ids": row.positions[None].to(device, non_blocking=True),
+        "attention_mask": attention.make_masks(
+            body.config, tree.ends, row.positions, device, body.dtype, dense=device.type == "cpu"
+        ),
+    }
+
+
+def _make_positions(
+    micro: MicroBatch, position_ids: Tensor | None, places: Tensor, inside: Tensor, ids: Tensor, body: Body
+) -> Tensor:
+    """The padded batch's positions; packed sequences begin at 0. Padding continues the positions before it, so that a
+    row without a mask is recognized as one sequence."""
+    batch, width = ids.shape
+    if position_ids is None:
+        positions = places % width
+    else:
+        positions = position_ids.to(ids.device).expand(batch, width).reshape(-1)[places]
+    lengths = torch.tensor(micro.lengths).to(ids.device, non_blocking=True)
+    if micro.packed:
+        first = positions[0, lengths.cumsum(0) - lengths]
+        return positions - torch.repeat_interleave(first, lengths, output_size=positions.shape[1])
+    last = positions.gather(1, lengths[:, None] - 1)
+    running = positions[:, :1] + torch.arange(positions.shape[1], device=ids.device, dtype=positions.dtype)
+    # A table of positions may have no entry beyond the model's last position.
+    return torch.where(inside, positions, torch.minimum(running, last.clamp(min=body.positions - 1)))
+
+
+def _index_outputs(micros: list[MicroBatch], shape: torch.Size) -> Tensor | None:
+    """(B, T) index, in CPU memory, of each token into the concatenated flat outputs of the micro-batches.
+
+    Tokens that did not run get the index behind the last output. None if the batch ran as it is.
+    """
+    if len(micros) == 1 and micros[0].cells is None:
+        return None
+    source, base = torch.full((shape.numel(),), -1), 0
+    for micro in micros:
+        cells = torch.arange(shape.numel()) if micro.cells is None else micro.cells.reshape(-1)
+        if micro.tree is not None:
+            source[micro.tree.cells] = base + micro.tree.places
+        else:
+            source[cells[cells >= 0]] = base + (cells >= 0).nonzero()[:, 0]
+        base += cells.numel()
+    source[source < 0] = base
+    return source.view(shape)

@@ -1,0 +1,169 @@
+"""Layouts without a model and a device: what every layout of random sequences has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="a step's models are its")
+
+from host_reads import host_reads
+from liger_rl.step.body import Body
+from liger_rl.step.layout import Layout, LayoutOptions, MicroBatch, lay_out
+from liger_rl.step.reason import Reason
+from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
+
+REFUSED = Reason("a test")
+BODY = Body(
+    obstacle=None, drops_left_padding=True, causal=True, has_router_loss=False, rotary=True, counts_attended=False,
+    packs_by_default=False, takes_sequence_ends=False, no_packing=None, no_tree=None, config=None, dtype=torch.float32,
+    positions=0,
+)  # fmt: skip
+PADDED = replace(BODY, no_tree=REFUSED)
+OPTIONS = LayoutOptions()
+
+
+def draw(rows: int, seed: int, *, shared: int = 0, width: int = 60) -> tuple[TokenBatch, torch.Tensor]:
+    """A batch whose rows begin with one of two prompts, padded on both sides, and weights, some of them 0."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 99, (rows, width), generator=generator)
+    start = torch.randint(0, 6, (rows, 1), generator=generator)
+    length = torch.randint(shared + 4, width - 6, (rows, 1), generator=generator)
+    column = torch.arange(width)
+    attended = (column >= start) & (column < start + length)
+    prompts = torch.randint(3, 99, (2, shared), generator=generator)
+    for row in range(rows):
+        ids[row, start[row, 0] : start[row, 0] + shared] = prompts[row % 2]
+    mask = attended & (column > start + shared) & (torch.rand(rows, 1, generator=generator) < 0.9)
+    weights = (torch.rand(rows, 1, generator=generator) < 0.7).float()
+    return TokenBatch(ids, mask, {"attention_mask": attended.long()}), weights
+
+
+def read(batch: TokenBatch, body: Body = BODY, weights: torch.Tensor | None = None) -> Sequences:
+    return read_sequences(batch, body, weights=weights)
+
+
+def count_tokens(layout: Layout) -> int:
+    return sum(micro.tokens for micro in (*layout.live, *layout.idle))
+
+
+def cells_of(micro: MicroBatch, shape: torch.Size) -> list[int]:
+    """The tokens of the batch that a micro-batch runs; one of a tree once for each of its sequences."""
+    if micro.cells is None:
+        return list(range(shape.numel()))
+    return (micro.cells[micro.cells >= 0] if micro.tree is None else micro.tree.cells).tolist()
+
+
+KINDS = {
+    "padded": (PADDED, OPTIONS, {}),
+    "padded groups": (PADDED, OPTIONS, {"padded_groups": 3}),
+    "packed": (PADDED, LayoutOptions(packing=True), {}),
+    "trees": (BODY, LayoutOptions(share_prefixes=True), {}),
+    "by themselves": (BODY, OPTIONS, {"padded_groups": 2}),
+    "as they are": (replace(BODY, obstacle=REFUSED), OPTIONS, {}),
+    "a budget": (BODY, LayoutOptions(max_tokens=120), {}),
+    "a budget, packed": (PADDED, LayoutOptions(packing=True, max_tokens=120), {}),
+    "padded groups and a budget": (PADDED, LayoutOptions(max_tokens=120), {"padded_groups": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_that_a_loss_reads_runs_once(kind):
+    body, options, arguments = KINDS[kind]
+    for seed in range(12):
+        batch, weights = draw(1 + seed, seed, shared=20 * (seed % 2))
+        layout = lay_out(read(batch, body, weights), body, options, **arguments)
+        shape = batch.ids.shape
+        parts = (layout.live, layout.idle)
+        live, idle = ([cell for micro in part for cell in cells_of(micro, shape)] for part in parts)
+        assert len({*live, *idle}) == len([*live, *idle])
+        mask = batch.mask.reshape(-1)
+        assert set(mask.nonzero()[:, 0].tolist()) <= {*live, *idle}
+        assert set((mask & (weights != 0).expand(shape).reshape(-1)).nonzero()[:, 0].tolist()) <= set(live)
+        if body.obstacle is None:
+            assert not (mask & (weights != 0).expand(shape).reshape(-1))[idle].any()
+        assert all(micro.tokens <= (options.max_tokens or micro.tokens) for micro in (*layout.live, *layout.idle))
+        assert sorted(row for micro in layout.live for row in micro.rows) == list(range(shape[0]))
+        for micro in (*layout.live, *layout.idle):
+            if micro.tree is not None:  # each place has the token of each of its sequences
+                places = torch.stack([micro.tree.places, micro.tree.cells])[:, 1:]
+                row = batch.ids.reshape(-1)[micro.cells[0]]
+                assert torch.equal(row[places[0]], batch.ids.reshape(-1)[places[1]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_sequences_have_the_same_layout(kind):
+    body, options, arguments = KINDS[kind]
+    batch, weights = draw(9, 3, shared=20)
+    first, second = (lay_out(read(batch, body, weights), body, options, **arguments) for _ in range(2))
+    assert first.describe() == second.describe()
+    for a, b in zip([*first.live, *first.idle], [*second.live, *second.idle], strict=True):
+        assert (a.rows, a.lengths, a.packed) == (b.rows, b.lengths, b.packed)
+        assert a.cells is b.cells is None or torch.equal(a.cells, b.cells)
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["idle rows", "every row is live"])
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+def test_padded_groups_run_no_more_tokens_than_micro_batches(number, idle):
+    """Whatever micro-batches the rows came in, each padded to its own longest row."""
+    rows = 12
+    for seed in range(25):
+        batch, weights = draw(rows, seed)
+        weights = weights if idle else None
+        layout = lay_out(read(batch, PADDED, weights), PADDED, OPTIONS, padded_groups=number)
+        alone = 0
+        for part in range(number):
+            part_rows = slice(part * rows // number, (part + 1) * rows // number)
+            inputs = {name: column[part_rows] for name, column in batch.inputs.items()}
+            micro = TokenBatch(batch.ids[part_rows], batch.mask[part_rows], inputs)
+            sequences = read(micro, PADDED, None if weights is None else weights[part_rows])
+            alone += count_tokens(lay_out(sequences, PADDED, OPTIONS))
+        assert count_tokens(layout) <= alone
+        live = {row for row in range(rows) if bool(batch.mask[row].any()) and (weights is None or weights[row] != 0)}
+        assert len(layout.live) == min(number, len(live))
+
+
+def test_padded_groups_are_the_best_of_all():
+    choices = torch.cartesian_prod(*[torch.arange(3)] * 6).tolist()
+    for seed in range(10):
+        lengths = torch.randint(2, 40, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+        column = torch.arange(40)
+        mask = (column > 0) & (column < torch.tensor(lengths)[:, None])
+        batch = TokenBatch(torch.ones(6, 40, dtype=torch.long), mask, {})
+        layout = lay_out(read(batch, PADDED), PADDED, OPTIONS, padded_groups=3)
+        splits = [[[n for n, g in zip(lengths, choice, strict=True) if g == k] for k in range(3)] for choice in choices]
+        best = min(sum(len(group) * max(group, default=0) for group in groups) for groups in splits)
+        assert (len(layout.live), count_tokens(layout)) == (3, best)
+
+
+def test_rows_that_share_a_prefix_or_are_packed_are_one_group():
+    batch, _ = draw(8, 0, shared=30)
+    for body, options in ((BODY, OPTIONS), (PADDED, LayoutOptions(packing=True))):
+        layout = lay_out(read(batch, body), body, options, padded_groups=4)
+        assert [micro.packed for micro in layout.live] == [True]
+
+
+def test_more_groups_than_rows():
+    batch, _ = draw(3, 1)
+    layout = lay_out(read(batch, PADDED), PADDED, OPTIONS, padded_groups=9)
+    assert [len(micro.lengths) for micro in layout.live] == [1] * len(layout.live)
+
+
+def test_labels_that_are_not_the_ids_keep_the_batch():
+    batch, _ = draw(4, 2)
+    other = batch.ids.clone()
+    assert read_sequences(batch, BODY, labels=other.masked_fill(~batch.mask, -100)).obstacle is None
+    row, column = batch.mask.nonzero()[0].tolist()
+    other[row, column] += 1
+    layout = lay_out(read_sequences(batch, BODY, labels=other), BODY, OPTIONS, padded_groups=2)
+    assert layout.describe() == "the batch as it is: its labels are not its input_ids"
+    assert [micro.cells for micro in layout.live] == [None]
+
+
+def test_one_copy_to_the_host(device):
+    batch, weights = draw(5, 4)
+    inputs = {name: column.to(device) for name, column in batch.inputs.items()}
+    batch, weights = TokenBatch(batch.ids.to(device), batch.mask.to(device), inputs), weights.to(device)
+    with host_reads(device) as reads:
+        read_sequences(batch, BODY, weights=weights, labels=batch.ids)
+    assert len(reads.names) == 1
