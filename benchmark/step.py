@@ -1,22 +1,35 @@
 """A whole training step beside TRL's: `python -m benchmark.step`.
 
-Forward, loss, backward, clipping, AdamW and TRL's log, of rollouts that are there already: eight completions of each of
-four prompts. A quarter of the groups has no advantage. One batch has short prompts, and 40% of it is padding. The other
-has prompts of 1,024 tokens, and completions of 512 on average. All ways run inside TRL's `GRPOTrainer.train()` with its
-defaults, from the same weights, with gradient checkpointing, SDPA attention, autocast and the old policy's
-log-probabilities. The learning rate is 0, so that each step is the same work. Losses and gradients' norms must agree.
-The head's cost depends on the policy, so the model learns a text first (`benchmark.step_runs`); its entropy is among
-the results.
+Forward, loss, backward, clipping, AdamW and TRL's log, inside TRL's own trainers with their defaults, with SDPA
+attention and gradient checkpointing. Batches, `--batches`:
 
-full logits                       TRL with all completions' logits, in float32, as accelerate returns them
-TRL                               TRL as it is
-TRL, patch_trl(whole_step=False)  with this library's head alone
-TRL, patch_trl()                  with this library's step
-policy_steps                      this library's forwards and backwards, in micro-batches of so many tokens; with
-                                  metrics="with_entropy", it computes the entropy as TRL always does
+"short prompts", "long prompts"        GRPO, 32 completions of 4 prompts; the policy has learnt a text
+                                       (`benchmark.step_policy`)
+window, "window 8k"                    GRPO, 4 micro-batches of 8, prompts up to 512 tokens and completions up to 2,048
+                                       or 8,192, more than half padding; random weights
+"window LoRA", "window LoRA dropout"   the window with LoRA of rank 16 on all linear layers, with dropout 0 and 0.05
+sft, dpo                               8 micro-batches of 2 sequences or pairs, up to 2,048 tokens; random weights
 
-Milliseconds are medians of whole steps. `other ms` is what is neither forward nor backward. On a GPU two shapes take
-about five minutes. `--shapes llama-3-8b` needs most of 139 GiB, and minutes more, as `--longest` does.
+A quarter of GRPO's groups has no advantage. Random weights make a flat distribution, the head's hardest case. Rows,
+`--rows`:
+
+trl                   TRL as it is
+trl-no-checkpointing  without gradient checkpointing
+trl-liger             with Liger's kernels for norms, MLPs and rotary embeddings
+head                  patch_trl(whole_step=False): this library's head alone
+memory-0, patch       patch_trl(memory=0), patch_trl(): this library's step
+*-liger               the same with Liger's kernels
+loss-steps            one's own loop: `loss_steps` of the whole batch, with TRL's metrics
+full-logits           TRL with all completions' logits, in float32, as accelerate returns them
+unsloth               Unsloth's GRPOTrainer, in a process of its own (`benchmark.peers.unsloth_step`)
+
+The default is all but the last two; for SFT and DPO trl-liger and patch-liger. On a CPU it is the rows without Liger.
+The learning rate is 0, so losses and gradients' norms must agree.
+
+Milliseconds are medians of whole steps. `other ms` is what is neither forward nor backward. `forwards` counts those of
+the model's body in a step, a reference's too. `MFU` is the FLOP that the step needs (the formula is in
+`benchmark.step_batches`) over its time and the card's dense bfloat16 peak. Results are written after each row, and a
+later run in the same environment adds its rows to them.
 """
 
 import argparse
@@ -24,16 +37,14 @@ import gc
 import statistics
 import sys
 import tempfile
-import time
 import traceback
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from benchmark.environment import (
+    RESULTS,
     add_output_options,
     describe,
     first_line,
@@ -43,82 +54,63 @@ from benchmark.environment import (
     write_results,
 )
 from benchmark.merge import differences
+from benchmark.step_batches import Task, peak_flop_per_second, tasks
 from benchmark.table import Columns, Row, environment_line, markdown_table, number
 
 if TYPE_CHECKING:  # it imports TRL, which the tables do not need
-    from benchmark.step_runs import Batch, Lengths, Runner, Way
+    from benchmark.step_runs import Data, Runner
 
 PREFIX = "step-"
 NAMES = ("qwen3-0.6b", "qwen3-1.7b", "llama-3-8b", "toy")
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}
-MOST_NATS = 1.5  # of the policy's entropy
-# Of the loss in shares of its scale, the mean |advantage|, and of the gradient's norm in shares of TRL's. Logits and
-# hidden states in bfloat16 move a token's log-probability by some hundredths.
+ROWS = (
+    "trl", "trl-no-checkpointing", "trl-liger", "head", "memory-0", "patch", "memory-0-liger", "patch-liger",
+    "loss-steps", "full-logits", "unsloth",
+)  # fmt: skip
+DEFAULT_ROWS = {"GRPO": ROWS[:-2], "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
+BASELINES = ("TRL", "TRL, use_liger_kernel")  # the first that a batch has is what others are compared with
+MOST_NATS = 1.5  # of a learnt policy's entropy
+# Of the loss in shares of its scale, the mean |advantage| or the loss itself, and of the gradient's norm in shares of
+# TRL's. Logits and hidden states in bfloat16 move a token's log-probability by some hundredths.
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-3, 5e-2)}
 
 
-def measure(name: str, device: str, *, longest: float | None, micro_batches: int) -> tuple[dict[str, Any], list[Row]]:
-    """One shape: what its policy and its batches are, and a row of each way on each batch."""
-    from benchmark.step_runs import SHAPES, Runner
-
-    shape, rows = SHAPES[name], []
-    gc.freeze()  # each run collects garbage several times, and so passes over what is there already
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(shape, device, folder, micro_batches=micro_batches)
-        policy = runner.policy
-        about: dict[str, Any] = {
-            "dtype": shape.dtype,
-            "micro_batches": micro_batches,  # of the trainer
-            "parameters": policy.parameters,
-            "training_steps": len(policy.entropies),
-            "text_tokens": policy.text.numel(),
-            "text_ids": policy.text.unique().numel(),
-            "batches": {},
-        }
-        for label, lengths in shape.batches.items():
-            batch, about["batches"][label] = runner.batch(lengths)
-            of_batch = []
-            for variant, way in runner.ways.items():
-                row = {"shape": name, "batch": label, "variant": variant, **measured(runner, way, batch)}
-                if row["status"] == "ok" and longest is not None:
-                    row |= longest_batch(runner, way, lengths, longest)
-                of_batch.append(row)
-            compare(of_batch)
-            rows += of_batch
-    gc.unfreeze()
-    return about, rows
+def batch_label(name: str, task: Task) -> str:
+    """The batch's name, with its micro-batches if they are not its own."""
+    usual = tasks()[name].micro_batches
+    return name if task.micro_batches == usual else f"{name}, {task.micro_batches} micro-batches"
 
 
-def measured(runner: "Runner", way: "Way", batch: "Batch") -> Row:
+def measure(runner: "Runner", key: str, task: Task, data: "Data", steps: int, peak: float | None) -> Row:
     """One run of `train()` -> {"status": "ok", ...} or {"status", "reason"}."""
     try:
-        clock, log = runner.train(way, batch)
+        run = runner.train(key, task, data.inputs, steps=steps)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
-    step_ms = statistics.median(clock.step_ms)
+    step_ms = statistics.median(run.step_ms)
     return {
         "status": "ok",
         "reason": None,
-        "loss": log["loss"],
-        "grad_norm": log["grad_norm"],
-        # Weights and the optimizer's state included, which is what has to fit.
-        "peak_mib": (clock.memory.base + clock.memory.peak_bytes) / 2**20,
-        "kept_share": statistics.mean(clock.shares) if clock.shares else None,
+        "loss": run.loss,
+        "grad_norm": run.grad_norm,
+        "peak_mib": run.peak_mib,
+        "kept_share": run.kept_share,
+        "forwards": run.forwards,
         "step_ms": step_ms,
-        "other_ms": statistics.median(clock.other_ms),
-        "steps": len(clock.step_ms),
-        "tokens_per_s": batch["completion_mask"].sum().item() / step_ms * 1e3,
+        "other_ms": statistics.median(run.other_ms),
+        "steps": len(run.step_ms),
+        "tokens_per_s": data.about["counted_tokens"] / step_ms * 1e3,
+        "mfu": data.about["flop"] / step_ms * 1e3 / peak if peak else None,
     }
 
 
 def compare(rows: list[Row]) -> None:
-    """Adds each row's tokens per second over TRL's, and its loss less TRL's."""
-    from benchmark.step_runs import TRL
-
-    (trl,) = (row for row in rows if row["variant"] == TRL)
+    """Adds each row's tokens per second over TRL's, and its loss less TRL's; rows of one batch."""
+    baselines = [row for name in BASELINES for row in rows if row["variant"] == name and row["status"] == "ok"]
     for row in rows:
-        if row["status"] == trl["status"] == "ok":
+        if baselines and row["status"] == "ok":
+            trl = baselines[0]
             row["tokens_x_trl"] = row["tokens_per_s"] / trl["tokens_per_s"]
             row["loss_difference"] = row["loss"] - trl["loss"]
             row["grad_norm_x_trl"] = row["grad_norm"] / trl["grad_norm"]
@@ -128,39 +120,17 @@ def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
     """Why the numbers of a batch of a shape must not be used; `about` is as of `about_batch`."""
     of_loss, of_norm = TOLERANCE[about["dtype"]]
     found = []
-    if not about["entropy"] < MOST_NATS:
+    if about["policy"] == "learnt" and not about["entropy"] < MOST_NATS:
         found.append(f"the policy's entropy is {about['entropy']:.2f} nats, not under {MOST_NATS}")
     for row in rows:
-        name = f"{label(row)}, {row['variant']}"
-        if "loss_difference" not in row:
+        if "loss_difference" not in row or about["lora_dropout"]:  # dropout differs from row to row
             continue
-        if not abs(row["loss_difference"]) <= of_loss * about["mean_advantage"]:
-            found.append(f"{name}: the loss is {row['loss']:.6f}, TRL's is {row['loss'] - row['loss_difference']:.6f}")
+        name, trl = f"{label(row)}, {row['variant']}", row["loss"] - row["loss_difference"]
+        if not abs(row["loss_difference"]) <= of_loss * about.get("mean_advantage", abs(trl)):
+            found.append(f"{name}: the loss is {row['loss']:.6f}, TRL's is {trl:.6f}")
         if not abs(row["grad_norm_x_trl"] - 1) <= of_norm:
             found.append(f"{name}: the gradient's norm is {row['grad_norm_x_trl']:.4f} x TRL's")
     return found
-
-
-def longest_batch(runner: "Runner", way: "Way", lengths: "Lengths", seconds: float) -> Row:
-    """The most sequences whose step fits: twice the groups, four times, ..., until a run of a step takes `seconds`."""
-    from benchmark.step_runs import rollouts
-
-    times, fits, spent, limit = 1, 0, 0.0, "time"
-    while limit == "time" and spent < seconds:
-        batch = rollouts(replace(lengths, groups=lengths.groups * times), runner.policy.text, runner.device)
-        begun = time.monotonic()
-        try:
-            runner.train(way, batch, steps=1)
-            fits, times = batch["advantages"].shape[0], 2 * times
-        except torch.OutOfMemoryError:
-            limit = "memory"
-        spent = time.monotonic() - begun
-    return {"longest_sequences": fits, "longest_limit": limit}
-
-
-def _longest(row: Row) -> str:
-    count = row.get("longest_sequences")
-    return "" if count is None else f"{'' if row['longest_limit'] == 'memory' else '>= '}{count:,}"
 
 
 COLUMNS: Columns = {
@@ -168,53 +138,66 @@ COLUMNS: Columns = {
     "other ms": number("other_ms", ",.1f"),
     "tokens/s": number("tokens_per_s", ",.0f"),
     "x TRL": number("tokens_x_trl", ".2f"),
+    "MFU": number("mfu", ".1%"),
+    "forwards": number("forwards", ",.0f"),
     "peak MiB": number("peak_mib", ",.0f"),
     "kept": number("kept_share", ".1%"),
     "loss": number("loss", ".5f"),
+    "less TRL's": number("loss_difference", ".0e"),
     "gradient norm": number("grad_norm", ".4f"),
-    "sequences that fit": _longest,
+    "/ TRL's": number("grad_norm_x_trl", ".3f"),
 }
 
 
 def label(row: Row) -> str:
-    """The shape and the batch; earlier results have one batch without a name."""
-    return ", ".join(row[name] for name in ("shape", "batch") if name in row)
+    """The shape and the batch."""
+    return f"{row['shape']}, {row['batch']}"
 
 
 def about_batch(results: dict[str, Any], row: Row) -> dict[str, Any]:
     """What is known of the row's policy and batch."""
     about = results["shapes"][row["shape"]]
-    return about | about["batches"][row["batch"]] if "batch" in row else about
+    return about | about["batches"][row["batch"]]
 
 
 def title(name: str, about: dict[str, Any]) -> str:
+    of_prompts = f" completions of {about['groups']} prompts"
+    sequences = " sequences" if about["groups"] == about["sequences"] else of_prompts
     parts = [
-        f"{name}: {about['sequences']} completions of {about['groups']} prompts, {about['row_tokens']} tokens a row",
+        f"{name}: {about['sequences']}{sequences}, {about['row_tokens']} tokens a row",
         f"{about['padding_share']:.0%} padding",
         f"{about['counted_tokens']:,} tokens count",
-        f"{about['idle_share']:.0%} of sequences without advantage",
+        f"{about['idle_share']:.0%} of sequences without advantage" if about["idle_share"] else "",
         about["dtype"],
-        f"entropy {about['entropy']:.2f} nats",
+        f"{about.get('policy', 'learnt')} policy",
+        f"entropy {about['entropy']:.2f} nats" if "entropy" in about else "",
+        f"{about['micro_batches']} micro-batches of TRL" if about["micro_batches"] > 1 else "",
     ]
-    if about.get("micro_batches", 1) > 1:
-        parts.append(f"{about['micro_batches']} micro-batches of TRL")
-    if about.get("kept_share_3e-4") is not None:  # not in results of earlier engines
-        parts.append(f"{about['kept_share_3e-4']:.1%} of the head's parts kept at 3e-4")
-    return ", ".join(parts)
+    if about.get("lora_dropout") is not None:
+        parts.append(f"LoRA with dropout {about['lora_dropout']:g}")
+    return ", ".join(filter(None, parts))
 
 
 def summary(results: dict[str, Any]) -> str:
-    """A row per shape and batch: TRL, and what two ways have of its tokens per second and of its memory."""
-    from_trl: Columns = {"TRL, tokens/s": lambda row: f"{row['trl']['tokens_per_s']:,.0f}"}
-    for way, name in {"TRL, patch_trl()": "patch_trl()", "policy_steps": "policy_steps"}.items():
-        from_trl[f"`{name}`"] = lambda row, way=way: f"**{row[way]['tokens_x_trl']:.2f} x**"
-        from_trl[f"`{name}`, memory"] = lambda row, way=way: f"{row[way]['peak_mib'] / row['trl']['peak_mib']:.2f} x"
+    """A row per shape and batch: TRL, and what ways have of its tokens per second and of its memory."""
+    names = {"TRL, patch_trl()": "patch_trl()", "policy_steps": "policy_steps", "loss_steps": "loss_steps"}
     rows = []
     for name, group in groupby(results["rows"], key=label):
         by_way = {row["variant"].partition(", max_tokens")[0]: row for row in reversed(list(group))}
-        rows.append((name, by_way | {"trl": by_way["TRL"], "status": "ok"}))
+        if by_way.get("TRL", {}).get("status") == "ok":
+            rows.append((name, by_way | {"status": "ok"}))
+    from_trl: Columns = {"TRL, tokens/s": lambda row: f"{row['TRL']['tokens_per_s']:,.0f}"}
+    for way, name in names.items():
+        if any(way in row for _, row in rows):
+            from_trl[f"`{name}`"] = lambda row, way=way: _relative(row, way, "tokens_per_s", "**{:.2f} x**")
+            from_trl[f"`{name}`, memory"] = lambda row, way=way: _relative(row, way, "peak_mib", "{:.2f} x")
     line = environment_line(results["environment"], ("trl", "transformers"))
     return f"{line}\n\n{markdown_table(from_trl, rows)}\n"
+
+
+def _relative(by_way: Row, way: str, field: str, form: str) -> str:
+    row = by_way.get(way, {})
+    return form.format(row[field] / by_way["TRL"][field]) if field in row else ""
 
 
 def markdown(results: dict[str, Any], kind: str = "whole") -> str:
@@ -230,49 +213,92 @@ def markdown(results: dict[str, Any], kind: str = "whole") -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def main() -> None:
+def add_row(results: dict[str, Any], about: dict[str, Any], row: Row) -> dict[str, Any]:
+    """`results` with one more row, which replaces an earlier one of its name, compared with the rows of its batch."""
+    shapes = dict(results["shapes"])
+    batches = shapes.get(row["shape"], {"batches": {}})["batches"]
+    shapes[row["shape"]] = {"batches": batches | {row["batch"]: about}}
+    by_name = {(label(other), other["variant"]): other for other in [*results["rows"], row]}
+    labels = list(dict.fromkeys(name for name, _variant in by_name))
+    rows = sorted(by_name.values(), key=lambda row: (NAMES.index(row["shape"]), labels.index(label(row))))
+    compare([other for other in rows if label(other) == label(row)])
+    return {**results, "shapes": shapes, "rows": rows}
+
+
+def read_earlier(environment: dict[str, Any], target: Path) -> dict[str, Any]:
+    """Results of the same environment, to which rows are added."""
+    before = read_results(target) if target.exists() else {"environment": {}}
+    if differences(before["environment"], environment):
+        return {"environment": environment, "shapes": {}, "rows": []}
+    return before | {"environment": environment}
+
+
+def choose_task(shape: str, batch: str, arguments: argparse.Namespace) -> Task:
+    from benchmark.step_policy import SHAPES
+
+    task = SHAPES[shape].tasks[batch]
+    return replace(
+        task,
+        micro_batches=arguments.micro_batches or task.micro_batches,
+        learns=task.learns and not arguments.random_policy,
+    )
+
+
+def choose_rows(task: Task, device: str) -> list[str]:
+    rows = DEFAULT_ROWS[task.trainer]
+    # Liger's kernels need a GPU.
+    return list(dict.fromkeys(row.removesuffix("-liger") for row in rows)) if device == "cpu" else list(rows)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    batches = tuple(tasks())
     parser.add_argument("--shapes", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--batches", nargs="+", choices=batches, default=batches, metavar="NAME", help="default: all")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", help=", ".join(ROWS))
     parser.add_argument(
-        "--longest",
-        type=float,
-        metavar="SECONDS",
-        help="also search for the most sequences that fit, by doubling them until a run of a step takes so long",
+        "--micro-batches", type=int, choices=(1, 2, 4, 8), help="of a trainer's step; default: the batch's own"
     )
-    parser.add_argument(
-        "--micro-batches", type=int, choices=(1, 2, 4, 8), default=1, help="of TRL's trainer in a step; default 1"
-    )
+    parser.add_argument("--steps", type=int, default=3, help="that are measured after three that settle; default 3")
+    parser.add_argument("--random-policy", action="store_true", help="do not let the policy learn a text first")
     add_output_options(parser)
-    arguments = parser.parse_args()
-    environment = describe("auto")
-    device = environment["device"]
-    names = arguments.shapes or DEFAULT[device]
-    results: dict[str, Any] = {"environment": environment, "shapes": {}, "rows": []}
-    for name in names:
-        options = {"longest": arguments.longest, "micro_batches": arguments.micro_batches}
-        results["shapes"][name], rows = measure(name, device, **options)
-        results["rows"] += rows
+    return parser.parse_args()
+
+
+def main() -> None:
+    from benchmark.step_policy import SHAPES
+    from benchmark.step_runs import WAYS, Runner
+
+    arguments, environment = parse_arguments(), describe("auto")
+    device, peak = environment["device"], peak_flop_per_second(environment["device_name"])
+    file = f"{PREFIX}{slug(environment)}.json"
+    target = output_directory(arguments.out, record=False) / file
+    results = read_earlier(environment, RESULTS / file if arguments.record else target)
+    gc.freeze()  # each run collects garbage several times, and so passes over what is there already
+    for shape in arguments.shapes or DEFAULT[device]:
+        with tempfile.TemporaryDirectory() as folder:
+            runner = Runner(SHAPES[shape], device, folder)
+            for batch in arguments.batches:
+                task = choose_task(shape, batch, arguments)
+                data = runner.data(task)
+                for key in arguments.rows or choose_rows(task, device):
+                    row = {"shape": shape, "batch": batch_label(batch, task), "variant": WAYS[key].label}
+                    row |= measure(runner, key, task, data, arguments.steps, peak)
+                    results = add_row(results, data.about, row)
+                    write_results(target, results)
+                    outcome = row["reason"] or f"{row['step_ms']:,.1f} ms"
+                    print(f"{label(row)}, {row['variant']}: {outcome}", flush=True)
     batches = [list(rows) for _, rows in groupby(results["rows"], key=label)]
     wrong = [objection for rows in batches for objection in objections(about_batch(results, rows[0]), rows)]
     print(markdown(results))
-    folder = output_directory(arguments.out, record=arguments.record and not wrong)
-    target = folder / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, with_earlier(results, target))
+    if arguments.record and not wrong:
+        target = output_directory(None, record=True) / file
+        write_results(target, results)
     print(f"written: {target}")
     if wrong:
         raise SystemExit("not to be used:\n" + "\n".join(wrong))
-
-
-def with_earlier(results: dict[str, Any], target: Path) -> dict[str, Any]:
-    """And the other shapes of an earlier run in the same environment."""
-    before = read_results(target) if target.exists() else {"environment": {}}
-    if differences(before["environment"], results["environment"]):
-        return results
-    rows = [row for row in before["rows"] if row["shape"] not in results["shapes"]] + results["rows"]
-    shapes = before["shapes"] | results["shapes"]
-    return {**results, "shapes": shapes, "rows": sorted(rows, key=lambda row: NAMES.index(row["shape"]))}
 
 
 if __name__ == "__main__":

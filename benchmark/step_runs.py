@@ -1,261 +1,75 @@
-"""What `benchmark.step` measures: a policy, rollouts as reinforcement learning makes them, and ways of a training step.
+"""The ways of a training step that `benchmark.step` measures.
 
-A random policy is flat, and its head is another problem than a trained one's. So the model learns a few thousand tokens
-of this machine's Python sources by heart until its entropy on them is under a nat, which takes about a hundred short
-steps. Prompts and completions are pieces of that text. They are not sampled: after so little training, the model would
-run into loops.
-
-Every way trains in TRL's own loop, `GRPOTrainer.train()`: its sampler, shuffle, micro-batches, clipping, optimizer and
-log. Only `_generate_and_score_completions` is replaced, and it returns the rollouts.
+Every way trains in TRL's own loop, `train()` of GRPOTrainer, SFTTrainer or DPOTrainer: its sampler, shuffle,
+micro-batches, clipping, optimizer and log. GRPO's `_generate_and_score_completions` is replaced, and returns the
+rollouts. The data sets of SFT and DPO hold token ids. The learning rate is 0, so the weights stay and each step is the
+same work. AdamW still computes all of it.
 """
 
+import functools
 import gc
+import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import cycle
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    Qwen3Config,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
-from trl import GRPOConfig, GRPOTrainer
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, TrainerControl, TrainerState
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
 from benchmark import texts
+from benchmark.environment import ROOT
 from benchmark.memory import PeakMemory
+from benchmark.step_batches import (
+    SEED,
+    Batch,
+    ModelSize,
+    Task,
+    count_flop,
+    describe_batch,
+    join_columns,
+    make_examples,
+    make_rollouts,
+)
+from benchmark.step_policy import (
+    Policy,
+    Shape,
+    add_old_policy,
+    learnt_policy,
+    make_model,
+    make_reference,
+    random_model,
+    random_policy,
+)
 from liger_rl import FusedLinearGRPOLoss
 from liger_rl.head.sparse import lists
 from liger_rl.integrations.trl import patched_trl
 from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import policy_steps
+from liger_rl.step.loss_step import loss_steps
 
-SEED = 0
-GROUP = 8  # completions of a prompt
-# Of completions, in shares of the longest: the median, and the standard deviation of the logarithm.
-MEDIAN, SPREAD = 0.55, 0.7
-DRIFT_NATS = 0.1  # of the old policy from the current one, standard deviation per token
-LEARNT_NATS, LAST, MOST_STEPS = 1.0, 5, 600
-RATE, WARM_UP = 1e-2, 20
-DOCUMENTS = 64  # of which the text is the beginning
-TRL = "TRL"  # the way that others are compared with
 CLIP = 0.2  # TRL's default, on both sides
-# Steps of a run before those that count. The first ones compile, also for new lengths.
+# TRL's defaults, written out because Unsloth has others.
+GRPO = {"loss_type": "dapo", "epsilon": CLIP, "epsilon_high": CLIP, "beta": 0.0, "mask_truncated_completions": False}
+OPTIMIZER = {"optim": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0}
+# Steps of a run before those that count: kernels compile, and the first one measures memory.
 SETTLING = 3
-# A run has no more steps than its shape's repeats, and after LEAST of them ends once they have taken so many seconds.
-LEAST, SECONDS = 3, 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """How long the sequences of a batch are, in tokens."""
-
-    prompt: int  # the longest
-    completion: int  # the longest
-    shortest_prompt: float = 1.0  # in shares of the longest
-    groups: int = 4  # of GROUP completions, the fourth without advantage
-
-
-# Of the second batch's completions, 41% is padding as in the first's, and the mean is 512 tokens.
-BATCHES = {
-    "short prompts": Lengths(prompt=256, completion=1024, shortest_prompt=0.25),
-    "long prompts": Lengths(prompt=1024, completion=865),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model, its batches, and the text that it learns."""
-
-    config: Callable[[], Any]
-    dtype: str = "bfloat16"
-    batches: dict[str, Lengths] = field(default_factory=lambda: BATCHES)
-    text: int = 8192  # tokens that are learnt
-    learnt_at_once: int = 4  # sequences of a training step, a prompt and a completion each, both as long as any
-    source_bytes: int = 24 << 20  # what the vocabulary is learnt from
-    max_tokens: int = 16384  # of a micro-batch, where there are several
-    repeats: int = 8
-
-
-def _qwen3(hidden_size: int, **sizes: Any) -> Qwen3Config:
-    return Qwen3Config(
-        **{
-            "vocab_size": 151936,
-            "hidden_size": hidden_size,
-            "intermediate_size": 3 * hidden_size,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            **sizes,
-        }
-    )
-
-
-def _llama_3_8b() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
-
-
-SHAPES = {
-    "qwen3-0.6b": Shape(config=lambda: _qwen3(1024)),
-    "qwen3-1.7b": Shape(config=lambda: _qwen3(2048)),
-    "llama-3-8b": Shape(config=_llama_3_8b, learnt_at_once=2, repeats=3),
-    # Everything once, in seconds on a CPU.
-    "toy": Shape(
-        config=lambda: _qwen3(64, vocab_size=400, num_hidden_layers=1, head_dim=8),
-        dtype="float32",
-        batches={
-            "short prompts": Lengths(prompt=8, completion=24, shortest_prompt=0.25),
-            "long prompts": Lengths(prompt=24, completion=12),
-        },
-        text=64,
-        source_bytes=200 << 10,
-        max_tokens=256,
-        repeats=2,
-    ),
-}
-
-
-class Policy(NamedTuple):
-    weights: dict[str, Tensor]  # on the CPU, in the shape's dtype
-    parameters: int
-    tokenizer: Tokenizer
-    text: Tensor  # (n,) int64, on the CPU
-    entropies: list[float]  # in nats, of each training step
-
-
-@cache
-def _vocabulary(size: int, source_bytes: int) -> tuple[Tokenizer, Tensor]:
-    """Learnt from much more text than the policy learns, so that its ids are spread as those of a published one."""
-    sources = texts.sources(source_bytes)
-    tokenizer = texts.train_tokenizer(sources, size, source_bytes)
-    return tokenizer, texts.encode(tokenizer, sources[:DOCUMENTS])
-
-
-def random_model(shape: Shape, dtype: str, device: str) -> nn.Module:
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(shape.config(), attn_implementation="sdpa", dtype=getattr(torch, dtype))
-
-
-def learnt_policy(shape: Shape, device: str) -> Policy:
-    """Once its mean entropy in training is under LEARNT_NATS."""
-    tokenizer, tokens = _vocabulary(shape.config().vocab_size, shape.source_bytes)
-    text = tokens[: shape.text].long()
-    torch.manual_seed(SEED)
-    model = random_model(shape, "float32", device)
-    entropies = learn(model, text, shape, device)
-    weights = {name: weight.to("cpu", getattr(torch, shape.dtype)) for name, weight in model.state_dict().items()}
-    return Policy(weights, sum(p.numel() for p in model.parameters()), tokenizer, text, entropies)
-
-
-def learn(model: nn.Module, text: Tensor, shape: Shape, device: str) -> list[float]:
-    """-> the entropy in nats at each training step. In float32 under bfloat16 autocast, with Adafactor, whose state
-    leaves room for 8 billion parameters.
-
-    Raises:
-        SystemExit: the mean entropy of the last steps is not under LEARNT_NATS after MOST_STEPS.
-    """
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=RATE, foreach=False)
-    generator = torch.Generator().manual_seed(SEED)
-    entropies: list[float] = []
-    batches = cycle(shape.batches.values())
-    while len(entropies) < LAST or statistics.mean(entropies[-LAST:]) > LEARNT_NATS:
-        if len(entropies) == MOST_STEPS:
-            raise SystemExit(f"the policy's entropy is {entropies[-1]:.2f} nats after {MOST_STEPS} training steps")
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (len(entropies) + 1) / WARM_UP)
-        lengths = next(batches)
-        pieces = [
-            texts.windows(text, shape.learnt_at_once, length, generator)
-            for length in (lengths.prompt, lengths.completion)
-        ]
-        ids = torch.cat(pieces, 1).to(device)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            output = model(input_ids=ids, labels=ids, use_cache=False)
-        output.loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        log_p = output.logits[0].detach().float().log_softmax(-1)
-        entropies.append(-(log_p.exp() * log_p).sum(-1).mean().item())
-    return entropies
-
-
-Batch = dict[str, Tensor]
-"""What TRL's GRPOTrainer makes of rollouts, by its names: prompts padded on the left, completions on the right."""
-
-
-def rollouts(lengths: Lengths, text: Tensor, device: str) -> Batch:
-    """Groups of completions; advantages have mean 0 and deviation 1 in a group and are 0 in every fourth one."""
-    generator = torch.Generator().manual_seed(SEED)
-    groups, sequences = lengths.groups, lengths.groups * GROUP
-    prompts = torch.linspace(lengths.shortest_prompt, 1.0, groups).mul(lengths.prompt).round().long()
-    starts = torch.randint(len(text) - lengths.prompt, (groups,), generator=generator)
-    normal = statistics.NormalDist()
-    shares = [MEDIAN * math.exp(SPREAD * normal.inv_cdf((i + 0.5) / sequences)) for i in range(sequences)]
-    completions = torch.tensor(shares).clamp(max=1.0).mul(lengths.completion).ceil().long()
-    completions = completions[torch.randperm(sequences, generator=generator)]
-    rewards = torch.randn(groups, GROUP, generator=generator)
-    advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-    advantages[3::4] = 0.0
-
-    from_right = torch.arange(lengths.prompt - 1, -1, -1)
-    prompt_mask = (from_right < prompts[:, None]).repeat_interleave(GROUP, 0)
-    prompt_ids = text[starts[:, None] + lengths.prompt - 1 - from_right].repeat_interleave(GROUP, 0)
-    completion_mask = torch.arange(lengths.completion) < completions[:, None]
-    completion_ids = texts.windows(text, sequences, lengths.completion, generator)
-    batch = {
-        "prompt_ids": prompt_ids * prompt_mask,
-        "prompt_mask": prompt_mask.long(),
-        "completion_ids": completion_ids * completion_mask,
-        "completion_mask": completion_mask.long(),
-        "advantages": advantages.flatten(),
-        "num_items_in_batch": completion_mask.sum(),
-    }
-    return {name: column.to(device) for name, column in batch.items()}
-
-
-def columns_of(batch: Batch) -> dict[str, Tensor]:
-    """The batch as `policy_steps` takes it: prompt and completion in one row."""
-    prompt, completion = batch["prompt_mask"], batch["completion_mask"]
-    columns = {
-        "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
-        "attention_mask": torch.cat([prompt, completion], 1),
-        "mask": torch.cat([torch.zeros_like(prompt), completion], 1),
-        "advantages": batch["advantages"],
-        "num_items_in_batch": batch["num_items_in_batch"],
-    }
-    if "old_per_token_logps" in batch:
-        columns["old_per_token_logps"] = nn.functional.pad(batch["old_per_token_logps"], (prompt.shape[1], 0))
-    return columns
-
-
-def loss_of(**options: Any) -> FusedLinearGRPOLoss:
-    """TRL's default."""
-    return FusedLinearGRPOLoss("dapo", epsilon_low=CLIP, epsilon_high=CLIP, **options)
+UNSLOTH = "UNSLOTH_PACKAGES"  # environment variable: the folder of Unsloth and the packages that it needs
+UNSLOTH_SECONDS = 240
 
 
 @contextmanager
@@ -277,33 +91,46 @@ def kept_shares() -> Iterator[list[float]]:
 
 
 class Clock(TrainerCallback):
-    """Times the steps of a `train()`, each from the end of the step before, and ends the run after enough of them.
+    """Times the steps of a `train()` after the settling ones, each from the end of the step before.
 
     Memory and kept parts are those of the last step that settles, because looking at them takes time.
     """
 
-    def __init__(self, device: str) -> None:
-        self.device, self.memory, self.looking = device, PeakMemory(device), ExitStack()
+    def __init__(self, device: str, settling: int) -> None:
+        self.device, self.settling, self.memory, self.looking = device, settling, PeakMemory(device), ExitStack()
         self.shares: list[float] = []
         self.step_ms: list[float] = []
         self.other_ms: list[float] = []  # of each step, neither in a forward nor in a backward
+        self.forwards = 0  # of models, in the steps that count
         self._passes: list[tuple[Any, Any]] = []  # beginnings and ends
         self._passing = False
+        self._forwards = 0  # of the current step
         self._begun = math.nan
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call, which is a forward or a backward. A GPU's events note its times, so that the host never waits."""
 
+        @functools.wraps(call)  # the module tells whether a method is TRL's own
         def run(*given: Any, **options: Any) -> Any:
             if self._passing:  # a backward inside of a forward is timed already
                 return call(*given, **options)
             begun, self._passing = self._now(), True
-            result = call(*given, **options)
-            self._passes.append((begun, self._now()))
-            self._passing = False
-            return result
+            try:
+                return call(*given, **options)
+            finally:  # under patch_trl() an exception may leave a micro-batch's forward
+                self._passes.append((begun, self._now()))
+                self._passing = False
 
         return run
+
+    def count_forwards(self, *models: Any) -> None:
+        """Of their bodies. A recomputed layer does not read the embedding again."""
+
+        def count(*_given: Any) -> None:
+            self._forwards += 1
+
+        for model in models:
+            model.get_input_embeddings().register_forward_pre_hook(count)
 
     def _now(self) -> Any:
         if self.device == "cpu":
@@ -319,32 +146,44 @@ class Clock(TrainerCallback):
         on_gpu = self.device == "cuda"
         passes = [begun.elapsed_time(end) if on_gpu else (end - begun) * 1e3 for begun, end in self._passes]
         self._passes.clear()
-        if state.global_step > SETTLING:
+        if state.global_step > self.settling:
             self.step_ms.append(taken)
             self.other_ms.append(taken - sum(passes))
-        elif state.global_step == SETTLING - 1:
+            self.forwards += self._forwards
+        elif state.global_step == self.settling - 1:
             self.shares = self.looking.enter_context(kept_shares())
             self.looking.enter_context(self.memory)
         else:
             self.looking.close()
-        if len(self.step_ms) >= LEAST and sum(self.step_ms) >= SECONDS * 1e3:
-            control.should_training_stop = True
+        self._forwards = 0
         self._begun = time.perf_counter()
+
+
+class Measured(NamedTuple):
+    """A run of `train()`."""
+
+    step_ms: list[float]
+    other_ms: list[float]
+    peak_mib: float  # weights and the optimizer's state included, which is what has to fit
+    kept_share: float | None
+    forwards: float  # of bodies in a step
+    loss: float
+    grad_norm: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """A way of training: what its trainer and its model have in place of TRL's own."""
 
+    label: str
     patch: dict[str, Any] | None = None  # options of `patch_trl`; None without it
+    options: dict[str, Any] = field(default_factory=dict)  # of the trainer's config
     prepare: Callable[[nn.Module], object] = lambda model: None  # before TRL puts its head around the forward
-    change: Callable[[GRPOTrainer, Clock], None] = lambda trainer, clock: None  # before the trainer trains
-    micro_batches: int | None = None  # of the trainer; None for what the benchmark is asked for
+    change: Callable[[Any, Clock], None] = lambda trainer, clock: None  # before the trainer trains
+    micro_batches: int | None = None  # of the trainer; None for the task's
 
     def patched(self) -> AbstractContextManager[None]:
-        if self.patch is None:
-            return nullcontext()
-        return patched_trl(**self.patch)
+        return nullcontext() if self.patch is None else patched_trl(**self.patch)
 
 
 def with_full_logits(trainer: GRPOTrainer, _clock: Clock) -> None:
@@ -363,119 +202,239 @@ def with_full_logits(trainer: GRPOTrainer, _clock: Clock) -> None:
     trainer._get_per_token_logps_and_entropies = logps_and_entropies
 
 
-def with_policy_steps(trainer: GRPOTrainer, clock: Clock, *, max_tokens: int, **options: Any) -> None:
-    """Forwards and backwards by this library, the rest by the trainer."""
-    loss = loss_of(**options)
+def with_loss_steps(trainer: GRPOTrainer, clock: Clock) -> None:
+    """Forward and backward of the whole batch by this library, with TRL's metrics; the rest by the trainer."""
+    loss = FusedLinearGRPOLoss("dapo", epsilon_low=CLIP, epsilon_high=CLIP, metrics="with_entropy")
 
-    def forwards_and_backwards(batch: Batch) -> Tensor:
-        steps = policy_steps(trainer.model, columns_of(batch), loss, max_tokens=max_tokens)
+    def forward_and_backward(batch: Batch) -> Tensor:
+        steps = loss_steps(trainer.model, join_columns(batch), loss)
         for step in steps:
             step.loss.backward()
         return steps.total.loss
 
     def training_step(_model: nn.Module, inputs: Any, _num_items_in_batch: Any) -> Tensor:
-        return clock.timed(forwards_and_backwards)(trainer._prepare_inputs(inputs))
+        return clock.timed(forward_and_backward)(trainer._prepare_inputs(inputs))
 
     trainer.training_step = training_step
 
 
+LIGER = {"use_liger_kernel": True}
+TRL, TRL_LIGER, UNSLOTH_STEP = "trl", "trl-liger", "unsloth"
+WAYS = {
+    TRL: Way(label="TRL"),
+    "trl-no-checkpointing": Way(label="TRL, no checkpointing", options={"gradient_checkpointing": False}),
+    TRL_LIGER: Way(label="TRL, use_liger_kernel", options=LIGER),
+    "head": Way(label="TRL, patch_trl(whole_step=False)", patch={"whole_step": False}),
+    "memory-0": Way(label="TRL, patch_trl(memory=0)", patch={"memory": 0}),
+    "patch": Way(label="TRL, patch_trl()", patch={}),
+    "memory-0-liger": Way(label="TRL, patch_trl(memory=0), use_liger_kernel", patch={"memory": 0}, options=LIGER),
+    "patch-liger": Way(label="TRL, patch_trl(), use_liger_kernel", patch={}, options=LIGER),
+    "loss-steps": Way(label="loss_steps", prepare=swap_lm_head, change=with_loss_steps, micro_batches=1),
+    "full-logits": Way(label="full logits", change=with_full_logits),
+    UNSLOTH_STEP: Way(label="Unsloth"),
+}
+
+
+def make_tokenizer(policy: Policy) -> PreTrainedTokenizerFast:
+    """Padding has the id 0."""
+    pad = policy.tokenizer.id_to_token(0)
+    return PreTrainedTokenizerFast(tokenizer_object=policy.tokenizer, eos_token=texts.END_OF_TEXT, pad_token=pad)
+
+
+def make_arguments(
+    task: Task, dtype: str, device: str, folder: str, steps: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Of a trainer's config. Logs every step."""
+    per_step = task.lengths.groups * (task.lengths.members if task.trainer == "GRPO" else 1)
+    arguments = {
+        "output_dir": folder,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "logging_steps": 1,
+        "use_cpu": device == "cpu",
+        "bf16": dtype == "bfloat16",
+        "learning_rate": 0.0,
+        "max_steps": steps,
+        "per_device_train_batch_size": per_step // task.micro_batches,
+        "gradient_accumulation_steps": task.micro_batches,
+        "gradient_checkpointing": True,
+        **OPTIMIZER,
+    }
+    if task.trainer == "GRPO":
+        lengths = {"max_completion_length": task.lengths.completion, "num_generations": task.lengths.members}
+        arguments |= GRPO | lengths
+    else:
+        arguments["max_length"] = None
+    return arguments | options
+
+
+def on_one_gpu(config: Any) -> Any:
+    config._n_gpu = min(config.n_gpu, 1)  # else all GPUs of the host take part
+    return config
+
+
+def grpo_trainer(model: nn.Module, tokenizer: Any, batch: Batch, arguments: dict[str, Any]) -> GRPOTrainer:
+    """TRL shuffles the sequences of each step, in all ways alike."""
+    prompts = len(batch["advantages"]) // arguments["num_generations"] * arguments["max_steps"]
+    trainer = GRPOTrainer(
+        model=model,
+        args=on_one_gpu(GRPOConfig(**arguments)),
+        train_dataset=Dataset.from_dict({"prompt": ["def"] * prompts}),
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **_columns: [0.0] * len(completions),
+    )
+    trainer._generate_and_score_completions = lambda _prompts: dict(batch)
+    return trainer
+
+
+def sft_trainer(model: nn.Module, tokenizer: Any, examples: list[Any], arguments: dict[str, Any]) -> SFTTrainer:
+    return SFTTrainer(
+        model=model,
+        args=on_one_gpu(SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True})),
+        train_dataset=Dataset.from_list(examples * arguments["max_steps"]),
+        processing_class=tokenizer,
+    )
+
+
+def dpo_trainer(model: nn.Module, tokenizer: Any, examples: list[Any], arguments: dict[str, Any]) -> DPOTrainer:
+    with mock.patch.object(DPOTrainer, "_prepare_dataset", lambda _self, dataset, *_options: dataset):
+        return DPOTrainer(
+            model=model,
+            ref_model=make_reference(model),
+            args=on_one_gpu(DPOConfig(**arguments)),
+            train_dataset=Dataset.from_list(examples * arguments["max_steps"]),
+            processing_class=tokenizer,
+        )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"GRPO": grpo_trainer, "SFT": sft_trainer, "DPO": dpo_trainer}
+
+
+def run_trainer(trainer: Any, clock: Clock) -> Measured:
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    trainer.compute_loss = clock.timed(trainer.compute_loss)
+    trainer.accelerator.backward = clock.timed(trainer.accelerator.backward)
+    if not isinstance(trainer, GRPOTrainer):  # examples in their order: each step has the same
+        trainer._get_train_sampler = SequentialSampler
+    clock.count_forwards(
+        *(model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None)
+    )
+    torch.manual_seed(SEED)
+    with clock.looking:
+        trainer.train()
+    log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    return Measured(
+        step_ms=clock.step_ms,
+        other_ms=clock.other_ms,
+        peak_mib=(clock.memory.base + clock.memory.peak_bytes) / 2**20,
+        kept_share=statistics.mean(clock.shares) if clock.shares else None,
+        forwards=clock.forwards / max(len(clock.step_ms), 1),
+        loss=log["loss"],
+        grad_norm=log["grad_norm"],
+    )
+
+
+@contextmanager
+def restored_module(model: Any) -> Iterator[None]:
+    """Puts back the functions and classes that Liger replaces in the module of the model's class."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    module: ModuleType = sys.modules[type(base).__module__]
+    before = dict(vars(module))
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+class Data(NamedTuple):
+    """A task's batch."""
+
+    inputs: Any  # rollouts, or examples of a data set
+    about: dict[str, Any]  # what the batch is, and what the policy is on it
+
+
 class Runner:
-    """One policy, its batches, and the ways of training that start from it."""
+    """A shape's policies, its batches, and runs that start from them."""
 
-    def __init__(self, shape: Shape, device: str, folder: str, *, micro_batches: int) -> None:
-        self.shape, self.device, self.folder, self.micro_batches = shape, device, folder, micro_batches
-        self.policy = learnt_policy(shape, device)
-        label, level = f"policy_steps, max_tokens={shape.max_tokens}", "with_entropy"
-        ours = partial(Way, prepare=swap_lm_head, micro_batches=1)
-        steps = partial(with_policy_steps, max_tokens=shape.max_tokens)
-        self.ways = {
-            "full logits": Way(change=with_full_logits),
-            TRL: Way(),
-            "TRL, patch_trl(whole_step=False)": Way(patch={"whole_step": False}),
-            "TRL, patch_trl()": Way(patch={}),
-            label: ours(change=steps),
-            f'{label}, metrics="{level}"': ours(change=partial(steps, metrics=level)),
-        }
+    def __init__(self, shape: Shape, device: str, folder: str) -> None:
+        self.shape, self.device, self.folder = shape, device, folder
 
-    def model(self) -> nn.Module:
-        model = random_model(self.shape, self.shape.dtype, self.device)
-        model.load_state_dict(self.policy.weights)
-        return model
+    @cached_property
+    def random(self) -> Policy:
+        return random_policy(self.shape)
 
-    def batch(self, lengths: Lengths) -> tuple[Batch, dict[str, Any]]:
-        """The rollouts of an old policy, and what the batch and the current policy on it are."""
-        batch, model = rollouts(lengths, self.policy.text, self.device), self.model()
-        model.gradient_checkpointing_enable()
-        loss = loss_of(metrics="with_entropy", grad_tolerance=3e-4)
-        steps = policy_steps(model, columns_of(batch), loss, max_tokens=self.shape.max_tokens)
-        with kept_shares() as shares:
-            for step in steps:
-                step.loss.backward()
-        current, counted = steps.total.per_token_logps[:, lengths.prompt :], batch["completion_mask"] != 0
-        generator = torch.Generator(self.device).manual_seed(SEED)
-        noise = torch.randn(current.shape, generator=generator, device=self.device)
-        batch["old_per_token_logps"] = current + DRIFT_NATS * noise * counted
-        sequences, length = counted.shape[0], lengths.prompt + lengths.completion
-        return batch, {
-            "sequences": sequences,
-            "groups": lengths.groups,
-            "row_tokens": length,
-            "padding_share": 1 - (batch["prompt_mask"].sum() + counted.sum()).item() / (sequences * length),
-            "counted_tokens": counted.sum().item(),
-            "idle_share": (batch["advantages"] == 0).double().mean().item(),
-            "mean_advantage": batch["advantages"].abs().mean().item(),
-            "entropy": steps.total.metrics["entropy"].item(),
-            "kept_share_3e-4": statistics.mean(shares) if shares else None,
-            "surprise": -current[counted].mean().item(),
-        }
+    @cached_property
+    def learnt(self) -> Policy:
+        return learnt_policy(self.shape, self.device)
 
-    def train(self, way: Way, batch: Batch, *, steps: int | None = None) -> tuple[Clock, dict[str, float]]:
-        """A run from the policy's weights -> its clock and TRL's log of the last step.
+    def policy(self, task: Task) -> Policy:
+        return self.learnt if task.learns else self.random
 
-        TRL has its defaults, but it logs every step, and its learning rate is 0. So the weights stay and each step is
-        the same work. AdamW still computes all of it. TRL shuffles the sequences of each step, in all ways alike.
-        """
+    def model(self, task: Task) -> nn.Module:
+        return make_model(self.shape, self.policy(task), task, self.device)
+
+    def data(self, task: Task) -> Data:
+        text, about = self.policy(task).text, describe_batch(task)
+        about |= {"dtype": self.shape.dtype, "training_steps": len(self.policy(task).entropies)}
+        about["flop"] = count_flop(task, ModelSize.of(random_model(self.shape, self.shape.dtype, "meta")))
+        if task.trainer != "GRPO":
+            return Data(make_examples(task, text), about)
+        batch = make_rollouts(task, text, self.device)
+        about |= add_old_policy(self.model(task), batch)
+        return Data(batch, about | {"mean_advantage": batch["advantages"].abs().mean().item()})
+
+    def train(self, key: str, task: Task, inputs: Any, *, settling: int = SETTLING, steps: int = 3) -> Measured:
+        """`steps` that are measured, from the policy's weights."""
         gc.collect()  # what the run before or its error held
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        steps = SETTLING + self.shape.repeats if steps is None else steps
-        sequences, clock = batch["advantages"].shape[0], Clock(self.device)
-        micro_batches, end = way.micro_batches or self.micro_batches, texts.END_OF_TEXT
-        arguments = GRPOConfig(
-            output_dir=self.folder,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            log_level="error",
-            logging_steps=1,
-            use_cpu=self.device == "cpu",
-            bf16=self.shape.dtype == "bfloat16",
-            learning_rate=0.0,
-            max_steps=steps,
-            max_completion_length=batch["completion_ids"].shape[1],
-            per_device_train_batch_size=sequences // micro_batches,
-            gradient_accumulation_steps=micro_batches,
-            num_generations=GROUP,
-        )
-        model = self.model()
+        way, policy, clock = WAYS[key], self.policy(task), Clock(self.device, settling)
+        if way.micro_batches is not None:
+            task = replace(task, micro_batches=way.micro_batches)
+        arguments = make_arguments(task, self.shape.dtype, self.device, self.folder, settling + steps, way.options)
+        if key == UNSLOTH_STEP:
+            return self._train_in_process(task, inputs, arguments, settling)
+        model = self.model(task)
         way.prepare(model)
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # else all GPUs of the host take part
-        with way.patched(), clock.looking:
-            trainer = GRPOTrainer(
-                model=model,
-                args=arguments,
-                train_dataset=Dataset.from_dict({"prompt": ["def"] * (sequences // GROUP * steps)}),
-                processing_class=PreTrainedTokenizerFast(
-                    tokenizer_object=self.policy.tokenizer, eos_token=end, pad_token=end
-                ),
-                reward_funcs=lambda completions, **_columns: [0.0] * len(completions),
-                callbacks=[clock],
-            )
-            trainer.remove_callback(PrinterCallback)
-            trainer._generate_and_score_completions = lambda _prompts: dict(batch)
-            trainer.compute_loss = clock.timed(trainer.compute_loss)
-            trainer.accelerator.backward = clock.timed(trainer.accelerator.backward)
+        with restored_module(model), way.patched():
+            trainer = TRAINERS[task.trainer](model, make_tokenizer(policy), inputs, arguments)
             way.change(trainer, clock)
-            torch.manual_seed(SEED)
-            trainer.train()
-        return clock, next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+            return run_trainer(trainer, clock)
+
+    def _train_in_process(self, task: Task, batch: Batch, arguments: dict[str, Any], settling: int) -> Measured:
+        """Unsloth has to be imported before transformers, and needs other versions of TRL and datasets."""
+        if task.trainer != "GRPO" or task.learns:
+            raise ValueError("Unsloth runs batches of GRPO without the pad id among their tokens")
+        if UNSLOTH not in os.environ:
+            raise RuntimeError(f"{UNSLOTH} must be the folder of Unsloth's packages")
+        folder = Path(self.folder, "unsloth")
+        self._save_inputs(folder, task, batch)
+        options = {
+            "arguments": arguments,
+            "dropout": task.lora_dropout,
+            "dtype": self.shape.dtype,
+            "settling": settling,
+        }
+        (folder / "options.json").write_text(json.dumps(options))
+        gc.collect()
+        torch.cuda.empty_cache()
+        paths = os.pathsep.join(filter(None, [os.environ[UNSLOTH], os.environ.get("PYTHONPATH")]))
+        subprocess.run(
+            [sys.executable, "-m", "benchmark.peers.unsloth_step", str(folder)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": paths, "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled")},
+            timeout=UNSLOTH_SECONDS,
+            check=True,
+        )
+        return Measured(**json.loads((folder / "measured.json").read_text()))
+
+    def _save_inputs(self, folder: Path, task: Task, batch: Batch) -> None:
+        model: Any = self.model(task)
+        adapters = {name: value.cpu() for name, value in model.state_dict().items() if "lora_" in name}
+        base = model if task.lora_dropout is None else model.unload()
+        base.save_pretrained(folder)
+        make_tokenizer(self.policy(task)).save_pretrained(folder)
+        torch.save({"batch": {name: x.cpu() for name, x in batch.items()}, "adapters": adapters}, folder / "inputs.pt")
