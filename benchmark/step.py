@@ -77,8 +77,8 @@ TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-3, 5e-2)}
 
 def batch_label(name: str, task: Task) -> str:
     """The batch's name, with its micro-batches if they are not its own."""
-    usual = tasks()[name].micro_batches
-    return name if task.micro_batches == usual else f"{name}, {task.micro_batches} micro-batches"
+    count = task.micro_batches
+    return name if count == tasks()[name].micro_batches else f"{name}, {count} micro-batch{'es' if count > 1 else ''}"
 
 
 def measure(runner: "Runner", key: str, task: Task, data: "Data", steps: int, peak: float | None) -> Row:
@@ -105,15 +105,20 @@ def measure(runner: "Runner", key: str, task: Task, data: "Data", steps: int, pe
     }
 
 
-def compare(rows: list[Row]) -> None:
-    """Adds each row's tokens per second over TRL's, and its loss less TRL's; rows of one batch."""
+def compare(rows: list[Row]) -> list[Row]:
+    """Rows of one batch with each one's tokens per second and gradient norm over TRL's, and its loss less TRL's."""
     baselines = [row for name in BASELINES for row in rows if row["variant"] == name and row["status"] == "ok"]
-    for row in rows:
-        if baselines and row["status"] == "ok":
-            trl = baselines[0]
-            row["tokens_x_trl"] = row["tokens_per_s"] / trl["tokens_per_s"]
-            row["loss_difference"] = row["loss"] - trl["loss"]
-            row["grad_norm_x_trl"] = row["grad_norm"] / trl["grad_norm"]
+    if not baselines:
+        return rows
+
+    def relative(row: Row, trl: Row) -> Row:
+        return {
+            "tokens_x_trl": row["tokens_per_s"] / trl["tokens_per_s"],
+            "loss_difference": row["loss"] - trl["loss"],
+            "grad_norm_x_trl": row["grad_norm"] / trl["grad_norm"],
+        }
+
+    return [row | relative(row, baselines[0]) if row["status"] == "ok" else row for row in rows]
 
 
 def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
@@ -219,9 +224,10 @@ def add_row(results: dict[str, Any], about: dict[str, Any], row: Row) -> dict[st
     batches = shapes.get(row["shape"], {"batches": {}})["batches"]
     shapes[row["shape"]] = {"batches": batches | {row["batch"]: about}}
     by_name = {(label(other), other["variant"]): other for other in [*results["rows"], row]}
+    compared = compare([other for (name, _variant), other in by_name.items() if name == label(row)])
+    by_name |= {(label(row), other["variant"]): other for other in compared}
     labels = list(dict.fromkeys(name for name, _variant in by_name))
     rows = sorted(by_name.values(), key=lambda row: (NAMES.index(row["shape"]), labels.index(label(row))))
-    compare([other for other in rows if label(other) == label(row)])
     return {**results, "shapes": shapes, "rows": rows}
 
 

@@ -1,4 +1,4 @@
-"""Batches of a training step: the lengths of their sequences, their token ids, and the FLOP that a model needs for them.
+"""Batches of a training step: lengths of sequences, token ids, and the FLOP that a model needs for them.
 
 `tasks` has the batches of GRPO, SFT and DPO by name. Lengths of completions follow a log-normal distribution, cut at
 the longest. Every fourth group of GRPO has no advantage. No way of training can leave out these FLOP of a step:
@@ -186,7 +186,7 @@ def peak_flop_per_second(device_name: str) -> float | None:
 
 
 Batch = dict[str, Tensor]
-"""What TRL's GRPOTrainer makes of rollouts, by its names: prompts padded on the left and completions on the right, with 0."""
+"""What TRL's GRPOTrainer makes of rollouts, by its names: prompts padded on the left, completions on the right."""
 
 
 def make_rollouts(task: Task, text: Tensor, device: str) -> Batch:

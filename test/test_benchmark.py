@@ -1,18 +1,20 @@
 """The benchmark on tiny CPU cases: what it feeds, what it compares with, and what it does when a peer fails."""
 
+import ast
 import json
 import math
 import runpy
 import sys
 import time
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
 
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 
-from benchmark import floor, gold, plot, run, train_real_runs, variants
+from benchmark import floor, gold, plot, run, step, step_batches, train_real_runs, variants
 from benchmark.cases import (
     FLAT,
     LOGPS_AND_ENTROPY,
@@ -319,63 +321,152 @@ def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
         assert row["grad_weight_error"] < 6e-3
 
 
-@pytest.mark.parametrize(("label", "row", "padding"), [("short prompts", 1280, 0.4), ("long prompts", 1889, 0.19)])
-def test_a_batch_of_a_step_is_as_rl_makes_it(label, row, padding):
-    step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
-    lengths = step_runs.SHAPES["qwen3-1.7b"].batches[label]
-    batch = step_runs.rollouts(lengths, torch.arange(1, 9000), "cpu")
+@pytest.mark.parametrize(
+    ("label", "row", "padding", "completion"),
+    [
+        ("short prompts", 1280, 0.40, 0.59),
+        ("long prompts", 1889, 0.19, 0.59),
+        ("window", 2560, 0.54, 0.41),
+        ("window 8k", 8704, 0.57, 0.41),
+    ],
+)
+def test_a_batch_of_a_step_is_as_rl_makes_it(label, row, padding, completion):
+    task = step_batches.tasks()[label]
+    about, batch = step_batches.describe_batch(task), step_batches.make_rollouts(task, torch.arange(1, 9000), "cpu")
     attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    assert attended.shape == (32, row)
+    assert attended.shape == (32, row) == (about["sequences"], about["row_tokens"])
     assert abs(1 - attended.float().mean() - padding) < 0.01
-    assert abs(batch["completion_mask"].float().mean() - 0.59) < 0.01
+    assert about["padding_share"] == pytest.approx(1 - attended.double().mean().item())
+    assert abs(batch["completion_mask"].float().mean() - completion) < 0.01
     # Padding on the left of prompts and on the right of completions, and nowhere between.
     assert (batch["prompt_mask"].diff() >= 0).all()
     assert (batch["completion_mask"].diff() <= 0).all()
     assert (batch["completion_mask"][:, 0] == 1).all()
-    by_group = batch["advantages"].view(-1, step_runs.GROUP)
-    assert (by_group == 0).all(1).float().mean() == 0.25
+    for name in ("prompt", "completion"):  # the pad id tells padding from tokens
+        assert ((batch[f"{name}_ids"] != 0) == (batch[f"{name}_mask"] != 0)).all()
+    by_group = batch["advantages"].view(4, -1)
+    assert (by_group == 0).all(1).float().mean() == about["idle_share"] == 0.25
     torch.testing.assert_close(by_group.sum(1), torch.zeros(4), atol=1e-5, rtol=0)
-    prompts = batch["prompt_ids"].view(4, step_runs.GROUP, -1)
+    prompts = batch["prompt_ids"].view(4, 8, -1)
     assert (prompts == prompts[:, :1]).all()
-    assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+    assert batch["num_items_in_batch"] == batch["completion_mask"].sum() == about["counted_tokens"]
+
+
+def test_micro_batches_of_sft_and_dpo_are_padded_apart():
+    text = torch.arange(1, 9000)
+    for name in ("sft", "dpo"):
+        task = step_batches.tasks()[name]
+        about, examples = step_batches.describe_batch(task), step_batches.make_examples(task, text)
+        assert len(examples) == 16
+        if name == "sft":
+            rows = [[len(example["input_ids"])] for example in examples]
+            assert about["counted_tokens"] == sum(n - 1 for (n,) in rows)
+        else:
+            rows = [
+                [len(x["prompt_ids"]) + len(x[which]) for which in ("chosen_ids", "rejected_ids")] for x in examples
+            ]
+        pairs = [first + second for first, second in zip(rows[::2], rows[1::2], strict=True)]
+        padded = sum(len(pair) * max(pair) for pair in pairs)
+        assert about["padding_share"] == pytest.approx(1 - sum(map(sum, pairs)) / padded)
+        assert max(map(max, pairs)) == about["row_tokens"] <= 2048
+
+
+def test_the_flop_of_a_step_are_those_that_torch_counts():
+    """Of one sequence; torch counts attention as if it were not causal, and no norms."""
+    transformers = pytest.importorskip("transformers", reason="a whole step needs transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = transformers.Qwen3Config(
+        vocab_size=400, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    lengths = step_batches.Lengths(prompt=0, completion=48, median=1.0, spread=0.0, groups=1, members=1)
+    task, ids = step_batches.Task(lengths=lengths, trainer="SFT"), torch.ones(1, 48, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, logits_to_keep=slice(0, 47)).logits.sum().backward()
+    by_op = counter.get_flop_counts()["Global"]
+    matmuls = sum(flop for op, flop in by_op.items() if "attention" not in str(op))
+    size = step_batches.ModelSize.of(model)
+    attention = 3 * 4 * 2 * 32 * (48 * 49 // 2)
+    assert step_batches.count_flop(task, size) == pytest.approx(matmuls + attention, rel=0.01)
+    # LoRA does not need the weights' gradients, and an idle group has no backward.
+    window = step_batches.tasks()["window"]
+    full, lora = (step_batches.count_flop(replace(window, lora_dropout=x), size) for x in (None, 0.0))
+    assert 0.67 < lora / full < 0.9
+    groups = step_batches.draw_groups(window)
+    body = size._replace(layers=0, vocab=0)
+    live, idle = (sum(g.prompt + sum(g.completions) for g in groups if g.idle == x) for x in (False, True))
+    assert step_batches.count_flop(window, body) == size.body_parameters * (6 * live + 2 * idle)
 
 
 def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
-    step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
-    from benchmark import step
+    pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
 
-    monkeypatch.setattr(step_runs, "LEAST", 1)
-    monkeypatch.setattr(step_runs, "SECONDS", 0.0)
-    monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
-    # Every step takes longer than a millisecond.
-    options = ["--longest", "1e-3", "--micro-batches", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["step", *options])
-    step.main()
-    results = json.loads((tmp_path / "step-cpu.json").read_text())
-    rows = results["rows"]
-    assert [row["batch"] for row in rows] == 6 * ["short prompts"] + 6 * ["long prompts"]
-    assert {row["status"] for row in rows} == {"ok"}
-    assert {(row["longest_sequences"], row["steps"]) for row in rows} == {(32, 1)}
-    assert all(0 < row["other_ms"] < row["step_ms"] for row in rows)
-    for trl in (rows[1], rows[7]):
-        about = step.about_batch(results, trl)
-        assert about["entropy"] < step.MOST_NATS
-        assert about["surprise"] < step.MOST_NATS
-        assert abs(trl["loss"]) > 0.01
-    assert step.objections(about, rows[6:]) == []
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["step", *arguments, "--steps", "1", "--out", str(tmp_path)])
+        step.main()
+        return json.loads((tmp_path / "step-cpu.json").read_text())
+
+    environment = ENVIRONMENT | {"device": "cpu", "threads": 1}
+    monkeypatch.setattr(step, "describe", lambda device: environment)
+    run("--batches", "short prompts", "window", "--rows", "trl", "head", "patch", "loss-steps")
+    results = run("--batches", "window LoRA", "sft", "dpo", "--rows", "trl", "patch")
+    by_batch = {name: list(rows) for name, rows in groupby(results["rows"], key=lambda row: row["batch"])}
+    assert {name: len(rows) for name, rows in by_batch.items()} == {
+        "short prompts": 4, "window": 4, "window LoRA": 2, "sft": 2, "dpo": 2
+    }  # fmt: skip
+    assert {row["status"] for row in results["rows"]} == {"ok"}
+    assert all(0 < row["other_ms"] < row["step_ms"] and row["steps"] == 1 for row in results["rows"])
+    assert [row["forwards"] for row in by_batch["window"]][:2] == [4, 4]
+    for rows in by_batch.values():
+        about = step.about_batch(results, rows[0])
+        assert abs(rows[0]["loss"]) > 0.01
+        assert step.objections(about, rows) == []
+    about, rows = step.about_batch(results, by_batch["short prompts"][0]), by_batch["short prompts"]
+    assert max(about["entropy"], about["surprise"]) < step.MOST_NATS
     assert step.markdown(results) in capsys.readouterr().out
-    assert step.markdown(results).count(" | >= 32 |") == 12
 
     # The check of the losses sees an error of the divisor, and either of a gradient and of a flat policy.
-    ours, share = rows[-1], 1 - about["idle_share"]
+    trl, ours, share = rows[0], rows[-1], 1 - about["idle_share"]
     for change in ({"loss_difference": trl["loss"] / share - trl["loss"]}, {"grad_norm_x_trl": 1 / share}):
         assert len(step.objections(about | {"dtype": "bfloat16"}, [trl, ours | change])) == 1
-    assert "entropy" in step.objections(about | {"entropy": 5.0}, rows[6:])[0]
+    assert "entropy" in step.objections(about | {"entropy": 5.0}, rows)[0]
 
-    # A later run of other shapes keeps this one's, but for another environment.
-    of_other = results | {"shapes": {"llama-3-8b": about}, "rows": [{**trl, "shape": "llama-3-8b"}]}
-    both = step.with_earlier(of_other, tmp_path / "step-cpu.json")
-    assert [row["shape"] for row in both["rows"]] == ["llama-3-8b"] + 12 * ["toy"]
-    assert both["shapes"].keys() == {"toy", "llama-3-8b"}
-    moved = of_other | {"environment": ENVIRONMENT | {"torch": "2.12"}}
-    assert step.with_earlier(moved, tmp_path / "step-cpu.json") == moved
+    # A row that is run again replaces the earlier one, and all of its batch are compared anew; another environment
+    # begins anew.
+    again = step.add_row(results, about, trl | {"tokens_per_s": 2 * trl["tokens_per_s"]})
+    assert len(again["rows"]) == len(results["rows"])
+    (ours_again,) = (
+        row for row in again["rows"] if step.label(row) == step.label(ours) and row["variant"] == ours["variant"]
+    )
+    assert ours_again["tokens_x_trl"] == pytest.approx(ours["tokens_per_s"] / trl["tokens_per_s"] / 2)
+    assert step.read_earlier(environment, tmp_path / "step-cpu.json") == results
+    assert step.read_earlier(environment | {"torch": "2.12"}, tmp_path / "step-cpu.json")["rows"] == []
+
+
+def test_a_row_that_fails_has_a_reason_and_the_others_go_on(monkeypatch, tmp_path):
+    pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    monkeypatch.delenv("UNSLOTH_PACKAGES", raising=False)
+    monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
+    options = ["--batches", "window", "--micro-batches", "1", "--rows", "unsloth", "trl", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["step", *options, "--out", str(tmp_path)])
+    step.main()
+    failed, trl = json.loads((tmp_path / "step-cpu.json").read_text())["rows"]
+    assert (failed["status"], "UNSLOTH_PACKAGES" in failed["reason"]) == ("failed", True)
+    assert (trl["batch"], trl["forwards"], trl["tokens_x_trl"]) == ("window, 1 micro-batch", 1, 1.0)
+
+
+def test_old_log_probabilities_stay_with_their_tokens_in_unsloths_layout():
+    """Its module cannot be imported without Unsloth, but the function needs torch alone."""
+    source = (ROOT / "benchmark" / "peers" / "unsloth_step.py").read_text()
+    name = "align_old_logps"
+    (function,) = (node for node in ast.parse(source).body if getattr(node, "name", None) == name)
+    scope = {"torch": torch, "Tensor": torch.Tensor}
+    exec(compile(ast.Module([function], []), name, "exec"), scope)
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    old = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    aligned = scope[name]({"prompt_mask": mask, "old_per_token_logps": old})
+    # Both rows without their padding on the left: the last four of five columns.
+    assert aligned["old_per_token_logps"].tolist() == [[0, 0, 1, 2], [3, 4, 0, 0]]
+    assert aligned["max_left_pad"].tolist() == [[2], [2]]
