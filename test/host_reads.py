@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from liger_rl.head.host_answer import HostAnswer
 from liger_rl.kernels import reference
 
 # Reads of a value, and results whose size depends on values.
@@ -48,11 +49,11 @@ class _ByName(TorchDispatchMode):
 def host_reads(device: torch.device) -> Iterator[HostReads]:
     reads = HostReads()
     if device.type == "cpu":
-        to_list, select = Tensor.tolist, reference.select_tokens  # the former reaches no dispatcher on CPU
+        wait, select = HostAnswer.wait, reference.select_tokens  # the former reaches no dispatcher on CPU
 
-        def counted(tensor: Tensor) -> list:
-            reads.names.append("tolist")
-            return to_list(tensor)
+        def counted(answer: HostAnswer) -> list:
+            reads.names.append("wait")
+            return wait(answer)
 
         def uncounted(*args):
             """A GPU has a kernel in its place, which reads nothing."""
@@ -62,7 +63,7 @@ def host_reads(device: torch.device) -> Iterator[HostReads]:
             return selected
 
         replaced = (
-            mock.patch.object(Tensor, "tolist", counted),
+            mock.patch.object(HostAnswer, "wait", counted),
             mock.patch.object(reference, "select_tokens", uncounted),
         )
         with _ByName(reads), replaced[0], replaced[1]:

@@ -109,7 +109,7 @@ class EngineFunction(torch.autograd.Function):
         return *gradients, None, None
 
 
-def token_gradients(saved: Saved, grads: LogProbs, vocab: int) -> TokenGradients:
+def token_gradients(saved: Saved | TokenStatistics, grads: LogProbs, vocab: int) -> TokenGradients:
     """dL/dlogits of each token as numbers, from the gradients of its values; `vocab`: entries of the whole vocabulary.
 
     `saved` has logps, lse and entropy.

@@ -5,17 +5,16 @@ from torch import Tensor
 
 
 class HostAnswer:
-    """Integers (k,) on their way to the host. Work that the host launches before `wait` hides the copy."""
+    """Integers (k,) that a kernel has counted. Work that is launched before `wait` hides their copy to the host."""
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor | list[int]) -> None:
         self._numbers = numbers
         self._ready: torch.cuda.Event | None = None
-        if numbers.is_cuda:
+        if isinstance(numbers, Tensor) and numbers.is_cuda:
             self._numbers, self._ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(numbers.device.index))
 
-    def wait(self) -> Tensor:
-        """(k,) on the host."""
+    def wait(self) -> list[int]:
         if self._ready is not None:
             self._ready.synchronize()
-        return self._numbers
+        return self._numbers.tolist() if isinstance(self._numbers, Tensor) else self._numbers

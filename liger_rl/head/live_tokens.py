@@ -57,10 +57,12 @@ def start_selection(
     mask has a value other than 0 and 1.
     """
     positions, numbers = for_device(targets.device).select_tokens(targets, mask, vocab, needed)
-    total, answer = targets.numel(), HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
+    if counts:
+        numbers = torch.cat([torch.as_tensor(numbers, device=targets.device), *counts])
+    total, answer = targets.numel(), HostAnswer(numbers)
 
     def wait() -> tuple[Tensor | None, list[int]]:
-        n, outside, largest, improper, *values = answer.wait().tolist()
+        n, outside, largest, improper, *values = answer.wait()
         if improper > 0:
             raise ValueError(f"mask must be 0 or 1 at each token; {improper} of its values are neither")
         if outside > 0:

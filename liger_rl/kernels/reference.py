@@ -324,10 +324,10 @@ def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, tuple[Tens
 
 def select_tokens(
     targets: Tensor, mask: Tensor | None, vocab: int, needed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[int]]:
     """Positions of the tokens that count and are needed. A token counts if its mask is nonzero and its target >= 0.
 
-    The Triton kernel does not wait for the device.
+    The Triton kernel does not wait for the device: its integers are a tensor there.
 
     Args:
         targets: (B, T) or (N,) integer ids; those >= vocab are counted as outside.
@@ -335,7 +335,7 @@ def select_tokens(
         needed: shaped like targets or (B, 1), nonzero where a token is needed; None needs all.
 
     Returns:
-        int64 (n,) or longer, whose first n entries are the flat positions in ascending order; and (4,) int64: n; the
+        int64 (n,) or longer, whose first n entries are the flat positions in ascending order; and (4,) integers: n; the
             number of tokens that count, needed or not, with a target outside the vocabulary; the largest of these
             targets, or 0; the number of mask values other than 0 and 1.
     """
@@ -350,7 +350,7 @@ def select_tokens(
         largest = int(outside_targets.max()) if outside else 0
     if mask is not None and mask.dtype != torch.bool:
         improper = int(((mask != 0) & (mask != 1)).sum())
-    return positions, torch.tensor([positions.numel(), outside, largest, improper], device=targets.device)
+    return positions, [positions.numel(), outside, largest, improper]
 
 
 def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:

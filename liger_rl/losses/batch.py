@@ -54,12 +54,12 @@ class AlignedBatch:
 
         `mask` replaces the batch's.
         """
-        masked = (self.mask if mask is None else mask) == 0
-        columns = dict(vars(self))
+        mask = (self.mask if mask is None else mask).bool()
+        masked, columns = ~mask, dict(vars(self))
         for name in (*COLUMNS, *PREFERENCE_COLUMNS):
             if columns[name] is not None:
                 columns[name] = columns[name].detach().to(dtype).masked_fill(masked, 0.0)
-        columns["mask"] = ~masked
+        columns["mask"] = mask
         return AlignedBatch(**columns)
 
     def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":

@@ -78,7 +78,7 @@ def policy_metrics(
     if low is not None and high is not None:
         # One sum for the three, because each small launch costs a GPU time.
         indicators = torch.stack([low.expand_as(mask), high.expand_as(mask), (low | high).expand_as(mask)])
-        clipped = (indicators & mask).flatten(1).sum(1).to(dtype)
+        clipped = (indicators & mask).flatten(1).sum(1, dtype=dtype)
     metrics = loss_metrics(count, kl_total, clipped)
     if level == "loss":
         return metrics

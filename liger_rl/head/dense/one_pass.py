@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.autograd import Engine, Saved, has_gradient, index_of, token_gradients, token_values
+from liger_rl.head.autograd import Engine, has_gradient, index_of, token_gradients, token_values
 from liger_rl.head.dense import two_pass
 from liger_rl.head.dense.totals import Totals
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
@@ -79,8 +79,7 @@ def run_one_pass(
             statistics, _ = two_pass.fold_rows(rows, epilogue, saved_exp=saved_exp, tiles=tiles)
             values = token_values(statistics, head)
             chunk_values.append(values)
-            saved = Saved(logps=statistics.logps, lse=statistics.lse, entropy=statistics.entropy)
-            gradients = token_gradients(saved, gradients_of(chunk, values), vocab)
+            gradients = token_gradients(statistics, gradients_of(chunk, values), vocab)
             assert gradients.uniform is None or "mean_logits" in head.options.extras
             selected = index_of(has_gradient(gradients)) if select else None
             at_target = grad_at_targets(gradients, statistics, head.options.transform)
@@ -137,6 +136,7 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value, hidden, weight, bias, gradients):
+        ctx.set_materialize_grads(False)
         ctx.shape = hidden.shape
         # Gradients are no saved tensors: the backward scales them in place, which a saved-tensor hook would see.
         ctx.gradients = gradients

@@ -45,7 +45,7 @@ def log_probs_over_support(head: Head, support: Support) -> LogProbs:
     answer = HostAnswer(slots.numbers)
 
     def check() -> list[int]:
-        numbers = answer.wait().tolist()
+        numbers = answer.wait()
         if numbers[BAD_TARGETS] or numbers[BAD_MASKS]:
             # Raises the error with the wrong values.
             start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)()

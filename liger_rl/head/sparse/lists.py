@@ -29,7 +29,7 @@ def max_selected_share(hidden_size: int) -> float:
 
 def wait_for_counts(parts: SelectedParts, counts: HostAnswer, max_share: float) -> PartCounts:
     """The numbers of selected parts: the backward's first host sync."""
-    gradient_tokens, *block_ends = counts.wait().tolist()
+    gradient_tokens, *block_ends = counts.wait()
     tiles, n = parts.rank.shape
     return PartCounts(gradient_tokens, block_ends, n, tiles, max_share)
 
@@ -93,7 +93,7 @@ def sum_over_lists(
         finite_hidden = hidden if hidden_rows is None or counts.gradient_tokens == n else hidden[hidden_rows]
         weight_base = Base(gemm.matmul(parts.dropped_sums.T, finite_hidden), entry_shares.shares, width)
         del finite_hidden
-    listed = int(length.wait()) + n
+    listed = length.wait()[0] + n
     if listed > entries.ids.numel():
         return None, counts
     entries = Entries._make(values[:listed] for values in entries)
