@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,37 +80,27 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     counts = config.model_type in POSITION_IS_COUNT and takes_positions and inputs.get("position_ids") is None
     known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
     # Llama 4 scales queries by their columns, whatever position_ids are.
-    by_column = getattr(config, "attn_temperature_tuning", False)
+    known_positions = takes_positions and known_positions and not getattr(config, "attn_temperature_tuning", False)
     router = inputs.get("output_router_logits")
     router = bool(getattr(config, "output_router_logits", False) if router is None else router)
-    return Body(
+    attention = config._attn_implementation
+    body = Body(
         obstacle=_find_obstacle(model, config, inputs, ids) or obstacle,
-        drops_left_padding=takes_positions
-        and known_positions
-        and not by_column
-        and inputs.get("attention_mask") is not None,
+        drops_left_padding=known_positions and inputs.get("attention_mask") is not None,
         causal=causal,
         has_router_loss=router,
         rotary=rotary,
         counts_attended=counts,
-        packs_by_default=_is_linear(config._attn_implementation),
-        takes_sequence_ends="flash" in config._attn_implementation
-        and "cu_seq_lens_q" in getattr(swapped, "_fused_arguments", ()),
+        packs_by_default=_is_linear(attention),
+        takes_sequence_ends="flash" in attention and "cu_seq_lens_q" in getattr(swapped, "_fused_arguments", ()),
         no_packing=_find_packing_obstacle(type(swapped).__name__, config, takes_positions, causal, inputs),
-        no_tree=_find_tree_obstacle(
-            model,
-            swapped,
-            config,
-            counts or (takes_positions and known_positions and not by_column),
-            causal,
-            router,
-            inputs,
-            ids,
-        ),
+        no_tree=None,
         config=config,
         dtype=next(swapped.parameters()).dtype,
         positions=int(min(getattr(config, "max_position_embeddings", None) or 0, _read_static_positions(config))),
     )
+    no_tree = _find_tree_obstacle(model, swapped, body, counts or known_positions, inputs, ids.device)
+    return replace(body, no_tree=no_tree)
 
 
 def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> Reason | None:
@@ -168,16 +158,9 @@ def _find_packing_obstacle(
 
 
 def _find_tree_obstacle(
-    model: nn.Module,
-    swapped: Any,
-    config: Any,
-    takes_positions: bool,
-    causal: bool,
-    has_router_loss: bool,
-    inputs: Mapping[str, Any],
-    ids: Tensor,
+    model: nn.Module, swapped: Any, body: Body, takes_positions: bool, inputs: Mapping[str, Any], device: torch.device
 ) -> Reason | None:
-    if not (takes_positions and causal):
+    if not (takes_positions and body.causal):
         return Reason(f"{type(swapped).__name__} is not a causal model of text that takes position_ids")
     if inputs.get("support") is not None:
         return Reason("a support has a row for each token of each sequence")
@@ -185,11 +168,11 @@ def _find_tree_obstacle(
         return ACTIVATED_LORA
     if inputs.get("use_cache"):
         return USE_CACHE
-    if has_router_loss:
+    if body.has_router_loss:
         return ROUTER_LOSS
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
         return Reason("a compiled model would be compiled again", "leave torch.compile out")
-    return find_attention_obstacle(swapped, config, ids.device)
+    return find_attention_obstacle(swapped, body.config, device)
 
 
 def has_activated_lora(model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from liger_rl.losses.options import Options
 from liger_rl.step.body import Body
 from liger_rl.step.prefix_tree import LEAST_SHARED, PrefixTree, SortedSequences, build_prefix_tree, sort_sequences
 from liger_rl.step.reason import Reason
-from liger_rl.step.sequences import Sequences, SequenceSpan
+from liger_rl.step.sequences import Sequences
 
 Idle = Literal["skip", "forward", "backward"]
 MAX_TREE_SHARE = 0.9  # trees run if they have at most this share of the tokens of packed or padded rows
@@ -155,7 +155,7 @@ def lay_out(
         tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
         tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
         # With a dense mask, padding is no worse than the other sequences of a row.
-        other_count = count if sequences.device == "cuda" else sum(spans[r].length for r in selected)
+        other_count = count if sequences.device == "cuda" else sum(sequences.lengths(selected))
         pays = MIN_TREE_TOKENS.get(sequences.device, 0) <= tree_count <= MAX_TREE_SHARE * other_count
         if options.share_prefixes or (pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most)):
             planner, groups = trees, tree_groups
@@ -191,7 +191,7 @@ def _can_pack(sequences: Sequences, selected: list[int], body: Body, options: La
         return False
     for r in selected:
         span = sequences.spans[r]
-        if not (span.is_attended and span.is_consecutive and (span.first_position == 0 or body.rotary)):
+        if not (span.is_run and (span.first_position == 0 or body.rotary)):
             if not options.packing:
                 return False
             raise ValueError(
@@ -215,7 +215,7 @@ class _Rows(NamedTuple):
         groups: list[list[int]] = []
         for part in self._split_by_length(selected):
             first = len(groups)
-            units = sorted(_group_pairs(part, self.half), key=lambda unit: -max(self._lengths(unit)))
+            units = sorted(_group_pairs(part, self.half), key=lambda unit: -max(self.sequences.lengths(unit)))
             for unit in units:
                 # Without packing, a short row would be padded to the length of a long one.
                 for group in groups[first if self.packed else max(first, len(groups) - 1) :]:
@@ -228,30 +228,22 @@ class _Rows(NamedTuple):
 
     def make_micro_batch(self, group: list[int]) -> MicroBatch:
         batch, width = self.sequences.ids.shape
-        spans, lengths = [self.sequences.spans[r] for r in group], tuple(self._lengths(group))
+        lengths = tuple(self.sequences.lengths(group))
         if not self.packed and len(group) == batch and min(lengths) == width:
             return MicroBatch(None, lengths, rows=tuple(group))
-        starts = torch.tensor([r * width + span.start for r, span in zip(group, spans, strict=True)])
-        sizes = torch.tensor(lengths)
+        starts, sizes = self.sequences.starts(group), torch.tensor(lengths)
         if self.packed:
             offsets = torch.arange(sum(lengths)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
             cells = (torch.repeat_interleave(starts, sizes) + offsets)[None]
             return MicroBatch(cells, lengths, packed=True, rows=tuple(group))
         column = torch.arange(max(lengths))
         cells = torch.where(column < sizes[:, None], starts[:, None] + column, -1)
-        plain = (
-            self.body.drops_left_padding
-            and self.body.causal
-            and not self.body.has_router_loss
-            and all(span.is_attended and span.is_consecutive for span in spans)
-        )
+        plain = self.body.drops_left_padding and self.body.causal and not self.body.has_router_loss
+        plain = plain and all(self.sequences.spans[r].is_run for r in group)
         return MicroBatch(cells, lengths, keeps_mask=not plain, rows=tuple(group))
 
-    def _lengths(self, group: list[int]) -> list[int]:
-        return [self.sequences.spans[r].length for r in group]
-
     def _count_tokens(self, group: list[int]) -> int:
-        lengths = self._lengths(group)
+        lengths = self.sequences.lengths(group)
         return sum(lengths) if self.packed else max(lengths) * len(lengths)
 
     def _split_by_length(self, selected: list[int]) -> list[list[int]]:
@@ -262,7 +254,7 @@ class _Rows(NamedTuple):
         ordered = sorted(selected, key=lambda r: -self.sequences.spans[r].length)
         # The best groups are runs of rows in the order of their lengths. costs[i, j]: tokens of the rows i <= r < j.
         place = torch.arange(len(ordered) + 1)
-        longest = torch.tensor([*self._lengths(ordered), 0], dtype=torch.float64)[:, None]
+        longest = torch.tensor([*self.sequences.lengths(ordered), 0], dtype=torch.float64)[:, None]
         costs = ((place - place[:, None]) * longest).masked_fill(place <= place[:, None], torch.inf)
         least, cuts = costs[0], []
         for _ in range(number - 1):
@@ -294,7 +286,7 @@ def _find_tree_obstacle(sequences: Sequences, selected: list[int], body: Body, o
     if options.share_prefixes is False:
         return Reason("share_prefixes=False", "leave share_prefixes out")
     for r in selected:
-        if not (sequences.spans[r].is_attended and sequences.spans[r].is_consecutive):
+        if not sequences.spans[r].is_run:
             reason = f"row {r} of input_ids is no run of tokens that are attended to, at consecutive positions"
             if options.share_prefixes:
                 raise ValueError(f"share_prefixes must not be True here: {reason}")
@@ -322,7 +314,7 @@ class _Trees(NamedTuple):
                     pair_groups.append((size, pair))
             return pair_groups
         ordered = self._sort(selected)
-        sizes = ordered.sizes([self.sequences.spans[r].length for r in selected])
+        sizes = ordered.sizes(self.sequences.lengths(selected))
         clusters: list[tuple[int, list[int]]] = []
         for number, shared, size in zip(ordered.order, ordered.shared, sizes, strict=True):
             row = selected[number]
@@ -342,20 +334,18 @@ class _Trees(NamedTuple):
         return groups
 
     def make_micro_batch(self, group: list[int]) -> MicroBatch:
-        width, spans = self.sequences.ids.shape[1], [self.sequences.spans[r] for r in group]
-        lengths = tuple(span.length for span in spans)
+        lengths, starts = tuple(self.sequences.lengths(group)), self.sequences.starts(group)
         tree = build_prefix_tree(lengths, self._sort(group))
-        starts = torch.tensor([r * width + span.start for r, span in zip(group, spans, strict=True)])
-        first = torch.tensor([self._first_position(span) for span in spans])
+        first = torch.tensor([self._first_position(r) for r in group])
         cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
         cells = (starts[tree.sequences] + tree.offsets)[None]
         return MicroBatch(cells, lengths, packed=True, rows=tuple(group), tree=row)
 
     def _sort(self, selected: list[int]) -> SortedSequences:
-        spans = [self.sequences.spans[r] for r in selected]
-        tokens = [self.sequences.ids[r, span.start : span.stop] for r, span in zip(selected, spans, strict=True)]
-        return sort_sequences(tokens, [self._first_position(span) for span in spans])
+        spans = self.sequences.spans
+        tokens = [self.sequences.ids[r, spans[r].start : spans[r].stop] for r in selected]
+        return sort_sequences(tokens, [self._first_position(r) for r in selected])
 
-    def _first_position(self, span: SequenceSpan) -> int:
-        return 0 if self.body.rotary or self.body.counts_attended else span.first_position
+    def _first_position(self, row: int) -> int:
+        return 0 if self.body.rotary or self.body.counts_attended else self.sequences.spans[row].first_position

@@ -39,7 +39,7 @@ from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_pac
 from liger_rl.step.ranks import agree_on_counts, find_ddp, find_rank_groups, first_device
 from liger_rl.step.reason import Reason
 from liger_rl.step.run import Output, Outputs, run
-from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
+from liger_rl.step.sequences import TokenBatch, read_sequences
 from liger_rl.step.trial import apply_trial, needs_trial
 
 __all__ = [
@@ -195,16 +195,13 @@ class PolicySteps(Iterator[PolicyStep]):
         is_tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
         if is_tried and body.no_tree is None:
             body = self._apply_trial(body, "trees", again=False)
-        with agree_on_counts(groups, device) as counts:
-            weights = aligned.advantages if aligned is not None and loss.terms.idle_without_advantages else None
-            sequences = read_sequences(self._batch, body, trim=row_options.trim, weights=weights)
-            layout = self._lay_out(sequences, body, aligned, row_options)
-            counts[:] = len(layout.live), len(layout.idle), layout.has_trees and not is_tried
-        if counts[2]:
-            body = self._apply_trial(body, "trees", again=bool(groups))
+        while True:
             with agree_on_counts(groups, device) as counts:
-                layout = self._lay_out(sequences, body, aligned, row_options)
-                counts[:2] = len(layout.live), len(layout.idle)
+                layout = self._lay_out(body, aligned, row_options)
+                counts[:] = len(layout.live), len(layout.idle), layout.has_trees and not is_tried
+            if not counts[2]:
+                break
+            body, is_tried = self._apply_trial(body, "trees", again=bool(groups)), True
         self.layout = layout.describe()
         # `_idle_runs` forwards run without a graph, in the first step.
         self._steps, self._idle_runs = counts[:2]
@@ -319,9 +316,7 @@ class PolicySteps(Iterator[PolicyStep]):
 
         return apply_trial(run_row, self._swapped, body, self._batch.ids.device, layout, again=again)
 
-    def _lay_out(
-        self, sequences: Sequences, body: Body, aligned: AlignedBatch | None, options: LayoutOptions
-    ) -> Layout:
+    def _lay_out(self, body: Body, aligned: AlignedBatch | None, options: LayoutOptions) -> Layout:
         terms, one_micro_batch = self._loss.terms, None
         if body.has_router_loss:
             one_micro_batch = ROUTER_LOSS
@@ -330,8 +325,9 @@ class PolicySteps(Iterator[PolicyStep]):
         # A support adds the metric missing_target.
         has_support = self._batch.inputs.get("support") is not None
         metrics_read = terms.metrics_read_all or (terms.metrics != "none" and has_support)
+        weights = aligned.advantages if aligned is not None and terms.idle_without_advantages else None
         return lay_out(
-            sequences, body, options,
+            read_sequences(self._batch, body, trim=options.trim, weights=weights), body, options,
             runs_idle=aligned is None or metrics_read or options.idle == "forward",
             one_micro_batch=one_micro_batch,
             pairs=aligned is not None and aligned.pairs,

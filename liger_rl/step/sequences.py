@@ -1,6 +1,6 @@
 """What the host knows of the sequences of a padded batch, from one copy to the host."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,7 @@ class SequenceSpan(NamedTuple):
     stop: int
     has_targets: int  # whether it has a completion token
     has_gradient: int  # whether its log-probabilities may have a gradient
-    is_attended: int  # whether the attention mask is set at each token
-    is_consecutive: int  # whether each position is one more than the position before
+    is_run: int  # whether the attention mask is set at each token, and each position is one more than the one before
     first_position: int
 
     @property
@@ -41,6 +40,13 @@ class Sequences(NamedTuple):
     ids: Tensor  # (B, T) int64; not read with an obstacle
     device: str  # the type of the batch's device
     obstacle: Reason | None = None  # why the batch stays as it is
+
+    def lengths(self, rows: Iterable[int]) -> list[int]:
+        return [self.spans[row].length for row in rows]
+
+    def starts(self, rows: Iterable[int]) -> Tensor:
+        """int64, the flat index into the (B, T) batch of each row's first token."""
+        return torch.tensor([row * self.ids.shape[1] + self.spans[row].start for row in rows])
 
 
 def read_sequences(
@@ -73,15 +79,14 @@ def read_sequences(
             start = torch.minimum(first, torch.where(attended, column, width - 1).amin(1))
         stop = torch.maximum(stop, start + 1)
     inside = (column >= start[:, None]) & (column < stop[:, None])
-    whole = (attended | ~inside).all(1)
-    steps, first = torch.ones_like(counts), start
+    runs, first = (attended | ~inside).all(1), start
     if positions is not None:
         positions = positions.to(device).expand(ids.shape)
         jumps = positions[:, 1:] - positions[:, :-1] != 1
-        steps = ~(jumps & inside[:, 1:] & inside[:, :-1]).any(1)
+        runs &= ~(jumps & inside[:, 1:] & inside[:, :-1]).any(1)
         first = positions.gather(1, start[:, None])[:, 0]
     differs = torch.zeros_like(counts) if labels is None else (mask & (labels != ids)).any(1)
-    table = torch.stack([flag.long() for flag in (differs, start, stop, counts, lives, whole, steps, first)], 1)
+    table = torch.stack([flag.long() for flag in (differs, start, stop, counts, lives, runs, first)], 1)
     host = torch.cat([table, ids.long()], 1).cpu()
     differ, *numbers = host[:, : table.shape[1]].T.tolist()
     spans = [SequenceSpan(*row) for row in zip(*numbers, strict=True)]

@@ -94,9 +94,8 @@ def _try_packing(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
     counted = torch.arange(length, device=device).expand(2, length) != 0
     micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
     last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
-    packed, packed_changed = (
-        run(make_inputs(micro, TokenBatch(x, counted, {}), body))[:, length:] for x in (ids, changed)
-    )
+    batches = (TokenBatch(x, counted, {}) for x in (ids, changed))
+    packed, packed_changed = (run(make_inputs(micro, batch, body))[:, length:] for batch in batches)
     alone = run({"input_ids": ids[1:], "counted": counted[1:]})
     joined, joined_changed = (
         run({"input_ids": x.view(1, -1), "counted": counted.reshape(1, -1)})[:, length:] for x in (ids, changed)
@@ -120,14 +119,8 @@ def _try_trees(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
     ids = torch.arange(3, 3 + 2 * length) % body.config.vocab_size
     ids = torch.stack([ids[:length], torch.cat([ids[:shared], ids[length : length + tail]])])
     tree = build_prefix_tree((length, length), sort_sequences([ids[0], ids[1]], (0, 0)))
-    mask = make_masks(
-        body.config,
-        tree.ends,
-        tree.offsets,
-        device,
-        body.dtype,
-        dense=body.config._attn_implementation in DENSE_ATTENTION,
-    )
+    dense = body.config._attn_implementation in DENSE_ATTENTION
+    mask = make_masks(body.config, tree.ends, tree.offsets, device, body.dtype, dense=dense)
     row = ids[tree.sequences, tree.offsets][None].to(device)
     counted = torch.arange(length, device=device).expand(2, length) != 0
     predicted = tree.follows[None].to(device)
@@ -137,9 +130,7 @@ def _try_trees(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
     joined = run({"input_ids": ids.reshape(1, -1).to(device), "counted": counted.reshape(1, -1)}).view(2, -1)
     effect = (joined - alone)[1, shared:]
     last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
-    moved = (
-        run({"input_ids": ids[:1].to(device), "counted": counted[:1], "position_ids": last})
-        if body.rotary
-        else alone[:1]
-    )
+    moved = alone[:1]
+    if body.rotary:
+        moved = run({"input_ids": ids[:1].to(device), "counted": counted[:1], "position_ids": last})
     return _are_close(in_tree[:, 1:], alone[:, 1:], effect), _are_close(moved, alone[:1], effect)

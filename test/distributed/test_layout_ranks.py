@@ -239,8 +239,8 @@ def trl_batch(rank, step, *, long):
     return {"input_ids": ids, "attention_mask": attended.long(), "labels": labels}, weights
 
 
-def trl_steps(rank, wrapper, whole_step, long):
-    """-> gradients after two steps, and the shapes of the first layer's runs."""
+def trl_steps(rank, wrapper, whole_step, long, micro_batches=1, steps=range(2)):
+    """-> gradients after the steps, and the shapes of the first layer's runs."""
     from trl.trainer import utils
 
     from liger_rl.integrations.trl import forward, patched_trl
@@ -258,9 +258,9 @@ def trl_steps(rank, wrapper, whole_step, long):
             wrapped = FullyShardedDataParallel(model, rank.group, auto_wrap_policy=policy, **options)
         else:
             wrapped = shard(model, rank.mesh(), wrapper)
-        for step in range(2):
+        for step in steps:
             inputs, weights = trl_batch(rank, step, long=long)
-            with forward.set_window_call(forward.WindowCall(weights == 0)):
+            with forward.set_window_call(forward.WindowCall(weights == 0, micro_batches)):
                 logps = wrapped(**inputs, fused_lm_head=True).log_probs
             (logps.exp() * weights[:, None]).sum().backward()
         return gradients(model), runs
@@ -283,6 +283,26 @@ def test_trls_forward_on_ranks_whose_batches_differ(ranks, wrapper, long):
         assert len(runs[0]) == len(runs[1])
         assert runs[0][-2:] == [(1, 79), (sequences, 40)]
         assert runs[1][-2:] == ([(sequences, LONG)] * 2 if long else [(sequences, 40), (1, 79)])
+
+
+PAIRS, TOGETHER = [(2, 40), (2, 36)], [(4, 40)]
+# The shapes of each rank's runs. In the first step one rank has trees: a sharded model then runs once on both.
+RUNS = {
+    "ddp": ([(1, 51), (1, 51), *PAIRS], [*PAIRS, *PAIRS]),
+    "fsdp1": ([(1, 79), *TOGETHER], [*TOGETHER, *TOGETHER]),
+    "root": ([(1, 79), *PAIRS], [*TOGETHER, *PAIRS]),
+    "own": ([(1, 79), *PAIRS], [*TOGETHER, *PAIRS]),
+}
+
+
+@pytest.mark.parametrize("wrapper", RUNS)
+def test_a_call_of_two_micro_batches_on_ranks_whose_batches_differ(ranks, wrapper):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    whole, plain = (ranks.run(trl_steps, wrapper, flag, False, 2, (0, 2)) for flag in (True, False))
+    for (grads, runs), (expected, _), shapes in zip(whole, plain, RUNS[wrapper], strict=True):
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+        assert runs[-len(shapes) :] == shapes
+    assert wrapper == "ddp" or len(whole[0][1]) == len(whole[1][1])
 
 
 # --- trees of shared prefixes -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from test_trl_window import half_without_advantage, moe
 
 import trl_runs
 from liger_rl.integrations.trl import patch_trl, patched_trl, trl_batches, unpatch_trl
+from liger_rl.integrations.trl.forward import WindowCall, set_window_call
 
 
 def gpt2():
@@ -228,6 +229,23 @@ def test_every_output_is_trls(options, shares, items, caplog):
     torch.testing.assert_close(dict(whole), dict(plain), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
     assert ("tokens in trees" in caplog.text) == shares
+
+
+@pytest.mark.parametrize("idle", [None, torch.tensor([True, False, False, False])], ids=["all live", "an idle row"])
+def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(idle):
+    patch_trl()
+    model, inputs = fused(), batch(shared=9, padding=0)
+    for row, end in enumerate((32, 14, 30, 12)):
+        inputs["attention_mask"][row, end:] = 0
+        inputs["labels"][row, end:] = -100
+    forwards = trl_runs.watched(model)
+    with set_window_call(WindowCall(idle, micro_batches=2)):
+        whole, grads = solved(model, inputs, True)
+    assert [forward.tokens for forward in forwards] == ([2 * 32, 2 * 14] if idle is None else [32, 30, 2 * 14])
+    plain, expected = solved(model, inputs, False)
+    torch.testing.assert_close(dict(whole), dict(plain), rtol=1e-5, atol=1e-5)
+    if idle is None:
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
 def with_images(inputs):
