@@ -70,8 +70,9 @@ ROWS = (
 DEFAULT_ROWS = {"GRPO": ROWS[:-2], "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
 BASELINES = ("TRL", "TRL, use_liger_kernel")  # the first that a batch has is what others are compared with
 MOST_NATS = 1.5  # of a learnt policy's entropy
-# Of the loss in shares of its scale, the mean |advantage| or the loss itself, and of the gradient's norm in shares of
-# TRL's. Logits and hidden states in bfloat16 move a token's log-probability by some hundredths.
+DPO_LOSS_SCALE = 10.0  # a margin of DPO sums the rounding of the log-probabilities of a thousand tokens
+# Of the loss in shares of its scale (the mean |advantage|, of SFT the loss itself), and of the norm in shares of TRL's.
+# Logits and hidden states in bfloat16 move a token's log-probability by some hundredths.
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-3, 5e-2)}
 
 
@@ -81,10 +82,12 @@ def batch_label(name: str, task: Task) -> str:
     return name if count == tasks()[name].micro_batches else f"{name}, {count} micro-batch{'es' if count > 1 else ''}"
 
 
-def measure(runner: "Runner", key: str, task: Task, data: "Data", steps: int, peak: float | None) -> Row:
+def measure(
+    runner: "Runner", key: str, task: Task, data: "Data", arguments: argparse.Namespace, peak: float | None
+) -> Row:
     """One run of `train()` -> {"status": "ok", ...} or {"status", "reason"}."""
     try:
-        run = runner.train(key, task, data.inputs, steps=steps)
+        run = runner.train(key, task, data.inputs, settling=arguments.settling, steps=arguments.steps)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
@@ -131,7 +134,8 @@ def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
         if "loss_difference" not in row or about["lora_dropout"]:  # dropout differs from row to row
             continue
         name, trl = f"{label(row)}, {row['variant']}", row["loss"] - row["loss_difference"]
-        if not abs(row["loss_difference"]) <= of_loss * about.get("mean_advantage", abs(trl)):
+        scale = DPO_LOSS_SCALE if about.get("trainer") == "DPO" else about.get("mean_advantage", abs(trl))
+        if not abs(row["loss_difference"]) <= of_loss * scale:
             found.append(f"{name}: the loss is {row['loss']:.6f}, TRL's is {trl:.6f}")
         if not abs(row["grad_norm_x_trl"] - 1) <= of_norm:
             found.append(f"{name}: the gradient's norm is {row['grad_norm_x_trl']:.4f} x TRL's")
@@ -267,10 +271,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--micro-batches", type=int, choices=(1, 2, 4, 8), help="of a trainer's step; default: the batch's own"
     )
-    parser.add_argument("--steps", type=int, default=3, help="that are measured after three that settle; default 3")
+    parser.add_argument("--steps", type=int, default=3, help="that are measured in a run; default 3")
+    parser.add_argument("--settling", type=int, default=3, help="steps before those, at least 2; default 3")
     parser.add_argument("--random-policy", action="store_true", help="do not let the policy learn a text first")
     add_output_options(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps < 1 or arguments.settling < 2:
+        parser.error("--steps must be at least 1 and --settling at least 2, whose last one measures memory")
+    return arguments
 
 
 def main() -> None:
@@ -291,7 +299,7 @@ def main() -> None:
                 data = runner.data(task)
                 for key in arguments.rows or choose_rows(task, device):
                     row = {"shape": shape, "batch": batch_label(batch, task), "variant": WAYS[key].label}
-                    row |= measure(runner, key, task, data, arguments.steps, peak)
+                    row |= measure(runner, key, task, data, arguments, peak)
                     results = add_row(results, data.about, row)
                     write_results(target, results)
                     outcome = row["reason"] or f"{row['step_ms']:,.1f} ms"

@@ -66,8 +66,6 @@ CLIP = 0.2  # TRL's default, on both sides
 # TRL's defaults, written out because Unsloth has others.
 GRPO = {"loss_type": "dapo", "epsilon": CLIP, "epsilon_high": CLIP, "beta": 0.0, "mask_truncated_completions": False}
 OPTIMIZER = {"optim": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0}
-# Steps of a run before those that count: kernels compile, and the first one measures memory.
-SETTLING = 3
 UNSLOTH = "UNSLOTH_PACKAGES"  # environment variable: the folder of Unsloth and the packages that it needs
 UNSLOTH_SECONDS = 240
 
@@ -386,8 +384,8 @@ class Runner:
         about |= add_old_policy(self.model(task), batch)
         return Data(batch, about | {"mean_advantage": batch["advantages"].abs().mean().item()})
 
-    def train(self, key: str, task: Task, inputs: Any, *, settling: int = SETTLING, steps: int = 3) -> Measured:
-        """`steps` that are measured, from the policy's weights."""
+    def train(self, key: str, task: Task, inputs: Any, *, settling: int, steps: int) -> Measured:
+        """A run from the policy's weights. Kernels compile in the settling steps; the last of them measures memory."""
         gc.collect()  # what the run before or its error held
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -425,7 +423,13 @@ class Runner:
         subprocess.run(
             [sys.executable, "-m", "benchmark.peers.unsloth_step", str(folder)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": paths, "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled")},
+            env={
+                **os.environ,
+                "PYTHONPATH": paths,
+                "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled"),
+                "UNSLOTH_DISABLE_STATISTICS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
             timeout=UNSLOTH_SECONDS,
             check=True,
         )
