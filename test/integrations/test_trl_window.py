@@ -38,6 +38,7 @@ class Recorder(transformers.TrainerCallback):
     def __init__(self, trainer) -> None:
         self.micro_batches: list[dict] = []
         self.forwards: list[SimpleNamespace] = []
+        self.sizes: list[tuple[bool, int]] = []  # of every forward, whether it has a graph and its micro-batches
         self.gradients: list[torch.Tensor] = []  # of each optimizer step, all parameters in one
         trainer.add_callback(self)
         trainer._prepare_inputs = lambda inputs: self.take(type(trainer)._prepare_inputs(trainer, inputs))
@@ -48,6 +49,8 @@ class Recorder(transformers.TrainerCallback):
         return inputs
 
     def after_forward(self, model, args, output):
+        if "log_probs" in output:
+            self.sizes.append((torch.is_grad_enabled(), get_window_call().micro_batches))
         if torch.is_grad_enabled():
             forward = SimpleNamespace(idle=get_window_call().idle_rows, output_gradients={})
             self.forwards.append(forward)
@@ -173,6 +176,12 @@ def test_losses(name, path_of, tmp_path):
     if steps_with_idle_rows != ALWAYS and not has_router:
         assert has_gradient(patched.forwards[-1]).all()
     assert get_window_call().idle_rows is None
+
+
+def test_a_forward_knows_its_number_of_micro_batches(path_of, tmp_path):
+    """The old policy's log-probabilities are those of a generation, the others those of an optimizer step."""
+    recorder = train("GRPO", path_of["qwen3"], tmp_path, patch=True)
+    assert recorder.sizes == [(False, STEPS * ACCUMULATED), *[(True, ACCUMULATED)] * STEPS]
 
 
 @pytest.mark.parametrize("options", [{"per_token": True}, {"tool_mask": True}], ids=str)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import trl_batches, window
-from liger_rl.integrations.trl.forward import WindowCall, set_window_call, uses_zero_3
+from liger_rl.integrations.trl.forward import WindowCall, get_window_call, set_window_call, uses_zero_3
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
@@ -55,9 +55,12 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
         **options: Any,
     ) -> Any:
         has_images = any(options.get(name) is not None for name in options.keys() - OPTIONS)
+        call = get_window_call()
         if batch_size is not None and applies(self) and not (has_images or torch.is_grad_enabled()):
-            batch_size = int(min(batch_size * window.get_size(self), len(input_ids)))
-        return logps.original(self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options)
+            joined = int(min(batch_size * window.get_size(self), len(input_ids)))
+            call, batch_size = WindowCall(call.idle_rows, -(-joined // batch_size)), joined
+        with set_window_call(call):
+            return logps.original(self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options)
 
     loss = Patch(f"{trainer}._compute_loss", _compute_loss)
     logps = Patch(f"{trainer}._get_per_token_logps_and_entropies", _get_per_token_logps_and_entropies, None)
