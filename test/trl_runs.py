@@ -198,7 +198,8 @@ def watched(model) -> list[Forward]:
         if kwargs.get("past_key_values") is None and body.training:
             mask = kwargs.get("attention_mask")
             tree = isinstance(mask, dict) or (mask is not None and mask.dim() == 4)
-            forwards.append(Forward(kwargs["input_ids"].numel(), tree))
+            ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")  # the latter from prompt tuning
+            forwards.append(Forward(embeddings[..., 0].numel() if ids is None else ids.numel(), tree))
 
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     model.base_model.register_forward_pre_hook(before, with_kwargs=True)

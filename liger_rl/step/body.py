@@ -97,7 +97,7 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
         no_tree=None,
         config=config,
         dtype=next(swapped.parameters()).dtype,
-        positions=int(min(getattr(config, "max_position_embeddings", None) or 0, _read_static_positions(config))),
+        positions=int(min(getattr(config, "max_position_embeddings", None) or 0, read_static_positions(config))),
     )
     no_tree = _find_tree_obstacle(model, swapped, body, counts or known_positions, inputs, ids.device)
     return replace(body, no_tree=no_tree)
@@ -116,7 +116,7 @@ def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids
         column = inputs.get(name)
         if column is not None and not (isinstance(column, Tensor) and column.shape in shapes):
             return Reason(f"{name} is not (B, T)")
-    return DYNAMIC_ROPE if ids.shape[1] > _read_static_positions(config) else None
+    return DYNAMIC_ROPE if ids.shape[1] > read_static_positions(config) else None
 
 
 def is_plain(value: Any) -> bool:
@@ -124,7 +124,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (type(None), bool, int, float, str))
 
 
-def _read_static_positions(config: Any) -> float:
+def read_static_positions(config: Any) -> float:
     """The longest row for which the rotary embedding does not depend on the row's length."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     limit = float("inf")

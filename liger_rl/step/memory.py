@@ -152,6 +152,15 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def has_reentrant_checkpoints(model: nn.Module) -> bool:
+    """Whether a layer is recomputed by a backward of its own, after which DDP takes its gradients as complete."""
+    return any(
+        getattr(module, "gradient_checkpointing", False)
+        and _is_reentrant(getattr(module, "_gradient_checkpointing_func", None))
+        for module in model.modules()
+    )
+
+
 def _may_have_router_loss(model: nn.Module) -> bool:
     transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     return transformer is not None and hasattr(transformer.config.get_text_config(), "output_router_logits")

@@ -25,6 +25,7 @@ from liger_rl.models.local_tensors import is_dtensor
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import ACTIVATED_LORA, ROUTER_LOSS, Body, has_activated_lora, read_body
 from liger_rl.step.layout import Layout, LayoutOptions, lay_out
+from liger_rl.step.memory import has_reentrant_checkpoints
 from liger_rl.step.ranks import agree_on_counts, find_rank_groups
 from liger_rl.step.reason import Reason
 from liger_rl.step.run import Output, run
@@ -146,6 +147,7 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
     body = read_body(model, model, batch.inputs, batch.ids, obstacle)
     is_sharded, device, call = _is_sharded(model), batch.ids.device, get_window_call()
+    padded_groups = 1 if has_reentrant_checkpoints(model) else call.micro_batches
     needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
     # Every rank of a sharded model must run its layers equally often.
     if body.no_tree is None and (is_sharded or not needs_tree_trial):
@@ -157,11 +159,11 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
         weights = (~idle).to(device)[:, None]
     sequences = read_sequences(batch, body, weights=weights, labels=labels)
     if is_sharded:
-        return _lay_out_equally(model, device, sequences, body, call.micro_batches)
-    layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=call.micro_batches)
+        return _lay_out_equally(model, device, sequences, body, padded_groups)
+    layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
     if layout.has_trees and needs_tree_trial:
         body = _apply_trial(fused_forward, model, device, body)
-        layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=call.micro_batches)
+        layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
     return layout
 
 

@@ -9,7 +9,9 @@ METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"
 
 
 def has_own_calls(trainer: Any) -> bool:
-    """Whether the trainer is of a subclass with its own loss or calls of the model."""
+    """Whether the trainer is of a subclass with its own loss or calls of the model, or has methods of its own."""
+    if any(method in vars(trainer) for method in METHODS if method != "compute_loss"):  # the window's
+        return True
     kinds = type(trainer).__mro__
     owners = [next((kind for kind in kinds if method in vars(kind)), object) for method in METHODS]
     return not all(owner.__module__.startswith(("trl.trainer.", "transformers.", "builtins")) for owner in owners)

@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import trl_batches
 from liger_rl.integrations.trl.forward import WindowCall, get_window_call, log_once, set_window_call
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import ROUTER_LOSS
+from liger_rl.step.body import DYNAMIC_ROPE, ROUTER_LOSS, read_static_positions
 from liger_rl.step.reason import Reason
 
 COLUMNS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}  # of a call, with the value of padding
@@ -116,7 +115,7 @@ class Window:
             return batch.values[number]
         batch.is_alone = batch.is_alone or not _is_text(inputs)
         if batch.is_alone:
-            batch.values.append(model(**inputs))
+            batch.values.append(self._run_model(model, inputs))
             return batch.values[number]
         batch.call, batch.idle_rows = inputs, get_window_call().idle_rows
         if number == 0:
@@ -129,15 +128,19 @@ class Window:
         """Run the model for all micro-batches whose next call has this number."""
         waiting = [batch for batch in self.micro_batches if batch.loss is None and len(batch.values) == number]
         calls = [batch.call for batch in waiting]
-        self._in_forward = True
-        try:
-            idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
-            with set_window_call(WindowCall(idle_rows, len(waiting))):
-                output = model(**_join_calls(calls))
-        finally:
-            self._in_forward = False
+        idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
+        with set_window_call(WindowCall(idle_rows, len(waiting))):
+            output = self._run_model(model, _join_calls(calls))
         for batch, values in zip(waiting, _split_output(output, calls), strict=True):
             batch.values.append(values)
+
+    def _run_model(self, model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """The output of a model, whose calls of other models (DDP's of its module) are not caught."""
+        self._in_forward = True
+        try:
+            return model(**inputs)
+        finally:
+            self._in_forward = False
 
     @contextmanager
     def _caught_calls(self) -> Iterator[None]:
@@ -220,14 +223,15 @@ class _TrainerState:
     largest: int = 0  # tokens of the largest micro-batch so far
 
 
-_states: WeakKeyDictionary[Any, _TrainerState] = WeakKeyDictionary()
+def _get_state(trainer: Any) -> _TrainerState:
+    # On the trainer: a window that an error has left refers to it, and so would keep it in any other table.
+    return vars(trainer).setdefault("_liger_rl_state", _TrainerState())
 
 
 def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
     """`transformers.Trainer.training_step`, in which a micro-batch may wait for the next ones."""
     if not _uses_window(self, model):
         return PATCH.original(self, model, inputs, num_items_in_batch)
-    own = vars(self).get("compute_loss")
     self.compute_loss = functools.partial(_compute_loss, self, self.compute_loss)
     try:
         return PATCH.original(self, model, inputs, num_items_in_batch)
@@ -235,8 +239,6 @@ def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = 
         return torch.zeros((), device=self.args.device)
     finally:
         del self.compute_loss
-        if own is not None:
-            self.compute_loss = own
 
 
 PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
@@ -244,7 +246,7 @@ PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
 
 def _compute_loss(trainer: Any, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The loss of a trainer's micro-batches so far, or `_Waits`."""
-    state, step = _states.setdefault(trainer, _TrainerState()), (trainer.state, trainer.state.global_step)
+    state, step = _get_state(trainer), (trainer.state, trainer.state.global_step)
     window = state.window
     # An error may have ended the optimizer step before.
     if window is None or state.step is None or state.step[0] is not step[0] or state.step[1] != step[1]:
@@ -267,7 +269,7 @@ def _compute_loss(trainer: Any, compute_loss: Callable[..., Tensor], model: Any,
 
 def get_size(trainer: Any) -> float:
     """How many micro-batches the trainer's windows have at most."""
-    return _states.setdefault(trainer, _TrainerState()).size
+    return _get_state(trainer).size
 
 
 def _set_size(trainer: Any, state: _TrainerState, window: Window) -> None:
@@ -295,7 +297,7 @@ def _uses_window(trainer: Any, model: Any) -> bool:
 
 def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     """Why each micro-batch has a forward of its own; None if they have one together."""
-    if trl_batches.has_own_calls(trainer):
+    if trl_batches.has_own_calls(trainer) or "compute_loss" in vars(trainer):
         # What it does before a call would be done several times.
         return Reason(f"{type(trainer).__name__} has a loss or a call of the model that is not TRL's")
     if getattr(trainer, "aux_loss_enabled", False):
@@ -306,6 +308,8 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
         return Reason("label smoothing takes the logits of a micro-batch", "label_smoothing_factor=0")
     if getattr(trainer, "_is_vlm", False):
         return Reason("the model takes images")
+    if read_static_positions(trainer.model.config.get_text_config()) < math.inf:
+        return DYNAMIC_ROPE
     if trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         return Reason("a compiled model would be compiled again", "leave torch.compile out")
     if isinstance(model, nn.DataParallel):
