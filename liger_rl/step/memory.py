@@ -72,7 +72,7 @@ def run_with_kept_layers(
     Raises:
         ValueError: a share outside 0 to 1.
     """
-    _check_share(share)
+    check_share("share", share)
     layers = find_layers(model) if share and torch.is_grad_enabled() else []
     device = _find_device(layers)
     memory = None if device is None else read_memory(device)
@@ -83,7 +83,7 @@ def run_with_kept_layers(
     if measurement is not None and tokens > MAX_GROWTH * measurement.tokens:
         measurement = None
     if measurement is not None:
-        spare = memory.spare - _count_missing_gradients(model)
+        spare = memory.spare - count_missing_gradients(model)
         kept = choose_kept_layers(spare, tokens, measurement, len(layers), share)
     if agree is not None:
         kept = agree(kept)
@@ -116,20 +116,21 @@ def count_fitting_tokens(model: nn.Module, share: float = DEFAULT_SHARE) -> int 
 
     None if no run of the model has been measured, or with share 0.
     """
-    _check_share(share)
+    check_share("share", share)
     stack = _find_body(model)
     measurement = _measurements.get(stack[-1]) if stack else None
     device = _find_device(stack)
     memory = None if device is None else read_memory(device)
     if not share or measurement is None or memory is None:
         return None
-    spare = memory.spare - _count_missing_gradients(model)
+    spare = memory.spare - count_missing_gradients(model)
     return max(0, math.floor(share * spare / measurement.peak_bytes))
 
 
-def _check_share(share: Any) -> None:
+def check_share(name: str, share: Any) -> None:
+    """ValueError unless the argument `name` is a share."""
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"share must be a number from 0 to 1, got {share!r}")
+        raise ValueError(f"{name} must be a number from 0 to 1, got {share!r}")
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def read_memory(device: torch.device, *, restart_peak: bool = False) -> DeviceMe
     allocated, peak = (statistics.get(f"allocated_bytes.all.{kind}", 0) for kind in ("current", "peak"))
     free, total = torch.cuda.mem_get_info(device)
     usable = free + statistics.get("reserved_bytes.all.current", 0)
-    fraction = torch.cuda.memory.get_per_process_memory_fraction(device)
+    fraction = torch.cuda.memory.get_per_process_memory_fraction(torch.cuda._utils._get_device_index(device, True))
     if fraction < 1:
         usable = min(usable, int(fraction * total))
     if restart_peak:
@@ -244,7 +245,7 @@ def read_memory(device: torch.device, *, restart_peak: bool = False) -> DeviceMe
     return DeviceMemory(usable - allocated, allocated, peak)
 
 
-def _count_missing_gradients(model: nn.Module) -> int:
+def count_missing_gradients(model: nn.Module) -> int:
     """Bytes of the gradients of parameters that have none yet: the backward allocates them."""
     return _count_bytes(p for p in model.parameters() if p.requires_grad and p.grad is None)
 
@@ -281,7 +282,7 @@ class _Recorder:
     """Records the memory of one forward and backward, at the start and the end of each layer's recomputation.
 
     A gradient of a parameter stays until the optimizer's step, and its size does not depend on the number of tokens. So
-    gradients are not part of the measured peak: `_count_missing_gradients` counts them for each run.
+    gradients are not part of the measured peak: `count_missing_gradients` counts them for each run.
     """
 
     def __init__(self, model: nn.Module, tokens: int, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Runs the micro-batches of a layout, and brings their outputs back to the tokens of the batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ class Output(NamedTuple):
 
 
 Forward = Callable[[dict[str, Any]], Output]  # of the inputs that `make_inputs` makes
+RunWithGraph = Callable[[Callable[[], Output], int], Output]
 
 
 class Outputs(NamedTuple):
@@ -47,25 +49,31 @@ class Outputs(NamedTuple):
         return self._replace(source=self.source[index], mask=self.mask[index])
 
 
-def run(layout: Layout, batch: TokenBatch, forward: Forward, *, idle_runs: int | None = None) -> Outputs:
+def run(
+    layout: Layout,
+    batch: TokenBatch,
+    forward: Forward,
+    *,
+    idle_runs: int | None = None,
+    with_graph: RunWithGraph = lambda forward, tokens: forward(),
+) -> Outputs:
     """The outputs of a layout: idle micro-batches without a graph, then live ones with the caller's gradient mode.
 
     `idle_runs`: number of forwards without a graph, so that every rank makes as many; the carrier runs in those that
     this rank does not need. None runs the idle micro-batches alone.
+    `with_graph`: (the forward of a live micro-batch, its number of tokens) -> the result of the forward.
     """
     idle, spare = layout.idle, (idle_runs or 0) - len(layout.idle)
     with no_graph():
         idle_outputs = [_run(forward, micro, batch, layout.body) for micro in (*idle, *[layout.carrier] * spare)]
-    outputs = [*_run_live(layout, batch, forward), *idle_outputs[: len(idle)]]
+    live_outputs = [
+        with_graph(functools.partial(_run, forward, micro, batch, layout.body), micro.tokens) for micro in layout.live
+    ]
+    outputs = [*live_outputs, *idle_outputs[: len(idle)]]
     source = _index_outputs([*layout.live, *idle], batch.ids.shape)
     if source is not None:
         source = source.to(batch.ids.device, non_blocking=True)
     return Outputs(outputs, source, batch.mask)
-
-
-def _run_live(layout: Layout, batch: TokenBatch, forward: Forward) -> list[Output]:
-    """The outputs of the live micro-batches, whose graphs are alive at once. Other forwards have no graph."""
-    return [_run(forward, micro, batch, layout.body) for micro in layout.live]
 
 
 def _run(forward: Forward, micro: MicroBatch, batch: TokenBatch, body: Body) -> Output:

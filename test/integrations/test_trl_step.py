@@ -14,8 +14,9 @@ from peft import LoraConfig
 from test_trl_window import half_without_advantage, moe
 
 import trl_runs
-from liger_rl.integrations.trl import patch_trl, patched_trl, trl_batches, unpatch_trl
+from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import WindowCall, set_window_call
+from liger_rl.integrations.trl.settings import get_settings
 
 
 def gpt2():
@@ -307,5 +308,5 @@ def test_whole_step_comes_and_goes_with_the_patch():
             patch_trl(whole_step=value)
     patch_trl(whole_step=False)
     with patched_trl():
-        assert trl_batches.whole_step
-    assert not trl_batches.whole_step
+        assert get_settings().whole_step
+    assert not get_settings().whole_step

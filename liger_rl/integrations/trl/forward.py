@@ -21,12 +21,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.local_tensors import is_dtensor
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import ACTIVATED_LORA, ROUTER_LOSS, Body, has_activated_lora, read_body
 from liger_rl.step.layout import Layout, LayoutOptions, lay_out
-from liger_rl.step.memory import has_reentrant_checkpoints
-from liger_rl.step.ranks import agree_on_counts, find_rank_groups
+from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers
+from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_rank_groups
 from liger_rl.step.reason import Reason
 from liger_rl.step.run import Output, run
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
@@ -48,7 +49,13 @@ class WindowCall:
     # (B,) bool, the sequences whose log-probabilities and entropies have no gradient; None if each may have one. Their
     # values are still read, by metrics, the entropy quantile and ratios.
     idle_rows: Tensor | None = None
-    micro_batches: int = 1  # number of micro-batches whose sequences are in the call; equal on all ranks
+    # (B, T) of each micro-batch whose sequences are in the call, below each other and padded on the right; as many on
+    # all ranks. (): one micro-batch.
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def micro_batches(self) -> int:
+        return max(len(self.shapes), 1)
 
 
 _NO_WINDOW = WindowCall()
@@ -84,9 +91,32 @@ def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Cal
         if reason is None:
             return _run_live_tokens(original, self, **kwargs)
         log_once(self, f"the batch as it is: {reason}")
-        return original(*args, **kwargs)
+        return _run_as_it_is(original, *args, **kwargs)
 
     return forward
+
+
+def _run_as_it_is(fused_forward: Callable, *args: Any, **inputs: Any) -> Any:
+    """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
+    shapes = get_window_call().shapes
+    if len({width for _, width in shapes}) <= 1:
+        return fused_forward(*args, **inputs)
+    width, row, outputs = inputs["input_ids"].shape[1], 0, []
+    for rows, columns in shapes:
+        index = slice(row, row := row + rows), slice(columns)
+        outputs.append(
+            fused_forward(**{n: x[index] if isinstance(x, Tensor) and x.dim() == 2 else x for n, x in inputs.items()})
+        )
+
+    def join(name: str) -> Tensor | None:
+        values = [getattr(output, name) for output in outputs]
+        if values[0] is None:
+            return None
+        return torch.cat(
+            [nn.functional.pad(value, (0, width - columns)) for value, (_, columns) in zip(values, shapes, strict=True)]
+        )
+
+    return replace(outputs[0], **{name: join(name) for name in (*PER_TOKEN, "label_mask")})
 
 
 def log_once(model: Any, text: str) -> None:
@@ -122,9 +152,11 @@ def _run_live_tokens(
     counted = labels[:, 1:] != IGNORE_INDEX
     batch = TokenBatch(input_ids, nn.functional.pad(counted, (1, 0)), inputs)
     layout = _lay_out(fused_forward, model, batch, labels)
-    log_once(model, layout.describe())
     if layout.live[0].cells is None:  # the batch as it is, whose labels may not be its ids
-        return fused_forward(input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **inputs)
+        log_once(model, layout.describe())
+        return _run_as_it_is(
+            fused_forward, input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **inputs
+        )
 
     def run_rows(row_inputs: dict[str, Any]) -> Output:
         chosen = torch.where(row_inputs.pop("counted"), row_inputs["input_ids"], IGNORE_INDEX)
@@ -133,13 +165,29 @@ def _run_live_tokens(
         # The first token of a row has no prediction.
         return Output({name: nn.functional.pad(value, (1, 0)) for name, value in values.items()}, type(output))
 
-    outputs = run(layout, batch, run_rows).take((slice(None), slice(1, None)))
+    clauses = [layout.describe()]
+
+    def run_with_graph(forward: Callable[[], Output], tokens: int) -> Output:
+        agree = _make_agreement(model, input_ids.device) if _is_sharded(model) else None
+        share = get_settings().memory
+        output, clause = run_with_kept_layers(model, forward, tokens, share=share, agree=agree)
+        clauses.extend([] if clause is None else [clause])
+        return output
+
+    outputs = run(layout, batch, run_rows, with_graph=run_with_graph).take((slice(None), slice(1, None)))
+    log_once(model, "; ".join(clauses))
     values = {name: outputs.get(name) for name in PER_TOKEN}
     log_probs = values["log_probs"]
     assert log_probs is not None
     counted = counted.to(log_probs.device)
     items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return outputs.outputs[0].extra(loss=-log_probs.sum() / items, **values, label_mask=counted)
+
+
+def _make_agreement(model: nn.Module, device: torch.device) -> Callable[[int], int]:
+    """The smallest number of all ranks that shard the model."""
+    groups = find_rank_groups(model, None) or [torch.distributed.group.WORLD]  # FSDP1 has no DTensors
+    return lambda number: agree_on_minimum(groups, number, device)
 
 
 def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Tensor) -> Layout:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl import trl_batches, window
-from liger_rl.integrations.trl.forward import WindowCall, get_window_call, set_window_call, uses_zero_3
+from liger_rl.integrations.trl import window
+from liger_rl.integrations.trl.forward import WindowCall, set_window_call, uses_zero_3
+from liger_rl.integrations.trl.settings import get_settings
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
@@ -37,7 +38,7 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
     """The two patches of a trainer, "module:Class"."""
 
     def applies(self: Any) -> bool:
-        return trl_batches.whole_step and not (trl_batches.has_own_calls(self) or self.aux_loss_enabled)
+        return get_settings().whole_step and not (window.has_own_calls(self) or self.aux_loss_enabled)
 
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
         knows_rows = applies(self) and not (has_other_gradients(self) or uses_zero_3(self.model))
@@ -55,12 +56,15 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
         **options: Any,
     ) -> Any:
         has_images = any(options.get(name) is not None for name in options.keys() - OPTIONS)
-        call = get_window_call()
         if batch_size is not None and applies(self) and not (has_images or torch.is_grad_enabled()):
-            joined = int(min(batch_size * window.get_size(self), len(input_ids)))
-            call, batch_size = WindowCall(call.idle_rows, -(-joined // batch_size)), joined
-        with set_window_call(call):
-            return logps.original(self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options)
+            shape, size = (batch_size, input_ids.shape[1]), window.get_size(self)
+            batch_size = int(min(batch_size * size, len(input_ids)))
+            call = WindowCall(shapes=(shape,) * -(-batch_size // shape[0]))
+            with set_window_call(call):
+                return logps.original(
+                    self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options
+                )
+        return logps.original(self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options)
 
     loss = Patch(f"{trainer}._compute_loss", _compute_loss)
     logps = Patch(f"{trainer}._get_per_token_logps_and_entropies", _get_per_token_logps_and_entropies, None)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_rl.integrations.patching import Patch, Version
-from liger_rl.integrations.trl import trl_batches
 from liger_rl.integrations.trl.forward import wrap_forward
+from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.lm_head import check_bypassed_modules
 
@@ -107,7 +107,9 @@ def add_fused_lm_head(
     forward = model.forward.__func__
     if peft:
         forward = _wrap_with_head(forward)
-    model.forward = MethodType(wrap_forward(forward, lambda: trl_batches.whole_step and FORWARD_PATCH.patched), model)
+    model.forward = MethodType(
+        wrap_forward(forward, lambda: get_settings().whole_step and FORWARD_PATCH.patched), model
+    )
 
 
 def _wrap_with_head(fused_forward: Callable) -> Callable:

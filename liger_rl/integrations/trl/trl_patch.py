@@ -1,8 +1,9 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
-The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`forward`); in
-GRPO and RLOO the order of the sequences (`trl_batches`); the trainers' make_layer_patch of LoRA adapters on the lm_head
-(`trl_adapters`); and the loss of DistillationTrainer (`trl_distillation`).
+The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`forward`); the
+trainers' training step, for one forward of its micro-batches (`window`); two methods of GRPO and RLOO
+(`scored_sequences`); the class by which trainers refuse LoRA adapters on the lm_head (`trl_adapters`); and the loss of
+DistillationTrainer (`trl_distillation`).
 """
 
 from collections.abc import Collection, Iterator
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.head.checks import check_flag, check_floating
+from liger_rl.head.checks import check_count, check_flag, check_floating
 from liger_rl.head.head_options import Tolerance
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations.patching import Framework, Patch, list_parameters
-from liger_rl.integrations.trl import scored_sequences, trl_adapters, trl_batches, trl_distillation, window
+from liger_rl.integrations.trl import scored_sequences, trl_adapters, trl_distillation, window
+from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.local_tensors import localize
+from liger_rl.step.memory import DEFAULT_SHARE, check_share
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
 
@@ -98,6 +101,8 @@ TRL = Framework(
 def patch_trl(
     *,
     whole_step: bool = True,
+    max_tokens: int | None = None,
+    memory: float = DEFAULT_SHARE,
     grad_tolerance: Tolerance = "auto",
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
@@ -108,8 +113,13 @@ def patch_trl(
     take LoRA adapters on the lm_head. Patching again changes the options.
 
     Args:
-        whole_step: whether the model runs live tokens only: no padding, the tokens with which sequences begin alike
-            once, and sequences without a gradient without a graph. False leaves the model's forward as it is.
+        whole_step: whether all micro-batches of an optimizer step run in one forward, and the model runs live tokens
+            only: no padding, the tokens with which sequences begin alike once, and sequences without a gradient without
+            a graph. False leaves the trainer's steps and the model's forward as they are.
+        max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
+            as the longest so far. None: on a GPU as free memory allows, elsewhere any number.
+        memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
+            layers as fit are not recomputed. 0 recomputes all.
         grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
             divergence is exact.
 
@@ -124,12 +134,16 @@ def patch_trl(
         "chunk_vocab": chunk_vocab,
     }
     check_flag("whole_step", whole_step)
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens, least=1)
+    check_share("memory", memory)
+    settings = Settings(whole_step=whole_step, max_tokens=max_tokens, memory=memory)
     TRL.version()
     # A call without tokens raises for an option that is refused.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
     TRL.patch()
     _set_options(options)
-    trl_batches.whole_step = whole_step
+    set_settings(settings)
 
 
 unpatch_trl = TRL.unpatch
@@ -143,14 +157,14 @@ def is_patched() -> bool:
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards the state before it."""
-    before = _op.options, trl_batches.whole_step
+    before = _op.options, get_settings()
     with TRL.within():
         patch_trl(**options)
         try:
             yield
         finally:
             _set_options(before[0])
-            trl_batches.whole_step = before[1]
+            set_settings(before[1])
 
 
 def _set_options(options: dict[str, Any]) -> None:

@@ -27,15 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl import trl_batches
 from liger_rl.integrations.trl.forward import WindowCall, get_window_call, log_once, set_window_call
+from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import DYNAMIC_ROPE, ROUTER_LOSS, read_static_positions
+from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.reason import Reason
 
 COLUMNS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}  # of a call, with the value of padding
-
-max_tokens: int | None = None  # `patch_trl`'s
+# Methods with a trainer's calls of the model.
+METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "_compute_kl_logps")
 
 
 class _ReachedCall(BaseException):
@@ -129,7 +130,7 @@ class Window:
         waiting = [batch for batch in self.micro_batches if batch.loss is None and len(batch.values) == number]
         calls = [batch.call for batch in waiting]
         idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
-        with set_window_call(WindowCall(idle_rows, len(waiting))):
+        with set_window_call(WindowCall(idle_rows, tuple(call["input_ids"].shape for call in calls))):
             output = self._run_model(model, _join_calls(calls))
         for batch, values in zip(waiting, _split_output(output, calls), strict=True):
             batch.values.append(values)
@@ -219,8 +220,10 @@ class _TrainerState:
 
     window: Window | None = None
     step: tuple[Any, int] | None = None  # (TRL's state, number of the optimizer step) of the window
-    size: float = math.inf  # micro-batches of a window
+    finished: Window | None = None  # which has run in this training step
+    size: float = 0  # micro-batches of a window; 0: not known yet
     largest: int = 0  # tokens of the largest micro-batch so far
+    token_bytes: float = 0.0  # memory of the first window for each of its tokens
 
 
 def _get_state(trainer: Any) -> _TrainerState:
@@ -232,21 +235,28 @@ def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = 
     """`transformers.Trainer.training_step`, in which a micro-batch may wait for the next ones."""
     if not _uses_window(self, model):
         return PATCH.original(self, model, inputs, num_items_in_batch)
-    self.compute_loss = functools.partial(_compute_loss, self, self.compute_loss)
+    state = _get_state(self)
+    self.compute_loss = functools.partial(_compute_loss, self, state, self.compute_loss)
     try:
-        return PATCH.original(self, model, inputs, num_items_in_batch)
+        with _measured_memory(self, model, state):
+            return PATCH.original(self, model, inputs, num_items_in_batch)
     except _Waits:
         return torch.zeros((), device=self.args.device)
     finally:
         del self.compute_loss
+        if state.finished is not None:
+            _set_size(self, model, state, state.finished)
+            state.finished = None
 
 
 PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
 
 
-def _compute_loss(trainer: Any, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute_loss(
+    trainer: Any, state: _TrainerState, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """The loss of a trainer's micro-batches so far, or `_Waits`."""
-    state, step = _get_state(trainer), (trainer.state, trainer.state.global_step)
+    step = trainer.state, trainer.state.global_step
     window = state.window
     # An error may have ended the optimizer step before.
     if window is None or state.step is None or state.step[0] is not step[0] or state.step[1] != step[1]:
@@ -255,37 +265,76 @@ def _compute_loss(trainer: Any, compute_loss: Callable[..., Tensor], model: Any,
         state.step = step
     loss = window.add(model, *args, **kwargs)
     is_last = trainer.accelerator.sync_gradients
-    if not is_last and (loss is not None or len(window.micro_batches) < state.size):
-        if loss is not None:
-            return loss
+    if not is_last and loss is not None:
+        return loss
+    if not is_last and len(window.micro_batches) < get_size(trainer):
         raise _Waits
     state.window = None
     if not window.micro_batches:
         return loss
     total = window.sum_losses()
-    _set_size(trainer, state, window)
+    state.finished = window
     return total if loss is None else total + loss
+
+
+# --- the size of a window ---------------------------------------------------------------------------------------------
 
 
 def get_size(trainer: Any) -> float:
     """How many micro-batches the trainer's windows have at most."""
-    return _get_state(trainer).size
+    state = _get_state(trainer)
+    if not state.size:
+        # Where there is a limit, the first windows have one micro-batch, to measure what it takes.
+        state.size = 1 if get_settings().max_tokens is not None or trainer.args.device.type == "cuda" else math.inf
+    return state.size
 
 
-def _set_size(trainer: Any, state: _TrainerState, window: Window) -> None:
+@contextmanager
+def _measured_memory(trainer: Any, model: nn.Module, state: _TrainerState) -> Iterator[None]:
+    """Sets `token_bytes` of a training step on a GPU whose window runs in this context, if it is not known yet."""
+    before = None if state.token_bytes else read_memory(trainer.args.device, restart_peak=True)
+    gradients = 0 if before is None else count_missing_gradients(model)
+    yield
+    if before is not None and state.finished is not None:
+        memory = read_memory(trainer.args.device)
+        assert memory is not None
+        # Gradients stay, and do not grow with the number of tokens.
+        peak = memory.peak - before.allocated - (gradients - count_missing_gradients(model))
+        state.token_bytes = max(peak, 1) / max(int(_sum_tokens(state.finished)), 1)
+
+
+def _sum_tokens(window: Window) -> Tensor:
+    return torch.stack([batch.tokens for batch in window.micro_batches if batch.tokens is not None]).sum()
+
+
+def _set_size(trainer: Any, model: nn.Module, state: _TrainerState, window: Window) -> None:
     """How many micro-batches the next windows have, from the largest one so far; equal on all ranks."""
-    if max_tokens is None:
-        state.size = math.inf
+    limit = _find_limit(trainer, model, state)
+    if limit is None:
         return
     count = torch.stack([batch.tokens for batch in window.micro_batches if batch.tokens is not None]).amax()
-    if trainer.accelerator.num_processes > 1:
-        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
     state.largest = max(state.largest, int(count))
-    state.size = max(1, max_tokens // state.largest)
+    size = torch.tensor(max(1, limit // state.largest), device=count.device)
+    if trainer.accelerator.num_processes > 1:
+        torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MIN)
+    state.size = int(size)
+
+
+def _find_limit(trainer: Any, model: nn.Module, state: _TrainerState) -> int | None:
+    """How many tokens a window may have; None for any number."""
+    settings = get_settings()
+    memory = read_memory(trainer.args.device)
+    if settings.max_tokens is not None or memory is None:
+        return settings.max_tokens
+    share = settings.memory or DEFAULT_SHARE
+    count = count_fitting_tokens(model, share)
+    if count is None:  # no layer is recomputed, or none has transformers' switch
+        count = int(share * (memory.spare - count_missing_gradients(model)) / state.token_bytes)
+    return max(count, 1)
 
 
 def _uses_window(trainer: Any, model: Any) -> bool:
-    if not trl_batches.whole_step or trainer.args.gradient_accumulation_steps == 1:
+    if not get_settings().whole_step or trainer.args.gradient_accumulation_steps == 1:
         return False
     if not any(kind.__module__.startswith("trl.trainer.") for kind in type(trainer).__mro__):
         return False
@@ -295,9 +344,18 @@ def _uses_window(trainer: Any, model: Any) -> bool:
     return reason is None
 
 
+def has_own_calls(trainer: Any) -> bool:
+    """Whether the trainer is of a subclass with its own loss or calls of the model, or has methods of its own."""
+    if any(method in vars(trainer) for method in METHODS if method != "compute_loss"):  # the window's
+        return True
+    kinds = type(trainer).__mro__
+    owners = [next((kind for kind in kinds if method in vars(kind)), object) for method in METHODS]
+    return not all(owner.__module__.startswith(("trl.trainer.", "transformers.", "builtins")) for owner in owners)
+
+
 def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     """Why each micro-batch has a forward of its own; None if they have one together."""
-    if trl_batches.has_own_calls(trainer) or "compute_loss" in vars(trainer):
+    if has_own_calls(trainer) or "compute_loss" in vars(trainer):
         # What it does before a call would be done several times.
         return Reason(f"{type(trainer).__name__} has a loss or a call of the model that is not TRL's")
     if getattr(trainer, "aux_loss_enabled", False):

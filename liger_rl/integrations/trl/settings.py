@@ -1,0 +1,28 @@
+"""The options of `patch_trl` for the whole step."""
+
+from dataclasses import dataclass
+
+from liger_rl.step.memory import DEFAULT_SHARE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the models of TRL's trainers run."""
+
+    whole_step: bool = True  # False: as TRL runs them
+    max_tokens: int | None = None  # about how many tokens one forward may have; None: as free memory allows
+    memory: float = DEFAULT_SHARE  # the share of a GPU's free memory that activations may take
+
+
+_settings = Settings()
+
+
+def get_settings() -> Settings:
+    """What `patch_trl` was given, or the defaults."""
+    return _settings
+
+
+def set_settings(settings: Settings) -> None:
+    """Change the settings of all trainers."""
+    global _settings
+    _settings = settings
