@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_rl.head.checks import check_count
 from liger_rl.losses.options import Options
+from liger_rl.step.attention import BLOCK
 from liger_rl.step.body import Body
 from liger_rl.step.prefix_tree import LEAST_SHARED, PrefixTree, SortedSequences, build_prefix_tree, sort_sequences
 from liger_rl.step.reason import Reason
@@ -335,7 +336,8 @@ class _Trees(NamedTuple):
 
     def make_micro_batch(self, group: list[int]) -> MicroBatch:
         lengths, starts = tuple(self.sequences.lengths(group)), self.sequences.starts(group)
-        tree = build_prefix_tree(lengths, self._sort(group))
+        multiple = BLOCK if self.sequences.device == "cuda" else 1
+        tree = build_prefix_tree(lengths, self._sort(group), multiple)
         first = torch.tensor([self._first_position(r) for r in group])
         cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))

@@ -67,8 +67,11 @@ def sort_sequences(sequences: Sequence[Tensor], starts: Sequence[int]) -> Sorted
     return SortedSequences(order, shared)
 
 
-def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences) -> PrefixTree:
-    """The tree of all sequences. Each adds its tokens from the last one that it shares with the sequence before."""
+def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences, multiple: int = 1) -> PrefixTree:
+    """The tree of all sequences. Each adds its tokens from the last one that it shares with the sequence before.
+
+    The last token is repeated until `multiple` divides the number of places. A repeated token sees itself alone.
+    """
     sizes = ordered.sizes(lengths)
     total = sum(sizes)
     ends, follows = torch.full((total,), total), torch.ones(total, dtype=torch.bool)
@@ -86,10 +89,11 @@ def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences) -> Prefi
         # The last shared token is predicted at its place in the sequence before.
         places[sequence] = predicted = added if first == 0 else torch.cat([predicted[: first + 1], added[1:]])
         start += size
-    return PrefixTree(
-        torch.repeat_interleave(torch.tensor(ordered.order, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64)),
-        torch.cat(offsets),
-        ends,
-        follows,
-        places,
-    )
+    numbers = (torch.tensor(values, dtype=torch.int64) for values in (ordered.order, sizes))
+    sequences, offset = torch.repeat_interleave(*numbers), torch.cat(offsets)
+    padding = -total % multiple
+    if padding:
+        sequences, offset = (torch.cat([x, x[-1:].expand(padding)]) for x in (sequences, offset))
+        ends = torch.cat([ends, torch.arange(total, total + padding) + 1])
+        follows = torch.cat([follows, torch.zeros(padding, dtype=torch.bool)])
+    return PrefixTree(sequences, offset, ends, follows, places)

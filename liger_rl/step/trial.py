@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from liger_rl.step.attention import DENSE_ATTENTION, make_masks
+from liger_rl.step.attention import BLOCK, DENSE_ATTENTION, make_masks
 from liger_rl.step.body import Body, no_graph
 from liger_rl.step.layout import MicroBatch
 from liger_rl.step.prefix_tree import build_prefix_tree, sort_sequences
@@ -118,7 +118,8 @@ def _try_trees(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
         raise ValueError(f"a trial takes {2 * length} positions, the model has {body.positions}")
     ids = torch.arange(3, 3 + 2 * length) % body.config.vocab_size
     ids = torch.stack([ids[:length], torch.cat([ids[:shared], ids[length : length + tail]])])
-    tree = build_prefix_tree((length, length), sort_sequences([ids[0], ids[1]], (0, 0)))
+    multiple = BLOCK if torch.device(device).type == "cuda" else 1
+    tree = build_prefix_tree((length, length), sort_sequences([ids[0], ids[1]], (0, 0)), multiple)
     dense = body.config._attn_implementation in DENSE_ATTENTION
     mask = make_masks(body.config, tree.ends, tree.offsets, device, body.dtype, dense=dense)
     row = ids[tree.sequences, tree.offsets][None].to(device)

@@ -50,14 +50,38 @@ def test_a_long_chain_of_sequences():
     assert prefix_tree.build_prefix_tree([len(tokens) for tokens in sequences], known).tokens == 18 * 1199 + 1198
 
 
+@pytest.mark.parametrize("multiple", [1, 8, 128])
+def test_repeated_tokens_fill_the_row(multiple):
+    for _ in range(20):
+        sequences = [torch.tensor(run) for run in grow_sequences(2, 40)]
+        lengths, known = (
+            [len(tokens) for tokens in sequences],
+            prefix_tree.sort_sequences(sequences, [0] * len(sequences)),
+        )
+        tree, filled = (prefix_tree.build_prefix_tree(lengths, known, m) for m in (1, multiple))
+        assert filled.tokens == -(-tree.tokens // multiple) * multiple
+        for name in ("sequences", "offsets", "ends", "follows"):
+            values, first = getattr(filled, name), getattr(tree, name)
+            assert torch.equal(values[: tree.tokens], first)
+        assert (filled.sequences[tree.tokens :] == tree.sequences[-1]).all()
+        assert (filled.offsets[tree.tokens :] == tree.offsets[-1]).all()
+        assert not filled.follows[tree.tokens :].any()
+        assert all(map(torch.equal, filled.places, tree.places))
+        place = torch.arange(filled.tokens)
+        sees = (place <= place[:, None]) & (place[:, None] < filled.ends)
+        assert torch.equal(sees[tree.tokens :].nonzero()[:, 1], place[tree.tokens :])
+        assert not sees[: tree.tokens, tree.tokens :].any()
+
+
+@pytest.mark.parametrize("multiple", [1, 128])
 @pytest.mark.parametrize("window", [None, 50, 300])
-def test_blocks_of_the_mask(window):
+def test_blocks_of_the_mask(window, multiple):
     """None that is left out has a pair that sees each other, and each whole one has them all."""
     for _ in range(8):
         starts = [torch.randint(3, 9, (int(length),)) for length in torch.randint(20, 400, (3,))]
         sequences = [torch.cat([starts[n % 3], torch.randint(3, 99, (90 + 20 * n,))]) for n in range(7)]
         lengths = [len(tokens) for tokens in sequences]
-        tree = prefix_tree.build_prefix_tree(lengths, prefix_tree.sort_sequences(sequences, [0] * 7))
+        tree = prefix_tree.build_prefix_tree(lengths, prefix_tree.sort_sequences(sequences, [0] * 7), multiple)
         mask = attention._make_block_mask(tree.ends, tree.offsets, window, torch.device("cpu"))
         q, k = torch.meshgrid(torch.arange(tree.tokens), torch.arange(tree.tokens), indexing="ij")
         dense = (k <= q) & (q < tree.ends) & (tree.offsets[q] - tree.offsets[k] < (window or 10**6))
