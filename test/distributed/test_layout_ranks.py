@@ -260,7 +260,7 @@ def trl_steps(rank, wrapper, whole_step, long, micro_batches=1, steps=range(2)):
             wrapped = shard(model, rank.mesh(), wrapper)
         for step in steps:
             inputs, weights = trl_batch(rank, step, long=long)
-            with forward.set_window_call(forward.WindowCall(weights == 0, micro_batches)):
+            with forward.set_window_call(forward.WindowCall(weights == 0, ((2, 1),) * micro_batches)):
                 logps = wrapped(**inputs, fused_lm_head=True).log_probs
             (logps.exp() * weights[:, None]).sum().backward()
         return gradients(model), runs

@@ -240,7 +240,7 @@ def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(idle):
         inputs["attention_mask"][row, end:] = 0
         inputs["labels"][row, end:] = -100
     forwards = trl_runs.watched(model)
-    with set_window_call(WindowCall(idle, micro_batches=2)):
+    with set_window_call(WindowCall(idle, ((2, 1),) * 2)):
         whole, grads = solved(model, inputs, True)
     assert [forward.tokens for forward in forwards] == ([2 * 32, 2 * 14] if idle is None else [32, 30, 2 * 14])
     plain, expected = solved(model, inputs, False)
