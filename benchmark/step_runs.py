@@ -98,26 +98,21 @@ class Clock(TrainerCallback):
         self.device, self.settling, self.memory, self.looking = device, settling, PeakMemory(device), ExitStack()
         self.shares: list[float] = []
         self.step_ms: list[float] = []
-        self.other_ms: list[float] = []  # of each step, neither in a forward nor in a backward
+        self.other_ms: list[float] = []  # of each step, outside of its training steps
         self.forwards = 0  # of models, in the steps that count
         self._passes: list[tuple[Any, Any]] = []  # beginnings and ends
-        self._passing = False
         self._forwards = 0  # of the current step
         self._begun = math.nan
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, which is a forward or a backward. A GPU's events note its times, so that the host never waits."""
+        """The call, which runs forwards and backwards. A GPU's events note its times, so that the host never waits."""
 
-        @functools.wraps(call)  # the module tells whether a method is TRL's own
+        @functools.wraps(call)
         def run(*given: Any, **options: Any) -> Any:
-            if self._passing:  # a backward inside of a forward is timed already
-                return call(*given, **options)
-            begun, self._passing = self._now(), True
-            try:
-                return call(*given, **options)
-            finally:  # under patch_trl() an exception may leave a micro-batch's forward
-                self._passes.append((begun, self._now()))
-                self._passing = False
+            begun = self._now()
+            result = call(*given, **options)
+            self._passes.append((begun, self._now()))
+            return result
 
         return run
 
@@ -200,7 +195,7 @@ def with_full_logits(trainer: GRPOTrainer, _clock: Clock) -> None:
     trainer._get_per_token_logps_and_entropies = logps_and_entropies
 
 
-def with_loss_steps(trainer: GRPOTrainer, clock: Clock) -> None:
+def with_loss_steps(trainer: GRPOTrainer, _clock: Clock) -> None:
     """Forward and backward of the whole batch by this library, with TRL's metrics; the rest by the trainer."""
     loss = FusedLinearGRPOLoss("dapo", epsilon_low=CLIP, epsilon_high=CLIP, metrics="with_entropy")
 
@@ -211,7 +206,7 @@ def with_loss_steps(trainer: GRPOTrainer, clock: Clock) -> None:
         return steps.total.loss
 
     def training_step(_model: nn.Module, inputs: Any, _num_items_in_batch: Any) -> Tensor:
-        return clock.timed(forward_and_backward)(trainer._prepare_inputs(inputs))
+        return forward_and_backward(trainer._prepare_inputs(inputs))
 
     trainer.training_step = training_step
 
@@ -313,8 +308,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {"GRPO": grpo_trainer, "SFT": sft_trai
 def run_trainer(trainer: Any, clock: Clock) -> Measured:
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
-    trainer.compute_loss = clock.timed(trainer.compute_loss)
-    trainer.accelerator.backward = clock.timed(trainer.accelerator.backward)
+    trainer.training_step = clock.timed(trainer.training_step)
     if not isinstance(trainer, GRPOTrainer):  # examples in their order: each step has the same
         trainer._get_train_sampler = SequentialSampler
     clock.count_forwards(

@@ -166,4 +166,4 @@ def test_one_copy_to_the_host(device):
     batch, weights = TokenBatch(batch.ids.to(device), batch.mask.to(device), inputs), weights.to(device)
     with host_reads(device) as reads:
         read_sequences(batch, BODY, weights=weights, labels=batch.ids)
-    assert len(reads.names) == 1
+    assert len(reads.names) == (device.type == "cuda")  # on CPU the copy is none
