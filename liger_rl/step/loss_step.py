@@ -7,10 +7,10 @@ step.loss.backward()
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,7 +36,8 @@ from liger_rl.step.body import (
     router_loss,
 )  # fmt: skip
 from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_packing
-from liger_rl.step.ranks import agree_on_counts, find_ddp, find_rank_groups, first_device
+from liger_rl.step.memory import DEFAULT_SHARE, check_share, run_with_kept_layers
+from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_ddp, find_rank_groups, first_device
 from liger_rl.step.reason import Reason
 from liger_rl.step.run import Output, Outputs, run
 from liger_rl.step.sequences import TokenBatch, read_sequences
@@ -54,7 +55,7 @@ class PolicyStep(NamedTuple):
     metrics: dict[str, Metric]  # by name, without gradient; see `liger_rl.losses.metrics`
     per_token_logps: Tensor  # (B, T) float32 in nats, no gradient; 0 outside completions, NaN in those that did not run
     entropy: Tensor | None  # (B, T) float32 in nats, without gradient; None unless the loss needs it
-    layout: str  # how the batch's tokens were laid out, and why no prefix was shared
+    layout: str  # how the batch's tokens were laid out, why no prefix was shared, and how many layers kept activations
 
 
 def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss, **options: Any) -> PolicyStep:
@@ -76,7 +77,8 @@ def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss,
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
         loss: a fused loss, such as `FusedLinearGRPOLoss`. Its temperature divides the logits; softcap and scale are the
             model's.
-        options: trim, packing, share_prefixes, idle, group and further arguments for the model, as in `loss_steps`.
+        options: trim, packing, share_prefixes, idle, memory, group and further arguments for the model, as in
+            `loss_steps`.
 
     Raises:
         TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, a softcap or
@@ -96,6 +98,7 @@ def loss_steps(
     packing: bool | None = None,
     share_prefixes: bool | None = None,
     idle: Idle = "skip",
+    memory: float = DEFAULT_SHARE,
     group: Any = None,
     **extra_inputs: Any,
 ) -> "PolicySteps":
@@ -124,6 +127,7 @@ def loss_steps(
         idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, before the
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
             NaN.
+        memory: the share of a GPU's free memory within which checkpointed layers keep activations; 0: none does.
         group: process group whose ranks run the model together. None finds the group of DDP, FSDP2 and tensor
             parallelism. Other wrappers (DeepSpeed) need it.
         extra_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
@@ -138,7 +142,7 @@ def loss_steps(
     options = {
         "max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes, "idle": idle
     }  # fmt: skip
-    return PolicySteps(model, batch, loss, extra_inputs, options, group)
+    return PolicySteps(model, batch, loss, extra_inputs, options, group, memory=memory)
 
 
 policy_step = loss_step
@@ -163,6 +167,7 @@ class PolicySteps(Iterator[PolicyStep]):
         options: dict[str, Any],  # of `LayoutOptions`
         group: Any,
         *,
+        memory: float = 0,
         logps_alone: bool = False,
     ) -> None:
         self._model, self._loss = model, loss
@@ -171,6 +176,7 @@ class PolicySteps(Iterator[PolicyStep]):
             # The swap comes first: it runs the model, which has collectives if it is sharded.
             self._swapped = swapped = get_swapped_model(model)
             row_options = LayoutOptions(**options)
+            check_share("memory", memory)
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
             _check_loss(loss, swapped)
@@ -203,6 +209,7 @@ class PolicySteps(Iterator[PolicyStep]):
                 break
             body, is_tried = self._apply_trial(body, "trees", again=bool(groups)), True
         self.layout = layout.describe()
+        self._memory, self._agree = memory, partial(agree_on_minimum, groups, device=device) if groups else None
         # `_idle_runs` forwards run without a graph, in the first step.
         self._steps, self._idle_runs = counts[:2]
         if aligned is not None and layout.left_out:
@@ -226,9 +233,13 @@ class PolicySteps(Iterator[PolicyStep]):
         wrapper = find_ddp(self._model) if number < self._steps - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():
             idle_runs = self._idle_runs if number == 0 else 0
-            outputs = run(self._layout.take(number), self._batch, self._forward, idle_runs=idle_runs)
+            clauses = [self.layout]
+            outputs = run(
+                self._layout.take(number), self._batch, self._forward, idle_runs=idle_runs,
+                with_graph=partial(self._run_with_graph, clauses),
+            )  # fmt: skip
             make_step = self._make_step if number < len(self._layout.live) else self._make_empty_step
-            step = make_step(number, outputs)
+            step = make_step(number, outputs)._replace(layout="; ".join(clauses))
         self._steps_taken += 1
         # Detached: the graph would keep memory that a backward does not free.
         detached = step._replace(loss=step.loss.detach())
@@ -261,6 +272,11 @@ class PolicySteps(Iterator[PolicyStep]):
         values["logps"] = output.per_token_logps
         # Without the virtual tokens that prompt tuning puts before each row.
         return Output({name: value[:, -width:].to(device) for name, value in values.items()}, output.aux_loss)
+
+    def _run_with_graph(self, clauses: list[str], forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
+        outputs, clause = run_with_kept_layers(self._model, forward, tokens, share=self._memory, agree=self._agree)
+        clauses.extend([] if clause is None else [clause])
+        return outputs
 
     def _make_step(self, number: int, outputs: Outputs) -> PolicyStep:
         """The step of the rows of a micro-batch. The idle ones of the first have metrics only."""

@@ -14,10 +14,12 @@ Values and gradients have the same bits for every k.
 import gc
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +29,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_rl.models.local_tensors import is_dtensor
+
+Result = TypeVar("Result")
 
 DEFAULT_SHARE = 0.8
 # A run of more than this many times the tokens of the measured one is measured again: attention with a mask of all
@@ -50,12 +54,12 @@ _recorders: WeakKeyDictionary[nn.Module, "_Recorder"] = WeakKeyDictionary()
 
 def run_with_kept_layers(
     model: nn.Module,
-    forward: Callable[[], Any],
+    forward: Callable[[], Result],
     tokens: int,
     *,
     share: float = DEFAULT_SHARE,
     agree: Callable[[int], int] | None = None,
-) -> tuple[Any, str | None]:
+) -> tuple[Result, str | None]:
     """The result of `forward()`, and a clause such as "24 of 28 layers kept".
 
     As many layers keep their activations as fit. The clause is None, and the forward runs as it is, without a graph,
@@ -64,7 +68,7 @@ def run_with_kept_layers(
 
     Args:
         model: a model of transformers, or a wrapper of one (PEFT, DDP, FSDP).
-        forward: runs the model once, on `tokens` tokens, padding included.
+        forward: runs the model, on `tokens` tokens in all, padding included. One backward is through all of them.
         share: the share of the free memory that a run may take, 0 to 1.
         agree: a collective of the ranks that run the model together: the number of layers that this rank could keep ->
             the smallest such number. Called once for each run, except where the clause is None.
@@ -263,8 +267,8 @@ def _get_local(tensor: Any) -> Tensor:
 
 
 def _measure(
-    model: nn.Module, forward: Callable[[], Any], tokens: int, layers: list[nn.Module], device: torch.device
-) -> Any:
+    model: nn.Module, forward: Callable[[], Result], tokens: int, layers: list[nn.Module], device: torch.device
+) -> Result:
     """The result of `forward()`. Its backward, if one follows, stores a measurement of the model."""
     previous = _recorders.pop(layers[-1], None)
     if previous is not None:  # its run had no backward
@@ -288,7 +292,9 @@ class _Recorder:
     def __init__(self, model: nn.Module, tokens: int, device: torch.device) -> None:
         self.tokens, self.device = tokens, device
         self.without_gradient = [p for p in model.parameters() if p.requires_grad and p.grad is None]
-        self.peak = self.layer = self.entered = self.gradients = 0  # bytes
+        self.peak = self.entered = self.gradients = 0  # bytes
+        # Bytes that each layer keeps, by its number. A layer runs once for each micro-batch.
+        self.kept: Counter[int] = Counter()
         self.start = self._read().allocated
         self.handles: list[Any] = []
         self.waits_for_end = False
@@ -296,9 +302,10 @@ class _Recorder:
     def add_hooks(self, layers: list[nn.Module]) -> None:
         """Hooks around the layers' own hooks would count the parameters that FSDP gathers."""
         key = layers[-1]
-        for layer in layers:
+        for number, layer in enumerate(layers):
+            leave = partial(self._leave, number)
             self.handles.append(layer.register_forward_pre_hook(lambda *_: self._enter(key)))
-            self.handles.append(layer.register_forward_hook(lambda _, args, output: self._leave(output), prepend=True))
+            self.handles.append(layer.register_forward_hook(leave, prepend=True))
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -317,11 +324,11 @@ class _Recorder:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(key))
         self.entered = self._record_peak()
 
-    def _leave(self, output: Any) -> None:
+    def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
         if _is_in_backward():
             hidden = output if isinstance(output, Tensor) else output[0]
             # A recomputed layer's output is kept too, as the next layer's input.
-            self.layer = max(self.layer, self._record_peak() - self.entered - hidden.nbytes)
+            self.kept[number] += self._record_peak() - self.entered - hidden.nbytes
 
     def _record_peak(self) -> int:
         """Adds the peak since the last call. -> bytes in tensors"""
@@ -336,9 +343,10 @@ class _Recorder:
         self._record_peak()
         self.remove_hooks()
         _recorders.pop(key, None)
-        if self.layer > 0 and self.peak > 0:
+        layer = max(self.kept.values(), default=0)
+        if layer > 0 and self.peak > 0:
             _measurements[key] = Measurement(
-                tokens=self.tokens, peak_bytes=self.peak / self.tokens, layer_bytes=self.layer / self.tokens
+                tokens=self.tokens, peak_bytes=self.peak / self.tokens, layer_bytes=layer / self.tokens
             )
 
 

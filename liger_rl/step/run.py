@@ -1,6 +1,5 @@
 """Runs the micro-batches of a layout, and brings their outputs back to the tokens of the batch."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ class Output(NamedTuple):
 
 
 Forward = Callable[[dict[str, Any]], Output]  # of the inputs that `make_inputs` makes
-RunWithGraph = Callable[[Callable[[], Output], int], Output]
+RunWithGraph = Callable[[Callable[[], list[Output]], int], list[Output]]
 
 
 class Outputs(NamedTuple):
@@ -61,14 +60,16 @@ def run(
 
     `idle_runs`: number of forwards without a graph, so that every rank makes as many; the carrier runs in those that
     this rank does not need. None runs the idle micro-batches alone.
-    `with_graph`: (the forward of a live micro-batch, its number of tokens) -> the result of the forward.
+    `with_graph`: (the forward of all live micro-batches, their number of tokens) -> the result of the forward. The
+    micro-batches' graphs are alive at once.
     """
     idle, spare = layout.idle, (idle_runs or 0) - len(layout.idle)
     with no_graph():
         idle_outputs = [_run(forward, micro, batch, layout.body) for micro in (*idle, *[layout.carrier] * spare)]
-    live_outputs = [
-        with_graph(functools.partial(_run, forward, micro, batch, layout.body), micro.tokens) for micro in layout.live
-    ]
+    live_outputs = with_graph(
+        lambda: [_run(forward, micro, batch, layout.body) for micro in layout.live],
+        sum(micro.tokens for micro in layout.live),
+    )
     outputs = [*live_outputs, *idle_outputs[: len(idle)]]
     source = _index_outputs([*layout.live, *idle], batch.ids.shape)
     if source is not None:

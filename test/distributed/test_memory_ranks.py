@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
-from test_live_rows_ranks import gradients  # noqa: E402
+from test_layout_ranks import gradients  # noqa: E402
 from test_models import VOCAB, shard, tiny_llama  # noqa: E402
 
 from liger_rl.step import memory  # noqa: E402

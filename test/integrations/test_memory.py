@@ -1,5 +1,6 @@
 """Layers that keep their activations: the same bits for every number of layers, and the memory that was foreseen."""
 
+import logging
 import weakref
 
 import pytest
@@ -9,8 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import step_calls
 from hf_models import build, state_of
+from liger_rl import FusedLinearGRPOLoss
 from liger_rl.step import memory
+from liger_rl.step.loss_step import loss_step
 from liger_rl.step.memory import (
     DeviceMemory,
     Measurement,
@@ -298,6 +302,18 @@ def test_the_backward_of_the_first_layer_is_measured(device_memory):
     assert measurement_of(model).peak_bytes * TOKENS >= 0.99 * peak
 
 
+def test_micro_batches_of_one_backward_are_one_run(device_memory):
+    model, ids = checkpointed(), tokens_of(rows=4)
+    step(model, rows=4)
+    expected = measurement_of(model)
+    memory._measurements.clear()
+    loss, _ = run_with_kept_layers(
+        model, lambda: sum(model(input_ids=part, labels=part).loss for part in ids.split(1)), ids.numel()
+    )
+    loss.backward()
+    assert measurement_of(model).layer_bytes == pytest.approx(expected.layer_bytes, rel=0.01)
+
+
 def test_fitting_tokens(device_memory):
     model = checkpointed()
     assert count_fitting_tokens(model) is None
@@ -308,6 +324,46 @@ def test_fitting_tokens(device_memory):
     assert count_fitting_tokens(model, 0) is None
     model.zero_grad()
     assert count_fitting_tokens(model, 0.5) == 0  # the gradients take more
+
+
+# --- whole steps ------------------------------------------------------------------------------------------------------
+
+
+def test_policy_steps_keep_layers(device_memory):
+    model, batch, loss = checkpointed("Llama"), step_calls.make_batch(), FusedLinearGRPOLoss("dapo")
+    plain, expected = step_calls.run(model, batch, loss, max_tokens=30, memory=0)
+    for clause in ("0 of 4 layers kept: this run is measured", "4 of 4 layers kept"):
+        # The micro-batches have different sizes, the largest comes first.
+        steps, grads = step_calls.run(model, batch, loss, max_tokens=30)
+        assert len(steps) > 1
+        assert steps.total.layout == f"{plain.total.layout}; {clause}"
+        assert torch.equal(steps.total.loss, plain.total.loss)
+        logps = (found.total.per_token_logps for found in (steps, plain))
+        torch.testing.assert_close(*logps, rtol=0, atol=0, equal_nan=True)
+        assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    with pytest.raises(ValueError, match="memory must be a number from 0 to 1, got 2"):
+        loss_step(model, batch, loss, memory=2)
+
+
+def test_trls_forward_keeps_layers(device_memory, caplog):
+    trl_utils = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
+    from liger_rl.integrations.trl import patched_trl
+
+    caplog.set_level(logging.INFO, "liger_rl")
+    batch = {name: value for name, value in step_calls.make_batch().items() if name in step_calls.INPUTS}
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    model, results = checkpointed(), []
+    runs = LayerRuns(model)
+    with patched_trl():
+        trl_utils.add_fused_lm_head(model)
+        for _ in range(2):
+            model.zero_grad()
+            output = model(**batch, fused_lm_head=True)
+            output.log_probs.exp().sum().backward()
+            results.append([output.log_probs, *[p.grad for p in model.parameters()]])
+            assert runs.take() == [3 - len(results)] * LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert caplog.messages[-1].endswith("; 4 of 4 layers kept")
 
 
 # --- errors, ranks and other models -----------------------------------------------------------------------------------

@@ -167,12 +167,12 @@ def _run_live_tokens(
 
     clauses = [layout.describe()]
 
-    def run_with_graph(forward: Callable[[], Output], tokens: int) -> Output:
+    def run_with_graph(forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
         agree = _make_agreement(model, input_ids.device) if _is_sharded(model) else None
         share = get_settings().memory
-        output, clause = run_with_kept_layers(model, forward, tokens, share=share, agree=agree)
+        outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agree=agree)
         clauses.extend([] if clause is None else [clause])
-        return output
+        return outputs
 
     outputs = run(layout, batch, run_rows, with_graph=run_with_graph).take((slice(None), slice(1, None)))
     log_once(model, "; ".join(clauses))
