@@ -91,15 +91,17 @@ def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Cal
         if reason is None:
             return _run_live_tokens(original, self, **kwargs)
         log_once(self, f"the batch as it is: {reason}")
-        return _run_as_it_is(original, *args, **kwargs)
+        return _run_as_it_is(original, self, *args, **kwargs)
 
     return forward
 
 
-def _run_as_it_is(fused_forward: Callable, *args: Any, **inputs: Any) -> Any:
+def _run_as_it_is(fused_forward: Callable, model: Any, *args: Any, **inputs: Any) -> Any:
     """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
     shapes = get_window_call().shapes
-    if len({width for _, width in shapes}) <= 1:
+    # A rank of a sharded model does not know whether the widths of another rank differ.
+    runs_once = _is_sharded(model) or uses_zero_3(model) or has_reentrant_checkpoints(model)
+    if runs_once or len({width for _, width in shapes}) <= 1:
         return fused_forward(*args, **inputs)
     width, row, outputs = inputs["input_ids"].shape[1], 0, []
     for rows, columns in shapes:
@@ -155,7 +157,7 @@ def _run_live_tokens(
     if layout.live[0].cells is None:  # the batch as it is, whose labels may not be its ids
         log_once(model, layout.describe())
         return _run_as_it_is(
-            fused_forward, input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **inputs
+            fused_forward, model, input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **inputs
         )
 
     def run_rows(row_inputs: dict[str, Any]) -> Output:
