@@ -99,9 +99,9 @@ def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Cal
 def _run_as_it_is(fused_forward: Callable, model: Any, *args: Any, **inputs: Any) -> Any:
     """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
     shapes = get_window_call().shapes
-    # A rank of a sharded model does not know whether the widths of another rank differ.
+    # A rank of a sharded model does not know whether the widths of another rank differ. Prompt tuning has no input_ids.
     runs_once = _is_sharded(model) or uses_zero_3(model) or has_reentrant_checkpoints(model)
-    if runs_once or len({width for _, width in shapes}) <= 1:
+    if runs_once or inputs.get("input_ids") is None or len({width for _, width in shapes}) <= 1:
         return fused_forward(*args, **inputs)
     width, row, outputs = inputs["input_ids"].shape[1], 0, []
     for rows, columns in shapes:
