@@ -1,0 +1,75 @@
+"""Runs of TRL's trainers on two ranks, with the micro-batches of an optimizer step in one forward."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+import trl_runs
+
+SCRIPT, SECONDS = Path(__file__).with_name("trl_run_on_rank.py"), 150
+CASES = ("SFT", "SFT, one long row", "SFT, reentrant checkpoints", "SFT, padding-free", "DPO, LoRA", "GRPO")
+
+
+def run_on_ranks(directory: Path, *wrappers: str) -> list[dict]:
+    """-> the results of each rank, of all wrappers. Ranks that hang are ended, and the test fails."""
+    model = trl_runs.save_model("qwen3", directory)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    processes = []
+    for rank in range(2):
+        environment = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, SCRIPT, model, directory / str(rank), *wrappers]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=environment, **streams))
+    try:
+        texts = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in texts)
+    return [json.loads((directory / str(rank)).read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def torch_results(tmp_path_factory):
+    return run_on_ranks(tmp_path_factory.mktemp("torch"), "ddp", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def deepspeed_results(tmp_path_factory):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    return run_on_ranks(tmp_path_factory.mktemp("deepspeed"), "zero1", "zero2", "zero3")
+
+
+def assert_same_runs(result, case):
+    plain, patched = result[case]
+    number = 4 if case == "SFT, padding-free" else 2  # each micro-batch of padding-free rows has its own forward
+    assert (plain["calls"], plain["backwards"]) == (4, 4)
+    assert (patched["calls"], patched["backwards"]) == (number, number)
+    assert patched["log"].keys() == plain["log"].keys()
+    for name, values in plain["log"].items():
+        assert patched["log"][name] == pytest.approx(values, rel=1e-6, abs=1e-5), name
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("case", CASES)
+def test_runs_agree(case, wrapper, torch_results):
+    for results in torch_results:
+        assert_same_runs(results[wrapper], case)
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("case", CASES)
+def test_runs_of_deepspeed_agree(case, wrapper, deepspeed_results):
+    for results in deepspeed_results:
+        assert_same_runs(results[wrapper], case)

@@ -1,0 +1,126 @@
+"""One rank's runs of TRL's trainers: `python trl_run_on_rank.py MODEL RESULT WRAPPER ...`.
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. RESULT becomes a file of JSON:
+{wrapper: {case: [{"log": ..., "calls": ..., "backwards": ...} without the patch, with it]}}.
+"""
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+# Read when a kernel is decorated.
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import accelerate.state
+import torch
+from accelerate.utils import DistributedType
+from peft import LoraConfig
+
+import trl_runs
+from liger_rl.integrations.trl import patched_trl
+
+OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 2}
+SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6, "num_iterations": 1, "learning_rate": 0.0}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+# All rows are equally long but one.
+ONE_LONG_ROW = {
+    "prompt": [f"w{n} w1 w2" for n in range(8)],
+    "completion": [f" w{n}" + " w5 w6" * (n == 3) for n in range(8)],
+}
+CASES = {
+    "SFT": ("SFT", {"average_tokens_across_devices": True, "max_grad_norm": 0.5}),
+    "SFT, one long row": ("SFT", {"data": ONE_LONG_ROW}),
+    "SFT, reentrant checkpoints": ("SFT", REENTRANT),
+    "SFT, padding-free": ("SFT", {"padding_free": True, "max_length": None}),
+    "DPO, LoRA": ("DPO", {"per_device_train_batch_size": 1, "peft_config": LORA}),
+    "GRPO": ("GRPO", {"beta": 0.0, **SCORED}),
+}
+FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+
+
+def find_options(wrapper: str) -> dict:
+    if wrapper == "ddp":
+        return {"ddp_find_unused_parameters": False}
+    if wrapper == "fsdp2":
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": dict(FSDP)}
+    zero = {"stage": int(wrapper.removeprefix("zero")), "stage3_param_persistence_threshold": 0}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {"deepspeed": {"zero_optimization": zero, **dict.fromkeys(sizes, "auto")}}
+
+
+def prepare_process(wrapper: str) -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if wrapper.startswith("zero"):
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    if wrapper == "fsdp2":
+        # accelerate takes its plugin of FSDP on several GPUs only.
+        initialize = accelerate.state.PartialState.__init__
+
+        def initialize_as_gpus(self, *args, **options):
+            initialize(self, *args, **options)
+            if self.distributed_type == DistributedType.MULTI_CPU:
+                self.distributed_type = DistributedType.MULTI_GPU
+
+        accelerate.state.PartialState.__init__ = initialize_as_gpus
+
+
+def take_advantages(trainer) -> None:
+    """Of every other sequence on rank 0."""
+    score = trainer._generate_and_score_completions
+
+    def score_half(inputs):
+        batch = score(inputs)
+        rows = torch.arange(len(batch["advantages"]))
+        idle = rows % 2 * (trainer.accelerator.process_index == 0)
+        return {**batch, "advantages": (1 - idle) * (rows - 1.5)}
+
+    trainer._generate_and_score_completions = score_half
+
+
+def run_case(kind: str, options: dict, model: str, directory: str, patch: bool) -> dict:
+    with patched_trl() if patch else nullcontext():
+        trainer = trl_runs.build(kind, model, directory, **OPTIONS | options)
+        if kind == "GRPO":
+            take_advantages(trainer)
+        calls, backwards, backward = [], [], trainer.accelerator.backward
+
+        def count_backward(*args, **kwargs):
+            backwards.append(1)
+            return backward(*args, **kwargs)
+
+        def count_call(module, args, inputs):
+            if inputs.get("fused_lm_head") and torch.is_grad_enabled():
+                calls.append(1)
+
+        trainer.accelerator.backward = count_backward
+        trainer.model.register_forward_pre_hook(count_call, with_kwargs=True)
+        run = trl_runs.run(trainer)
+    assert len(run.log["loss"]) == OPTIONS["max_steps"]
+    # The parameters may be parts. The next step's loss shows the weights.
+    log = {name: values for name, values in run.log.items() if name not in trl_runs.CLOCKS}
+    return {"log": log, "calls": len(calls), "backwards": len(backwards)}
+
+
+def run_cases(wrapper: str, model: str, directory: str) -> dict:
+    prepare_process(wrapper)
+    return {
+        name: [run_case(kind, options | find_options(wrapper), model, directory, patch) for patch in (False, True)]
+        for name, (kind, options) in CASES.items()
+    }
+
+
+def main(model: str, result: str, *wrappers: str) -> None:
+    results = {wrapper: run_cases(wrapper, model, result + "-run") for wrapper in wrappers}
+    Path(result).write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
