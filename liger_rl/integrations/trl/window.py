@@ -239,14 +239,15 @@ def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = 
     self.compute_loss = functools.partial(_compute_loss, self, state, self.compute_loss)
     try:
         with _measured_memory(self, model, state):
-            return PATCH.original(self, model, inputs, num_items_in_batch)
+            loss = PATCH.original(self, model, inputs, num_items_in_batch)
     except _Waits:
         return torch.zeros((), device=self.args.device)
     finally:
         del self.compute_loss
-        if state.finished is not None:
-            _set_size(self, model, state, state.finished)
-            state.finished = None
+        finished, state.finished = state.finished, None
+    if finished is not None:
+        _set_size(self, model, state, finished)
+    return loss
 
 
 PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
