@@ -90,6 +90,7 @@ class Case(NamedTuple):
     calls: tuple[int, int]  # of the policy and the reference while training: TRL's number, the number with the window
     options: dict
     model: object = "qwen3"
+    backwards: int | None = None  # with the window; None: one for each optimizer step
 
 
 def moe_without_router_loss():
@@ -165,6 +166,9 @@ CASES = {
     "GRPO, old policy": Case(
         "GRPO", (16, 7), {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "max_steps": 3},
     ),
+    # Windows of one micro-batch, 2, 1; 2, 2.
+    "SFT, few tokens": Case("SFT", (8, 5), SINGLES | {"patch_options": {"max_tokens": 80}}, backwards=5),
+    "DPO, few tokens": Case("DPO", (16, 10), SINGLES | {"patch_options": {"max_tokens": 128}}, backwards=5),
     # Each micro-batch has a forward of its own.
     "SFT, padding-free": Case("SFT", (4, 4), {"padding_free": True, "max_length": None}),
     "SFT, packed": Case("SFT", (2, 2), {"packing": True, "max_steps": 1}),
@@ -190,7 +194,7 @@ def vlm_path(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_agree(name, path_of, vlm_path, tmp_path):
-    kind, calls, options, model = CASES[name]
+    kind, calls, options, model, backwards = CASES[name]
     model = {"qwen3": path_of["qwen3"], "vlm": vlm_path}.get(model, model)
     script = {"script": []} if kind in ("GRPO", "RLOO") else {}
     plain, watch, patched, patched_watch = pair(kind, model, tmp_path, **script, **options)
@@ -200,8 +204,8 @@ def test_runs_agree(name, path_of, vlm_path, tmp_path):
     trl_runs.assert_same_log(patched, plain)
     assert torch.equal(patched_watch.random_state, watch.random_state)
     assert (watch.calls, patched_watch.calls) == calls
-    steps = len(plain.log["loss"])
-    assert patched_watch.backwards == (watch.backwards if calls[0] == calls[1] else steps)
+    backwards = backwards or len(plain.log["loss"])
+    assert patched_watch.backwards == (watch.backwards if calls[0] == calls[1] else backwards)
     assert patched_watch.sums["step"] == pytest.approx(watch.sums["step"], rel=1e-5, abs=1e-5)
 
 
@@ -345,12 +349,21 @@ def interrupt_loss(trainer):
     return lambda: vars(trainer.accelerator).pop("gather_for_metrics")
 
 
+def interrupt_backward(trainer):
+    def fail(*args, **options):
+        raise Error
+
+    trainer.accelerator.backward = fail
+    return lambda: vars(trainer.accelerator).pop("backward")
+
+
 INTERRUPTIONS = {
     "callback": (interrupt_callback(Error), Error),
     "keyboard": (interrupt_callback(KeyboardInterrupt), KeyboardInterrupt),
     "inputs": (interrupt_inputs, TypeError),
     "forward": (interrupt_forward, Error),
     "loss": (interrupt_loss, Error),
+    "backward": (interrupt_backward, Error),
 }
 
 
