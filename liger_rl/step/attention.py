@@ -95,29 +95,27 @@ def make_masks(
 
 
 def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device: torch.device) -> BlockMask:
+    """Everything but the number of blocks is computed on the device, so that the host does not wait for itself."""
     n = ends.numel()
     blocks = -(-n // BLOCK)
     padding = (0, blocks * BLOCK - n)
     # Padded tokens see nothing and are not seen.
-    ends = nn.functional.pad(ends, padding)
-    place = torch.arange(blocks * BLOCK).view(blocks, BLOCK)
+    seen = nn.functional.pad(ends.to(device, torch.int32, non_blocking=True), padding)
+    at = nn.functional.pad(positions.to(device, torch.int32, non_blocking=True), padding, value=int(positions[-1]))
+    place = torch.arange(blocks * BLOCK, dtype=torch.int32, device=device).view(blocks, BLOCK)
     first, last = place[:, :1], place[:, -1:].clamp(max=n - 1)
-    by_block = ends.view(blocks, BLOCK)
+    by_block = seen.view(blocks, BLOCK)
     least = by_block.amin(1)
     least[-1] = by_block[-1, : BLOCK - padding[1]].amin()
     earlier = first > first.T
-    visible = (earlier & (by_block.amax(1) > first)) | torch.eye(blocks, dtype=torch.bool)
+    visible = (earlier & (by_block.amax(1) > first)) | torch.eye(blocks, dtype=torch.bool, device=device)
     whole = earlier & (least > last)
     if window is not None:
-        last_position = int(positions[-1])
-        position_blocks = nn.functional.pad(positions, padding, value=last_position).view(blocks, BLOCK)
-        low, high = position_blocks.amin(1), position_blocks.amax(1)
+        low, high = (extreme(at.view(blocks, BLOCK), 1) for extreme in (torch.amin, torch.amax))
         visible &= low[:, None] - high < window
         whole &= high[:, None] - low < window
     if padding[1]:  # a kernel may not check whether the keys of a whole block exist
         whole[-1] = whole[:, -1] = False
-    seen = ends.to(device, torch.int32, non_blocking=True)
-    at = nn.functional.pad(positions, padding).to(device, torch.int32, non_blocking=True)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < seen[key])
@@ -132,9 +130,7 @@ def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device
 
     def list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
         order = (~chosen).to(torch.int8).argsort(dim=1, stable=True)
-        tables = (chosen.sum(1), order)
-        counts, indices = (x[None, None].to(device, torch.int32, non_blocking=True) for x in tables)
-        return counts, indices
+        return chosen.sum(1, dtype=torch.int32)[None, None], order[None, None].int()
 
     partial, full = list_blocks(visible & ~whole), list_blocks(whole)
     for x in (seen, at):

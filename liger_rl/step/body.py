@@ -5,10 +5,12 @@ The other modules of a step reach the model through this one.
 
 import inspect
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.models.lm_head import is_gathered
+from liger_rl.models.local_tensors import is_dtensor
 from liger_rl.models.swap import (
     FUSED_OPTIONS,
     IGNORE_INDEX,
@@ -179,6 +182,32 @@ def has_activated_lora(model: nn.Module) -> bool:
     """Whether an adapter of PEFT's activated LoRA is on the model."""
     variants = (v for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values())
     return any("ALora" in type(variant).__name__ for variant in variants)
+
+
+_shardings: WeakKeyDictionary[nn.Module, tuple[Any, str, str | None]] = WeakKeyDictionary()
+
+
+def find_sharding(model: nn.Module) -> str | None:
+    """What shards the model's parameters: "ZeRO-3", "FSDP1", "DTensor" (FSDP2, tensor parallelism), or None.
+
+    Looked for once: sharding replaces a model's first parameter, or its class, or gives it an attribute.
+    """
+    first = next(model.parameters(), None)
+    known, state = _shardings.get(model), f"{type(first)} {hasattr(first, 'ds_id')}"
+    if known is None or known[0]() is not first or known[1] != state:
+        known = (weakref.ref(first) if first is not None else lambda: None), state, _look_for_sharding(model)
+        _shardings[model] = known
+    return known[2]
+
+
+def _look_for_sharding(model: nn.Module) -> str | None:
+    parameters = list(model.parameters())
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):  # DeepSpeed's
+        return "ZeRO-3"
+    if any(is_dtensor(parameter) for parameter in parameters):
+        return "DTensor"
+    is_fsdp1 = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
+    return "FSDP1" if is_fsdp1 else None
 
 
 def iterate_wrappers(model: nn.Module) -> Iterator[nn.Module]:

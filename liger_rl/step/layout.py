@@ -9,6 +9,7 @@ length.
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -232,7 +233,7 @@ class _Rows(NamedTuple):
         lengths = tuple(self.sequences.lengths(group))
         if not self.packed and len(group) == batch and min(lengths) == width:
             return MicroBatch(None, lengths, rows=tuple(group))
-        starts, sizes = self.sequences.starts(group), torch.tensor(lengths)
+        starts, sizes = torch.tensor(self.sequences.starts(group)), torch.tensor(lengths)
         if self.packed:
             offsets = torch.arange(sum(lengths)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
             cells = (torch.repeat_interleave(starts, sizes) + offsets)[None]
@@ -338,10 +339,13 @@ class _Trees(NamedTuple):
         lengths, starts = tuple(self.sequences.lengths(group)), self.sequences.starts(group)
         multiple = BLOCK if self.sequences.device == "cuda" else 1
         tree = build_prefix_tree(lengths, self._sort(group), multiple)
-        first = torch.tensor([self._first_position(r) for r in group])
-        cells = torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)])
-        row = TreeRow(tree, first[tree.sequences] + tree.offsets, cells, torch.cat(tree.places))
-        cells = (starts[tree.sequences] + tree.offsets)[None]
+        first = np.array([self._first_position(r) for r in group])
+        sequences, offsets = tree.sequences.numpy(), tree.offsets.numpy()
+        tokens = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+        places = np.concatenate([places.numpy() for places in tree.places])
+        arrays = (first[sequences] + offsets, tokens, places)
+        row = TreeRow(tree, *map(torch.from_numpy, arrays))
+        cells = torch.from_numpy(np.array(starts)[sequences] + offsets)[None]
         return MicroBatch(cells, lengths, packed=True, rows=tuple(group), tree=row)
 
     def _sort(self, selected: list[int]) -> SortedSequences:

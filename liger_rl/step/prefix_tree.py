@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,14 +56,15 @@ def sort_sequences(sequences: Sequence[Tensor], starts: Sequence[int]) -> Sorted
 
     `starts`: position of the first token of each. Sequences with different starts share no token.
     """
+    tokens = [sequence.numpy() for sequence in sequences]
     # By the bytes of the tokens: any total order will do.
-    keys = [(start, tokens.numpy().tobytes()) for start, tokens in zip(starts, sequences, strict=True)]
+    keys = [(start, array.tobytes()) for start, array in zip(starts, tokens, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = [0] * min(len(order), 1)
     for before, after in pairwise(order):
-        length = min(len(sequences[before]), len(sequences[after]))
-        differ = sequences[before][:length] != sequences[after][:length]
-        equal = int(differ.byte().argmax()) if bool(differ.any()) else length
+        length = min(len(tokens[before]), len(tokens[after]))
+        differ = tokens[before][:length] != tokens[after][:length]
+        equal = int(differ.argmax()) if differ.any() else length
         shared.append(equal if starts[before] == starts[after] else 0)
     return SortedSequences(order, shared)
 
@@ -74,26 +76,31 @@ def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences, multiple
     """
     sizes = ordered.sizes(lengths)
     total = sum(sizes)
-    ends, follows = torch.full((total,), total), torch.ones(total, dtype=torch.bool)
-    empty = torch.empty(0, dtype=torch.int64)
+    ends, follows = np.full(total, total), np.ones(total, dtype=bool)
+    empty = np.empty(0, dtype=np.int64)
     offsets, places = [empty], [empty] * len(lengths)
     path = predicted = empty  # of the sequence before: the places of its tokens, and where they are predicted
     start = 0
     for sequence, size in zip(ordered.order, sizes, strict=True):
         first = lengths[sequence] - size
-        added = torch.arange(start, start + size)
-        offsets.append(torch.arange(first, first + size))
+        added = np.arange(start, start + size)
+        offsets.append(np.arange(first, first + size))
         follows[start] = False
         ends[path[first:]] = start
-        path = torch.cat([path[:first], added])
+        path = np.concatenate([path[:first], added])
         # The last shared token is predicted at its place in the sequence before.
-        places[sequence] = predicted = added if first == 0 else torch.cat([predicted[: first + 1], added[1:]])
+        places[sequence] = predicted = added if first == 0 else np.concatenate([predicted[: first + 1], added[1:]])
         start += size
-    numbers = (torch.tensor(values, dtype=torch.int64) for values in (ordered.order, sizes))
-    sequences, offset = torch.repeat_interleave(*numbers), torch.cat(offsets)
+    sequences, offset = np.repeat(np.array(ordered.order, dtype=np.int64), sizes), np.concatenate(offsets)
     padding = -total % multiple
     if padding:
-        sequences, offset = (torch.cat([x, x[-1:].expand(padding)]) for x in (sequences, offset))
-        ends = torch.cat([ends, torch.arange(total, total + padding) + 1])
-        follows = torch.cat([follows, torch.zeros(padding, dtype=torch.bool)])
-    return PrefixTree(sequences, offset, ends, follows, places)
+        sequences, offset = (np.pad(x, (0, padding), mode="edge") for x in (sequences, offset))
+        ends = np.concatenate([ends, np.arange(total, total + padding) + 1])
+        follows = np.pad(follows, (0, padding))
+    return PrefixTree(
+        torch.from_numpy(sequences),
+        torch.from_numpy(offset),
+        torch.from_numpy(ends),
+        torch.from_numpy(follows),
+        [torch.from_numpy(array) for array in places],
+    )

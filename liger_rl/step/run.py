@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -153,13 +154,13 @@ def _index_outputs(micros: list[MicroBatch], shape: torch.Size) -> Tensor | None
     """
     if len(micros) == 1 and micros[0].cells is None:
         return None
-    source, base = torch.full((shape.numel(),), -1), 0
+    source, base = np.full(shape.numel(), -1), 0
     for micro in micros:
-        cells = torch.arange(shape.numel()) if micro.cells is None else micro.cells.reshape(-1)
+        cells = np.arange(shape.numel()) if micro.cells is None else micro.cells.numpy().reshape(-1)
         if micro.tree is not None:
-            source[micro.tree.cells] = base + micro.tree.places
+            source[micro.tree.cells.numpy()] = base + micro.tree.places.numpy()
         else:
-            source[cells[cells >= 0]] = base + (cells >= 0).nonzero()[:, 0]
-        base += cells.numel()
+            source[cells[cells >= 0]] = base + (cells >= 0).nonzero()[0]
+        base += cells.size
     source[source < 0] = base
-    return source.view(shape)
+    return torch.from_numpy(source).view(shape)

@@ -44,9 +44,9 @@ class Sequences(NamedTuple):
     def lengths(self, rows: Iterable[int]) -> list[int]:
         return [self.spans[row].length for row in rows]
 
-    def starts(self, rows: Iterable[int]) -> Tensor:
-        """int64, the flat index into the (B, T) batch of each row's first token."""
-        return torch.tensor([row * self.ids.shape[1] + self.spans[row].start for row in rows])
+    def starts(self, rows: Iterable[int]) -> list[int]:
+        """The flat index into the (B, T) batch of each row's first token."""
+        return [row * self.ids.shape[1] + self.spans[row].start for row in rows]
 
 
 def read_sequences(

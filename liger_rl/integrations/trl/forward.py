@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.models.local_tensors import is_dtensor
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import ACTIVATED_LORA, ROUTER_LOSS, Body, has_activated_lora, read_body
+from liger_rl.step.body import ACTIVATED_LORA, ROUTER_LOSS, Body, find_sharding, has_activated_lora, read_body
 from liger_rl.step.layout import Layout, LayoutOptions, lay_out
 from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers
 from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_rank_groups
@@ -73,11 +72,6 @@ def set_window_call(call: WindowCall) -> Iterator[None]:
         _window_call.reset(token)
 
 
-def uses_zero_3(model: Any) -> bool:
-    """Whether ZeRO-3 shards the parameters. It records the order in which a forward uses them."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
 def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Callable:
     """TRL's fused forward, on live tokens only while `is_enabled()`."""
 
@@ -100,7 +94,7 @@ def _run_as_it_is(fused_forward: Callable, model: Any, *args: Any, **inputs: Any
     """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
     shapes = get_window_call().shapes
     # A rank of a sharded model does not know whether the widths of another rank differ. Prompt tuning has no input_ids.
-    runs_once = _is_sharded(model) or uses_zero_3(model) or has_reentrant_checkpoints(model)
+    runs_once = find_sharding(model) is not None or has_reentrant_checkpoints(model)
     if runs_once or inputs.get("input_ids") is None or len({width for _, width in shapes}) <= 1:
         return fused_forward(*args, **inputs)
     width, row, outputs = inputs["input_ids"].shape[1], 0, []
@@ -138,7 +132,8 @@ def _find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         return Reason("input_ids and labels are not both (B, T)")
     if has_activated_lora(model):
         return ACTIVATED_LORA
-    return Reason("the model is sharded by ZeRO-3") if uses_zero_3(model) else None
+    # ZeRO-3 records the order in which a forward uses the parameters.
+    return Reason("the model is sharded by ZeRO-3") if find_sharding(model) == "ZeRO-3" else None
 
 
 def _run_live_tokens(
@@ -170,7 +165,7 @@ def _run_live_tokens(
     clauses = [layout.describe()]
 
     def run_with_graph(forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
-        agree = _make_agreement(model, input_ids.device) if _is_sharded(model) else None
+        agree = _make_agreement(model, input_ids.device) if find_sharding(model) else None
         share = get_settings().memory
         outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agree=agree)
         clauses.extend([] if clause is None else [clause])
@@ -196,7 +191,7 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     """The layout of a call. A trial of trees runs before it if it has trees, and before all else in a sharded model."""
     obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
     body = read_body(model, model, batch.inputs, batch.ids, obstacle)
-    is_sharded, device, call = _is_sharded(model), batch.ids.device, get_window_call()
+    is_sharded, device, call = find_sharding(model) is not None, batch.ids.device, get_window_call()
     padded_groups = 1 if has_reentrant_checkpoints(model) else call.micro_batches
     needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
     # Every rank of a sharded model must run its layers equally often.
@@ -235,10 +230,3 @@ def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body
         return nn.functional.pad(fused_forward(labels=labels, **inputs).log_probs, (1, 0))
 
     return apply_trial(run_row, model, body, device, "trees", again=False)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2, FSDP1 or tensor parallelism shards the parameters."""
-    return any(is_dtensor(parameter) for parameter in model.parameters()) or any(
-        "FullyShardedDataParallel" in type(module).__name__ for module in model.modules()
-    )

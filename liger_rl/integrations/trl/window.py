@@ -57,7 +57,7 @@ class _MicroBatch:
     values: list[Any] = dataclasses.field(default_factory=list)  # output of each call that has run
     call: dict[str, Any] = dataclasses.field(default_factory=dict)  # inputs of the call that has not run
     idle_rows: Tensor | None = None  # (B,) bool, of that call
-    tokens: Tensor | None = None  # () int64, of the first call
+    tokens: Tensor | None = None  # () int64, of the first call, on its device
     is_alone: bool = False  # its calls run as they are
     loss: Tensor | None = None  # () with a graph, once `compute_loss` has returned
 
@@ -71,6 +71,7 @@ class Window:
         self._current: _MicroBatch | None = None  # whose `compute_loss` runs
         self._number = 0  # of its next call
         self._leader: _MicroBatch | None = None  # in whose call a forward runs
+        self.tokens: list[int] = []  # of each micro-batch, once they have run
         self._in_forward = False
 
     def add(self, *arguments: Any, **options: Any) -> Tensor | None:
@@ -128,6 +129,9 @@ class Window:
     def _run_forward(self, model: Callable[..., Any], number: int) -> None:
         """Run the model for all micro-batches whose next call has this number."""
         waiting = [batch for batch in self.micro_batches if batch.loss is None and len(batch.values) == number]
+        if number == 0:
+            # The host reads the sequences in this call anyway, and nothing waits for the device after its forward.
+            self.tokens = torch.stack([batch.tokens for batch in waiting if batch.tokens is not None]).tolist()
         calls = [batch.call for batch in waiting]
         idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
         with set_window_call(WindowCall(idle_rows, tuple(call["input_ids"].shape for call in calls))):
@@ -239,15 +243,12 @@ def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = 
     self.compute_loss = functools.partial(_compute_loss, self, state, self.compute_loss)
     try:
         with _measured_memory(self, model, state):
-            loss = PATCH.original(self, model, inputs, num_items_in_batch)
+            return PATCH.original(self, model, inputs, num_items_in_batch)
     except _Waits:
         return torch.zeros((), device=self.args.device)
     finally:
         del self.compute_loss
-        finished, state.finished = state.finished, None
-    if finished is not None:
-        _set_size(self, model, state, finished)
-    return loss
+        state.finished = None
 
 
 PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
@@ -263,6 +264,8 @@ def _compute_loss(
     if window is None or state.step is None or state.step[0] is not step[0] or state.step[1] != step[1]:
         models = {id(m): m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None}
         state.window = window = Window(compute_loss, list(models.values()), trainer.accelerator.gradient_state)
+        if state.step is None or state.step[1] != step[1]:
+            _set_size(trainer, model, state)
         state.step = step
     loss = window.add(model, *args, **kwargs)
     is_last = trainer.accelerator.sync_gradients
@@ -274,7 +277,7 @@ def _compute_loss(
     if not window.micro_batches:
         return loss
     total = window.sum_losses()
-    state.finished = window
+    state.finished, state.largest = window, max(state.largest, *window.tokens)
     return total if loss is None else total + loss
 
 
@@ -301,24 +304,19 @@ def _measured_memory(trainer: Any, model: nn.Module, state: _TrainerState) -> It
         assert memory is not None
         # Gradients stay, and do not grow with the number of tokens.
         peak = memory.peak - before.allocated - (gradients - count_missing_gradients(model))
-        state.token_bytes = max(peak, 1) / max(int(_sum_tokens(state.finished)), 1)
+        state.token_bytes = max(peak, 1) / max(sum(state.finished.tokens), 1)
 
 
-def _sum_tokens(window: Window) -> Tensor:
-    return torch.stack([batch.tokens for batch in window.micro_batches if batch.tokens is not None]).sum()
-
-
-def _set_size(trainer: Any, model: nn.Module, state: _TrainerState, window: Window) -> None:
-    """How many micro-batches the next windows have, from the largest one so far; equal on all ranks."""
-    limit = _find_limit(trainer, model, state)
+def _set_size(trainer: Any, model: nn.Module, state: _TrainerState) -> None:
+    """How many micro-batches the windows of an optimizer step have, from the largest one so far; equal on all ranks."""
+    limit = _find_limit(trainer, model, state) if state.largest else None
     if limit is None:
         return
-    count = torch.stack([batch.tokens for batch in window.micro_batches if batch.tokens is not None]).amax()
-    state.largest = max(state.largest, int(count))
-    size = torch.tensor(max(1, limit // state.largest), device=count.device)
+    state.size = max(1, limit // state.largest)
     if trainer.accelerator.num_processes > 1:
+        size = torch.tensor(state.size, device=trainer.args.device)
         torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MIN)
-    state.size = int(size)
+        state.size = int(size)
 
 
 def _find_limit(trainer: Any, model: nn.Module, state: _TrainerState) -> int | None:
