@@ -19,7 +19,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 from peft import LoraConfig, PromptTuningConfig
-from test_trl_step import vlm
+from test_trl_step import IMAGE, vlm
 from test_trl_window import moe, subclass_with
 
 import trl_runs
@@ -34,13 +34,14 @@ REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"
 
 
 class Watch(transformers.TrainerCallback):
-    """A trainer's calls of its models, its backwards, its random state in the end and the sums of its losses."""
+    """Calls of a trainer's models, its backwards, its random state in the end, and the losses of its micro-batches."""
 
     def __init__(self, trainer) -> None:
         self.trainer, self.is_running, self.calls, self.backwards = trainer, True, 0, 0
-        self.sums: dict[str, list[float]] = {"substep": [], "step": []}
-        self.backward = trainer.accelerator.backward
+        self.losses: list[float] = []
+        self.backward, self.training_step = trainer.accelerator.backward, trainer.training_step
         trainer.accelerator.backward = self.count_backward
+        trainer.training_step = self.record_loss
         trainer.add_callback(self)
         for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
             model.register_forward_pre_hook(self.count_call, with_kwargs=True)
@@ -52,11 +53,10 @@ class Watch(transformers.TrainerCallback):
         self.backwards += 1
         return self.backward(*args, **options)
 
-    def on_substep_end(self, *args, **options):
-        self.sums["substep"].append(float(self.trainer._tr_loss))
-
-    def on_step_end(self, *args, **options):
-        self.sums["step"].append(float(self.trainer._tr_loss))
+    def record_loss(self, *args, **options):
+        loss = self.training_step(*args, **options)
+        self.losses.append(float(loss))
+        return loss
 
     def on_train_end(self, *args, **options):
         self.random_state = torch.get_rng_state()
@@ -90,7 +90,7 @@ class Case(NamedTuple):
     calls: tuple[int, int]  # of the policy and the reference while training: TRL's number, the number with the window
     options: dict
     model: object = "qwen3"
-    backwards: int | None = None  # with the window; None: one for each optimizer step
+    backwards: int | None = None  # with the window; None: one for each optimizer step, or as many as TRL's calls
 
 
 def moe_without_router_loss():
@@ -118,6 +118,25 @@ def without_length(trainer):
     """An epoch has three micro-batches. The third waits for the next epoch."""
     data = trainer.train_dataset
     trainer.train_dataset = IterableDataset.from_generator(lambda: iter(data))
+
+
+def with_images(*micro_batches):
+    """In these of the four micro-batches."""
+
+    def prepare(trainer):
+        inputs_of, numbers = type(trainer)._prepare_inputs, iter(range(4))
+
+        def add(inputs):
+            inputs = inputs_of(trainer, inputs)
+            if next(numbers) in micro_batches:
+                inputs["input_ids"][:, :4] = IMAGE
+                inputs["labels"][:, :4] = -100
+                inputs["pixel_values"] = torch.ones(len(inputs["input_ids"]), 3, 8, 8)
+            return inputs
+
+        trainer._prepare_inputs = add
+
+    return prepare
 
 
 def with_scaler(trainer):
@@ -177,7 +196,9 @@ CASES = {
         "SFT", (4, 4), {"prepare": lambda trainer: setattr(trainer, "compute_loss_func", square_logits)},
     ),
     "SFT, compiled": Case("SFT", (4, 4), {"prepare": set_argument("torch_compile", True)}),
-    "SFT, images": Case("SFT", (4, 4), {"prepare": lambda trainer: setattr(trainer, "_is_vlm", True)}),
+    "SFT, images": Case("SFT", (4, 4), {"prepare": with_images(0, 1, 2, 3)}, "vlm"),
+    "SFT, some images": Case("SFT", (4, 4), {"prepare": with_images(0, 3)}, "vlm", backwards=3),
+    "SFT, a processor of images": Case("SFT", (4, 4), {"prepare": lambda trainer: setattr(trainer, "_is_vlm", True)}),
     "SFT, router loss": Case("SFT", (4, 4), {}, moe),
     "SFT, dynamic rotary embedding": Case("SFT", (8, 8), SINGLES, dynamic_rope),
     "DPO, own _compute_loss": Case("DPO", (8, 8), {"prepare": subclass_with("_compute_loss")}),
@@ -204,9 +225,10 @@ def test_runs_agree(name, path_of, vlm_path, tmp_path):
     trl_runs.assert_same_log(patched, plain)
     assert torch.equal(patched_watch.random_state, watch.random_state)
     assert (watch.calls, patched_watch.calls) == calls
-    backwards = backwards or len(plain.log["loss"])
-    assert patched_watch.backwards == (watch.backwards if calls[0] == calls[1] else backwards)
-    assert patched_watch.sums["step"] == pytest.approx(watch.sums["step"], rel=1e-5, abs=1e-5)
+    backwards = backwards or (watch.backwards if calls[0] == calls[1] else len(plain.log["loss"]))
+    assert patched_watch.backwards == backwards
+    assert len(patched_watch.losses) == len(watch.losses)
+    assert sum(patched_watch.losses) == pytest.approx(sum(watch.losses), rel=1e-5, abs=1e-5)
 
 
 def test_bf16_is_about_as_far_from_float32(path_of, tmp_path):
@@ -249,11 +271,31 @@ def test_a_loss_of_the_object_runs_once_for_each_micro_batch(patch, path_of, tmp
 
 def test_the_loss_of_an_optimizer_step_comes_with_its_last_micro_batch(path_of, tmp_path):
     _, watch, _, patched = pair("SFT", path_of["qwen3"], tmp_path)
-    (first, last), steps = watch.sums["substep"], watch.sums["step"]
-    assert first > 0
-    assert last > 0
-    assert patched.sums["substep"] == [0.0, 0.0]
-    assert patched.sums["step"] == pytest.approx(steps, rel=1e-5)
+    assert min(watch.losses) > 0
+    assert patched.losses[::2] == [0.0, 0.0]
+    sums = [sum(watch.losses[:2]), sum(watch.losses[2:])]
+    assert patched.losses[1::2] == pytest.approx(sums, rel=1e-5)
+
+
+class Evaluation(transformers.TrainerCallback):
+    """Between two micro-batches."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+
+    def on_substep_end(self, *args, **options):
+        self.trainer.evaluate()
+
+
+def test_tokens_are_counted_with_the_last_micro_batch(path_of, tmp_path):
+    options = EVALUATED | {"prepare": lambda trainer: trainer.add_callback(Evaluation(trainer))}
+    plain, _, patched, watch = pair("SFT", path_of["qwen3"], tmp_path, **options)
+    assert watch.calls == 2
+    # Of the first step's evaluations, between its micro-batches and behind it.
+    count, number = patched.log.pop("eval_num_tokens"), plain.log.pop("eval_num_tokens")
+    assert count[:2] == [0, number[1]]
+    assert number[0] > 0
+    trl_runs.assert_same_log(patched, plain)
 
 
 def one_is_nan(trainer):
