@@ -255,13 +255,14 @@ class _Rows(NamedTuple):
             return [selected] if selected else []
         ordered = sorted(selected, key=lambda r: -self.sequences.spans[r].length)
         # The best groups are runs of rows in the order of their lengths. costs[i, j]: tokens of the rows i <= r < j.
-        place = torch.arange(len(ordered) + 1)
-        longest = torch.tensor([*self.sequences.lengths(ordered), 0], dtype=torch.float64)[:, None]
-        costs = ((place - place[:, None]) * longest).masked_fill(place <= place[:, None], torch.inf)
+        place = np.arange(len(ordered) + 1)
+        longest = np.array([*self.sequences.lengths(ordered), 0], dtype=np.float64)[:, None]
+        costs = np.where(place > place[:, None], (place - place[:, None]) * longest, np.inf)
         least, cuts = costs[0], []
         for _ in range(number - 1):
-            least, cut = (least[:, None] + costs).min(0)
-            cuts.append(cut.tolist())
+            totals = least[:, None] + costs
+            least = totals.min(0)
+            cuts.append(totals.argmin(0).tolist())
         stops = [len(ordered)]
         for cut in reversed(cuts):
             stops.append(cut[stops[-1]])
