@@ -30,6 +30,7 @@ from liger_rl.models.swap import (
 from liger_rl.models.swap import router_loss as router_loss
 from liger_rl.step.attention import find_attention_obstacle
 from liger_rl.step.reason import Reason
+from liger_rl.step.router import find_router_module
 
 # Attention that takes the ends of packed sequences.
 LINEAR_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -84,14 +85,12 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
     # Llama 4 scales queries by their columns, whatever position_ids are.
     known_positions = takes_positions and known_positions and not getattr(config, "attn_temperature_tuning", False)
-    router = inputs.get("output_router_logits")
-    router = bool(getattr(config, "output_router_logits", False) if router is None else router)
     attention = config._attn_implementation
     body = Body(
         obstacle=_find_obstacle(model, config, inputs, ids) or obstacle,
         drops_left_padding=known_positions and inputs.get("attention_mask") is not None,
         causal=causal,
-        has_router_loss=router,
+        has_router_loss=has_router_loss(config, inputs),
         rotary=rotary,
         counts_attended=counts,
         packs_by_default=_is_linear(attention),
@@ -120,6 +119,12 @@ def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids
         if column is not None and not (isinstance(column, Tensor) and column.shape in shapes):
             return Reason(f"{name} is not (B, T)")
     return DYNAMIC_ROPE if ids.shape[1] > read_static_positions(config) else None
+
+
+def has_router_loss(config: Any, inputs: Mapping[str, Any]) -> bool:
+    """Whether the model returns a router loss, by its config or its inputs."""
+    router = inputs.get("output_router_logits")
+    return bool(getattr(config, "output_router_logits", False) if router is None else router)
 
 
 def is_plain(value: Any) -> bool:
@@ -171,8 +176,8 @@ def _find_tree_obstacle(
         return ACTIVATED_LORA
     if inputs.get("use_cache"):
         return USE_CACHE
-    if body.has_router_loss:
-        return ROUTER_LOSS
+    if body.has_router_loss and find_router_module(swapped) is None:
+        return Reason(f"{type(swapped).__name__} has a router loss of its own", ROUTER_LOSS.fix)
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
         return Reason("a compiled model would be compiled again", "leave torch.compile out")
     return find_attention_obstacle(swapped, body.config, device)

@@ -39,6 +39,7 @@ from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_pac
 from liger_rl.step.memory import DEFAULT_SHARE, check_share, run_with_kept_layers
 from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_ddp, find_rank_groups, first_device
 from liger_rl.step.reason import Reason
+from liger_rl.step.router import find_router_module, recorded_router_calls
 from liger_rl.step.run import Output, Outputs, run
 from liger_rl.step.sequences import TokenBatch, read_sequences
 from liger_rl.step.trial import apply_trial, needs_trial
@@ -265,13 +266,15 @@ class PolicySteps(Iterator[PolicyStep]):
         return self._loss.terms.prepare(self._aligned, torch.float32)
 
     def _forward(self, inputs: dict[str, Any]) -> Output:
-        output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
+        with recorded_router_calls(find_router_module(self._swapped)) as calls:
+            output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
         width, device = inputs["input_ids"].shape[1], self._batch.ids.device
         names = ("entropy", "missing_target", *self._loss.terms.reads)
         values = {name: value for name in names if (value := getattr(output, name)) is not None}
         values["logps"] = output.per_token_logps
         # Without the virtual tokens that prompt tuning puts before each row.
-        return Output({name: value[:, -width:].to(device) for name, value in values.items()}, output.aux_loss)
+        values = {name: value[:, -width:].to(device) for name, value in values.items()}
+        return Output(values, output.aux_loss, calls[0] if calls else None)
 
     def _run_with_graph(self, clauses: list[str], forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
         outputs, clause = run_with_kept_layers(self._model, forward, tokens, share=self._memory, agree=self._agree)
@@ -287,6 +290,8 @@ class PolicySteps(Iterator[PolicyStep]):
                 f"{type(self._swapped).__name__} returns a router loss without output_router_logits in its config or "
                 'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
             )
+        router_losses = outputs.compute_router_losses(self._batch.inputs.get("attention_mask"), [shape[0]])
+        aux_loss = aux_loss if router_losses is None else router_losses[0]
         if len(rows) < shape[0]:
             index = torch.tensor(rows).to(device, non_blocking=True)
             positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
@@ -328,7 +333,8 @@ class PolicySteps(Iterator[PolicyStep]):
 
         def run_row(inputs: dict[str, Any]) -> Tensor:
             inputs = options | inputs
-            return fused_forward(self._model, self._loss, inputs, others=False, temperature=1.0).per_token_logps
+            with recorded_router_calls(find_router_module(self._swapped)):
+                return fused_forward(self._model, self._loss, inputs, others=False, temperature=1.0).per_token_logps
 
         return apply_trial(run_row, self._swapped, body, self._batch.ids.device, layout, again=again)
 

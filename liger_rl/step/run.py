@@ -1,6 +1,6 @@
 """Runs the micro-batches of a layout, and brings their outputs back to the tokens of the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from liger_rl.step import attention
 from liger_rl.step.body import Body, no_graph
 from liger_rl.step.layout import Layout, MicroBatch, TreeRow
+from liger_rl.step.router import RouterCall, compute_router_losses
 from liger_rl.step.sequences import TokenBatch
 
 
@@ -17,7 +18,8 @@ class Output(NamedTuple):
     """The outputs of a model for rows (b, n) of tokens."""
 
     values: dict[str, Tensor]  # by name, (b, n, ...): of the log-probability, entropy, ... of each token of the rows
-    extra: Any = None  # what the caller reads of the first output, such as a router loss
+    extra: Any = None  # what the caller reads of the first output
+    router: RouterCall | None = None  # of a mixture of experts' router loss
 
 
 Forward = Callable[[dict[str, Any]], Output]  # of the inputs that `make_inputs` makes
@@ -30,6 +32,14 @@ class Outputs(NamedTuple):
     outputs: list[Output]  # live ones first
     source: Tensor | None  # (B, T) index into the concatenated values; None: the batch ran as it is
     mask: Tensor  # (B, T) bool, completion tokens
+    host_source: Tensor  # `source` of the whole batch, in CPU memory; the tokens' own indices if the batch ran as it is
+
+    def compute_router_losses(self, attention: Tensor | None, sizes: Sequence[int]) -> Tensor | None:
+        """(M,) the router loss of micro-batches of so many rows; None if a forward has none."""
+        calls = [output.router for output in self.outputs if output.router is not None]
+        if len(calls) < len(self.outputs):
+            return None
+        return compute_router_losses(calls, self.host_source, attention, sizes)
 
     def get(self, name: str) -> Tensor | None:
         """(B, T, ...) values at the batch's tokens, 0 where the mask is not set or the token did not run."""
@@ -73,9 +83,9 @@ def run(
     )
     outputs = [*live_outputs, *idle_outputs[: len(idle)]]
     source = _index_outputs([*layout.live, *idle], batch.ids.shape)
-    if source is not None:
-        source = source.to(batch.ids.device, non_blocking=True)
-    return Outputs(outputs, source, batch.mask)
+    if source is None:
+        return Outputs(outputs, None, batch.mask, torch.arange(batch.ids.numel()).view(batch.ids.shape))
+    return Outputs(outputs, source.to(batch.ids.device, non_blocking=True), batch.mask, source)
 
 
 def _run(forward: Forward, micro: MicroBatch, batch: TokenBatch, body: Body) -> Output:

@@ -67,6 +67,7 @@ CONFIGS = {
     "Mixtral": {**SIZES, "num_local_experts": 4, **ROUTER},
     "Qwen3Moe": {**HEADS, **EXPERTS},
     "Olmoe": {**SIZES, **EXPERTS},
+    "GptOss": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, **ROUTER},
     "GraniteMoe": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
     "DeepseekV3": {
         **SIZES, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,

@@ -87,6 +87,10 @@ ARCHITECTURES = {
     "OPT": {},  # learned positions, which count the attention mask
     "Cohere": {},
     "Qwen3Moe": {"output_router_logits": False},
+    "Qwen3Moe with a router loss": {},
+    "Mixtral": {},
+    "Olmoe": {},
+    "GptOss": {"attention": "eager", "sliding_window": 9},
 }
 
 
@@ -100,7 +104,9 @@ def test_every_architecture(name, padding):
     for positions in (True, False) if name in ("GPT2", "OPT") else (padding == "left",):
         steps = assert_as_rows(model, batch_of(padding=padding, positions=positions))
         columns = name == "GPT2" and padding != "right" and not positions
-        assert columns or steps.layout.startswith(f"{TOKENS} tokens in trees of shared prefixes, of {PADDED}")
+        # A router loss is of all tokens.
+        tokens = (108, 423) if model.config.to_dict().get("output_router_logits") else (TOKENS, PADDED)
+        assert columns or steps.layout.startswith("{} tokens in trees of shared prefixes, of {}".format(*tokens))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
@@ -308,7 +314,7 @@ REFUSED = {
     "a state": (lambda: build("FalconH1"), "FalconH1ForCausalLM has layers of type hybrid", None),
     "no positions": (lambda: build("Mamba"), "MambaForCausalLM is not a causal model of text", None),
     "windows of columns": (lambda: build("GPTNeo", attention="eager"), "has a mask of columns of its own", None),
-    "a router loss": (lambda: build("Mixtral"), "the router loss is of all tokens", None),
+    "a router loss": (lambda: build("Llama", output_router_logits=True), "has a router loss of its own", None),
     "devices": (split_over_devices, "LlamaForCausalLM is split over devices", None),
     "attention": (of_another_attention, "attention 'flex_attention' takes no dense mask", None),
     "compiled body": (partial(compiled, body=True), "a compiled model would be compiled again", None),

@@ -14,6 +14,7 @@ from peft import LoraConfig
 from test_trl_window import half_without_advantage, moe
 
 import trl_runs
+from hf_models import assert_same_gradients, build
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import WindowCall, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
@@ -108,7 +109,7 @@ CASES = {
         gradient_checkpointing_kwargs={"use_reentrant": True},
     ),
     "experts": case(moe, router_aux_loss_coef=0.0),
-    "experts and a router loss": policy(moe, scored=half_without_advantage(), shares=False),
+    "experts and a router loss": policy(moe, scored=half_without_advantage()),
     "SFT, accumulated": case(kind="SFT", per_device_train_batch_size=4, gradient_accumulation_steps=2),
     "SFT, dft": case(kind="SFT", loss_type="dft"),
     "SFT, label smoothing": case(kind="SFT", label_smoothing_factor=0.1),
@@ -249,6 +250,34 @@ def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(idle):
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [24, 9], ids=["trees", "padded rows"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Olmoe", "GptOss"])
+def test_each_micro_batch_of_a_call_has_its_router_loss(name, shared):
+    patch_trl()
+    attention = "eager" if name == "GptOss" else "sdpa"
+    model, inputs = fused(lambda: build(name, attention=attention, output_router_logits=True)), batch(shared=shared)
+    inputs["attention_mask"][1, 20:] = 0
+    inputs["labels"][1, 20:] = -100
+    forwards = trl_runs.watched(model)
+
+    def solve(calls, whole_step):
+        model.zero_grad()
+        with patched_trl(whole_step=whole_step):
+            outputs = [model(**call, fused_lm_head=True) for call in calls]
+        losses = torch.cat([output.aux_loss.view(-1) for output in outputs])
+        total = sum(output.log_probs.exp().sum() for output in outputs) + (losses * torch.tensor([3.0, 5.0])).sum()
+        total.backward()
+        return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    with set_window_call(WindowCall(None, ((2, 32),) * 2)):
+        losses, grads = solve([inputs], True)
+    assert [forward.tree for forward in forwards] == ([True] if shared == 24 else [False, False])
+    calls = [{key: value[rows] for key, value in inputs.items()} for rows in (slice(2), slice(2, 4))]
+    expected_losses, expected = solve(calls, False)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(grads, expected)
+
+
 def with_images(inputs):
     ids = inputs["input_ids"].clone()
     ids[:, 4:8] = IMAGE
@@ -265,7 +294,6 @@ def with_invocations():
 REASONS = {
     "sharded by ZeRO-3": (qwen3, lambda inputs: {}),
     "an adapter begins at a token of each row": (with_invocations, lambda inputs: {}),
-    "the router loss is of all tokens": (moe, lambda inputs: {"output_router_logits": True}),
     "it has no attention_mask": (qwen3, lambda inputs: {"attention_mask": None}),
     "its labels are not its input_ids": (
         qwen3, lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},

@@ -168,6 +168,11 @@ CASES = {
     "SFT, one micro-batch": Case("SFT", (2, 2), {"gradient_accumulation_steps": 1}),
     "SFT, data without a length": Case("SFT", (8, 3), {"prepare": without_length, "data": SIX, "max_steps": 3}),
     "SFT, experts": Case("SFT", (4, 2), {"router_aux_loss_coef": 0.0}, moe),
+    "SFT, router loss": Case("SFT", (8, 4), SHORT_LAST_STEP | EVALUATED, moe),
+    "SFT, router loss and prompt tuning": Case("SFT", (4, 2), {"peft_config": PROMPT_TUNING}, moe),
+    "DPO, router loss": Case("DPO", (12, 6), {"max_steps": 3, "gradient_checkpointing": True}, "moe"),
+    "KTO, router loss": Case("KTO", (24, 12), {"max_steps": 3}, "moe"),
+    "GRPO, router loss": Case("GRPO", (14, 11), {"max_steps": 3}, "moe"),
     "SFT, a model that can take images": Case("SFT", (4, 2), {}, "vlm"),
     "SFT, gradient scaler": Case("SFT", (4, 2), {"prepare": with_scaler, "max_grad_norm": 0.0}),
     "SFT, own training_step": Case("SFT", (4, 2), {"prepare": subclass_with("training_step")}),
@@ -199,24 +204,26 @@ CASES = {
     "SFT, images": Case("SFT", (4, 4), {"prepare": with_images(0, 1, 2, 3)}, "vlm"),
     "SFT, some images": Case("SFT", (4, 4), {"prepare": with_images(0, 3)}, "vlm", backwards=3),
     "SFT, a processor of images": Case("SFT", (4, 4), {"prepare": lambda trainer: setattr(trainer, "_is_vlm", True)}),
-    "SFT, router loss": Case("SFT", (4, 4), {}, moe),
     "SFT, dynamic rotary embedding": Case("SFT", (8, 8), SINGLES, dynamic_rope),
     "DPO, own _compute_loss": Case("DPO", (8, 8), {"prepare": subclass_with("_compute_loss")}),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def vlm_path(tmp_path_factory):
-    torch.manual_seed(0)
-    path = str(tmp_path_factory.mktemp("vlm"))
-    vlm().save_pretrained(path)
-    return path
+def made_paths(tmp_path_factory):
+    """Of models of which TRL makes the reference too."""
+    paths = {}
+    for make in (vlm, moe):
+        torch.manual_seed(0)
+        paths[make.__name__] = str(tmp_path_factory.mktemp(make.__name__))
+        make().save_pretrained(paths[make.__name__])
+    return paths
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_runs_agree(name, path_of, vlm_path, tmp_path):
+def test_runs_agree(name, path_of, made_paths, tmp_path):
     kind, calls, options, model, backwards = CASES[name]
-    model = {"qwen3": path_of["qwen3"], "vlm": vlm_path}.get(model, model)
+    model = ({"qwen3": path_of["qwen3"]} | made_paths).get(model, model)
     script = {"script": []} if kind in ("GRPO", "RLOO") else {}
     plain, watch, patched, patched_watch = pair(kind, model, tmp_path, **script, **options)
     if options.get("precompute_ref_log_probs") and kind == "DPO":

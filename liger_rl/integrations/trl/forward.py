@@ -15,19 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import ACTIVATED_LORA, ROUTER_LOSS, Body, find_sharding, has_activated_lora, read_body
+from liger_rl.step.body import ACTIVATED_LORA, Body, find_sharding, has_activated_lora, has_router_loss, read_body
 from liger_rl.step.layout import Layout, LayoutOptions, lay_out
 from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers
 from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_rank_groups
 from liger_rl.step.reason import Reason
+from liger_rl.step.router import compute_router_losses, recorded_router_calls
 from liger_rl.step.run import Output, run
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 from liger_rl.step.trial import apply_trial, needs_trial
@@ -39,6 +41,7 @@ LAYOUT_OPTIONS = LayoutOptions(packing=False)
 logger = logging.getLogger("liger_rl")
 # The texts that were logged for each model, without their numbers.
 _logged_texts: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+WRAPPED_MODELS: WeakSet[Any] = WeakSet()  # whose forward is one of `wrap_forward`
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,16 @@ def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Cal
 
 def _run_as_it_is(fused_forward: Callable, model: Any, *args: Any, **inputs: Any) -> Any:
     """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
-    shapes = get_window_call().shapes
+    shapes, attention = get_window_call().shapes, inputs.get("attention_mask")
     # A rank of a sharded model does not know whether the widths of another rank differ. Prompt tuning has no input_ids.
     runs_once = find_sharding(model) is not None or has_reentrant_checkpoints(model)
     if runs_once or inputs.get("input_ids") is None or len({width for _, width in shapes}) <= 1:
-        return fused_forward(*args, **inputs)
+        with recorded_router_calls(_find_router(model, inputs) if shapes else None) as calls:
+            output = fused_forward(*args, **inputs)
+        if attention is None or not calls:
+            return output
+        cells = torch.arange(attention.numel()).view(attention.shape)
+        return replace(output, aux_loss=compute_router_losses(calls, cells, attention, [rows for rows, _ in shapes]))
     width, row, outputs = inputs["input_ids"].shape[1], 0, []
     for rows, columns in shapes:
         index = slice(row, row := row + rows), slice(columns)
@@ -112,7 +120,17 @@ def _run_as_it_is(fused_forward: Callable, model: Any, *args: Any, **inputs: Any
             [nn.functional.pad(value, (0, width - columns)) for value, (_, columns) in zip(values, shapes, strict=True)]
         )
 
-    return replace(outputs[0], **{name: join(name) for name in (*PER_TOKEN, "label_mask")})
+    aux_loss = None if outputs[0].aux_loss is None else torch.stack([output.aux_loss for output in outputs])
+    return replace(outputs[0], **{name: join(name) for name in (*PER_TOKEN, "label_mask")}, aux_loss=aux_loss)
+
+
+def _find_router(model: Any, inputs: Mapping[str, Any]) -> ModuleType | None:
+    """The Python module whose function TRL calls for every mixture of experts; None if TRL computes no router loss."""
+    if not has_router_loss(model.config.get_text_config(), inputs):
+        return None
+    from transformers.models.mixtral import modeling_mixtral
+
+    return modeling_mixtral
 
 
 def log_once(model: Any, text: str) -> None:
@@ -157,12 +175,14 @@ def _run_live_tokens(
 
     def run_rows(row_inputs: dict[str, Any]) -> Output:
         chosen = torch.where(row_inputs.pop("counted"), row_inputs["input_ids"], IGNORE_INDEX)
-        output = fused_forward(labels=chosen, **row_inputs)
+        with recorded_router_calls(router) as calls:
+            output = fused_forward(labels=chosen, **row_inputs)
         values = {name: value for name in PER_TOKEN if (value := getattr(output, name)) is not None}
         # The first token of a row has no prediction.
-        return Output({name: nn.functional.pad(value, (1, 0)) for name, value in values.items()}, type(output))
+        values = {name: nn.functional.pad(value, (1, 0)) for name, value in values.items()}
+        return Output(values, type(output), calls[0] if calls else None)
 
-    clauses = [layout.describe()]
+    clauses, router = [layout.describe()], _find_router(model, inputs)
 
     def run_with_graph(forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
         agree = _make_agreement(model, input_ids.device) if find_sharding(model) else None
@@ -171,14 +191,24 @@ def _run_live_tokens(
         clauses.extend([] if clause is None else [clause])
         return outputs
 
-    outputs = run(layout, batch, run_rows, with_graph=run_with_graph).take((slice(None), slice(1, None)))
+    outputs = run(layout, batch, run_rows, with_graph=run_with_graph)
+    shapes = get_window_call().shapes
+    aux_loss = outputs.compute_router_losses(
+        inputs.get("attention_mask"), [rows for rows, _ in shapes] or [len(input_ids)]
+    )
+    outputs = outputs.take((slice(None), slice(1, None)))
     log_once(model, "; ".join(clauses))
     values = {name: outputs.get(name) for name in PER_TOKEN}
     log_probs = values["log_probs"]
     assert log_probs is not None
     counted = counted.to(log_probs.device)
     items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return outputs.outputs[0].extra(loss=-log_probs.sum() / items, **values, label_mask=counted)
+    loss = -log_probs.sum() / items
+    if aux_loss is not None and not shapes:
+        aux_loss = aux_loss[0]
+        loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+    # Of a window, one router loss for each micro-batch.
+    return outputs.outputs[0].extra(loss=loss, **values, label_mask=counted, aux_loss=aux_loss)
 
 
 def _make_agreement(model: nn.Module, device: torch.device) -> Callable[[int], int]:
@@ -197,8 +227,6 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     # Every rank of a sharded model must run its layers equally often.
     if body.no_tree is None and (is_sharded or not needs_tree_trial):
         body, needs_tree_trial = _apply_trial(fused_forward, model, device, body), False
-    if body.obstacle is None and body.has_router_loss:
-        body = replace(body, obstacle=ROUTER_LOSS)
     weights, idle = None, call.idle_rows
     if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:
         weights = (~idle).to(device)[:, None]
@@ -227,6 +255,7 @@ def _lay_out_equally(model: Any, device: torch.device, sequences: Sequences, bod
 def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body) -> Body:
     def run_row(inputs: dict[str, Any]) -> Tensor:
         labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
-        return nn.functional.pad(fused_forward(labels=labels, **inputs).log_probs, (1, 0))
+        with recorded_router_calls(_find_router(model, {})):
+            return nn.functional.pad(fused_forward(labels=labels, **inputs).log_probs, (1, 0))
 
     return apply_trial(run_row, model, body, device, "trees", again=False)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_rl.integrations.patching import Patch, Version
-from liger_rl.integrations.trl.forward import wrap_forward
+from liger_rl.integrations.trl.forward import WRAPPED_MODELS, wrap_forward
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.lm_head import check_bypassed_modules
@@ -110,6 +110,7 @@ def add_fused_lm_head(
     model.forward = MethodType(
         wrap_forward(forward, lambda: get_settings().whole_step and FORWARD_PATCH.patched), model
     )
+    WRAPPED_MODELS.add(model)
 
 
 def _wrap_with_head(fused_forward: Callable) -> Callable:

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl.forward import WindowCall, get_window_call, log_once, set_window_call
+from liger_rl.integrations.trl.forward import WRAPPED_MODELS, WindowCall, get_window_call, log_once, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import DYNAMIC_ROPE, ROUTER_LOSS, read_static_positions
+from liger_rl.step.body import DYNAMIC_ROPE, has_router_loss, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.reason import Reason
 
@@ -198,21 +198,22 @@ def _join_idle_rows(idle_rows: list[Tensor | None], calls: list[dict[str, Any]])
 
 
 def _split_output(output: Any, calls: list[dict[str, Any]]) -> Iterator[Any]:
-    """TRL's output of each call. Its loss is that of the call's tokens."""
+    """TRL's output of each call. Its loss is that of the call's tokens, without a router's."""
     width, row = max(call["input_ids"].shape[1] for call in calls), 0
     # Prompt tuning puts the values of its virtual tokens in front.
     virtual = output.log_probs.shape[1] - (width - 1)
-    for call in calls:
+    for number, call in enumerate(calls):
         rows, tokens = call["input_ids"].shape
         values = {
             name: value[row : row + rows, : virtual + tokens - 1]
             for name, value in output.items()
             if isinstance(value, Tensor) and value.dim() == 2
         }
+        aux_loss = None if output.aux_loss is None else output.aux_loss[number]
         row += rows
         items = call.get("num_items_in_batch")
         items = values["label_mask"].sum().clamp(min=1) if items is None else items
-        yield dataclasses.replace(output, **values, loss=-values["log_probs"].sum() / items)
+        yield dataclasses.replace(output, **values, loss=-values["log_probs"].sum() / items, aux_loss=aux_loss)
 
 
 # --- in a trainer -----------------------------------------------------------------------------------------------------
@@ -354,18 +355,20 @@ def has_own_calls(trainer: Any) -> bool:
 
 def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     """Why each micro-batch has a forward of its own; None if they have one together."""
+    config = trainer.model.config.get_text_config()
     if has_own_calls(trainer) or "compute_loss" in vars(trainer):
         # What it does before a call would be done several times.
         return Reason(f"{type(trainer).__name__} has a loss or a call of the model that is not TRL's")
-    if getattr(trainer, "aux_loss_enabled", False):
-        return ROUTER_LOSS
+    has_router = getattr(trainer, "aux_loss_enabled", False) or has_router_loss(config, {})
+    if has_router and WRAPPED_MODELS.isdisjoint(trainer.model.modules()):
+        return Reason("TRL's forward has one router loss for its rows", "patch_trl() before the trainer is built")
     if callable(getattr(trainer, "compute_loss_func", None)):  # GRPO and RLOO have a text there
         return Reason("compute_loss_func takes the logits of a micro-batch", "leave compute_loss_func out")
     if getattr(trainer, "label_smoother", None) is not None:
         return Reason("label smoothing takes the logits of a micro-batch", "label_smoothing_factor=0")
     if getattr(trainer, "_is_vlm", False):
         return Reason("the model takes images")
-    if read_static_positions(trainer.model.config.get_text_config()) < math.inf:
+    if read_static_positions(config) < math.inf:
         return DYNAMIC_ROPE
     if trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         return Reason("a compiled model would be compiled again", "leave torch.compile out")
