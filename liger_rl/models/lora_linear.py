@@ -129,13 +129,17 @@ def forward_lora_layer(original: Callable[..., Tensor], layer: Any, x: Tensor, *
     dropout = layer.lora_dropout[name]
     dropped = dropout(x) if layer.training and not isinstance(dropout, nn.Identity) else None
     if type(base) is nn.Linear:
-        inputs = x.flatten(0, -2), None if dropped is None else dropped.flatten(0, -2)
+        inputs = _flatten(x), None if dropped is None else _flatten(dropped)
         y = LoraLinear.apply(*inputs, base.weight, base.bias, a, b, scaling)
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], y.shape[-1])
     y = base(x)
     low_rank_input = (x if dropped is None else dropped).to(y.dtype)
-    added = AddedLora.apply(y.flatten(0, -2), low_rank_input.flatten(0, -2), a, b, scaling)
-    return added.view_as(y)
+    return AddedLora.apply(_flatten(y), _flatten(low_rank_input), a, b, scaling).view_as(y)
+
+
+def _flatten(x: Tensor) -> Tensor:
+    """(..., width) -> (n, width)"""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

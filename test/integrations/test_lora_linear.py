@@ -1,0 +1,213 @@
+"""A LoRA layer of PEFT as one Function: PEFT's values to rounding, from fewer casts and saved tensors."""
+
+import copy
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+from peft import LoraConfig, inject_adapter_in_model
+
+import oracles
+from devices import on_gpu
+from liger_rl.integrations.peft import patch_peft, patched_peft, unpatch_peft
+from liger_rl.models import lora_linear
+
+IN, OUT, RANK = 48, 40, 4
+
+
+class Quantized(nn.Linear):
+    """A base layer that is no plain linear layer."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def layer(*, base=nn.Linear, base_dtype=torch.bfloat16, dtype=torch.float32, bias=False, device="cpu", **options):
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["0"], r=RANK, init_lora_weights=False, **{"use_rslora": True, **options})
+    adapted = inject_adapter_in_model(config, nn.Sequential(base(IN, OUT, bias=bias)))[0]
+    adapted.base_layer.to(base_dtype)
+    for factors in (adapted.lora_A, adapted.lora_B):
+        factors.to(dtype)
+    return adapted.to(device)
+
+
+def solve(adapted, patch, *, autocast=True, shape=(3, 5), requires_grad=True, dtype=torch.float32):
+    """-> y, dx, dA, dB of one random loss, x in `dtype`."""
+    device = adapted.base_layer.weight.device
+    adapted = copy.deepcopy(adapted)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*shape, IN, generator=generator).to(device, torch.bfloat16).to(dtype).requires_grad_(requires_grad)
+    weights = torch.randn(*shape, OUT, generator=generator).to(device)
+    torch.manual_seed(2)  # of the dropout
+    with patched_peft() if patch else nullcontext(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        y = adapted(x)
+    (y * weights.to(y.dtype)).sum().backward()
+    factors = [parameter.grad for name, parameter in adapted.named_parameters() if "lora_" in name]
+    return [y.detach(), *([x.grad] if requires_grad else []), *factors]
+
+
+def expected(adapted, **options):
+    """In float64, of the same parameters."""
+    exact = copy.deepcopy(adapted).double()
+    return solve(exact, False, autocast=False, dtype=torch.float64, **options)
+
+
+CASES = {
+    "float32 factors": {},
+    "bfloat16 factors": {"dtype": torch.bfloat16},
+    "a bias": {"bias": True},
+    "a float32 layer": {"base_dtype": torch.float32},
+    "a quantized layer": {"base": Quantized},
+    "a scaling of its own": {"use_rslora": False, "lora_alpha": 3},
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", *on_gpu("cuda")])
+@pytest.mark.parametrize("name", CASES)
+def test_errors_are_peft_s(name, device):
+    adapted = layer(device=device, **CASES[name])
+    exact = expected(adapted)
+    ours, theirs = (solve(adapted, patch) for patch in (True, False))
+    for mine, other, truth in zip(ours, theirs, exact, strict=True):
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        assert oracles.relative_error(mine, truth) <= 1.5 * oracles.relative_error(other, truth) + 2**-9
+
+
+@pytest.mark.parametrize("base", [nn.Linear, Quantized])
+def test_dropout_is_peft_s_draw(base):
+    """And not the layer without it."""
+    adapted = layer(base=base, lora_dropout=0.5).train()
+    ours, theirs, without = (solve(m, p) for m, p in ((adapted, True), (adapted, False), (layer(base=base), True)))
+    for mine, other, undropped in zip(ours, theirs, without, strict=True):
+        assert oracles.relative_error(mine, other) < 2**-6
+        assert oracles.relative_error(mine, undropped) > 2**-4
+    for mine, undropped in zip(solve(adapted.eval(), True), without, strict=True):
+        assert torch.equal(mine, undropped)
+
+
+def test_an_input_without_a_gradient():
+    adapted = layer()
+    y, grad_a, grad_b = solve(adapted, True, requires_grad=False)
+    whole_y, _, whole_a, whole_b = solve(adapted, True)
+    assert torch.equal(y, whole_y)
+    assert torch.equal(grad_a, whole_a)
+    assert torch.equal(grad_b, whole_b)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 1, 3), (0,)])
+def test_inputs_of_any_shape(shape):
+    y, grad_x, *_ = solve(layer(), True, shape=shape)
+    assert y.shape == (*shape, OUT)
+    assert grad_x.shape == (*shape, IN)
+
+
+def several(adapted):
+    adapted.update_layer("other", r=2, lora_alpha=1, config=LoraConfig(r=2, init_lora_weights=False))
+    adapted.set_adapter(["default", "other"])
+
+
+def trained(adapted):
+    adapted.base_layer.weight.requires_grad_(True)
+
+
+def hooked(adapted):
+    adapted.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+# What PEFT's own forward computes -> options of the layer, a change of it, whether autocast is on, what the log says.
+LEFT = {
+    "DoRA": ({"use_dora": True}, None, True, "no plain LoRA"),
+    "a bias of the adapter": ({"lora_bias": True, "bias": True}, None, True, "the adapter has a bias"),
+    "several adapters": ({}, several, True, "several adapters"),
+    "a trained layer": ({}, trained, True, "is trained"),
+    "hooks": ({}, hooked, True, "has hooks"),
+    "float32": ({"base_dtype": torch.float32}, None, False, "16-bit"),
+    "merged": ({}, lambda adapted: adapted.merge(), True, None),
+    "disabled": ({}, lambda adapted: adapted.enable_adapters(False), True, None),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_peft(name, caplog, monkeypatch):
+    options, change, autocast, text = LEFT[name]
+    monkeypatch.setattr(lora_linear, "_logged_reasons", set())
+    caplog.set_level(logging.INFO, "liger_rl")
+    adapted = layer(**options)
+    if change is not None:
+        change(adapted)
+    ours, theirs = (solve_output(adapted, patch, autocast) for patch in (True, False))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+    assert (text or "") in caplog.text
+
+
+def solve_output(adapted, patch, autocast):
+    torch.manual_seed(1)
+    x = torch.randn(6, IN).requires_grad_()
+    with patched_peft() if patch else nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = adapted(x)
+        again = adapted(x)
+    return [y, again, *torch.autograd.grad(y.float().square().sum(), [x])]
+
+
+def test_without_autocast_dtypes_decide():
+    """PEFT computes in the adapter's dtype."""
+    for dtype, is_ours in ((torch.bfloat16, True), (torch.float32, False)):
+        x = torch.randn(6, IN, dtype=torch.bfloat16, requires_grad=True)
+        with patched_peft():
+            y = layer(dtype=dtype)(x)
+        assert (y.grad_fn.next_functions[0][0].name() == "LoraLinearBackward") == is_ours
+
+
+def test_it_keeps_the_input_and_its_product_with_a():
+    x = torch.randn(6, IN, requires_grad=True)
+    kept: dict[bool, int] = {}
+    for patch in (True, False):
+        adapted, sizes = layer(), []
+        weights = {parameter.untyped_storage().data_ptr() for parameter in adapted.parameters()}
+
+        def pack(tensor, sizes=sizes, weights=weights):
+            if tensor.untyped_storage().data_ptr() not in weights and 6 in tensor.shape:
+                sizes.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with (
+            patched_peft() if patch else nullcontext(),
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            adapted(x)
+        kept[patch] = sum(sizes)
+    assert kept[True] == 2 * 6 * (IN + RANK)
+    assert kept[False] >= kept[True]
+
+
+def test_a_checkpoint_gives_the_same_bits():
+    adapted = layer(lora_dropout=0.3).train()
+    results = []
+    for recompute in (False, True):
+        adapted.zero_grad()
+        x = torch.ones(4, IN, requires_grad=True)
+        torch.manual_seed(3)
+        with patched_peft(), torch.autocast("cpu", torch.bfloat16):
+            y = torch.utils.checkpoint.checkpoint(adapted, x, use_reentrant=False) if recompute else adapted(x)
+            y.float().sum().backward()
+        results.append([y, x.grad, adapted.lora_A["default"].weight.grad.clone()])
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_the_patch_comes_and_goes():
+    from peft.tuners.lora.layer import Linear
+
+    original = Linear.forward
+    patch_peft()
+    assert Linear.forward is not original
+    unpatch_peft()
+    assert Linear.forward is original
