@@ -5,7 +5,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from liger_rl.integrations.patching import Framework, Patch
@@ -41,5 +40,14 @@ PATCHES = (
 )
 PEFT = Framework("peft", (0, 15), (0, 22), *PATCHES, gain="a LoRA layer is one autograd Function")
 
-patch_peft: Callable[[], None] = PEFT.patch
+
+def patch_peft() -> None:
+    """Run the LoRA layers of every model of this process as one autograd function each. See docs/peft.md.
+
+    Raises:
+        ImportError: PEFT is not installed, or its version is not supported.
+    """
+    PEFT.patch()
+
+
 unpatch_peft, patched_peft, is_patched = PEFT.unpatch, PEFT.within, PEFT.is_patched

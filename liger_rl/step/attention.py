@@ -47,8 +47,10 @@ def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device)
         return Reason(f"attention {kind!r} cannot be replaced by flex attention", SDPA)
     if device.type != "cpu" and any(hasattr(module, "sinks") for module in model.modules()):
         return Reason(f"{name} has attention sinks")
-    if any(map(_is_random, model.modules())):
-        return Reason("dropout draws for each sequence", "set the dropout of the model and of LoRA to 0")
+    # An adapter's dropout draws for each element of its input, wherever that stands. A shared token draws once.
+    in_adapters = {d for module in model.modules() for d in getattr(module, "lora_dropout", nn.ModuleDict()).values()}
+    if any(_is_random(module) for module in model.modules() if module not in in_adapters):
+        return Reason("dropout draws for each sequence", "set the dropout of the model to 0")
     return None
 
 

@@ -211,3 +211,27 @@ def test_the_patch_comes_and_goes():
     assert Linear.forward is not original
     unpatch_peft()
     assert Linear.forward is original
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trl_trains_about_as_far_from_float32(dtype, tmp_path, monkeypatch):
+    """In bfloat16, of a base model in either dtype; without a reference, which is without the adapters."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    import trl_runs
+
+    calls = []
+    apply = lora_linear.LoraLinear.apply
+    monkeypatch.setattr(lora_linear.LoraLinear, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
+    path = trl_runs.save_model("qwen3", tmp_path)
+    # A larger scaling, so that adapters count.
+    config = LoraConfig(target_modules="all-linear", lora_alpha=64, init_lora_weights=False)
+    options = {"peft_config": config, "max_steps": 4, "bf16": True, "learning_rate": 3e-3}
+    exact = trl_runs.train("SFT", path, tmp_path, patch=False, **options | {"bf16": False})
+    plain = trl_runs.train("SFT", path, tmp_path, patch=False, dtype=dtype, **options)
+    assert not calls
+    patched = trl_runs.train("SFT", path, tmp_path, patch=True, dtype=dtype, **options)
+    assert len(calls) >= 4 * 14
+    for run in (plain, patched):
+        run.weights.update({name: weight.float() for name, weight in run.weights.items()})
+    assert trl_runs.log_distance(patched, exact, "loss") <= 2 * trl_runs.log_distance(plain, exact, "loss") + 2**-8
+    assert trl_runs.weight_distance(patched, exact) <= 1.5 * trl_runs.weight_distance(plain, exact)

@@ -243,10 +243,10 @@ def test_the_least_budget_of_a_loss_of_all_sequences():
 # --- what is refused, and why -----------------------------------------------------------------------------------------
 
 
-def tuned(**options):
+def tuned(model=None, **options):
     peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **options)
-    return peft.get_peft_model(small_llama(), config).train()
+    config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], **options})
+    return peft.get_peft_model(small_llama() if model is None else model, config).train()
 
 
 def prompt_tuned():
@@ -306,7 +306,9 @@ REFUSED = {
     "dropout of attention": (lambda: build("Llama", attention_dropout=0.1).train(), DROPOUT, None),
     "functional dropout": (lambda: build("OPT", dropout=0.1).train(), DROPOUT, None),
     "dropout modules": (lambda: build("GPT2", resid_pdrop=0.1).train(), DROPOUT, None),
-    "dropout of LoRA": (lambda: tuned(lora_dropout=0.1), DROPOUT, None),
+    "dropout of an adapted model": (
+        lambda: tuned(lora_dropout=0.1, model=build("Llama", attention_dropout=0.1)), DROPOUT, None
+    ),
     "noise of a router": (
         lambda: build("Mixtral", output_router_logits=False, router_jitter_noise=0.1).train(), DROPOUT, None
     ),
@@ -340,6 +342,23 @@ def test_trees_that_cannot_be(make, reason, change, monkeypatch):
         policy_steps(model, batch, loss, share_prefixes=True)
     assert reason in policy_steps(model, batch, loss).layout
     hook.remove()
+
+
+def test_the_dropout_of_an_adapter_has_the_same_mean():
+    """A shared token draws once, so only the draws of different sequences are no longer independent."""
+    options = {"target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False, "r": 4}
+    model, loss = tuned(lora_dropout=0.4, **options), FusedLinearGRPOLoss("dapo")
+    draws = {}
+    for shares in (True, False):
+        torch.manual_seed(5)
+        steps = [policy_step(model, batch_of(), loss, share_prefixes=shares, idle="forward") for _ in range(120)]
+        draws[shares] = torch.stack([step.per_token_logps for step in steps])
+        assert ("in trees" in steps[0].layout) == shares
+    mean, other = (values.mean(0) for values in draws.values())
+    error = sum(values.var(0) / len(values) for values in draws.values()).sqrt()
+    counted = batch_of()["mask"].bool() & (mean != 0)
+    assert (error[counted] > 0).all()  # it draws
+    assert ((mean - other).abs() <= 5 * error + 1e-6)[counted].all()
 
 
 def test_an_untried_model_is_refused_after_its_trial():

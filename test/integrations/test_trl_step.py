@@ -134,15 +134,20 @@ def test_runs_agree(name, tmp_path):
         ({"patch_options": {"whole_step": False}}, [False, False]),
         ({"built_before": True}, [False, False]),
         ({"prepare": lambda trainer: trainer.add_callback(AfterAStep())}, [True, False]),
-        ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, [False, False]),
+        ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, [True, True]),
+        (
+            {"prepare": lambda trainer: setattr(trainer.model.model.layers[0].self_attn, "attention_dropout", 0.1)},
+            [False] * 2,
+        ),
     ],
-    ids=["the head alone", "built before", "unpatched", "dropout"],
+    ids=["the head alone", "built before", "unpatched", "dropout of LoRA", "dropout"],
 )
 def test_how_the_model_runs(options, trees, tmp_path, caplog):
     caplog.set_level(logging.INFO, "liger_rl")
     run = train("GRPO", qwen3, tmp_path, patch=True, num_iterations=1, beta=0.0, entropy_coef=0.02, **options)
     assert [forward.tree for forward in run.forwards] == trees
-    assert ("dropout draws for each sequence" in caplog.text) == ("peft_config" in options)
+    has_dropout = "prepare" in options and trees[0] is False
+    assert ("dropout draws for each sequence" in caplog.text) == has_dropout
 
 
 def test_autocast_is_about_as_far_from_float32(tmp_path):
