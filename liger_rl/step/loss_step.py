@@ -129,8 +129,8 @@ def loss_steps(
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
             NaN.
         memory: the share of a GPU's free memory within which checkpointed layers keep activations; 0: none does.
-        group: process group whose ranks run the model together. None finds the group of DDP, FSDP2 and tensor
-            parallelism. Other wrappers (DeepSpeed) need it.
+        group: process group whose ranks run the model together. None finds that of DDP, FSDP2, ZeRO-3 and tensor
+            parallelism. Other wrappers need it.
         extra_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
 
     Returns:
@@ -200,8 +200,8 @@ class PolicySteps(Iterator[PolicyStep]):
         if aligned is None:
             body = replace(body, has_router_loss=False)  # nobody reads the router loss
         is_tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
-        if body.no_tree is None and (is_tried or body.is_multimodal):
-            body, is_tried = self._apply_trial(body, "trees", again=False), True
+        if is_tried and body.no_tree is None:
+            body = self._apply_trial(body, "trees", again=False)
         while True:
             with agree_on_counts(groups, device) as counts:
                 layout = self._lay_out(body, aligned, row_options)

@@ -9,7 +9,7 @@ from torch import nn
 
 from liger_rl.distributed import gathered_objects
 from liger_rl.models.local_tensors import is_dtensor
-from liger_rl.step.body import iterate_wrappers, reshard
+from liger_rl.step.body import find_sharding, iterate_wrappers, reshard
 
 
 @contextmanager
@@ -68,7 +68,10 @@ def _pick_device(group: Any, device: torch.device) -> torch.device:
 
 
 def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
-    """The process groups whose ranks run `model` together: `group` if given, or those of DDP, FSDP and DTensors."""
+    """The process groups whose ranks run `model` together: `group` if given, or those of DDP and DTensors (FSDP2).
+
+    DeepSpeed's ZeRO-3 has all ranks.
+    """
     if group is not None:
         return [group]
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -82,7 +85,7 @@ def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
         reshard(model)
         meshes = _list_meshes(model)
     if not meshes:
-        return []
+        return [torch.distributed.group.WORLD] if find_sharding(model) == "ZeRO-3" else []
     mesh = max(meshes, key=lambda mesh: mesh.ndim)
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 

@@ -15,7 +15,16 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 import trl_runs
 
 SCRIPT, SECONDS = Path(__file__).with_name("trl_run_on_rank.py"), 150
-CASES = ("SFT", "SFT, one long row", "SFT, reentrant checkpoints", "SFT, padding-free", "DPO, LoRA", "GRPO")
+CASES = (
+    "SFT",
+    "SFT, one long row",
+    "SFT, reentrant checkpoints",
+    "SFT, padding-free",
+    "DPO, LoRA",
+    "GRPO",
+    "GRPO, checkpoints",
+)
+SHARED = {"DPO, LoRA", "GRPO", "GRPO, checkpoints"}  # each micro-batch has sequences of one prompt
 
 
 def run_on_ranks(directory: Path, *wrappers: str) -> list[dict]:
@@ -53,9 +62,13 @@ def deepspeed_results(tmp_path_factory):
 
 def assert_same_runs(result, case):
     plain, patched = result[case]
-    number = 4 if case == "SFT, padding-free" else 2  # each micro-batch of padding-free rows has its own forward
-    assert (plain["calls"], plain["backwards"]) == (4, 4)
+    steps = len(plain["log"]["loss"])
+    # Each micro-batch of padding-free rows has its own forward.
+    number = 2 * steps if case == "SFT, padding-free" else steps
+    assert (plain["calls"], plain["backwards"]) == (2 * steps, 2 * steps)
     assert (patched["calls"], patched["backwards"]) == (number, number)
+    assert patched["tokens"] <= (0.7 if case in SHARED else 1) * plain["tokens"]
+    assert patched["weights"] == pytest.approx(plain["weights"], abs=1e-6)
     assert patched["log"].keys() == plain["log"].keys()
     for name, values in plain["log"].items():
         assert patched["log"][name] == pytest.approx(values, rel=1e-6, abs=1e-5), name

@@ -1,7 +1,8 @@
 """One rank's runs of TRL's trainers: `python trl_run_on_rank.py MODEL RESULT WRAPPER ...`.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. RESULT becomes a file of JSON:
-{wrapper: {case: [{"log": ..., "calls": ..., "backwards": ...} without the patch, with it]}}.
+{wrapper: {case: [{"log": ..., "weights": ..., "tokens": ..., "calls": ..., "backwards": ...} without the patch, with
+it]}}.
 """
 
 import json
@@ -18,6 +19,7 @@ import accelerate.state
 import torch
 from accelerate.utils import DistributedType
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
 import trl_runs
 from liger_rl.integrations.trl import patched_trl
@@ -38,6 +40,11 @@ CASES = {
     "SFT, padding-free": ("SFT", {"padding_free": True, "max_length": None}),
     "DPO, LoRA": ("DPO", {"per_device_train_batch_size": 1, "peft_config": LORA}),
     "GRPO": ("GRPO", {"beta": 0.0, **SCORED}),
+    # Old log-probabilities, a reference; DeepSpeed reuses the order of parameters that it has recorded.
+    "GRPO, checkpoints": (
+        "GRPO",
+        {**SCORED, "beta": 0.1, "num_iterations": 2, "gradient_checkpointing": True, "max_steps": 4},
+    ),
 }
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
 
@@ -102,10 +109,23 @@ def run_case(kind: str, options: dict, model: str, directory: str, patch: bool) 
         trainer.accelerator.backward = count_backward
         trainer.model.register_forward_pre_hook(count_call, with_kwargs=True)
         run = trl_runs.run(trainer)
-    assert len(run.log["loss"]) == OPTIONS["max_steps"]
-    # The parameters may be parts. The next step's loss shows the weights.
+    assert len(run.log["loss"]) == (OPTIONS | options)["max_steps"]
     log = {name: values for name, values in run.log.items() if name not in trl_runs.CLOCKS}
-    return {"log": log, "calls": len(calls), "backwards": len(backwards)}
+    tokens = sum(forward.tokens for forward in run.forwards)
+    weights = gather_weights(trainer.model).tolist()
+    return {"log": log, "weights": weights, "tokens": tokens, "calls": len(calls), "backwards": len(backwards)}
+
+
+@torch.no_grad()
+def gather_weights(model: torch.nn.Module) -> torch.Tensor:
+    """One flat tensor. A collective."""
+    parameters, gathered = list(model.parameters()), nullcontext()
+    if hasattr(parameters[0], "ds_id"):
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(parameters)
+    with gathered:
+        return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in parameters])
 
 
 def run_cases(wrapper: str, model: str, directory: str) -> dict:

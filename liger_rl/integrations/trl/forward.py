@@ -148,10 +148,7 @@ def _find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         return Reason("the call has no input_ids or no labels by name")
     if ids.dim() != 2 or ids.shape != labels.shape:
         return Reason("input_ids and labels are not both (B, T)")
-    if has_activated_lora(model):
-        return ACTIVATED_LORA
-    # ZeRO-3 records the order in which a forward uses the parameters.
-    return Reason("the model is sharded by ZeRO-3") if find_sharding(model) == "ZeRO-3" else None
+    return ACTIVATED_LORA if has_activated_lora(model) else None
 
 
 def _run_live_tokens(
@@ -225,7 +222,7 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     padded_groups = 1 if has_reentrant_checkpoints(model) else call.micro_batches
     needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
     # Every rank of a sharded model must run its layers equally often.
-    if body.no_tree is None and (is_sharded or body.is_multimodal or not needs_tree_trial):
+    if body.no_tree is None and (is_sharded or not needs_tree_trial):
         body, needs_tree_trial = _apply_trial(fused_forward, model, device, body), False
     weights, idle = None, call.idle_rows
     if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:

@@ -15,7 +15,6 @@ from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import window
 from liger_rl.integrations.trl.forward import WindowCall, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.step.body import find_sharding
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
@@ -42,7 +41,7 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
         return get_settings().whole_step and not (window.has_own_calls(self) or self.aux_loss_enabled)
 
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        knows_rows = applies(self) and not (has_other_gradients(self) or find_sharding(self.model) == "ZeRO-3")
+        knows_rows = applies(self) and not has_other_gradients(self)
         with set_window_call(WindowCall(_find_idle_rows(inputs) if knows_rows else None)):
             return loss.original(self, model, inputs)
 
