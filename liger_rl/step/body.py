@@ -50,6 +50,8 @@ ROUTER_LOSS = Reason("the router loss is of all tokens", "output_router_logits=F
 USE_CACHE = Reason("use_cache is set", "use_cache=False")
 # Per-token inputs that a step can rearrange.
 TOKEN_INPUTS = ("attention_mask", "position_ids", "support")
+# Which tokens are of an image. A batch stays as it is if one is not 0.
+TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")
 # Arguments of the forward that the fused head reads itself, or that come from the loss.
 RESERVED = {*FUSED_OPTIONS, *PLAIN_ARGUMENTS, "fused", "num_logits_to_keep"} - {"support"}
 
@@ -59,6 +61,7 @@ class Body:
     """How the model and its inputs allow the rows of a batch to be rearranged."""
 
     obstacle: Reason | None  # why the batch must stay as it is; None if rows may be rearranged
+    is_multimodal: bool  # the text is a part of the model, and only a trial shows whether it takes positions (B, T)
     drops_left_padding: bool  # rows may lose their padding on the left, because the model takes positions
     causal: bool  # no token depends on a later one
     has_router_loss: bool  # the model returns a router loss, a mean over all tokens of the batch
@@ -77,10 +80,12 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     """The body from the config, the forward and the inputs. `obstacle`: one that the caller knows."""
     config = swapped.config.get_text_config()
     takes_positions = "position_ids" in inspect.signature(swapped.forward).parameters
-    takes_positions = takes_positions and config is swapped.config  # a model of images too has several for a token
-    rotary = any(name.endswith("inv_freq") for name, _ in swapped.named_buffers())
+    # A tower of images has other attention and positions than the text.
+    kinds = ((module, getattr(module, "config", None)) for module in swapped.modules())
+    text = next((module for module, kind in kinds if getattr(kind, "model_type", None) == config.model_type), swapped)
+    rotary = any(name.endswith("inv_freq") for name, _ in text.named_buffers())
     causal = config.model_type not in NOT_CAUSAL and getattr(config, "is_causal", True)
-    causal = causal and all(getattr(module, "is_causal", None) is not False for module in swapped.modules())
+    causal = causal and all(getattr(module, "is_causal", None) is not False for module in text.modules())
     counts = config.model_type in POSITION_IS_COUNT and takes_positions and inputs.get("position_ids") is None
     known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
     # Llama 4 scales queries by their columns, whatever position_ids are.
@@ -88,6 +93,7 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     attention = config._attn_implementation
     body = Body(
         obstacle=_find_obstacle(model, config, inputs, ids) or obstacle,
+        is_multimodal=config is not swapped.config,
         drops_left_padding=known_positions and inputs.get("attention_mask") is not None,
         causal=causal,
         has_router_loss=has_router_loss(config, inputs),
@@ -102,7 +108,8 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
         positions=int(min(getattr(config, "max_position_embeddings", None) or 0, read_static_positions(config))),
     )
     no_tree = _find_tree_obstacle(model, swapped, body, counts or known_positions, inputs, ids.device)
-    return replace(body, no_tree=no_tree)
+    untried = body.is_multimodal and no_tree is not None
+    return replace(body, no_tree=no_tree, drops_left_padding=body.drops_left_padding and not untried)
 
 
 def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> Reason | None:
@@ -111,12 +118,15 @@ def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids
             return Reason("the adapter puts tokens of its own before each row")
     if inputs.get("support") is not None:
         inputs["support"].check_rows(ids, "input_ids")
-    unknown = [name for name, value in inputs.items() if name not in TOKEN_INPUTS and not is_plain(value)]
+    known = (*TOKEN_INPUTS, *TYPE_INPUTS)
+    unknown = [name for name, value in inputs.items() if name not in known and not is_plain(value)]
     if unknown:
         return Reason(f"what {', '.join(sorted(unknown))} says of single tokens is not known")
-    for name, shapes in (("attention_mask", (ids.shape,)), ("position_ids", (ids.shape, (1, ids.shape[1])))):
+    shapes: dict[str, tuple] = dict.fromkeys(("attention_mask", *TYPE_INPUTS), (ids.shape,))
+    shapes["position_ids"] = (ids.shape, (1, ids.shape[1]))
+    for name, allowed in shapes.items():
         column = inputs.get(name)
-        if column is not None and not (isinstance(column, Tensor) and column.shape in shapes):
+        if column is not None and not (isinstance(column, Tensor) and column.shape in allowed):
             return Reason(f"{name} is not (B, T)")
     return DYNAMIC_ROPE if ids.shape[1] > read_static_positions(config) else None
 

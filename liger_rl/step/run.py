@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.step import attention
-from liger_rl.step.body import Body, no_graph
+from liger_rl.step.body import TYPE_INPUTS, Body, no_graph
 from liger_rl.step.layout import Layout, MicroBatch, TreeRow
 from liger_rl.step.router import RouterCall, compute_router_losses
 from liger_rl.step.sequences import TokenBatch
@@ -103,6 +103,9 @@ def make_inputs(micro: MicroBatch, batch: TokenBatch, body: Body) -> dict[str, A
     tensors = dict(inputs)
     tensors["input_ids"] = ids.reshape(-1)[places]
     tensors["counted"] = mask.reshape(-1)[places] & inside
+    for name in TYPE_INPUTS:
+        if tensors.get(name) is not None:
+            tensors[name] = tensors[name].reshape(-1)[places.to(tensors[name].device)]
     attended, positions = tensors.pop("attention_mask", None), tensors.pop("position_ids", None)
     if micro.tree is not None:
         return tensors | _make_tree_inputs(micro.tree, mask, body)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.step.body import Body
+from liger_rl.step.body import TYPE_INPUTS, Body
 from liger_rl.step.reason import Reason
 
 
@@ -86,9 +86,12 @@ def read_sequences(
         runs &= ~(jumps & inside[:, 1:] & inside[:, :-1]).any(1)
         first = positions.gather(1, start[:, None])[:, 0]
     differs = torch.zeros_like(counts) if labels is None else (mask & (labels != ids)).any(1)
-    table = torch.stack([flag.long() for flag in (differs, start, stop, counts, lives, runs, first)], 1)
+    types = [inputs[name].to(device) for name in TYPE_INPUTS if inputs.get(name) is not None]
+    images = (torch.stack(types) != 0).any(2).any(0) if types else torch.zeros_like(counts)
+    table = torch.stack([flag.long() for flag in (images, differs, start, stop, counts, lives, runs, first)], 1)
     host = torch.cat([table, ids.long()], 1).cpu()
-    differ, *numbers = host[:, : table.shape[1]].T.tolist()
+    has_images, differ, *numbers = host[:, : table.shape[1]].T.tolist()
     spans = [SequenceSpan(*row) for row in zip(*numbers, strict=True)]
     obstacle = Reason("its labels are not its input_ids") if any(differ) else None
+    obstacle = Reason("it has tokens of an image") if any(has_images) else obstacle
     return Sequences(spans, host[:, table.shape[1] :], device.type, obstacle)

@@ -50,7 +50,8 @@ def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str,
     # A rank that has a reason already runs the trial only because other ranks do.
     if layout == "packing":
         return replace(body, no_packing=body.no_packing or reason)
-    return replace(body, no_tree=body.no_tree or reason)
+    drops_left_padding = body.drops_left_padding and not (body.is_multimodal and reason)
+    return replace(body, no_tree=body.no_tree or reason, drops_left_padding=drops_left_padding)
 
 
 def _run_trial_once(

@@ -43,6 +43,9 @@ def image_text_model(name: str, attention: str) -> transformers.PreTrainedModel:
     if name == "Llava":
         vision = transformers.CLIPVisionConfig(**VISION, projection_dim=32)
         options = {"text_config": transformers.LlamaConfig(**SIZES), "image_token_index": IMAGE}
+    elif name == "SmolVLM":
+        vision = transformers.SmolVLMVisionConfig(**VISION)
+        options = {"text_config": transformers.LlamaConfig(**SIZES), "image_token_id": IMAGE, "scale_factor": 1}
     elif name == "Gemma3":
         vision = transformers.SiglipVisionConfig(**VISION)
         text = transformers.Gemma3TextConfig(**HEADS)
@@ -52,6 +55,9 @@ def image_text_model(name: str, attention: str) -> transformers.PreTrainedModel:
         vision |= {"embed_dim": 32} if name == "Qwen2VL" else {"intermediate_size": 48, "out_hidden_size": 32}
         options = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
         options["text_config"] = MROPE
+        if name == "Qwen3VL":
+            vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+            options["text_config"] = {**HEADS, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
     config = getattr(transformers, f"{name}Config")(vision_config=vision, **options)
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     return randomised(model_class._from_config(config, attn_implementation=attention)).eval()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from test_architectures import image_text_model
 from torch import Tensor, nn
 
 import oracles
@@ -104,6 +105,31 @@ def test_every_padding(name, padding):
         steps = assert_as_padded(model, batch, loss, max_tokens=budget)
         assert (len(steps) > 1) == (budget is not None)
     assert_as_padded(model, batch, loss)
+
+
+@pytest.mark.parametrize("padding", SPANS)
+@pytest.mark.parametrize("name", ["Llava", "SmolVLM", "Gemma3", "Qwen2_5_VL", "Qwen3VL"])
+def test_text_alone_in_models_of_images(name, padding):
+    """Prefixes too, and columns of types that are 0."""
+    model, loss = image_text_model(name, "sdpa"), FusedLinearGRPOLoss("gspo")
+    batch = with_columns(model, make_batch(padding))
+    batch |= {"token_type_ids": torch.zeros_like(batch["input_ids"])} if name == "Gemma3" else {}
+    steps = assert_as_padded(model, batch, loss, max_tokens=20)
+    assert len(steps) > 1
+    count = {"right": 40, "left": 46, "both": 31}[padding]
+    assert steps.layout.startswith(f"{count} tokens in padded rows; no prefix is shared: trees would have")
+    assert "in trees" in assert_as_padded(model, batch, loss, share_prefixes=True).layout
+
+
+def test_tokens_of_an_image_stay_as_they_are():
+    model, batch = image_text_model("Gemma3", "sdpa"), make_batch()
+    batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    batch["token_type_ids"][0, 2:4] = 1
+    step = policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
+    assert step.layout == "the batch as it is: it has tokens of an image"
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
+    output = model(**inputs, labels=batch["input_ids"].where(batch["mask"].bool(), -100), fused=True)
+    torch.testing.assert_close(step.per_token_logps, output.per_token_logps)
 
 
 LONG_ROPE = {
@@ -343,7 +369,7 @@ def test_a_batch_stays_where_an_input_says_what_nobody_knows(changed):
         allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & batch["attention_mask"].bool()[:, None, None]
         batch["attention_mask"] = allowed | torch.eye(LENGTH, dtype=torch.bool)
     elif changed == "token types":
-        batch["token_type_ids"] = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+        batch["token_type_ids"] = (torch.arange(LENGTH) == 2).long().expand(BATCH, -1)
     calls = Calls(model)
     policy_step(model, batch, loss).loss.backward()
     assert calls[0][0] == (BATCH, LENGTH)

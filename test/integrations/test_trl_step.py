@@ -11,6 +11,7 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.utils as trl_utils
 from peft import LoraConfig
+from test_architectures import image_text_model
 from test_trl_window import half_without_advantage, moe
 
 import trl_runs
@@ -110,6 +111,9 @@ CASES = {
     ),
     "experts": case(moe, router_aux_loss_coef=0.0),
     "experts and a router loss": policy(moe, scored=half_without_advantage()),
+    "text alone of Gemma 3": case(lambda: image_text_model("Gemma3", "sdpa"), max_steps=3),
+    "text alone of Qwen2.5-VL": case(lambda: image_text_model("Qwen2_5_VL", "sdpa"), kind="DPO", max_steps=3),
+    "text alone of Qwen3-VL": case(lambda: image_text_model("Qwen3VL", "sdpa"), kind="SFT", max_steps=3),
     "SFT, accumulated": case(kind="SFT", per_device_train_batch_size=4, gradient_accumulation_steps=2),
     "SFT, dft": case(kind="SFT", loss_type="dft"),
     "SFT, label smoothing": case(kind="SFT", label_smoothing_factor=0.1),

@@ -174,6 +174,7 @@ CASES = {
     "KTO, router loss": Case("KTO", (24, 12), {"max_steps": 3}, "moe"),
     "GRPO, router loss": Case("GRPO", (14, 11), {"max_steps": 3}, "moe"),
     "SFT, a model that can take images": Case("SFT", (4, 2), {}, "vlm"),
+    "SFT, a processor of images": Case("SFT", (4, 2), {"prepare": lambda trainer: setattr(trainer, "_is_vlm", True)}),
     "SFT, gradient scaler": Case("SFT", (4, 2), {"prepare": with_scaler, "max_grad_norm": 0.0}),
     "SFT, own training_step": Case("SFT", (4, 2), {"prepare": subclass_with("training_step")}),
     "DPO": Case("DPO", (16, 4), SINGLES),
@@ -203,7 +204,6 @@ CASES = {
     "SFT, compiled": Case("SFT", (4, 4), {"prepare": set_argument("torch_compile", True)}),
     "SFT, images": Case("SFT", (4, 4), {"prepare": with_images(0, 1, 2, 3)}, "vlm"),
     "SFT, some images": Case("SFT", (4, 4), {"prepare": with_images(0, 3)}, "vlm", backwards=3),
-    "SFT, a processor of images": Case("SFT", (4, 4), {"prepare": lambda trainer: setattr(trainer, "_is_vlm", True)}),
     "SFT, dynamic rotary embedding": Case("SFT", (8, 8), SINGLES, dynamic_rope),
     "DPO, own _compute_loss": Case("DPO", (8, 8), {"prepare": subclass_with("_compute_loss")}),
 }  # fmt: skip

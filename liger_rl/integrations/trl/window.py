@@ -366,8 +366,8 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
         return Reason("compute_loss_func takes the logits of a micro-batch", "leave compute_loss_func out")
     if getattr(trainer, "label_smoother", None) is not None:
         return Reason("label smoothing takes the logits of a micro-batch", "label_smoothing_factor=0")
-    if getattr(trainer, "_is_vlm", False):
-        return Reason("the model takes images")
+    if getattr(trainer, "_is_vlm", False) and trainer.accelerator.num_processes > 1:
+        return Reason("a micro-batch of one rank may have images, and that of another rank none")
     if read_static_positions(config) < math.inf:
         return DYNAMIC_ROPE
     if trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
