@@ -35,22 +35,22 @@ def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device)
     if layers:
         return Reason(f"{name} has layers of type {', '.join(sorted(layers))}")
     if any(mask.dtype == torch.bool and mask.dim() == 4 for mask in model.buffers()):
-        return Reason(f"{name} has a mask of columns of its own")
+        return Reason(f"{name} makes an attention mask of its own")
     if len({str(place) for place in getattr(model, "hf_device_map", {}).values()}) > 1:
-        return Reason(f"{name} is split over devices")
+        return Reason(f"the layers of {name} are on several devices", 'leave device_map="auto" out')
     if device.type not in ("cpu", "cuda"):
         return Reason(f"flex attention may have no backward on {device.type}")
     if device.type == "cpu":
         if kind not in DENSE_ATTENTION:
-            return Reason(f"attention {kind!r} takes no dense mask, as trees have on a CPU", SDPA)
+            return Reason(f"attention {kind!r} takes no mask of shared prefixes", SDPA)
     elif kind not in ALL_ATTENTION_FUNCTIONS or not getattr(model, "_supports_attention_backend", False):
-        return Reason(f"attention {kind!r} cannot be replaced by flex attention", SDPA)
+        return Reason(f"attention {kind!r} cannot run as flex attention, which shared prefixes need", SDPA)
     if device.type != "cpu" and any(hasattr(module, "sinks") for module in model.modules()):
         return Reason(f"{name} has attention sinks")
     # An adapter's dropout draws for each element of its input, wherever that stands. A shared token draws once.
     in_adapters = {d for module in model.modules() for d in getattr(module, "lora_dropout", nn.ModuleDict()).values()}
     if any(_is_random(module) for module in model.modules() if module not in in_adapters):
-        return Reason("dropout draws for each sequence", "set the dropout of the model to 0")
+        return Reason("dropout draws for each sequence", _name_dropouts(config))
     return None
 
 
@@ -61,6 +61,13 @@ def _is_random(module: nn.Module) -> bool:
     rates = [value for name, value in vars(module).items() if "drop" in name or "jitter_noise" in name]
     rates += [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _name_dropouts(config: Any) -> str:
+    """The options of the model's config that turn its dropout off."""
+    rates = {name: rate for name, rate in vars(config).items() if "drop" in name or "jitter_noise" in name}
+    names = [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
+    return ", ".join(f"{name}=0" for name in names) or "set the dropout of the model to 0"
 
 
 def make_masks(

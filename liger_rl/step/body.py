@@ -42,16 +42,22 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # attended tokens of its row in the second.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
 POSITION_IS_COUNT = ("opt",)
-DYNAMIC_ROPE = Reason("the rotary embedding depends on the longest row of the batch")
+DYNAMIC_ROPE = Reason("the rotary embedding depends on the longest row of the batch (rope_type dynamic or longrope)")
 # Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
 NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
-ACTIVATED_LORA = Reason("an adapter begins at a token of each row")
-ROUTER_LOSS = Reason("the router loss is of all tokens", "output_router_logits=False leaves the router loss out")
-USE_CACHE = Reason("use_cache is set", "use_cache=False")
+COMPILED = Reason("the model is compiled, and would be compiled again for each batch", "torch_compile=False")
+ACTIVATED_LORA = Reason("activated LoRA begins at a token of each sequence")
+ROUTER_LOSS = Reason(
+    "the router's loss is of all tokens, padding included",
+    "router_aux_loss_coef=0, output_router_logits=False elsewhere",
+)
+USE_CACHE = Reason("use_cache=True keeps keys and values", "use_cache=False")
 # Per-token inputs that a step can rearrange.
 TOKEN_INPUTS = ("attention_mask", "position_ids", "support")
 # Which tokens are of an image. A batch stays as it is if one is not 0.
 TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")
+# Inputs of a batch whose sequences were packed into one row.
+PACKED_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # Arguments of the forward that the fused head reads itself, or that come from the loss.
 RESERVED = {*FUSED_OPTIONS, *PLAIN_ARGUMENTS, "fused", "num_logits_to_keep"} - {"support"}
 
@@ -115,19 +121,21 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
 def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> Reason | None:
     for module in iterate_wrappers(model):
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-            return Reason("the adapter puts tokens of its own before each row")
+            return Reason("prompt learning of PEFT puts tokens of its own before each sequence")
     if inputs.get("support") is not None:
         inputs["support"].check_rows(ids, "input_ids")
     known = (*TOKEN_INPUTS, *TYPE_INPUTS)
     unknown = [name for name, value in inputs.items() if name not in known and not is_plain(value)]
+    if PACKED_INPUTS.intersection(unknown):
+        return Reason("its sequences are packed into one row already", "padding_free=False, packing=False")
     if unknown:
-        return Reason(f"what {', '.join(sorted(unknown))} says of single tokens is not known")
+        return Reason(f"it has {', '.join(sorted(unknown))}, which belong to tokens by their place in the batch")
     shapes: dict[str, tuple] = dict.fromkeys(("attention_mask", *TYPE_INPUTS), (ids.shape,))
     shapes["position_ids"] = (ids.shape, (1, ids.shape[1]))
     for name, allowed in shapes.items():
         column = inputs.get(name)
         if column is not None and not (isinstance(column, Tensor) and column.shape in allowed):
-            return Reason(f"{name} is not (B, T)")
+            return Reason(f"its {name} is not (B, T)")
     return DYNAMIC_ROPE if ids.shape[1] > read_static_positions(config) else None
 
 
@@ -181,7 +189,7 @@ def _find_tree_obstacle(
     if not (takes_positions and body.causal):
         return Reason(f"{type(swapped).__name__} is not a causal model of text that takes position_ids")
     if inputs.get("support") is not None:
-        return Reason("a support has a row for each token of each sequence")
+        return Reason("it replays sampling sets (support), which each sequence has of its own")
     if has_activated_lora(model):
         return ACTIVATED_LORA
     if inputs.get("use_cache"):
@@ -189,7 +197,7 @@ def _find_tree_obstacle(
     if body.has_router_loss and find_router_module(swapped) is None:
         return Reason(f"{type(swapped).__name__} has a router loss of its own", ROUTER_LOSS.fix)
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
-        return Reason("a compiled model would be compiled again", "leave torch.compile out")
+        return COMPILED
     return find_attention_obstacle(swapped, body.config, device)
 
 

@@ -26,6 +26,7 @@ MAX_TREE_SHARE = 0.9  # trees run if they have at most this share of the tokens 
 # Trees of fewer tokens, and rows of more, run only with share_prefixes=True: a small step on a GPU takes as long as its
 # launches, and a dense mask has all pairs of tokens.
 MIN_TREE_TOKENS, MAX_DENSE_TOKENS = {"cuda": 1024}, {"cpu": 2048}
+AS_IT_IS = "the batch as it is"
 NO_TRIM = Reason("trim=False keeps rows as they are", "leave trim out")
 
 
@@ -125,7 +126,7 @@ def lay_out(
                 f"{budget}: {sequences.obstacle}"
             )
         whole = MicroBatch(None, (width,) * batch, rows=tuple(range(batch)))
-        return Layout([whole], [], (), whole, "the batch as it is", sequences.obstacle, body)
+        return Layout([whole], [], (), whole, AS_IT_IS, sequences.obstacle, body)
     half = batch // 2 if pairs else batch
     spans = sequences.spans
     if pairs:
@@ -163,7 +164,7 @@ def lay_out(
             planner, groups = trees, tree_groups
             text = f"{tree_count:,} tokens in trees of shared prefixes, of {count:,}"
         else:
-            reason = Reason(f"trees would have {tree_count:,} tokens, up to {most:,} in a row")
+            reason = _describe_small_gain(sequences.device, tree_count, other_count, most)
     live_micros, idle_micros = ([planner.make_micro_batch(group) for _, group in part] for part in groups)
     if len(live_micros) > 1 and one_micro_batch is not None:
         raise ValueError(
@@ -174,6 +175,18 @@ def lay_out(
     live_micros[0] = live_micros[0]._replace(rows=tuple(sorted(without_backward.union(live_micros[0].rows))))
     carrier = rows.make_micro_batch([min(live, key=lambda r: spans[r].length)])
     return Layout(live_micros, idle_micros, tuple(left_out), carrier, text, reason, body)
+
+
+def _describe_small_gain(device: str, tree_count: int, other_count: int, most: int) -> Reason:
+    """Why trees of `tree_count` tokens, up to `most` in a row, do not run in place of `other_count` tokens."""
+    if tree_count >= other_count:
+        return Reason(f"no two sequences have more than their first {LEAST_SHARED} tokens in common")
+    if tree_count > MAX_TREE_SHARE * other_count:
+        return Reason(f"with prefixes once, {tree_count:,} of {other_count:,} tokens would remain, more than 90%")
+    least, longest = MIN_TREE_TOKENS.get(device, 0), MAX_DENSE_TOKENS.get(device, most)
+    if tree_count < least:
+        return Reason(f"with prefixes once, {tree_count:,} tokens would remain, which gain time from {least:,} on")
+    return Reason(f"a row would have {most:,} tokens, and attention on a {device} takes {longest:,} at most")
 
 
 def _sum_tokens(groups: list[list[tuple[int, list[int]]]]) -> int:
@@ -197,8 +210,8 @@ def _can_pack(sequences: Sequences, selected: list[int], body: Body, options: La
             if not options.packing:
                 return False
             raise ValueError(
-                f"packing must not be True here: row {r} of input_ids is no run of tokens that are attended to, at "
-                "positions 0, 1, 2, ..."
+                f"packing must not be True here: row {r} of input_ids has padding between tokens, or positions that "
+                "are not 0, 1, 2, ..."
             )
     return True
 
@@ -290,7 +303,7 @@ def _find_tree_obstacle(sequences: Sequences, selected: list[int], body: Body, o
         return Reason("share_prefixes=False", "leave share_prefixes out")
     for r in selected:
         if not sequences.spans[r].is_run:
-            reason = f"row {r} of input_ids is no run of tokens that are attended to, at consecutive positions"
+            reason = f"row {r} of input_ids has padding between tokens, or positions that jump"
             if options.share_prefixes:
                 raise ValueError(f"share_prefixes must not be True here: {reason}")
             return Reason(reason)

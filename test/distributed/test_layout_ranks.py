@@ -339,9 +339,9 @@ def tree_steps_of(rank, wrapper, shares, options):
 
 
 TREES_OF_ONE_RANK = {
-    "other prompts": (SHARES, ({}, {}), "trees would have 52 tokens"),
+    "other prompts": (SHARES, ({}, {}), "with prefixes once, 52 of"),
     # That rank runs the trial for the other.
-    "a cache": ((slice(2, 6), slice(0, 2)), ({}, {"use_cache": True}), "use_cache is set"),
+    "a cache": ((slice(2, 6), slice(0, 2)), ({}, {"use_cache": True}), "use_cache=True keeps keys and values"),
 }
 
 

@@ -221,7 +221,9 @@ def test_other_batches(step, monkeypatch):
     if step.call is not None:
         assert (calls[-1][0], calls[-1][2]) == step.call
     if step.change in (a_hole_in_the_mask, a_gap_in_the_positions):
-        with pytest.raises(ValueError, match="packing must not be True here: row 0 of input_ids is no run of tokens"):
+        with pytest.raises(
+            ValueError, match="packing must not be True here: row 0 of input_ids has padding between tokens"
+        ):
             policy_step(model, batch, loss, packing=True)
 
 
@@ -482,7 +484,7 @@ BAD_OPTIONS = {
     "clip_cov": ("Llama", "clip_cov", {"max_tokens": 64}, TOGETHER.format(65, 64)),
     "kl_cov": ("Llama", "kl_cov", {"max_tokens": 64}, TOGETHER.format(65, 64)),
     "quantile": ("Llama", "quantile", {"max_tokens": 64}, TOGETHER.format(65, 64)),
-    "router": ("Mixtral", "grpo", {"max_tokens": 77}, TOGETHER.format(78, 77) + "the router loss is of all tokens"),
+    "router": ("Mixtral", "grpo", {"max_tokens": 77}, TOGETHER.format(78, 77) + "the router's loss is of all tokens"),
     "idle": ("Llama", "grpo", {"idle": "run"}, r"idle must be one of \['skip', 'forward', 'backward'\], got 'run'"),
     "trim": ("Llama", "grpo", {"trim": 1}, "trim must be of type bool"),
     "packing": ("Llama", "grpo", {"packing": "yes"}, "packing must be of type bool"),
@@ -510,8 +512,8 @@ def test_the_least_budget_and_the_total_before_the_last_step():
     [
         ("FalconH1", "FalconH1ForCausalLM has layers of type hybrid", ""),
         ("Llama", "trim=False keeps rows as they are", "untrimmed"),
-        ("Llama", "row 0 of input_ids is no run of tokens", "holes"),
-        ("GPT2", "row 1 of input_ids is no run of tokens", ""),
+        ("Llama", "row 0 of input_ids has padding between tokens", "holes"),
+        ("GPT2", "row 1 of input_ids has padding between tokens", ""),
     ],
 )
 def test_packing_that_cannot_be(name, message, how):

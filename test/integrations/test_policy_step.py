@@ -109,7 +109,7 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     mask = batch["mask"][:, 1:]
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
-    with pytest.raises(ValueError, match="the adapter puts tokens of its own before each row"):
+    with pytest.raises(ValueError, match="prompt learning of PEFT puts tokens of its own before each sequence"):
         policy_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
 
 

@@ -300,7 +300,7 @@ LLAMA_4 |= {"layer_types": ["chunked_attention"] * 2, "attn_temperature_tuning":
 MAMBA_ALONE = {"vocab_size": VOCAB, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}
 UNTRIED = {"GPTNeo": NEO, "Llama4Text": LLAMA_4, "Mamba": MAMBA_ALONE}
 DROPOUT = "dropout draws for each sequence"
-NO_RUN = "row {} of input_ids is no run of tokens that are attended to, at consecutive positions"
+NO_RUN = "row {} of input_ids has padding between tokens, or positions that jump"
 # model, reason, change of the batch
 REFUSED = {
     "dropout of attention": (lambda: build("Llama", attention_dropout=0.1).train(), DROPOUT, None),
@@ -315,15 +315,15 @@ REFUSED = {
     "chunks": (lambda: build("Llama4Text"), "Llama4ForCausalLM has layers of type chunked_attention", None),
     "a state": (lambda: build("FalconH1"), "FalconH1ForCausalLM has layers of type hybrid", None),
     "no positions": (lambda: build("Mamba"), "MambaForCausalLM is not a causal model of text", None),
-    "windows of columns": (lambda: build("GPTNeo", attention="eager"), "has a mask of columns of its own", None),
+    "windows of columns": (lambda: build("GPTNeo", attention="eager"), "makes an attention mask of its own", None),
     "a router loss": (lambda: build("Llama", output_router_logits=True), "has a router loss of its own", None),
-    "devices": (split_over_devices, "LlamaForCausalLM is split over devices", None),
-    "attention": (of_another_attention, "attention 'flex_attention' takes no dense mask", None),
-    "compiled body": (partial(compiled, body=True), "a compiled model would be compiled again", None),
-    "compiled model": (partial(compiled, body=False), "a compiled model would be compiled again", None),
-    "prompt tuning": (prompt_tuned, "the adapter puts tokens of its own before each row", None),
-    "support": (small_llama, "a support has a row for each token of each sequence", with_a_support),
-    "cache": (small_llama, "use_cache is set", cached),
+    "devices": (split_over_devices, "the layers of LlamaForCausalLM are on several devices", None),
+    "attention": (of_another_attention, "attention 'flex_attention' takes no mask of shared prefixes", None),
+    "compiled body": (partial(compiled, body=True), "the model is compiled", None),
+    "compiled model": (partial(compiled, body=False), "the model is compiled", None),
+    "prompt tuning": (prompt_tuned, "prompt learning of PEFT puts tokens of its own before each sequence", None),
+    "support": (small_llama, "it replays sampling sets (support), which each sequence has of its own", with_a_support),
+    "cache": (small_llama, "use_cache=True keeps keys and values", cached),
     "hole": (small_llama, NO_RUN.format(1), with_a_hole),
     "gap": (small_llama, NO_RUN.format(2), with_a_gap),
 }  # fmt: skip
@@ -381,9 +381,15 @@ def test_trees_run_by_themselves_where_they_save_a_tenth():
     assert (
         "138 tokens in trees of shared prefixes, of 160" in policy_step(model, batch_of(few + alone[:-1]), loss).layout
     )
-    assert "trees would have 158 tokens, up to 158 in a row" in policy_step(model, batch_of(few + alone), loss).layout
+    assert (
+        "with prefixes once, 158 of 174 tokens would remain, more than 90%"
+        in policy_step(model, batch_of(few + alone), loss).layout
+    )
     many = batch_of([([*NUMBERS[n : n + 18], 3 + m], 18, 1.0) for n in range(100) for m in range(2)])
-    assert "trees would have 2,100 tokens, up to 2,100 in a row" in policy_steps(model, many, loss).layout
+    assert (
+        "a row would have 2,100 tokens, and attention on a cpu takes 2,048 at most"
+        in policy_steps(model, many, loss).layout
+    )
     assert "2,100 tokens in trees" in policy_steps(model, many, loss, max_tokens=400).layout
 
 
@@ -443,4 +449,4 @@ def test_attention_that_does_not_ask_for_its_function_is_no_place_for_blocks():
     model = build("Falcon")
     assert attention.find_attention_obstacle(model, model.config, torch.device("cpu")) is None
     reason = attention.find_attention_obstacle(model, model.config, torch.device("cuda"))
-    assert str(reason) == "attention 'sdpa' cannot be replaced by flex attention"
+    assert str(reason) == "attention 'sdpa' cannot run as flex attention, which shared prefixes need"

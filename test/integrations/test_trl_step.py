@@ -301,12 +301,12 @@ def with_invocations():
 
 # What is said of a batch -> the model, and the inputs that change.
 REASONS = {
-    "an adapter begins at a token of each row": (with_invocations, lambda inputs: {}),
+    "activated LoRA begins at a token of each sequence": (with_invocations, lambda inputs: {}),
     "it has no attention_mask": (qwen3, lambda inputs: {"attention_mask": None}),
     "its labels are not its input_ids": (
         qwen3, lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},
     ),
-    "what pixel_values says of single tokens is not known": (vlm, with_images),
+    "it has pixel_values, which belong to tokens by their place": (vlm, with_images),
     "the call has no input_ids or no labels by name": (
         qwen3, lambda inputs: {"input_ids": None, "inputs_embeds": torch.randn(4, 32, 16)},
     ),

@@ -22,10 +22,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from liger_rl.integrations.trl.call_record import find_role, record_call
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import ACTIVATED_LORA, Body, find_sharding, has_activated_lora, has_router_loss, read_body
-from liger_rl.step.layout import Layout, LayoutOptions, lay_out
+from liger_rl.step.layout import AS_IT_IS, Layout, LayoutOptions, lay_out
 from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers
 from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_rank_groups
 from liger_rl.step.reason import Reason
@@ -36,6 +37,7 @@ from liger_rl.step.trial import apply_trial, needs_trial
 
 # Outputs with a value for each token.
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+BUILT_BEFORE = Reason("the trainer was built before patch_trl()", "call patch_trl() before the trainer is built")
 LAYOUT_OPTIONS = LayoutOptions(packing=False)
 
 logger = logging.getLogger("liger_rl")
@@ -84,21 +86,40 @@ def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Cal
         if not (fused_lm_head and is_enabled()) or torch.compiler.is_compiling():
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         original = functools.partial(fused_forward, self, fused_lm_head=True)
-        reason = _find_unreadable(self, args, kwargs)
+        reason = find_unreadable(self, args, kwargs)
         if reason is None:
             return _run_live_tokens(original, self, **kwargs)
-        log_once(self, f"the batch as it is: {reason}")
-        return _run_as_it_is(original, self, *args, **kwargs)
+        log_once(self, f"{AS_IT_IS}: {reason}")
+        return _run_as_it_is(original, self, AS_IT_IS, reason, *args, **kwargs)
 
     return forward
 
 
-def _run_as_it_is(fused_forward: Callable, model: Any, *args: Any, **inputs: Any) -> Any:
+def find_wrapped(model: nn.Module) -> nn.Module | None:
+    """The module inside `model` whose fused forward is `wrap_forward`'s; None if there is none."""
+    return next((module for module in model.modules() if module in WRAPPED_MODELS), None)
+
+
+def _count_padded_tokens(ids: Tensor) -> int:
+    """How many tokens the forwards of TRL have, in place of which a call has `ids`, (B, T) or (B, T, H)."""
+    shapes, (rows, width) = get_window_call().shapes, ids.shape[:2]
+    is_joined = (rows, width) == (sum(b for b, _ in shapes), max((t for _, t in shapes), default=0))
+    return sum(b * t for b, t in shapes) if is_joined else rows * width
+
+
+def _run_as_it_is(
+    fused_forward: Callable, model: Any, text: str, reason: Reason | None, *args: Any, **inputs: Any
+) -> Any:
     """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
     shapes, attention = get_window_call().shapes, inputs.get("attention_mask")
+    ids = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    padded = 0 if ids is None else _count_padded_tokens(ids)
     # A rank of a sharded model does not know whether the widths of another rank differ. Prompt tuning has no input_ids.
     runs_once = find_sharding(model) is not None or has_reentrant_checkpoints(model)
-    if runs_once or inputs.get("input_ids") is None or len({width for _, width in shapes}) <= 1:
+    runs_once = runs_once or inputs.get("input_ids") is None or len({width for _, width in shapes}) <= 1
+    body_tokens = padded if ids is None or not runs_once else ids.shape[:2].numel()
+    record_call(model, padded, body_tokens, text, reason)
+    if runs_once:
         with recorded_router_calls(_find_router(model, inputs) if shapes else None) as calls:
             output = fused_forward(*args, **inputs)
         if attention is None or not calls:
@@ -134,14 +155,18 @@ def _find_router(model: Any, inputs: Mapping[str, Any]) -> ModuleType | None:
 
 
 def log_once(model: Any, text: str) -> None:
-    """Log a text once for each model; texts that differ in their numbers are one."""
+    """Log a text once for each model and its role, on the main process; texts that differ in their numbers are one."""
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    role = find_role(model)
+    text = f"{type(model).__name__}{'' if role is None else f' ({role})'}: {text}"
     texts, key = _logged_texts.setdefault(model, set()), re.sub(r"[\d,]+", "", text)
     if key not in texts:
         texts.add(key)
-        logger.info("%s: %s", type(model).__name__, text)
+        logger.info(text)
 
 
-def _find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
+def find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
     """Why the arguments of a call cannot be read as a batch of text."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
@@ -166,9 +191,9 @@ def _run_live_tokens(
     layout = _lay_out(fused_forward, model, batch, labels)
     if layout.live[0].cells is None:  # the batch as it is, whose labels may not be its ids
         log_once(model, layout.describe())
-        return _run_as_it_is(
-            fused_forward, model, input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **inputs
-        )
+        inputs |= {"input_ids": input_ids, "labels": labels, "num_items_in_batch": num_items_in_batch}
+        text = AS_IT_IS if layout.text == AS_IT_IS else "no prefix shared, no padding"
+        return _run_as_it_is(fused_forward, model, text, layout.reason, **inputs)
 
     def run_rows(row_inputs: dict[str, Any]) -> Output:
         chosen = torch.where(row_inputs.pop("counted"), row_inputs["input_ids"], IGNORE_INDEX)
@@ -195,6 +220,9 @@ def _run_live_tokens(
     )
     outputs = outputs.take((slice(None), slice(1, None)))
     log_once(model, "; ".join(clauses))
+    text = "prompts once, no padding" if layout.has_trees else "no prefix shared, rows of similar length"
+    tokens = sum(micro.tokens for micro in (*layout.live, *layout.idle))
+    record_call(model, _count_padded_tokens(input_ids), tokens, "; ".join([text, *clauses[1:]]), layout.reason)
     values = {name: outputs.get(name) for name in PER_TOKEN}
     log_probs = values["log_probs"]
     assert log_probs is not None

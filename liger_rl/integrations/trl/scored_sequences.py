@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import window
-from liger_rl.integrations.trl.forward import WindowCall, set_window_call
+from liger_rl.integrations.trl.forward import WindowCall, find_wrapped, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
@@ -38,7 +38,9 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
     """The two patches of a trainer, "module:Class"."""
 
     def applies(self: Any) -> bool:
-        return get_settings().whole_step and not (window.has_own_calls(self) or self.aux_loss_enabled)
+        if not get_settings().whole_step or find_wrapped(self.model) is None:
+            return False
+        return not (window.list_own_methods(self) or self.aux_loss_enabled)
 
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
         knows_rows = applies(self) and not has_other_gradients(self)

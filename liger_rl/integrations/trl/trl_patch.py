@@ -1,9 +1,10 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
 The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`forward`); the
-trainers' training step, for one forward of its micro-batches (`window`); two methods of GRPO and RLOO
-(`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); the class by which trainers refuse LoRA
-adapters on the lm_head (`trl_adapters`); and the loss of DistillationTrainer (`trl_distillation`).
+trainers' training step, for one forward of its micro-batches (`window`) and for what the user sees (`report`); two
+methods of GRPO and RLOO (`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); the class by
+which trainers refuse LoRA adapters on the lm_head (`trl_adapters`); and the loss of DistillationTrainer
+(`trl_distillation`).
 """
 
 from collections.abc import Collection, Iterator
@@ -19,7 +20,7 @@ from liger_rl.head.head_options import Tolerance
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations import peft
 from liger_rl.integrations.patching import Framework, Patch, list_parameters
-from liger_rl.integrations.trl import scored_sequences, trl_adapters, trl_distillation, window
+from liger_rl.integrations.trl import report, scored_sequences, trl_adapters, trl_distillation
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -94,7 +95,7 @@ TRL = Framework(
     *trl_adapters.PATCHES,
     *trl_distillation.PATCHES,
     *scored_sequences.PATCHES,
-    window.PATCH,
+    report.PATCH,
     *peft.PATCHES,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient, LoRA on the lm_head",
 )

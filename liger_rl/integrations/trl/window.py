@@ -26,11 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl.forward import WRAPPED_MODELS, WindowCall, get_window_call, log_once, set_window_call
+from liger_rl.integrations.trl.forward import (
+    BUILT_BEFORE,
+    WindowCall,
+    find_wrapped,
+    get_window_call,
+    log_once,
+    set_window_call,
+)
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.integrations.trl.trl_adapters import TRAINERS
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import DYNAMIC_ROPE, has_router_loss, read_static_positions
+from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.reason import Reason
 
@@ -236,23 +243,20 @@ def _get_state(trainer: Any) -> _TrainerState:
     return vars(trainer).setdefault("_liger_rl_state", _TrainerState())
 
 
-def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """`transformers.Trainer.training_step`, in which a micro-batch may wait for the next ones."""
+def run_training_step(self: Any, original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
+    """`original`, transformers' `training_step` of a trainer, in which a micro-batch may wait for the next ones."""
     if not _uses_window(self, model):
-        return PATCH.original(self, model, inputs, num_items_in_batch)
+        return original(self, model, *arguments)
     state = _get_state(self)
     self.compute_loss = functools.partial(_compute_loss, self, state, self.compute_loss)
     try:
         with _measured_memory(self, model, state):
-            return PATCH.original(self, model, inputs, num_items_in_batch)
+            return original(self, model, *arguments)
     except _Waits:
         return torch.zeros((), device=self.args.device)
     finally:
         del self.compute_loss
         state.finished = None
-
-
-PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
 
 
 def _compute_loss(
@@ -336,7 +340,7 @@ def _find_limit(trainer: Any, model: nn.Module, state: _TrainerState) -> int | N
 def _uses_window(trainer: Any, model: Any) -> bool:
     if not get_settings().whole_step or trainer.args.gradient_accumulation_steps == 1:
         return False
-    if not any(kind.__module__.startswith("trl.trainer.") for kind in type(trainer).__mro__):
+    if not is_trl_trainer(trainer):
         return False
     reason = find_refusal(trainer, model)
     if reason is not None:
@@ -344,34 +348,44 @@ def _uses_window(trainer: Any, model: Any) -> bool:
     return reason is None
 
 
-def has_own_calls(trainer: Any) -> bool:
-    """Whether the trainer is of a subclass with its own loss or calls of the model, or has methods of its own."""
-    if any(method in vars(trainer) for method in METHODS if method != "compute_loss"):  # the window's
-        return True
+def is_trl_trainer(trainer: Any) -> bool:
+    """Whether the trainer is TRL's, or of a subclass."""
+    return any(kind.__module__.startswith("trl.trainer.") for kind in type(trainer).__mro__)
+
+
+def list_own_methods(trainer: Any) -> list[str]:
+    """The names of the methods with a loss or calls of the model that a subclass or the trainer itself defines."""
+    own = [method for method in METHODS if method in vars(trainer) and method != "compute_loss"]  # the window's
     kinds = type(trainer).__mro__
-    owners = [next((kind for kind in kinds if method in vars(kind)), object) for method in METHODS]
-    return not all(owner.__module__.startswith(("trl.trainer.", "transformers.", "builtins")) for owner in owners)
+    owners = {method: next((kind for kind in kinds if method in vars(kind)), object) for method in METHODS}
+    packages = ("trl.trainer.", "transformers.", "builtins")
+    return own + [method for method, owner in owners.items() if not owner.__module__.startswith(packages)]
+
+
+def is_compiled(trainer: Any, model: nn.Module) -> bool:
+    """Whether torch.compile compiles the model that the trainer calls."""
+    return trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     """Why each micro-batch has a forward of its own; None if they have one together."""
-    config = trainer.model.config.get_text_config()
-    if has_own_calls(trainer) or "compute_loss" in vars(trainer):
-        # What it does before a call would be done several times.
-        return Reason(f"{type(trainer).__name__} has a loss or a call of the model that is not TRL's")
-    has_router = getattr(trainer, "aux_loss_enabled", False) or has_router_loss(config, {})
-    if has_router and WRAPPED_MODELS.isdisjoint(trainer.model.modules()):
-        return Reason("TRL's forward has one router loss for its rows", "patch_trl() before the trainer is built")
+    if find_wrapped(trainer.model) is None:
+        if any(kind.__module__ in TRAINERS for kind in type(trainer).__mro__):
+            return BUILT_BEFORE
+        return Reason(f"{type(trainer).__name__} does not use TRL's fused head")
+    own = list_own_methods(trainer) or [method for method in ("compute_loss",) if method in vars(trainer)]
+    if own:  # what it does before a call would be done several times
+        return Reason(f"{type(trainer).__name__} has a {own[0]} of its own")
     if callable(getattr(trainer, "compute_loss_func", None)):  # GRPO and RLOO have a text there
-        return Reason("compute_loss_func takes the logits of a micro-batch", "leave compute_loss_func out")
+        return Reason("compute_loss_func takes logits", "leave compute_loss_func out")
     if getattr(trainer, "label_smoother", None) is not None:
-        return Reason("label smoothing takes the logits of a micro-batch", "label_smoothing_factor=0")
+        return Reason("label smoothing takes logits", "label_smoothing_factor=0")
     if getattr(trainer, "_is_vlm", False) and trainer.accelerator.num_processes > 1:
         return Reason("a micro-batch of one rank may have images, and that of another rank none")
-    if read_static_positions(config) < math.inf:
+    if read_static_positions(trainer.model.config.get_text_config()) < math.inf:
         return DYNAMIC_ROPE
-    if trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
-        return Reason("a compiled model would be compiled again", "leave torch.compile out")
+    if is_compiled(trainer, model):
+        return COMPILED
     if isinstance(model, nn.DataParallel):
         return Reason("DataParallel splits a micro-batch over devices", "one process for each GPU (torchrun)")
     return None

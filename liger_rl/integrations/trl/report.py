@@ -1,0 +1,234 @@
+"""What the user sees of the patch: two values in TRL's log, one line and at most one warning of a training run, and
+`explain_trl`.
+
+A training step records the calls of its models (`call_record`). The values and the line are of this process.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.trl import window
+from liger_rl.integrations.trl.call_record import CallRecord, recorded_calls
+from liger_rl.integrations.trl.forward import AS_IT_IS, find_unreadable, find_wrapped
+from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.step.body import COMPILED, read_body
+from liger_rl.step.reason import Reason
+
+TOKENS, SAVED = "liger_rl/body_tokens", "liger_rl/body_tokens_saved"
+
+logger = logging.getLogger("liger_rl.trl")
+
+
+@dataclass
+class _Report:
+    """The calls of a trainer's models."""
+
+    calls: list[CallRecord] = field(default_factory=list)  # of the optimizer step that runs
+    # By role, of the last optimizer step that has such calls.
+    last_calls: dict[str, list[CallRecord]] = field(default_factory=dict)
+    # Since the last entry of TRL's log.
+    steps: int = 0
+    body_tokens: int = 0
+    padded_tokens: int = 0
+    run: Any = None  # TRL's state of the training run
+    run_steps: int = 0  # optimizer steps of this run
+    is_announced: bool = False  # whether this run's line has been logged
+
+
+def _get_report(trainer: Any) -> _Report:
+    return vars(trainer).setdefault("_liger_rl_report", _Report())
+
+
+def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """`transformers.Trainer.training_step`, whose calls of models are recorded."""
+    if not window.is_trl_trainer(self):
+        return PATCH.original(self, model, inputs, num_items_in_batch)
+    report = _get_report(self)
+    if report.run is not self.state:  # what an interrupted run has left does not count
+        report.calls, report.run, report.run_steps, report.is_announced = [], self.state, 0, False
+    with recorded_calls(self, report.calls):
+        loss = window.run_training_step(self, PATCH.original, model, inputs, num_items_in_batch)
+    if self.accelerator.sync_gradients:
+        calls, report.calls = report.calls, []
+        report.last_calls |= {call.role: [c for c in calls if c.role == call.role] for call in calls}
+        report.run_steps += 1
+        _log_tokens(self, report, calls)
+        # On a GPU the first step measures memory, so the second one says more.
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        if not report.is_announced and (report.run_steps > 1 or is_last or self.args.device.type != "cuda"):
+            report.is_announced = True
+            _announce(self, model, calls)
+    return loss
+
+
+PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
+
+
+def _log_tokens(trainer: Any, report: _Report, calls: list[CallRecord]) -> None:
+    """Set the values of TRL's next log entry: the mean over its optimizer steps, the share of all their tokens."""
+    padded, body = _sum_tokens(calls)
+    metrics = getattr(trainer, "_metrics", {}).get("train")
+    if metrics is None or not padded:
+        return
+    if TOKENS not in metrics:  # TRL has logged, and has cleared its metrics
+        report.steps = report.body_tokens = report.padded_tokens = 0
+    report.steps += 1
+    report.body_tokens += body
+    report.padded_tokens += padded
+    # TRL logs the mean of a list.
+    metrics[TOKENS] = [report.body_tokens / report.steps]
+    metrics[SAVED] = [1 - report.body_tokens / report.padded_tokens]
+
+
+def _sum_tokens(calls: list[CallRecord]) -> tuple[int, int]:
+    """(padded tokens of TRL's forwards, tokens that the body ran)."""
+    return sum(call.padded_tokens for call in calls), sum(call.body_tokens for call in calls)
+
+
+# --- the line and the warning of a training run -----------------------------------------------------------------------
+
+
+def _announce(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> None:
+    """Log what the optimizer step has run, and a warning if a setting of the user keeps it from running less."""
+    name = type(trainer).__name__
+    reasons = _find_reasons(trainer, model, calls)
+    if calls:
+        text, reason = _describe_calls(calls)
+        _log(trainer, logging.INFO, f"{name}: {text}{'' if reason is None else f': {reason}'}")
+    elif not any(reason.fix for reason in reasons):
+        _log(trainer, logging.INFO, f"{name}: the head alone{''.join(f': {reason}' for reason in reasons[:1])}")
+    changes = [f"{reason} (to change that: {reason.fix})" for reason in reasons if reason.fix]
+    if changes:
+        _log(trainer, logging.WARNING, f"{name} runs more than it must under patch_trl(): {'; '.join(changes)}")
+
+
+def _describe_calls(calls: list[CallRecord]) -> tuple[str, Reason | None]:
+    """How many tokens have run, and how the last call with a gradient has run."""
+    padded, body = _sum_tokens(calls)
+    call = ([call for call in calls if call.has_graph] or calls)[-1]
+    return f"{body:,} of {padded:,} tokens run; {call.text}", call.reason
+
+
+def _find_reasons(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> list[Reason]:
+    """Why the trainer runs more than it must, as far as known."""
+    reasons = [
+        _find_obstacle(trainer, model) or window.find_refusal(trainer, model),
+        *(call.reason for call in calls),
+    ]
+    return list(dict.fromkeys(reason for reason in reasons if reason is not None))
+
+
+def _find_obstacle(trainer: Any, model: nn.Module) -> Reason | None:
+    """Why no call of the trainer's policy runs live tokens only; None if calls may."""
+    if not get_settings().whole_step:
+        return Reason("whole_step=False")
+    if find_wrapped(trainer.model) is None:
+        return window.find_refusal(trainer, model)
+    return COMPILED if window.is_compiled(trainer, model) else None
+
+
+def _log(trainer: Any, level: int, text: str) -> None:
+    """Log on the main process, visible unless the trainer's `log_level` or the user's logging says otherwise."""
+    asked = trainer.args.log_level != "passive" and trainer.args.get_process_log_level() > level
+    if asked or not trainer.is_world_process_zero():
+        return
+    with _visible_info():
+        logger.log(level, text)
+
+
+@contextmanager
+def _visible_info() -> Iterator[None]:
+    """INFO is logged in this context, to stderr if no handler is configured, unless the user has set a level."""
+    level, handler = logger.level, None
+    if logging.getLogger("liger_rl").level == level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[liger_rl] %(message)s"))
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if handler is not None:
+            logger.removeHandler(handler)
+
+
+# --- explain_trl ------------------------------------------------------------------------------------------------------
+
+
+def explain_trl(trainer: Any) -> str:
+    """How the models of a TRL trainer run under `patch_trl()`, and why. Before, during or after training.
+
+    One line for the optimizer step and one for each model: the tokens of the last optimizer step, or what is known
+    before the first. A reason comes with the setting to change, if there is one.
+
+    Raises:
+        TypeError: `trainer` is not a trainer of TRL.
+    """
+    from transformers import Trainer
+
+    if not (isinstance(trainer, Trainer) and window.is_trl_trainer(trainer)):
+        raise TypeError(f"trainer must be a trainer of TRL, got {type(trainer).__name__}")
+    name, model = type(trainer).__name__, trainer.model_wrapped
+    if not PATCH.patched:
+        return f"{name}: runs as TRL runs it, because patch_trl() is not in place"
+    obstacle = _find_obstacle(trainer, model)
+    if obstacle is not None:
+        return f"{name}: the head alone{_describe_reason(obstacle)}"
+    lines = [f"optimizer step: {_explain_window(trainer, model)}"]
+    last_calls = _get_report(trainer).last_calls
+    for role, calls in sorted(last_calls.items()):
+        text, reason = _describe_calls(calls)
+        lines.append(f"{role}: {text}{_describe_reason(reason)}")
+    if not last_calls:
+        models = {"policy": trainer.model, "reference": getattr(trainer, "ref_model", None)}
+        lines += [f"{role}: {_predict(model)}" for role, model in models.items() if model is not None]
+    return "\n".join([name, *(f"- {line}" for line in lines)])
+
+
+def _describe_reason(reason: Reason | None) -> str:
+    """A clause with the reason and its fix, behind another one."""
+    fix = "" if reason is None or reason.fix is None else f" (to change that: {reason.fix})"
+    return "" if reason is None else f": {reason}{fix}"
+
+
+def _explain_window(trainer: Any, model: nn.Module) -> str:
+    number = trainer.args.gradient_accumulation_steps
+    reason, size = window.find_refusal(trainer, model), window.get_size(trainer)
+    if number == 1:
+        return f"one micro-batch{_describe_reason(reason if reason is not None and reason.fix else None)}"
+    if reason is not None:
+        return f"a forward for each of its {number} micro-batches{_describe_reason(reason)}"
+    if size < number and not trainer.state.global_step and get_settings().max_tokens is None:
+        return f"as many of its {number} micro-batches in one forward as fit into memory"
+    return f"up to {min(size, number)} of its {number} micro-batches in one forward"
+
+
+def _predict(model: nn.Module) -> str:
+    """How a model will run text, from what is known without a batch."""
+    wrapped = find_wrapped(model)
+    if wrapped is None:
+        return "the head alone"
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(wrapped.parameters()).device)
+    training = {module: module.training for module in wrapped.modules()}
+    try:
+        wrapped.train()  # with dropout
+        body = read_body(wrapped, wrapped, {"attention_mask": torch.ones_like(ids)}, ids, None)
+        reason = find_unreadable(wrapped, (), {"input_ids": ids, "labels": ids}) or body.obstacle
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    if reason is not None:
+        return f"{AS_IT_IS}{_describe_reason(reason)}"
+    if body.no_tree is not None:
+        return f"live tokens only, no prefix shared{_describe_reason(body.no_tree)}"
+    return "live tokens only, prompts once"

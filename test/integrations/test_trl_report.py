@@ -1,0 +1,255 @@
+"""What the user sees of TRL's trainers under the patch: logged tokens, one line, warnings, and `explain_trl`."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+from peft import LoraConfig
+from test_trl_window import subclass_with
+
+import trl_runs
+from liger_rl.integrations.trl import explain_trl, patch_trl, patched_trl
+from liger_rl.integrations.trl.report import SAVED, TOKENS
+
+SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6}
+OPTIONS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "log_level": "passive"}
+
+
+class Counter(transformers.TrainerCallback):
+    """The padded tokens of each optimizer step's calls of the models, as the outermost module gets them."""
+
+    def __init__(self, trainer) -> None:
+        self.is_running, self.steps, self.tokens = True, [], 0
+        trainer.add_callback(self)
+        for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
+            model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, model, args, inputs):
+        if self.is_running and inputs.get("fused_lm_head"):
+            self.tokens += inputs["input_ids"].numel()
+
+    def on_step_end(self, *args, **options):
+        self.steps.append(self.tokens)
+        self.tokens = 0
+
+    def on_evaluate(self, *args, **options):
+        self.tokens = 0
+
+
+def count_body_tokens(trainer) -> list[int]:
+    """-> a list that grows by the tokens of each forward of a body with the fused head, in training, without trials."""
+    tokens, reference = [], getattr(trainer, "ref_model", None)
+    # A trial sets the model's evaluation mode, in which the reference is anyway.
+    if reference is not None:
+        reference.train()
+    for model in {trainer.model, reference} - {None}:
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+        def before(body, args, inputs):
+            if body.training and inputs.get("past_key_values") is None:
+                tokens.append(inputs["input_ids"].numel())
+
+        model.base_model.register_forward_pre_hook(before, with_kwargs=True)
+    return tokens
+
+
+def train(kind, model, directory, *, patch, **options):
+    """-> the run, its padded tokens of each optimizer step and its body's tokens."""
+    watched = {}
+
+    def watch(trainer):
+        watched.update(counter=Counter(trainer), tokens=count_body_tokens(trainer))
+
+    options = OPTIONS | (SCORED if kind in ("GRPO", "RLOO") else {}) | options
+    run = trl_runs.train(kind, model, directory, patch=patch, prepare=watch, **options)
+    return run, watched["counter"].steps, watched["tokens"]
+
+
+LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+# TRL's reference: GRPO's with beta > 0 is a model of its own, or the policy without its adapters; RLOO's and DPO's too.
+NUMBERS = {
+    "GRPO": ("GRPO", {"num_iterations": 1, "max_steps": 3}),
+    "GRPO, LoRA": ("GRPO", {"peft_config": LORA}),
+    "RLOO": ("RLOO", {}),
+    "DPO": ("DPO", {}),
+    "KTO": ("KTO", {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}),
+    "SFT, one entry for two steps": ("SFT", {"logging_steps": 2, "max_steps": 4, "per_device_train_batch_size": 8}),
+    "SFT, evaluations": ("SFT", {"eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 8}),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_log_has_the_tokens_of_each_logging_step(name, path_of, tmp_path):
+    kind, options = NUMBERS[name]
+    script = {"script": []} if kind in ("GRPO", "RLOO") else {}
+    plain, padded, _ = train(kind, path_of["qwen3"], tmp_path, patch=False, **script, **options)
+    patched, _, body = train(kind, path_of["qwen3"], tmp_path, patch=True, **script, **options)
+    assert patched.log.keys() - plain.log.keys() == {TOKENS, SAVED}
+    every, steps = options.get("logging_steps", 1), len(padded)
+    assert len(patched.log[TOKENS]) == len(patched.log[SAVED]) == steps // every
+    assert sum(patched.log[TOKENS]) * every == sum(body)
+    for number, (tokens, saved) in enumerate(zip(patched.log[TOKENS], patched.log[SAVED], strict=True)):
+        total = sum(padded[number * every : (number + 1) * every])
+        assert saved == pytest.approx(1 - tokens * every / total)
+        assert saved > 0.2
+
+
+# --- the line and the warning of a training run -----------------------------------------------------------------------
+
+
+def read_lines(capture, *, name) -> tuple[list[str], list[str]]:
+    """(lines at INFO, warnings) of the logger of the report that name the trainer."""
+    records = [record for record in capture.records if record.name == "liger_rl.trl"]
+    assert all(name in record.getMessage() for record in records)
+    return tuple(
+        [record.getMessage() for record in records if record.levelno == level]
+        for level in (logging.INFO, logging.WARNING)
+    )
+
+
+def test_the_line_is_logged_once_for_each_training_run(path_of, tmp_path, caplog):
+    def train_again(trainer):
+        run = trainer.train
+        trainer.train = lambda: (run(), run())
+
+    run, *_ = train("DPO", path_of["qwen3"], tmp_path, patch=True, **{"gradient_accumulation_steps": 1})
+    (line,), warnings = read_lines(caplog, name="DPOTrainer")
+    assert line.startswith(f"DPOTrainer: {run.log[TOKENS][0]:.0f} of ")
+    assert line.endswith("tokens run; prompts once, no padding")
+    assert warnings == []
+    caplog.clear()
+    trl_runs.train("DPO", path_of["qwen3"], tmp_path, patch=True, prepare=train_again, max_steps=2, log_level="passive")
+    trl_runs.train("DPO", path_of["qwen3"], tmp_path, patch=True, max_steps=1)  # log_level="error"
+    lines, _ = read_lines(caplog, name="DPOTrainer")
+    assert len(lines) == 2
+
+
+def with_attention_dropout():
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES, attention_dropout=0.1))
+
+
+def compile_calls(trainer):
+    """As torch.compile does, whose compiler is left out."""
+    trainer.model._compiled_call_impl = trainer.model._call_impl
+
+
+# What runs more than it must -> its options, the reason, the setting to change, and whether its tokens are known.
+WARNINGS = {
+    "built before": ({"built_before": True}, "built before patch_trl()", "before the trainer is built", False),
+    "attention's dropout": ({"model": with_attention_dropout}, "dropout draws", "attention_dropout=0", True),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label smoothing", "label_smoothing_factor=0", True),
+    "padding-free": ({"padding_free": True, "max_length": None}, "packed into one row", "padding_free=False", True),
+    "compiled": ({"prepare": compile_calls}, "the model is compiled", "torch_compile=False", True),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_one_warning_names_the_setting(name, path_of, tmp_path, caplog):
+    options, reason, setting, has_tokens = WARNINGS[name]
+    torch.manual_seed(0)
+    options = {"model": lambda: path_of["qwen3"], "gradient_accumulation_steps": 1, **options}
+    model = options.pop("model")()
+    prepare, kept = options.pop("prepare", lambda trainer: None), []
+
+    def keep(trainer):
+        kept.append(trainer)
+        prepare(trainer)
+
+    trl_runs.train("SFT", model, tmp_path, patch=True, prepare=keep, **OPTIONS | options)
+    lines, (warning,) = read_lines(caplog, name="SFTTrainer")
+    assert warning.count(reason) == warning.count(setting) == 1
+    assert len(lines) == has_tokens
+    with patched_trl():
+        assert setting in explain_trl(kept[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"patch_options": {"whole_step": False}}, "SFTTrainer: the head alone: whole_step=False"),
+        (
+            {"prepare": subclass_with("compute_loss")},
+            "Subclass: 114 of 114 tokens run; no prefix shared, no padding: no two sequences have more than",
+        ),
+    ],
+    ids=["the head alone", "a subclass"],
+)
+def test_what_a_user_chose_or_cannot_change_is_no_warning(options, text, path_of, tmp_path, caplog):
+    trl_runs.train("SFT", path_of["qwen3"], tmp_path, patch=True, **OPTIONS | options)
+    (line,), warnings = read_lines(caplog, name=text.split(":")[0])
+    assert text in line
+    assert warnings == []
+
+
+def test_the_line_is_visible_where_no_logging_is_configured(path_of, tmp_path):
+    """On stderr, of the main process alone."""
+    script = (
+        "import sys, trl_runs\n"
+        "from liger_rl.integrations.trl import patch_trl\n"
+        "patch_trl()\n"
+        "trainer = trl_runs.build('SFT', sys.argv[1], sys.argv[2], max_steps=1, log_level='passive')\n"
+        "trainer.is_world_process_zero = lambda: sys.argv[3] == '0'\n"
+        "trainer.train()\n"
+    )
+    for rank in "01":
+        command = [sys.executable, "-c", script, path_of["qwen3"], str(tmp_path), rank]
+        errors = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        ).stderr
+        assert errors.count("[liger_rl] SFTTrainer: 1") == (rank == "0")
+
+
+# --- explain_trl ------------------------------------------------------------------------------------------------------
+
+
+def test_explain_trl_before_and_after_training(path_of, tmp_path):
+    options = OPTIONS | SCORED | {"num_iterations": 1, "max_steps": 2}
+    trainer = trl_runs.build("GRPO", path_of["qwen3"], tmp_path, **options)
+    assert explain_trl(trainer) == "GRPOTrainer: runs as TRL runs it, because patch_trl() is not in place"
+    patch_trl()
+    assert "built before patch_trl()" in explain_trl(trainer)
+    trainer = trl_runs.build("GRPO", path_of["qwen3"], tmp_path, **options)
+    title, step, *models = explain_trl(trainer).splitlines()
+    assert (title, step) == (
+        "GRPOTrainer", "- optimizer step: up to 2 of its 2 micro-batches in one forward",
+    )  # fmt: skip
+    assert models == [f"- {role}: live tokens only, prompts once" for role in ("policy", "reference")]
+    run = trl_runs.run(trainer)
+    *_, policy, reference = lines = explain_trl(trainer).splitlines()
+    assert len(lines) == 4
+    assert "tokens run; prompts once, no padding" in policy
+    numbers = [int(line.split(": ")[1].split(" of ")[0]) for line in (policy, reference)]
+    assert sum(numbers) == run.log[TOKENS][-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model": with_attention_dropout}, "no prefix shared: dropout draws for each sequence (to change that: att"),
+        ({"max_tokens": 100}, "up to 1 of its 2 micro-batches in one forward"),
+        (
+            {"label_smoothing_factor": 0.1},
+            "a forward for each of its 2 micro-batches: label smoothing takes logits (to",
+        ),
+    ],
+    ids=str,
+)
+def test_explain_trl_knows_before_training(options, text, path_of, tmp_path):
+    options = {"model": lambda: path_of["qwen3"], **options}
+    patch_trl(max_tokens=options.pop("max_tokens", None))
+    assert text in explain_trl(trl_runs.build("SFT", options.pop("model")(), tmp_path, **OPTIONS | options))
+
+
+def test_explain_trl_takes_trainers_of_trl(tmp_path):
+    trainer = transformers.Trainer(torch.nn.Linear(1, 1), transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+    for wrong in (trainer, None):
+        with pytest.raises(TypeError, match="trainer must be a trainer of TRL, got"):
+            explain_trl(wrong)
