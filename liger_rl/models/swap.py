@@ -33,6 +33,7 @@ from liger_rl.models.lm_head import (
     remove_hooks,
 )
 from liger_rl.models.local_tensors import localize
+from liger_rl.models.modules import list_modules
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
@@ -159,14 +160,14 @@ def is_swapped(model: nn.Module) -> bool:
 
 def find_swapped(model: nn.Module) -> Any:
     """The swapped model in `model` and its wrappers (PEFT, DDP, torch.compile); None if there is none."""
-    return next((module for module in model.modules() if isinstance(module, _FusedHead)), None)
+    return next((module for module in list_modules(model) if isinstance(module, _FusedHead)), None)
 
 
 def _read_argument_names(model: nn.Module) -> frozenset[str]:
     """Names of the arguments that a forward of `model` or of its submodules reads."""
     names = {*PLAIN_ARGUMENTS, *_list_keys(TransformersKwargs)}
     # The arguments of a model do not reach layers without submodules.
-    for kind in {type(module) for module in model.modules() if any(True for _ in module.children())}:
+    for kind in {type(module) for module in list_modules(model) if any(True for _ in module.children())}:
         for owner in kind.__mro__:  # a forward may pass its arguments to that of a base class
             if issubclass(owner, nn.Module) and owner is not nn.Module and "forward" in vars(owner):
                 names |= _read_names(vars(owner)["forward"])

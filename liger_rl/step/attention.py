@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from liger_rl.models.modules import list_modules
 from liger_rl.step.reason import Reason
 
 # Rows of whole blocks: flex attention then takes a quarter less time, because its kernels check no row's end.
@@ -28,13 +29,14 @@ DENSE_ATTENTION = ("sdpa", "eager")  # kinds of attention that take a dense mask
 
 def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device) -> Reason | None:
     """Why rows of this model cannot be trees; None if its attention allows them. `config`: the text model's."""
-    name, kind = type(model).__name__, config._attn_implementation
+    name, kind, modules = type(model).__name__, config._attn_implementation, list_modules(model)
     if not {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters):
         return Reason(f"the forward of {name} takes no position_ids or no attention_mask")
     layers = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if layers:
         return Reason(f"{name} has layers of type {', '.join(sorted(layers))}")
-    if any(mask.dtype == torch.bool and mask.dim() == 4 for mask in model.buffers()):
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    if any(mask.dtype == torch.bool and mask.dim() == 4 for mask in buffers):
         return Reason(f"{name} makes an attention mask of its own")
     if len({str(place) for place in getattr(model, "hf_device_map", {}).values()}) > 1:
         return Reason(f"the layers of {name} are on several devices", 'leave device_map="auto" out')
@@ -45,11 +47,12 @@ def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device)
             return Reason(f"attention {kind!r} takes no mask of shared prefixes", SDPA)
     elif kind not in ALL_ATTENTION_FUNCTIONS or not getattr(model, "_supports_attention_backend", False):
         return Reason(f"attention {kind!r} cannot run as flex attention, which shared prefixes need", SDPA)
-    if device.type != "cpu" and any(hasattr(module, "sinks") for module in model.modules()):
+    if device.type != "cpu" and any(hasattr(module, "sinks") for module in modules):
         return Reason(f"{name} has attention sinks")
     # An adapter's dropout draws for each element of its input, wherever that stands. A shared token draws once.
-    in_adapters = {d for module in model.modules() for d in getattr(module, "lora_dropout", nn.ModuleDict()).values()}
-    if any(_is_random(module) for module in model.modules() if module not in in_adapters):
+    adapted: list[Any] = [module for module in modules if hasattr(module, "lora_dropout")]
+    in_adapters = {dropout for layer in adapted for dropout in layer.lora_dropout.values()}
+    if any(_is_random(module) for module in modules if module not in in_adapters):
         return Reason("dropout draws for each sequence", _name_dropouts(config))
     return None
 

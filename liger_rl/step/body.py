@@ -19,6 +19,7 @@ from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.models.lm_head import is_gathered
 from liger_rl.models.local_tensors import is_dtensor
+from liger_rl.models.modules import list_modules, list_parameters
 from liger_rl.models.swap import (
     FUSED_OPTIONS,
     IGNORE_INDEX,
@@ -87,11 +88,11 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     config = swapped.config.get_text_config()
     takes_positions = "position_ids" in inspect.signature(swapped.forward).parameters
     # A tower of images has other attention and positions than the text.
-    kinds = ((module, getattr(module, "config", None)) for module in swapped.modules())
+    kinds = ((module, getattr(module, "config", None)) for module in list_modules(swapped))
     text = next((module for module, kind in kinds if getattr(kind, "model_type", None) == config.model_type), swapped)
-    rotary = any(name.endswith("inv_freq") for name, _ in text.named_buffers())
+    rotary = any(name.endswith("inv_freq") for module in list_modules(text) for name in module._buffers)
     causal = config.model_type not in NOT_CAUSAL and getattr(config, "is_causal", True)
-    causal = causal and all(getattr(module, "is_causal", None) is not False for module in text.modules())
+    causal = causal and all(getattr(module, "is_causal", None) is not False for module in list_modules(text))
     counts = config.model_type in POSITION_IS_COUNT and takes_positions and inputs.get("position_ids") is None
     known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
     # Llama 4 scales queries by their columns, whatever position_ids are.
@@ -196,14 +197,14 @@ def _find_tree_obstacle(
         return USE_CACHE
     if body.has_router_loss and find_router_module(swapped) is None:
         return Reason(f"{type(swapped).__name__} has a router loss of its own", ROUTER_LOSS.fix)
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in list_modules(model)):
         return COMPILED
     return find_attention_obstacle(swapped, body.config, device)
 
 
 def has_activated_lora(model: nn.Module) -> bool:
     """Whether an adapter of PEFT's activated LoRA is on the model."""
-    variants = (v for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values())
+    variants = (v for module in list_modules(model) for v in (getattr(module, "lora_variant", None) or {}).values())
     return any("ALora" in type(variant).__name__ for variant in variants)
 
 
@@ -224,19 +225,19 @@ def find_sharding(model: nn.Module) -> str | None:
 
 
 def _look_for_sharding(model: nn.Module) -> str | None:
-    parameters = list(model.parameters())
+    parameters = list_parameters(model)
     if any(hasattr(parameter, "ds_id") for parameter in parameters):  # DeepSpeed's
         return "ZeRO-3"
     if any(is_dtensor(parameter) for parameter in parameters):
         return "DTensor"
-    is_fsdp1 = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
+    is_fsdp1 = any("FullyShardedDataParallel" in type(module).__name__ for module in list_modules(model))
     return "FSDP1" if is_fsdp1 else None
 
 
 def iterate_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules around the swapped model, the outermost first; all modules if none is swapped."""
     swapped = find_swapped(model)
-    return itertools.takewhile(lambda module: module is not swapped, model.modules())
+    return itertools.takewhile(lambda module: module is not swapped, list_modules(model))
 
 
 def get_swapped_model(model: Any) -> Any:

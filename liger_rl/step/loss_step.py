@@ -24,6 +24,7 @@ from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.metrics import Metric, reduce_metrics
+from liger_rl.models.modules import walked_once
 from liger_rl.step.body import (
     ROUTER_LOSS,
     TOKEN_INPUTS,
@@ -159,6 +160,7 @@ class PolicySteps(Iterator[PolicyStep]):
     in the sequences of other steps. `layout` is how the tokens are laid out, and why no prefix is shared.
     """
 
+    @walked_once()
     def __init__(
         self,
         model: nn.Module,
@@ -226,6 +228,7 @@ class PolicySteps(Iterator[PolicyStep]):
     def __len__(self) -> int:
         return self._steps
 
+    @walked_once()
     def __next__(self) -> PolicyStep:
         """Runs the next micro-batch. Idle micro-batches run with the first."""
         number = self._steps_taken

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_rl.models.local_tensors import is_dtensor
+from liger_rl.models.modules import list_modules, list_parameters
 
 Result = TypeVar("Result")
 
@@ -162,12 +163,12 @@ def has_reentrant_checkpoints(model: nn.Module) -> bool:
     return any(
         getattr(module, "gradient_checkpointing", False)
         and _is_reentrant(getattr(module, "_gradient_checkpointing_func", None))
-        for module in model.modules()
+        for module in list_modules(model)
     )
 
 
 def _may_have_router_loss(model: nn.Module) -> bool:
-    transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    transformer = next((module for module in list_modules(model) if isinstance(module, PreTrainedModel)), None)
     return transformer is not None and hasattr(transformer.config.get_text_config(), "output_router_logits")
 
 
@@ -179,6 +180,8 @@ def _is_reentrant(checkpoint: Any) -> bool:
 def _find_body(model: nn.Module) -> list[nn.Module]:
     """All layers of the stack with the most parameters. A model of images has another stack for these."""
     stacks = _list_stacks(model)
+    if len(stacks) == 1:
+        return stacks[0]
     return max(stacks, key=lambda stack: sum(p.numel() for layer in stack for p in layer.parameters()), default=[])
 
 
@@ -193,8 +196,8 @@ def _list_stacks(module: nn.Module) -> list[list[nn.Module]]:
 
 
 def _find_device(layers: list[nn.Module]) -> torch.device | None:
-    """The device of the layers' parameters; None if there are several devices or no parameter."""
-    devices = {parameter.device for layer in layers for parameter in layer.parameters()}
+    """The device of the layers, by the first parameter of each; None if there are several devices or no parameter."""
+    devices = {parameter.device for layer in layers for parameter in itertools.islice(layer.parameters(), 1)}
     return devices.pop() if len(devices) == 1 else None
 
 
@@ -251,7 +254,7 @@ def read_memory(device: torch.device, *, restart_peak: bool = False) -> DeviceMe
 
 def count_missing_gradients(model: nn.Module) -> int:
     """Bytes of the gradients of parameters that have none yet: the backward allocates them."""
-    return _count_bytes(p for p in model.parameters() if p.requires_grad and p.grad is None)
+    return _count_bytes(p for p in list_parameters(model) if p.requires_grad and p.grad is None)
 
 
 @torch.no_grad()
@@ -291,7 +294,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, tokens: int, device: torch.device) -> None:
         self.tokens, self.device = tokens, device
-        self.without_gradient = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+        self.without_gradient = [p for p in list_parameters(model) if p.requires_grad and p.grad is None]
         self.peak = self.entered = self.gradients = 0  # bytes
         # Bytes that each layer keeps, by its number. A layer runs once for each micro-batch.
         self.kept: Counter[int] = Counter()

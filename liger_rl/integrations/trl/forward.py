@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from liger_rl.integrations.trl.call_record import find_role, record_call
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.models.modules import list_modules, walked_once
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import ACTIVATED_LORA, Body, find_sharding, has_activated_lora, has_router_loss, read_body
 from liger_rl.step.layout import AS_IT_IS, Layout, LayoutOptions, lay_out
@@ -85,19 +86,23 @@ def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Cal
         # A compiled forward would be compiled again for each layout.
         if not (fused_lm_head and is_enabled()) or torch.compiler.is_compiling():
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        original = functools.partial(fused_forward, self, fused_lm_head=True)
-        reason = find_unreadable(self, args, kwargs)
-        if reason is None:
-            return _run_live_tokens(original, self, **kwargs)
-        log_once(self, f"{AS_IT_IS}: {reason}")
-        return _run_as_it_is(original, self, AS_IT_IS, reason, *args, **kwargs)
+        return _run_forward(functools.partial(fused_forward, self, fused_lm_head=True), self, *args, **kwargs)
 
     return forward
 
 
+@walked_once()
+def _run_forward(fused_forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    reason = find_unreadable(model, args, kwargs)
+    if reason is None:
+        return _run_live_tokens(fused_forward, model, **kwargs)
+    log_once(model, f"{AS_IT_IS}: {reason}")
+    return _run_as_it_is(fused_forward, model, AS_IT_IS, reason, *args, **kwargs)
+
+
 def find_wrapped(model: nn.Module) -> nn.Module | None:
     """The module inside `model` whose fused forward is `wrap_forward`'s; None if there is none."""
-    return next((module for module in model.modules() if module in WRAPPED_MODELS), None)
+    return next((module for module in list_modules(model) if module in WRAPPED_MODELS), None)
 
 
 def _count_padded_tokens(ids: Tensor) -> int:
