@@ -43,13 +43,17 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # attended tokens of its row in the second.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
 POSITION_IS_COUNT = ("opt",)
+# Models with layers of a state that have no other positions, unless they have a rotary embedding.
+WITHOUT_POSITIONS = ("falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba")
+# Models with a state that padding on the left changes, which begins anew at position 0.
+FEELS_PADDING = ("recurrent_gemma",)
 DYNAMIC_ROPE = Reason("the rotary embedding depends on the longest row of the batch (rope_type dynamic or longrope)")
 # Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
 NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
 COMPILED = Reason("the model is compiled, and would be compiled again for each batch", "torch_compile=False")
 ACTIVATED_LORA = Reason("activated LoRA begins at a token of each sequence")
 ROUTER_LOSS = Reason(
-    "the router's loss is of all tokens, padding included",
+    "the router's loss is of all tokens of the batch",
     "router_aux_loss_coef=0, output_router_logits=False elsewhere",
 )
 USE_CACHE = Reason("use_cache=True keeps keys and values", "use_cache=False")
@@ -68,8 +72,8 @@ class Body:
     """How the model and its inputs allow the rows of a batch to be rearranged."""
 
     obstacle: Reason | None  # why the batch must stay as it is; None if rows may be rearranged
-    is_multimodal: bool  # the text is a part of the model, and only a trial shows whether it takes positions (B, T)
-    drops_left_padding: bool  # rows may lose their padding on the left, because the model takes positions
+    drops_left_padding: bool  # rows may lose their padding on the left, because the model takes positions or has none
+    needs_positions: bool  # these rows need their position_ids
     causal: bool  # no token depends on a later one
     has_router_loss: bool  # the model returns a router loss, a mean over all tokens of the batch
     rotary: bool  # only differences of a sequence's positions matter
@@ -97,11 +101,14 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
     # Llama 4 scales queries by their columns, whatever position_ids are.
     known_positions = takes_positions and known_positions and not getattr(config, "attn_temperature_tuning", False)
+    known_positions = known_positions and config.model_type not in FEELS_PADDING
+    without_positions = config.model_type in WITHOUT_POSITIONS and not rotary
     attention = config._attn_implementation
     body = Body(
         obstacle=_find_obstacle(model, config, inputs, ids) or obstacle,
-        is_multimodal=config is not swapped.config,
-        drops_left_padding=known_positions and inputs.get("attention_mask") is not None,
+        drops_left_padding=(known_positions or without_positions) and inputs.get("attention_mask") is not None,
+        # A model of images may take several positions for a token. By default they are columns.
+        needs_positions=not (without_positions or (rotary and config is not swapped.config)),
         causal=causal,
         has_router_loss=has_router_loss(config, inputs),
         rotary=rotary,
@@ -115,8 +122,7 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
         positions=int(min(getattr(config, "max_position_embeddings", None) or 0, read_static_positions(config))),
     )
     no_tree = _find_tree_obstacle(model, swapped, body, counts or known_positions, inputs, ids.device)
-    untried = body.is_multimodal and no_tree is not None
-    return replace(body, no_tree=no_tree, drops_left_padding=body.drops_left_padding and not untried)
+    return replace(body, no_tree=no_tree)
 
 
 def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> Reason | None:

@@ -202,8 +202,8 @@ class PolicySteps(Iterator[PolicyStep]):
         if aligned is None:
             body = replace(body, has_router_loss=False)  # nobody reads the router loss
         is_tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
-        if body.no_tree is None and (is_tried or body.is_multimodal):
-            body, is_tried = self._apply_trial(body, "trees", again=False), True
+        if is_tried and body.no_tree is None:
+            body = self._apply_trial(body, "trees", again=False)
         while True:
             with agree_on_counts(groups, device) as counts:
                 layout = self._lay_out(body, aligned, row_options)

@@ -112,7 +112,7 @@ def make_inputs(micro: MicroBatch, batch: TokenBatch, body: Body) -> dict[str, A
     if attended is not None and not micro.packed and micro.keeps_mask:
         device = attended.device
         tensors["attention_mask"] = attended.reshape(-1)[places.to(device)].masked_fill(~inside.to(device), 0)
-    if body.drops_left_padding or positions is not None or micro.packed:
+    if (body.drops_left_padding and body.needs_positions) or positions is not None or micro.packed:
         tensors["position_ids"] = _make_positions(micro, positions, places, inside, ids, body)
     if micro.packed and body.takes_sequence_ends:
         # Otherwise flash attention would search the positions for the sequences' ends in each layer.

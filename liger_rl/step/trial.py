@@ -50,8 +50,7 @@ def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str,
     # A rank that has a reason already runs the trial only because other ranks do.
     if layout == "packing":
         return replace(body, no_packing=body.no_packing or reason)
-    drops_left_padding = body.drops_left_padding and not (body.is_multimodal and reason)
-    return replace(body, no_tree=body.no_tree or reason, drops_left_padding=drops_left_padding)
+    return replace(body, no_tree=body.no_tree or reason)
 
 
 def _run_trial_once(

@@ -34,6 +34,43 @@ MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_stat
 ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "experts_implementation": "eager"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **ROUTER}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+SCAN = {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+# Models with layers of a state.
+HYBRIDS = {
+    "FalconH1": {**HEADS, **MAMBA},
+    "Bamba": {**SIZES, **MAMBA_2, "attn_layer_indices": [1]},
+    "Qwen3_5Text": {**HEADS, **LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+    "Qwen3Next": {
+        **HEADS, **LINEAR, **EXPERTS, "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 16,
+    },
+    "Lfm2": {**SIZES, "layer_types": ["conv", "full_attention"]},
+    # Without positions.
+    "GraniteMoeHybrid": {
+        **SIZES, **MAMBA_2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48,
+        "num_local_experts": 0, "router_aux_loss_coef": 0.0,
+    },
+    "NemotronH": {
+        **HEADS, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 8,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8, "use_mamba_kernels": False, "expand": 1,
+    },
+    "Jamba": {
+        **SIZES, **SCAN, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "experts_implementation": "eager",
+    },
+    "Zamba": {
+        **SIZES, **SCAN, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "n_mamba_heads": 2, "attention_head_dim": 16, "attention": "eager",
+    },
+    "Mamba2": {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8, "num_hidden_layers": 2, "num_heads": 8,
+        "head_dim": 8, "n_groups": 1, "chunk_size": 8, "attention": "eager",
+    },
+}  # fmt: skip
 # Model class without ForCausalLM -> options of its config.
 CONFIGS = {
     "Llama": SIZES,
@@ -51,7 +88,7 @@ CONFIGS = {
     "Cohere2": {**HEADS, "logit_scale": 0.25},
     "Granite": {**SIZES, "logits_scaling": 4.0},  # divides
     "HyperCLOVAX": {**SIZES, "logits_scaling": 1.5},  # multiplies
-    "FalconH1": {**HEADS, **MAMBA, "lm_head_multiplier": 0.5},
+    "FalconH1": {**HYBRIDS["FalconH1"], "lm_head_multiplier": 0.5},
     "Phi": SIZES,  # a bias on the head
     "Phi3": SIZES,
     "GPT2": GPT2,  # tied
@@ -94,7 +131,9 @@ def randomised(model: nn.Module) -> nn.Module:
 
 def build(name: str, device="cpu", attention: str = "sdpa", **overrides) -> "transformers.PreTrainedModel":
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**CONFIGS[name], **overrides})
+    options = {**(CONFIGS.get(name) or HYBRIDS[name]), **overrides}
+    attention = options.pop("attention", attention)
+    config = getattr(transformers, f"{name}Config")(**options)
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except ValueError:  # transformers 5.23 has no "sdpa" for Gemma 2

@@ -13,6 +13,7 @@ from hf_models import (
     CONFIGS,
     HEADS,
     HIDDEN,
+    HYBRIDS,
     SIZES,
     VOCAB,
     assert_same_as_full_logits,
@@ -32,7 +33,7 @@ VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
-ROUTED = ("Mixtral", "Qwen3Moe", "Olmoe")
+ROUTED = ("Mixtral", "Qwen3Moe", "Olmoe", "GptOss")
 MROPE = {**SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
 
 on_both_attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -55,6 +56,9 @@ def image_text_model(name: str, attention: str) -> transformers.PreTrainedModel:
         vision |= {"embed_dim": 32} if name == "Qwen2VL" else {"intermediate_size": 48, "out_hidden_size": 32}
         options = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
         options["text_config"] = MROPE
+        if name == "Qwen3_5":
+            vision |= {"num_position_embeddings": 16}
+            options["text_config"] = HYBRIDS["Qwen3_5Text"]
         if name == "Qwen3VL":
             vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
             options["text_config"] = {**HEADS, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}

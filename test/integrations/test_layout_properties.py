@@ -15,10 +15,9 @@ from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 
 REFUSED = Reason("a test")
 BODY = Body(
-    obstacle=None, is_multimodal=False, drops_left_padding=True, causal=True, has_router_loss=False, rotary=True,
-    counts_attended=False,
-    packs_by_default=False, takes_sequence_ends=False, no_packing=None, no_tree=None, config=None, dtype=torch.float32,
-    positions=0,
+    obstacle=None, drops_left_padding=True, needs_positions=True, causal=True, has_router_loss=False, rotary=True,
+    counts_attended=False, packs_by_default=False, takes_sequence_ends=False, no_packing=None, no_tree=None,
+    config=None, dtype=torch.float32, positions=0,
 )  # fmt: skip
 PADDED = replace(BODY, no_tree=REFUSED)
 OPTIONS = LayoutOptions()

@@ -23,6 +23,7 @@ from test_trl_step import IMAGE, vlm
 from test_trl_window import moe, subclass_with
 
 import trl_runs
+from hf_models import build
 from liger_rl.integrations.trl import patched_trl
 from trl_runs import CHOSEN, PROMPTS, REJECTED
 
@@ -236,6 +237,31 @@ def test_runs_agree(name, path_of, made_paths, tmp_path):
     assert patched_watch.backwards == backwards
     assert len(patched_watch.losses) == len(watch.losses)
     assert sum(patched_watch.losses) == pytest.approx(sum(watch.losses), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen3_5Text", "GRPO"),
+        ("FalconH1", "SFT"),
+        ("Lfm2", "DPO"),
+        ("NemotronH", "GRPO"),
+        ("GraniteMoeHybrid", "KTO"),
+        ("Qwen3Next", "RLOO"),  # with a router loss
+    ],
+)
+def test_layers_of_a_state_run_without_padding(name, kind, tmp_path):
+    """In rows of similar length, without the padding on either side."""
+    tokens = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    # TRL asks for a router loss itself. With it in the config transformers' generate raises.
+    build(name, **tokens, **({"output_router_logits": False} if name == "Qwen3Next" else {})).save_pretrained(
+        tmp_path / "model"
+    )
+    script = {"script": []} if kind in ("GRPO", "RLOO") else {}
+    plain, _, patched, _ = pair(kind, str(tmp_path / "model"), tmp_path, max_steps=3, **script)
+    trl_runs.assert_same_log(patched, plain)
+    numbers = [sum(forward.tokens for forward in run.forwards) for run in (patched, plain)]
+    assert numbers[0] < 0.98 * numbers[1]
 
 
 def test_bf16_is_about_as_far_from_float32(path_of, tmp_path):

@@ -255,7 +255,7 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     padded_groups = 1 if has_reentrant_checkpoints(model) else call.micro_batches
     needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
     # Every rank of a sharded model must run its layers equally often.
-    if body.no_tree is None and (is_sharded or body.is_multimodal or not needs_tree_trial):
+    if body.no_tree is None and (is_sharded or not needs_tree_trial):
         body, needs_tree_trial = _apply_trial(fused_forward, model, device, body), False
     weights, idle = None, call.idle_rows
     if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:
