@@ -126,6 +126,17 @@ def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source
     # The level comes first because reading it costs nothing.
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(f"{name} must have no tangent: there is no forward-mode derivative, only a backward")
+    check_not_transformed(name, tensor)
+
+
+def check_not_transformed(name: str, tensor: Tensor) -> None:
+    """Raise for a tensor of torch.func, which has no memory that a kernel could read."""
+    functorch = torch._C._functorch
+    if functorch.maybe_current_level() is not None and functorch.is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, got one of torch.func (grad, vmap, ...): call torch.autograd.grad or "
+            "backward in place of grad, and give a batch in place of vmap"
+        )
 
 
 def check_head(
@@ -174,6 +185,7 @@ def check_tokens(
     if mask is not None:
         columns.append(("mask", mask, MASK_DTYPES))
     for name, tensor, dtypes in columns:
+        check_not_transformed(name, tensor)
         is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
         if not is_plain or tensor.device != like.device:
             check_dense(name, tensor, like, source)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.models.local_tensors import has_dtensor
+from liger_rl.models.local_tensors import has_dtensor, plain_type
 
 COLUMN_MULTIPLE = 8  # so that 16-bit rows start at multiples of 16 bytes, as matmul kernels need it
 
@@ -105,12 +105,12 @@ def read_head(module: nn.Module, owner: str) -> HeadParts:
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     inner = _select_saved_module(module) if isinstance(module, ModulesToSaveWrapper) else module
-    if isinstance(inner, (AuxiliaryTrainingWrapper, BaseTunerLayer)) and type(inner) is not LoraLinear:
+    if isinstance(inner, (AuxiliaryTrainingWrapper, BaseTunerLayer)) and plain_type(inner) is not LoraLinear:
         raise TypeError(
             f"the head of {owner} carries a PEFT layer that the fused head does not know: "
             f"{type(inner).__module__}.{type(inner).__name__}; only LoRA on an nn.Linear and modules_to_save are known"
         )
-    if type(inner) is not LoraLinear:
+    if plain_type(inner) is not LoraLinear:
         return HeadParts(module, inner)
     if isinstance(inner.base_layer, BaseTunerLayer):
         raise TypeError(f"the head of {owner} carries LoRA on another PEFT layer, {type(inner.base_layer).__name__}")

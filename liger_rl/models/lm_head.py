@@ -8,7 +8,6 @@ them must be one of the transforms that its config names.
 """
 
 import math
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from liger_rl.kernels import reference
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.adapters import HeadParts, read_head
-from liger_rl.models.local_tensors import is_dtensor
+from liger_rl.models.local_tensors import is_dtensor, is_fsdp, plain_type
 
 # HuggingFace's names. The probe finds out whether a model multiplies by its scale or divides.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -50,19 +49,9 @@ def _is_defined_in(function: Any, modules: tuple[str, ...]) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(modules)
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
 def is_gathered(model: nn.Module) -> bool:
     """Whether `fully_shard` gathers parameters of the model and reduces their gradients."""
-    return any(map(_is_fsdp, model.modules()))
-
-
-def plain_type(layer: nn.Module) -> type:
-    """The layer's class; under `fully_shard`, which derives a class, the class before."""
-    return type(layer).__bases__[1] if _is_fsdp(layer) else type(layer)
+    return any(map(is_fsdp, model.modules()))
 
 
 def _is_sharded(linear: nn.Module) -> bool:
@@ -359,7 +348,7 @@ def _run_two_tokens(
     except Exception as error:
         name = type(model).__name__
         raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
-    for module in filter(_is_fsdp, model.modules()):
+    for module in filter(is_fsdp, model.modules()):
         # The root stays gathered after a forward. An optimizer made now would get the gathered parameters.
         cast(Any, module).reshard()
     hidden: Any = request.hidden

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel, share_shards
 
@@ -30,6 +30,17 @@ DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
 def is_dtensor(value: object) -> bool:
     return has_dtensor((value,))
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with this module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def plain_type(layer: nn.Module) -> type:
+    """The layer's class; under `fully_shard`, which derives a class, the class before."""
+    return type(layer).__bases__[1] if is_fsdp(layer) else type(layer)
 
 
 def has_dtensor(values: Sequence[object]) -> bool:

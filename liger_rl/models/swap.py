@@ -24,7 +24,6 @@ from liger_rl.models.adapters import unwrap_peft
 from liger_rl.models.lm_head import (
     install_hooks,
     intercept_logits,
-    plain_type,
     probe_label_shift,
     probe_transform,
     read_checked_head,
@@ -32,7 +31,7 @@ from liger_rl.models.lm_head import (
     rebind_forward,
     remove_hooks,
 )
-from liger_rl.models.local_tensors import localize
+from liger_rl.models.local_tensors import localize, plain_type
 from liger_rl.models.modules import list_modules
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
@@ -264,7 +263,12 @@ def _fused_forward(
     options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
     check_arguments(model, kwargs)
     if (labels is None) == (shift_labels is None):
-        raise ValueError("labels or shift_labels must be given with fused=True, one of them, got both or neither")
+        hint = "; transformers' Trainer keeps labels back with label_smoothing_factor: set it to 0, and "
+        hint += "smooth by FusedLinearCrossEntropyLoss(label_smoothing=...)"
+        raise ValueError(
+            "labels or shift_labels must be given with fused=True, one of them, got "
+            + (f"neither{hint}" if labels is None else "both")
+        )
     if ignore_index != IGNORE_INDEX:
         raise ValueError(f"ignore_index must be {IGNORE_INDEX} with fused=True")
     if return_dict is False:

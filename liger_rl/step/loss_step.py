@@ -37,7 +37,7 @@ from liger_rl.step.body import (
     router_loss,
 )  # fmt: skip
 from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_packing
-from liger_rl.step.memory import DEFAULT_SHARE, check_share, run_with_kept_layers
+from liger_rl.step.memory import DEFAULT_SHARE, check_share, run_with_kept_layers, without_idle_checkpoints
 from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_ddp, find_rank_groups, first_device
 from liger_rl.step.reason import Reason
 from liger_rl.step.router import find_router_module, recorded_router_calls
@@ -269,7 +269,8 @@ class PolicySteps(Iterator[PolicyStep]):
         return self._loss.terms.prepare(self._aligned, torch.float32)
 
     def _forward(self, inputs: dict[str, Any]) -> Output:
-        with recorded_router_calls(find_router_module(self._swapped)) as calls:
+        router = find_router_module(self._swapped)
+        with without_idle_checkpoints(self._model), recorded_router_calls(router) as calls:
             output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
         width, device = inputs["input_ids"].shape[1], self._batch.ids.device
         names = ("entropy", "missing_target", *self._loss.terms.reads)

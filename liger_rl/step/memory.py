@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -142,12 +142,12 @@ def check_share(name: str, share: Any) -> None:
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's body that transformers recomputes in the backward, in order.
+    """The layers of the model's body with transformers' checkpoints, in order.
 
     Reentrant checkpoints run a layer's forward without a graph, so a router loss has no gradient. It would get one from
     each layer that is kept. So no layer of a model that may have a router loss is returned with reentrant checkpoints.
     """
-    routes = _may_have_router_loss(model)
+    routes = torch.is_grad_enabled() and _may_have_router_loss(model)
     return [
         layer
         for layer in _find_body(model)
@@ -216,6 +216,11 @@ def keep_activations(layers: list[nn.Module]) -> Iterator[None]:
     finally:
         for layer, function in functions.items():
             layer._gradient_checkpointing_func = function
+
+
+def without_idle_checkpoints(model: nn.Module) -> AbstractContextManager[None]:
+    """Layers are not checkpointed in this context if no graph is recorded: a reentrant checkpoint would warn."""
+    return nullcontext() if torch.is_grad_enabled() else keep_activations(find_layers(model))
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -419,6 +419,21 @@ def test_a_forward_mode_derivative_of_torch_func_raises(frozen, device):
         torch.func.jvp(head, (x.hidden,), (torch.ones_like(x.hidden),))
 
 
+def test_other_derivatives_of_torch_func_raise(device):
+    x = batch(device=device)
+
+    def head(hidden: Tensor, targets: Tensor) -> Tensor:
+        return linear_logprobs(hidden, x.weight, targets).logps.sum()
+
+    with pytest.raises(NotImplementedError, match="hidden must be a plain tensor, got one of torch"):
+        torch.func.grad(head)(x.hidden, x.targets)
+    rows = x.hidden.flatten(0, -2)[:, None], x.targets.flatten()[:, None]
+    with pytest.raises(NotImplementedError, match="hidden must be a plain tensor, got one of torch"):
+        torch.func.vmap(head)(*rows)
+    with pytest.raises(NotImplementedError, match="targets must be a plain tensor, got one of torch"):
+        torch.func.vmap(head, (None, 0))(rows[0][0], rows[1])
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 

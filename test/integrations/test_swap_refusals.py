@@ -33,8 +33,8 @@ def swapped(name: str = "Llama") -> transformers.PreTrainedModel:
 
 IDS = torch.full((BATCH, LENGTH), 5)
 BAD_CALLS = {
-    "no labels": ({"labels": None}, ValueError, "labels or shift_labels must be given"),
-    "two labels": ({"shift_labels": IDS}, ValueError, "labels or shift_labels must be given"),
+    "no labels": ({"labels": None}, ValueError, "got neither; transformers' Trainer .* label_smoothing_factor"),
+    "two labels": ({"shift_labels": IDS}, ValueError, "labels or shift_labels must be given .* got both"),
     "some logits": ({"logits_to_keep": 1}, ValueError, "logits_to_keep has no meaning"),
     "ignore_index": ({"ignore_index": -1}, ValueError, "ignore_index must be -100"),
     "a tuple": ({"return_dict": False}, ValueError, "return_dict"),

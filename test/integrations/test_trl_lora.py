@@ -15,6 +15,7 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 import peft.tuners.tuners_utils as peft_layers
 import trl.trainer.utils as trl_utils
 from peft import LoHaConfig, LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -269,7 +270,7 @@ def test_other_adapters_and_heads_that_do_more_are_refused(other, error, message
         build(model, tmp_path, config, beta=0.0)
 
 
-@pytest.mark.parametrize("sharding", ["ZeRO-3", "FSDP2"])
+@pytest.mark.parametrize("sharding", ["ZeRO-3", "DTensor", "FSDP2"])
 @pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
 def test_sharded_adapters_are_refused(sharding, factor, path_of, lone_rank):
     with patched_trl():
@@ -277,6 +278,8 @@ def test_sharded_adapters_are_refused(sharding, factor, path_of, lone_rank):
         layer = getattr(model.get_output_embeddings(), factor)["default"]
         if sharding == "ZeRO-3":
             layer.weight.ds_id = 7  # as DeepSpeed does
+        elif sharding == "FSDP2":
+            fully_shard(model.get_output_embeddings(), mesh=lone_rank)
         else:
             layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.data, lone_rank))
         with pytest.raises(ValueError, match="Qwen3ForCausalLM are sharded"):

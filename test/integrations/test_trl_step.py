@@ -122,6 +122,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("name", CASES)
 def test_runs_agree(name, tmp_path):
     """With what other tests of TRL's runs leave out: they have every loss, adapters and other trainers."""

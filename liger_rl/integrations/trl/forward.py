@@ -28,7 +28,7 @@ from liger_rl.models.modules import list_modules, walked_once
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import ACTIVATED_LORA, Body, find_sharding, has_activated_lora, has_router_loss, read_body
 from liger_rl.step.layout import AS_IT_IS, Layout, LayoutOptions, lay_out
-from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers
+from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers, without_idle_checkpoints
 from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_rank_groups
 from liger_rl.step.reason import Reason
 from liger_rl.step.router import compute_router_losses, recorded_router_calls
@@ -202,7 +202,7 @@ def _run_live_tokens(
 
     def run_rows(row_inputs: dict[str, Any]) -> Output:
         chosen = torch.where(row_inputs.pop("counted"), row_inputs["input_ids"], IGNORE_INDEX)
-        with recorded_router_calls(router) as calls:
+        with without_idle_checkpoints(model), recorded_router_calls(router) as calls:
             output = fused_forward(labels=chosen, **row_inputs)
         values = {name: value for name in PER_TOKEN if (value := getattr(output, name)) is not None}
         # The first token of a row has no prediction.
