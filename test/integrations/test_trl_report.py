@@ -189,6 +189,15 @@ def test_what_a_user_chose_or_cannot_change_is_no_warning(options, text, path_of
     assert warnings == []
 
 
+def test_a_distillation_has_a_line_too(path_of, tmp_path, caplog):
+    options = {"teacher": path_of["teacher"], "max_steps": 1, "log_level": "passive"}
+    run = trl_runs.train("Distillation", path_of["qwen3"], tmp_path, patch=True, **options)
+    (line,), warnings = read_lines(caplog, name="DistillationTrainer")
+    assert line.endswith("DistillationTrainer: the loss alone: DistillationTrainer does not call TRL's fused head")
+    assert not warnings
+    assert TOKENS not in run.log
+
+
 def test_the_line_is_visible_where_no_logging_is_configured(path_of, tmp_path):
     """On stderr, of the main process alone."""
     script = (

@@ -19,6 +19,7 @@ from liger_rl.integrations.trl import window
 from liger_rl.integrations.trl.call_record import CallRecord, recorded_calls
 from liger_rl.integrations.trl.forward import AS_IT_IS, find_unreadable, find_wrapped
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.integrations.trl.trl_adapters import TRAINERS
 from liger_rl.step.body import COMPILED, read_body
 from liger_rl.step.reason import Reason
 
@@ -104,10 +105,18 @@ def _announce(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> None:
         text, reason = _describe_calls(calls)
         _log(trainer, logging.INFO, f"{name}: {text}{'' if reason is None else f': {reason}'}")
     elif not any(reason.fix for reason in reasons):
-        _log(trainer, logging.INFO, f"{name}: the head alone{''.join(f': {reason}' for reason in reasons[:1])}")
+        _log(trainer, logging.INFO, f"{name}: {_name_gain(trainer)}{''.join(f': {reason}' for reason in reasons[:1])}")
     changes = [f"{reason} (to change that: {reason.fix})" for reason in reasons if reason.fix]
     if changes:
         _log(trainer, logging.WARNING, f"{name} runs more than it must under patch_trl(): {'; '.join(changes)}")
+
+
+def _name_gain(trainer: Any) -> str:
+    """What a trainer gains whose model runs as TRL runs it."""
+    modules = {kind.__module__ for kind in type(trainer).__mro__}
+    if "trl.trainer.distillation_trainer" in modules:
+        return "the loss alone"
+    return "the head alone" if modules.intersection(TRAINERS) else "as TRL runs it"
 
 
 def _describe_calls(calls: list[CallRecord]) -> tuple[str, Reason | None]:
@@ -183,7 +192,7 @@ def explain_trl(trainer: Any) -> str:
         return f"{name}: runs as TRL runs it, because patch_trl() is not in place"
     obstacle = _find_obstacle(trainer, model)
     if obstacle is not None:
-        return f"{name}: the head alone{_describe_reason(obstacle)}"
+        return f"{name}: {_name_gain(trainer)}{_describe_reason(obstacle)}"
     lines = [f"optimizer step: {_explain_window(trainer, model)}"]
     last_calls = _get_report(trainer).last_calls
     for role, calls in sorted(last_calls.items()):

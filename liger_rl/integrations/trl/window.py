@@ -372,7 +372,7 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     if find_wrapped(trainer.model) is None:
         if any(kind.__module__ in TRAINERS for kind in type(trainer).__mro__):
             return BUILT_BEFORE
-        return Reason(f"{type(trainer).__name__} does not use TRL's fused head")
+        return Reason(f"{type(trainer).__name__} does not call TRL's fused head")
     own = list_own_methods(trainer) or [method for method in ("compute_loss",) if method in vars(trainer)]
     if own:  # what it does before a call would be done several times
         return Reason(f"{type(trainer).__name__} has a {own[0]} of its own")
