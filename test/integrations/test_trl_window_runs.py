@@ -173,7 +173,7 @@ CASES = {
     "SFT, router loss and prompt tuning": Case("SFT", (4, 2), {"peft_config": PROMPT_TUNING}, moe),
     "DPO, router loss": Case("DPO", (12, 6), {"max_steps": 3, "gradient_checkpointing": True}, "moe"),
     "KTO, router loss": Case("KTO", (24, 12), {"max_steps": 3}, "moe"),
-    "GRPO, router loss": Case("GRPO", (14, 11), {"max_steps": 3}, "moe"),
+    "GRPO, router loss": Case("GRPO", (14, 7), {"max_steps": 3}, "moe"),
     "SFT, a model that can take images": Case("SFT", (4, 2), {}, "vlm"),
     "SFT, a processor of images": Case("SFT", (4, 2), {"prepare": lambda trainer: setattr(trainer, "_is_vlm", True)}),
     "SFT, gradient scaler": Case("SFT", (4, 2), {"prepare": with_scaler, "max_grad_norm": 0.0}),

@@ -130,7 +130,7 @@ def _run_as_it_is(
         if attention is None or not calls:
             return output
         cells = torch.arange(attention.numel()).view(attention.shape)
-        return replace(output, aux_loss=compute_router_losses(calls, cells, attention, [rows for rows, _ in shapes]))
+        return replace(output, aux_loss=compute_router_losses(calls, cells, attention, _list_sizes(len(attention))))
     width, row, outputs = inputs["input_ids"].shape[1], 0, []
     for rows, columns in shapes:
         index = slice(row, row := row + rows), slice(columns)
@@ -148,6 +148,12 @@ def _run_as_it_is(
 
     aux_loss = None if outputs[0].aux_loss is None else torch.stack([output.aux_loss for output in outputs])
     return replace(outputs[0], **{name: join(name) for name in (*PER_TOKEN, "label_mask")}, aux_loss=aux_loss)
+
+
+def _list_sizes(rows: int) -> list[int]:
+    """The number of rows of each micro-batch in a call of so many rows."""
+    sizes = [size for size, _ in get_window_call().shapes]
+    return sizes if sum(sizes) == rows else [rows]  # the last call for scores may have fewer rows
 
 
 def _find_router(model: Any, inputs: Mapping[str, Any]) -> ModuleType | None:
@@ -219,10 +225,7 @@ def _run_live_tokens(
         return outputs
 
     outputs = run(layout, batch, run_rows, with_graph=run_with_graph)
-    shapes = get_window_call().shapes
-    aux_loss = outputs.compute_router_losses(
-        inputs.get("attention_mask"), [rows for rows, _ in shapes] or [len(input_ids)]
-    )
+    aux_loss = outputs.compute_router_losses(inputs.get("attention_mask"), _list_sizes(len(input_ids)))
     outputs = outputs.take((slice(None), slice(1, None)))
     log_once(model, "; ".join(clauses))
     text = "prompts once, no padding" if layout.has_trees else "no prefix shared, rows of similar length"
@@ -234,7 +237,7 @@ def _run_live_tokens(
     counted = counted.to(log_probs.device)
     items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss = -log_probs.sum() / items
-    if aux_loss is not None and not shapes:
+    if aux_loss is not None and not get_window_call().shapes:
         aux_loss = aux_loss[0]
         loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
     # Of a window, one router loss for each micro-batch.

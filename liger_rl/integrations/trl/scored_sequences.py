@@ -38,12 +38,10 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
     """The two patches of a trainer, "module:Class"."""
 
     def applies(self: Any) -> bool:
-        if not get_settings().whole_step or find_wrapped(self.model) is None:
-            return False
-        return not (window.list_own_methods(self) or self.aux_loss_enabled)
+        return get_settings().whole_step and not (find_wrapped(self.model) is None or window.list_own_methods(self))
 
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        knows_rows = applies(self) and not has_other_gradients(self)
+        knows_rows = applies(self) and not (self.aux_loss_enabled or has_other_gradients(self))
         with set_window_call(WindowCall(_find_idle_rows(inputs) if knows_rows else None)):
             return loss.original(self, model, inputs)
 
