@@ -49,7 +49,7 @@ WITHOUT_POSITIONS = ("falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamb
 FEELS_PADDING = ("recurrent_gemma",)
 DYNAMIC_ROPE = Reason("the rotary embedding depends on the longest row of the batch (rope_type dynamic or longrope)")
 # Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
-NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
+NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "paligemma", "rembert", "roformer", "xlm", "xlnet"}
 COMPILED = Reason("the model is compiled, and would be compiled again for each batch", "torch_compile=False")
 ACTIVATED_LORA = Reason("activated LoRA begins at a token of each sequence")
 ROUTER_LOSS = Reason(
@@ -95,7 +95,9 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     kinds = ((module, getattr(module, "config", None)) for module in list_modules(swapped))
     text = next((module for module, kind in kinds if getattr(kind, "model_type", None) == config.model_type), swapped)
     rotary = any(name.endswith("inv_freq") for module in list_modules(text) for name in module._buffers)
-    causal = config.model_type not in NOT_CAUSAL and getattr(config, "is_causal", True)
+    causal = NOT_CAUSAL.isdisjoint((config.model_type, swapped.config.model_type)) and getattr(
+        config, "is_causal", True
+    )
     causal = causal and all(getattr(module, "is_causal", None) is not False for module in list_modules(text))
     counts = config.model_type in POSITION_IS_COUNT and takes_positions and inputs.get("position_ids") is None
     known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
@@ -105,7 +107,7 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     without_positions = config.model_type in WITHOUT_POSITIONS and not rotary
     attention = config._attn_implementation
     body = Body(
-        obstacle=_find_obstacle(model, config, inputs, ids) or obstacle,
+        obstacle=_find_obstacle(model, swapped.config, inputs, ids) or obstacle,
         drops_left_padding=(known_positions or without_positions) and inputs.get("attention_mask") is not None,
         # A model of images may take several positions for a token. By default they are columns.
         needs_positions=not (without_positions or (rotary and config is not swapped.config)),
@@ -131,7 +133,7 @@ def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids
             return Reason("prompt learning of PEFT puts tokens of its own before each sequence")
     if inputs.get("support") is not None:
         inputs["support"].check_rows(ids, "input_ids")
-    known = (*TOKEN_INPUTS, *TYPE_INPUTS)
+    known = TOKEN_INPUTS if config.model_type in NOT_CAUSAL else (*TOKEN_INPUTS, *TYPE_INPUTS)
     unknown = [name for name, value in inputs.items() if name not in known and not is_plain(value)]
     if PACKED_INPUTS.intersection(unknown):
         return Reason("its sequences are packed into one row already", "padding_free=False, packing=False")
@@ -143,7 +145,7 @@ def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids
         column = inputs.get(name)
         if column is not None and not (isinstance(column, Tensor) and column.shape in allowed):
             return Reason(f"its {name} is not (B, T)")
-    return DYNAMIC_ROPE if ids.shape[1] > read_static_positions(config) else None
+    return DYNAMIC_ROPE if ids.shape[1] > read_static_positions(config.get_text_config()) else None
 
 
 def has_router_loss(config: Any, inputs: Mapping[str, Any]) -> bool:

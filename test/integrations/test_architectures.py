@@ -44,6 +44,9 @@ def image_text_model(name: str, attention: str) -> transformers.PreTrainedModel:
     if name == "Llava":
         vision = transformers.CLIPVisionConfig(**VISION, projection_dim=32)
         options = {"text_config": transformers.LlamaConfig(**SIZES), "image_token_index": IMAGE}
+    elif name == "PaliGemma":
+        vision = transformers.SiglipVisionConfig(**VISION)
+        options = {"text_config": transformers.GemmaConfig(**HEADS), "image_token_index": IMAGE, "projection_dim": 32}
     elif name == "SmolVLM":
         vision = transformers.SmolVLMVisionConfig(**VISION)
         options = {"text_config": transformers.LlamaConfig(**SIZES), "image_token_id": IMAGE, "scale_factor": 1}

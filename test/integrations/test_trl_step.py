@@ -260,6 +260,16 @@ def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(idle):
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_text_that_is_not_causal_keeps_every_attended_token():
+    patch_trl()
+    model, inputs = fused(lambda: image_text_model("PaliGemma", "sdpa")), batch()
+    inputs["labels"][:, -4:] = -100
+    (whole, grads), (plain, expected) = (solved(model, inputs, flag) for flag in (True, False))
+    torch.testing.assert_close(dict(whole), dict(plain), rtol=1e-5, atol=1e-5)
+    grads, expected = ({n: grad for n, grad in found.items() if grad is not None} for found in (grads, expected))
+    assert_same_gradients(grads, expected)
+
+
 @pytest.mark.parametrize("shared", [24, 9], ids=["trees", "padded rows"])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Olmoe", "GptOss"])
 def test_each_micro_batch_of_a_call_has_its_router_loss(name, shared):
@@ -306,6 +316,10 @@ REASONS = {
     "it has no attention_mask": (qwen3, lambda inputs: {"attention_mask": None}),
     "its labels are not its input_ids": (
         qwen3, lambda inputs: {"labels": inputs["labels"].where(inputs["labels"] < 0, 5)},
+    ),
+    "it has token_type_ids, which belong to tokens by their place": (  # those of type 0 see later ones
+        lambda: image_text_model("PaliGemma", "sdpa"),
+        lambda inputs: {"token_type_ids": torch.zeros_like(inputs["input_ids"])},
     ),
     "it has pixel_values, which belong to tokens by their place": (vlm, with_images),
     "the call has no input_ids or no labels by name": (
