@@ -52,18 +52,16 @@ def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device)
     # An adapter's dropout draws for each element of its input, wherever that stands. A shared token draws once.
     adapted: list[Any] = [module for module in modules if hasattr(module, "lora_dropout")]
     in_adapters = {dropout for layer in adapted for dropout in layer.lora_dropout.values()}
-    if any(_is_random(module) for module in modules if module not in in_adapters):
+    if any(module.training and find_rates(module) for module in modules if module not in in_adapters):
         return Reason("dropout draws for each sequence", _name_dropouts(config))
     return None
 
 
-def _is_random(module: nn.Module) -> bool:
-    """Whether the module draws random numbers: for a dropout, also a functional one, or for a router's noise."""
-    if not module.training:
-        return False
-    rates = [value for name, value in vars(module).items() if "drop" in name or "jitter_noise" in name]
-    rates += [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+def find_rates(module: nn.Module) -> list[str]:
+    """Attributes of the module that make it draw random numbers in training: rates of dropout, a router's noise."""
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    names = [name for name in vars(module) if "drop" in name or "jitter_noise" in name or (is_dropout and name == "p")]
+    return [name for name in names if isinstance(vars(module)[name], float) and vars(module)[name] > 0]
 
 
 def _name_dropouts(config: Any) -> str:

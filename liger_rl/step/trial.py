@@ -1,18 +1,19 @@
 """Runs a model to find out what its config does not say: whether sequences of one row see each other."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_rl.step.attention import BLOCK, DENSE_ATTENTION, make_masks
+from liger_rl.step.attention import BLOCK, find_rates, make_masks
 from liger_rl.step.body import Body, no_graph
 from liger_rl.step.layout import MicroBatch
-from liger_rl.step.prefix_tree import build_prefix_tree, sort_sequences
+from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefix_tree
 from liger_rl.step.reason import Reason
 from liger_rl.step.run import make_inputs
 from liger_rl.step.sequences import TokenBatch
@@ -42,8 +43,9 @@ def needs_trial(model: Any, body: Body, layout: str) -> bool:
 def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str, *, again: bool) -> Body:
     """The body with the result of a trial: a reason against packing or trees if sequences of one row see each other.
 
-    `layout` is "packing", six forwards, or "trees", four, of at most 56 tokens. A trial runs once for a model and its
-    kind of attention, or `again`. `rotary` becomes False if shifted positions change log-probabilities.
+    `layout` is "packing", eight forwards, or "trees", ten, of at most 56 tokens; on a GPU trees have 128. A trial runs
+    once for a model and its kind of attention, or `again`. `rotary` becomes False if shifted positions change
+    log-probabilities.
     """
     reason, shifts = _run_trial_once(run, model, body, device, layout, again=again)
     body = replace(body, rotary=body.rotary and shifts)
@@ -60,29 +62,146 @@ def _run_trial_once(
         trials = _trials.setdefault(model, {})
         key, name = _trial_key(model, body, layout), type(model).__name__
         if again or key not in trials:
-            training = {module: module.training for module in model.modules()}
             try:
-                model.eval()  # without dropout
-                independent, shifts = (_try_packing if layout == "packing" else _try_trees)(run, body, device)
-                trials[key] = None if independent else Reason(f"sequences in one row of {name} see each other"), shifts
+                with _without_randomness(model, torch.device(device)):
+                    problem, shifts = (_try_packing if layout == "packing" else _try_trees)(run, model, body, device)
+                trials[key] = None if problem is None else Reason(f"{name} {problem}"), shifts
             except Exception as error:
                 if layout == "packing" or isinstance(error, torch.OutOfMemoryError):
                     raise
                 # Nobody asked for trees, so this is no error. Some models take no mask of four dimensions.
                 trials[key] = Reason(f"the forward of {name} fails with a tree: {error}"), True
-            finally:
-                for module, mode in training.items():
-                    module.training = mode
         return trials[key]
 
 
-def _are_close(values: Tensor, expected: Tensor, effect: Tensor) -> bool:
-    # Kernels and experts may round differently, by far less than the effect of another context.
-    return bool((values - expected).abs().max() <= effect.abs().max() / 16)
+@contextmanager
+def _without_randomness(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Without dropout, noise, checkpoints and updates of running statistics.
+
+    The model stays in training mode, because some quantized layers store their weights in another way in evaluation.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        changed = []
+        for module in model.modules():
+            values: dict[str, Any] = dict.fromkeys(find_rates(module), 0.0)
+            if vars(module).get("gradient_checkpointing"):
+                values["gradient_checkpointing"] = False
+            if isinstance(module, nn.Embedding | nn.modules.batchnorm._NormBase):  # NEFTune's noise is an embedding's
+                values["training"] = False
+            changed += [(vars(module), name, vars(module)[name]) for name in values]
+            vars(module).update(values)
+        try:
+            yield
+        finally:
+            for attributes, name, value in changed:
+                attributes[name] = value
 
 
-def _try_packing(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
-    """(whether packed sequences are as alone, whether positions may be shifted).
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+# Log-probabilities agree within this multiple of what a rounding error after each layer changes ...
+ROUNDINGS = 2
+# ... or within this share of what another context changes.
+CONTEXT_SHARE = 1 / 16
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+SEES_ANOTHER = "lets a sequence see another one of its row"
+DIFFERS = "gives log-probabilities in {} that are not those of separate rows"
+
+
+@contextmanager
+def _rounded_otherwise(model: Any) -> Iterator[None]:
+    """The output of each module without children is off by half a unit in the last place, up or down."""
+
+    def perturb(module: nn.Module, args: Any, output: Any) -> Any:
+        if not (isinstance(output, Tensor) and output.dtype in BITS):
+            return output
+        # The last bit is as good as random, and is the same on all ranks.
+        up = 1 - 2 * (output.view(BITS[output.dtype]) & 1)
+        return (output.double() * (1 + torch.finfo(output.dtype).eps / 2 * up)).to(output.dtype)
+
+    head = set(model.get_output_embeddings().modules())  # which the fused head reads
+    leaves = [module for module in model.modules() if module not in head and next(module.children(), None) is None]
+    hooks = [module.register_forward_hook(perturb) for module in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _find_experts(model: nn.Module) -> list[nn.Module]:
+    """Mixtures of experts, whose products depend on how many tokens of the batch go to an expert."""
+    names = ("experts", "router")
+    return [module for module in model.modules() if any(name in names for name, _ in module.named_children())]
+
+
+def _run_both(model: nn.Module, runs: tuple[Callable[[], Tensor], Callable[[], Tensor]], kept: Tensor) -> list[Tensor]:
+    """The results of both runs of one row (1, n). In the second, experts give the `kept` tokens, (n,), what they gave
+    them in the first, so that other tokens cannot change their rounding."""
+    outputs: list[Tensor] = []
+    replays = False
+
+    def record_or_replay(module: nn.Module, args: Any, output: Any) -> Any:
+        is_tuple = isinstance(output, tuple)
+        values = output[0] if is_tuple else output
+        if not replays:
+            outputs.append(values)
+            return output
+        values = torch.where(kept[:, None], outputs.pop(0), values)
+        return (values, *output[1:]) if is_tuple else values
+
+    hooks = [module.register_forward_hook(record_or_replay) for module in _find_experts(model)]
+    try:
+        first = runs[0]()
+        replays = True
+        return [first, runs[1]()]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Comparison:
+    """How far log-probabilities of one sequence may be apart that differ by rounding alone.
+
+    `alone`, `rounded`: (b, n) of sequences in rows of their own, the second with other rounding. `other_row`: `alone`
+    beside another first row. `joined`, `joined_changed`: (m,) of a sequence that sees another one, before and after a
+    change of that one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        alone: Tensor,
+        rounded: Tensor,
+        other_row: Tensor,
+        joined: Tensor,
+        joined_changed: Tensor,
+    ) -> None:
+        self.effect = joined_changed - joined
+        rounding = (rounded - alone).abs().max()
+        self.tolerance = torch.maximum(ROUNDINGS * rounding, CONTEXT_SHARE * self.effect.abs().max())
+        # The bits of activations that are quantized together depend on all rows.
+        self.is_exact = torch.equal(other_row[1], alone[1]) or bool(_find_experts(model))
+
+    def are_close(self, values: Tensor, expected: Tensor) -> bool:
+        return bool((values - expected).abs().max() <= self.tolerance)
+
+    def is_independent(self, values: Tensor, changed: Tensor) -> bool:
+        """Whether a change of the other sequence has not changed these values, (m,) as `joined`.
+
+        A masked token has the weight 0, so the bits are the same. Otherwise the change is not that of `joined`.
+        """
+        if self.is_exact or torch.equal(values, changed):
+            return torch.equal(values, changed)
+        change = (changed - values).dot(self.effect)
+        return self.are_close(values, changed) and bool(change < self.effect.dot(self.effect) / 2)
+
+
+# --- the trials -------------------------------------------------------------------------------------------------------
+
+
+def _try_packing(run: RunModel, model: Any, body: Body, device: Any) -> tuple[str | None, bool]:
+    """(what the model does wrong with packed sequences, whether positions may be shifted).
 
     Runs the second of two sequences packed, packed behind another first sequence, alone, and in one row with the first.
     Some models do not pass positions to their attention, carry a state from one sequence to the next, or use positions
@@ -94,44 +213,91 @@ def _try_packing(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
     counted = torch.arange(length, device=device).expand(2, length) != 0
     micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
     last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
-    batches = (TokenBatch(x, counted, {}) for x in (ids, changed))
-    packed, packed_changed = (run(make_inputs(micro, batch, body))[:, length:] for batch in batches)
-    alone = run({"input_ids": ids[1:], "counted": counted[1:]})
+
+    def run_packed(ids: Tensor) -> Tensor:
+        return run(make_inputs(micro, TokenBatch(ids, counted, {}), body))[0, length + 1 :]
+
+    in_second = torch.arange(2 * length, device=device) >= length
+    packed, packed_changed = _run_both(model, (lambda: run_packed(ids), lambda: run_packed(changed)), in_second)
+    alone, other_row = (run({"input_ids": x, "counted": counted})[:, 1:] for x in (ids, changed))
+    with _rounded_otherwise(model):
+        rounded = run({"input_ids": ids, "counted": counted})[:, 1:]
     joined, joined_changed = (
-        run({"input_ids": x.view(1, -1), "counted": counted.reshape(1, -1)})[:, length:] for x in (ids, changed)
+        run({"input_ids": x.view(1, -1), "counted": counted.reshape(1, -1)})[0, length + 1 :] for x in (ids, changed)
     )
-    moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})
-    # Compared with another first sequence and not with its length: learned positions may have a larger effect.
-    same = _are_close(packed, alone, joined - alone)
-    independent = same and _are_close(packed, packed_changed, joined - joined_changed)
-    return independent, _are_close(moved, alone, joined - alone)
+    comparison = _Comparison(model, alone, rounded, other_row, joined, joined_changed)
+    moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})[0, 1:]
+    problem = None
+    if not comparison.is_independent(packed, packed_changed):
+        problem = SEES_ANOTHER
+    elif not comparison.are_close(packed, alone[1]):
+        problem = DIFFERS.format("a packed row")
+    return problem, comparison.are_close(moved, alone[1])
 
 
-def _try_trees(run: RunModel, body: Body, device: Any) -> tuple[bool, bool]:
-    """(whether two sequences with one prefix are the same in a tree and alone, whether positions may be shifted).
+def _try_trees(run: RunModel, model: Any, body: Body, device: Any) -> tuple[str | None, bool]:
+    """(what the model does wrong with two sequences in a tree, whether positions may be shifted).
 
-    A third forward has both in one row without a mask, to measure how much they change each other.
+    The values of the second sequence do not depend on the tokens of the first alone. They depend on the shared tokens,
+    and on position_ids. They are those of separate rows. A row without the tree's mask shows how much the first
+    sequence changes the second if the second sees it.
     """
     shared, tail = TREE_TOKENS
+    if 0 < body.positions < shared + tail:
+        shared, tail = LEAST_SHARED + 1, body.positions - LEAST_SHARED - 1
     length = shared + tail
-    if 0 < body.positions < 2 * length:
-        raise ValueError(f"a trial takes {2 * length} positions, the model has {body.positions}")
-    ids = torch.arange(3, 3 + 2 * length) % body.config.vocab_size
-    ids = torch.stack([ids[:length], torch.cat([ids[:shared], ids[length : length + tail]])])
-    multiple = BLOCK if torch.device(device).type == "cuda" else 1
-    tree = build_prefix_tree((length, length), sort_sequences([ids[0], ids[1]], (0, 0)), multiple)
-    dense = body.config._attn_implementation in DENSE_ATTENTION
-    mask = make_masks(body.config, tree.ends, tree.offsets, device, body.dtype, dense=dense)
-    row = ids[tree.sequences, tree.offsets][None].to(device)
-    counted = torch.arange(length, device=device).expand(2, length) != 0
-    predicted = tree.follows[None].to(device)
-    inputs = {"input_ids": row, "counted": predicted, "position_ids": tree.offsets[None].to(device)}
-    in_tree = run(inputs | {"attention_mask": mask})[0][torch.stack(tree.places).to(device)]
-    alone = run({"input_ids": ids.to(device), "counted": counted})
-    joined = run({"input_ids": ids.reshape(1, -1).to(device), "counted": counted.reshape(1, -1)}).view(2, -1)
-    effect = (joined - alone)[1, shared:]
-    last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
-    moved = alone[:1]
+    if tail < 2:
+        raise ValueError(f"a trial takes {LEAST_SHARED + 3} positions, the model has {body.positions}")
+    numbers, vocab = torch.arange(3, 3 + 2 * length), body.config.vocab_size
+    first = numbers[:length] % vocab
+    second = torch.cat([first[:shared], numbers[length : length + tail] % vocab])
+    # The last shared token stands in both branches.
+    in_prefix, index = torch.arange(length) < shared - 1, torch.arange(length)
+    other_first = torch.where(index < shared, first, (first + 1 + tail) % vocab)
+    other_prefix = [torch.where(in_prefix, (x + 1 + shared) % vocab, x) for x in (first, second)]
+    tree = build_prefix_tree(
+        (length, length), SortedSequences([0, 1], [0, shared]), BLOCK if torch.device(device).type == "cuda" else 1
+    )
+    places, counted = torch.stack(tree.places).to(device), torch.arange(length, device=device).expand(2, length) != 0
+
+    def run_tree(*sequences: Tensor, ends: Tensor = tree.ends, positions: Tensor = tree.offsets) -> Tensor:
+        dense = torch.device(device).type == "cpu"
+        mask = make_masks(body.config, ends, tree.offsets, torch.device(device), body.dtype, dense=dense)
+        row = torch.stack(sequences)[tree.sequences, tree.offsets][None].to(device)
+        inputs = {"input_ids": row, "counted": tree.follows[None].to(device), "attention_mask": mask}
+        return run(inputs | {"position_ids": positions[None].to(device)})[0][places][:, 1:]
+
+    def run_rows(*sequences: Tensor, positions: dict[str, Tensor] | None = None) -> Tensor:
+        rows = torch.stack(sequences).to(device)
+        return run({"input_ids": rows, "counted": counted[: len(rows)], **(positions or {})})[:, 1:]
+
+    in_second = torch.arange(tree.tokens) >= length
+    in_tree, changed = _run_both(
+        model, (lambda: run_tree(first, second), lambda: run_tree(other_first, second)), in_second.to(device)
+    )
+    joined, joined_changed = (
+        run_tree(x, second, ends=torch.full_like(tree.ends, tree.tokens))[1, shared - 1 :] for x in (first, other_first)
+    )
+    without_prefix = run_tree(*other_prefix)
+    backwards = run_tree(
+        first, second, positions=torch.where(in_second, length + shared - 2 - tree.offsets, tree.offsets)
+    )
+    alone, other_row = run_rows(first, second), run_rows(other_first, second)
+    with _rounded_otherwise(model):
+        rounded = run_rows(first, second)
+    comparison = _Comparison(model, alone, rounded, other_row, joined, joined_changed)
+    shifts = True
     if body.rotary:
-        moved = run({"input_ids": ids[:1].to(device), "counted": counted[:1], "position_ids": last})
-    return _are_close(in_tree[:, 1:], alone[:, 1:], effect), _are_close(moved, alone[:1], effect)
+        last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
+        shifts = comparison.are_close(run_rows(first, positions={"position_ids": last}), alone[:1])
+    own = 1, slice(shared - 1, None)  # the second sequence's values that its own branch predicts
+    problem = None
+    if not comparison.is_independent(in_tree[own], changed[own]):
+        problem = SEES_ANOTHER
+    elif torch.equal(in_tree[own], without_prefix[own]):
+        problem = "does not let a sequence see the tokens that it shares"
+    elif torch.equal(in_tree[own], backwards[own]):
+        problem = "does not read position_ids"
+    elif not comparison.are_close(in_tree, alone):
+        problem = DIFFERS.format("a tree")
+    return problem, shifts

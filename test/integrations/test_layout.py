@@ -481,7 +481,7 @@ def test_flash_attention_gets_packed_rows_by_itself(monkeypatch):
     assert calls[-1] == ((1, 30), True, {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", blind_attention)
     assert_same_gradients(run(tried, batch, loss)[1], expected)  # by its trial such a model keeps its rows apart
-    with pytest.raises(ValueError, match="packing must not be True here: sequences in one row of LlamaForCausalLM see"):
+    with pytest.raises(ValueError, match="packing must not be True here: LlamaForCausalLM lets a sequence see"):
         policy_step(tried, batch, loss, packing=True)
 
 
@@ -553,6 +553,6 @@ def test_attention_that_sees_other_sequences_is_found_before_the_batch_runs(posi
     model = swap_lm_head(build("OPT"))
     model.model.decoder.embed_positions.weight.mul_(position_gain)
     calls = Calls(model)
-    with pytest.raises(ValueError, match="sequences in one row of OPTForCausalLM see each other"):
+    with pytest.raises(ValueError, match="OPTForCausalLM lets a sequence see another one of its row"):
         policy_step(model, make_batch(positions=True), FusedLinearGRPOLoss("grpo"), packing=True)
     assert all(shape[0] == 1 and shape[1] <= 32 for shape, *_ in calls)
