@@ -6,6 +6,8 @@ Otherwise they are packed into one row, or padded. Micro-batches have sequences 
 length.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -159,7 +161,10 @@ def lay_out(
         tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
         # With a dense mask, padding is no worse than the other sequences of a row.
         other_count = count if sequences.device == "cuda" else sum(sequences.lengths(selected))
-        pays = MIN_TREE_TOKENS.get(sequences.device, 0) <= tree_count <= MAX_TREE_SHARE * other_count
+        # On a GPU one row in place of several groups of rows saves the launches of their layers, too.
+        saves_runs = sequences.device == "cuda" and len(tree_groups[0]) < len(groups[0]) and tree_count <= other_count
+        pays = saves_runs or tree_count <= MAX_TREE_SHARE * other_count
+        pays = pays and tree_count >= MIN_TREE_TOKENS.get(sequences.device, 0)
         if options.share_prefixes or (pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most)):
             planner, groups = trees, tree_groups
             text = f"{tree_count:,} tokens in trees of shared prefixes, of {count:,}"
@@ -267,19 +272,41 @@ class _Rows(NamedTuple):
         if number <= 1:
             return [selected] if selected else []
         ordered = sorted(selected, key=lambda r: -self.sequences.spans[r].length)
-        # The best groups are runs of rows in the order of their lengths. costs[i, j]: tokens of the rows i <= r < j.
-        place = np.arange(len(ordered) + 1)
-        longest = np.array([*self.sequences.lengths(ordered), 0], dtype=np.float64)[:, None]
-        costs = np.where(place > place[:, None], (place - place[:, None]) * longest, np.inf)
-        least, cuts = costs[0], []
-        for _ in range(number - 1):
-            totals = least[:, None] + costs
-            least = totals.min(0)
-            cuts.append(totals.argmin(0).tolist())
+        _, cuts = _split_lengths(self.sequences.lengths(ordered), number)
         stops = [len(ordered)]
         for cut in reversed(cuts):
             stops.append(cut[stops[-1]])
         return [ordered[start:stop] for start, stop in zip([0, *stops[:0:-1]], stops[::-1], strict=True)]
+
+
+def _split_lengths(lengths: list[int], number: int) -> tuple[list[float], list[list[int]]]:
+    """The best splits of lengths, the longest first, into 1, 2, ..., `number` groups that are padded.
+
+    -> (padded tokens of each of these splits, for each group but the last: where it begins if it ends at j).
+    """
+    # The best groups are runs. costs[i, j]: tokens of the lengths i <= r < j.
+    place = np.arange(len(lengths) + 1)
+    longest = np.array([*lengths, 0], dtype=np.float64)[:, None]
+    costs = np.where(place > place[:, None], (place - place[:, None]) * longest, np.inf)
+    least, cuts = costs[0], []
+    tokens = [float(least[-1])]
+    for _ in range(number - 1):
+        totals = least[:, None] + costs
+        least = totals.min(0)
+        tokens.append(float(least[-1]))
+        cuts.append(totals.argmin(0).tolist())
+    return tokens, cuts
+
+
+def count_padded_groups(sequences: Sequences, sizes: Sequence[int]) -> int:
+    """The least number of groups in which padded rows have no more tokens than in micro-batches of so many rows."""
+    lengths, stops = [span.length for span in sequences.spans], list(itertools.accumulate(sizes))
+    if len(sizes) <= 1 or not lengths:
+        return 1
+    parts = [lengths[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+    alone = sum(max(part, default=0) * len(part) for part in parts)
+    tokens, _ = _split_lengths(sorted(lengths, reverse=True), min(len(sizes), len(lengths)))
+    return next(number for number, count in enumerate(tokens, 1) if count <= alone)
 
 
 def _group_pairs(sequences: list[int], half: int) -> list[list[int]]:

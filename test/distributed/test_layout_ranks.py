@@ -339,7 +339,7 @@ def tree_steps_of(rank, wrapper, shares, options):
 
 
 TREES_OF_ONE_RANK = {
-    "other prompts": (SHARES, ({}, {}), "with prefixes once, 52 of"),
+    "other prompts": (SHARES, ({}, {}), "no two sequences have more than their first 16 tokens in common"),
     # That rank runs the trial for the other.
     "a cache": ((slice(2, 6), slice(0, 2)), ({}, {"use_cache": True}), "use_cache=True keeps keys and values"),
 }

@@ -1,5 +1,6 @@
 """Layouts without a model and a device: what every layout of random sequences has."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("transformers", reason="a step's models are its")
 
 from host_reads import host_reads
 from liger_rl.step.body import Body
-from liger_rl.step.layout import Layout, LayoutOptions, MicroBatch, lay_out
+from liger_rl.step.layout import Layout, LayoutOptions, MicroBatch, count_padded_groups, lay_out
 from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 
@@ -141,6 +142,32 @@ def test_rows_that_share_a_prefix_or_are_packed_are_one_group():
     for body, options in ((BODY, OPTIONS), (PADDED, LayoutOptions(packing=True))):
         layout = lay_out(read(batch, body), body, options, padded_groups=4)
         assert [micro.packed for micro in layout.live] == [True]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_fewest_groups_that_are_no_worse_than_micro_batches(seed):
+    batch, _ = draw(8, seed)
+    sequences, sizes = read(batch, PADDED), (2, 3, 1, 2)
+    number = count_padded_groups(sequences, sizes)
+    lengths, alone = [span.length for span in sequences.spans], 0
+    for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        alone += size * max(lengths[stop - size : stop])
+
+    def count(groups):
+        layout = lay_out(sequences, PADDED, OPTIONS, padded_groups=groups, runs_idle=True)
+        return sum(micro.tokens for micro in (*layout.live, *layout.idle))
+
+    assert count(number) <= alone
+    assert number == 1 or all(
+        sum(max(lengths[a] for a in part) * len(part) for part in groups if part) > alone
+        for groups in every_split(sorted(range(8), key=lengths.__getitem__), number - 1)
+    )
+
+
+def every_split(rows, number):
+    """Runs of rows in `number` groups."""
+    for cuts in itertools.combinations(range(1, len(rows)), number - 1):
+        yield [rows[a:b] for a, b in itertools.pairwise((0, *cuts, len(rows)))]
 
 
 def test_more_groups_than_rows():

@@ -27,7 +27,7 @@ from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.modules import list_modules, walked_once
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import ACTIVATED_LORA, Body, find_sharding, has_activated_lora, has_router_loss, read_body
-from liger_rl.step.layout import AS_IT_IS, Layout, LayoutOptions, lay_out
+from liger_rl.step.layout import AS_IT_IS, Layout, LayoutOptions, count_padded_groups, lay_out
 from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers, without_idle_checkpoints
 from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_rank_groups
 from liger_rl.step.reason import Reason
@@ -255,7 +255,6 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
     body = read_body(model, model, batch.inputs, batch.ids, obstacle)
     is_sharded, device, call = find_sharding(model) is not None, batch.ids.device, get_window_call()
-    padded_groups = 1 if has_reentrant_checkpoints(model) else call.micro_batches
     needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
     # Every rank of a sharded model must run its layers equally often.
     if body.no_tree is None and (is_sharded or not needs_tree_trial):
@@ -264,8 +263,11 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:
         weights = (~idle).to(device)[:, None]
     sequences = read_sequences(batch, body, weights=weights, labels=labels)
+    padded_groups = 1
+    if not (has_reentrant_checkpoints(model) or sequences.obstacle is not None):
+        padded_groups = count_padded_groups(sequences, [rows for rows, _ in call.shapes])
     if is_sharded:
-        return _lay_out_equally(model, device, sequences, body, padded_groups)
+        return _lay_out_equally(model, device, sequences, body, padded_groups, call.micro_batches)
     layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
     if layout.has_trees and needs_tree_trial:
         body = _apply_trial(fused_forward, model, device, body)
@@ -273,13 +275,18 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     return layout
 
 
-def _lay_out_equally(model: Any, device: torch.device, sequences: Sequences, body: Body, micro_batches: int) -> Layout:
-    """The layout of a rank of a sharded model: one micro-batch, or on each rank as many as there are in the call."""
+def _lay_out_equally(
+    model: Any, device: torch.device, sequences: Sequences, body: Body, padded_groups: int, micro_batches: int
+) -> Layout:
+    """The layout of a rank of a sharded model: one micro-batch, or the same number of padded groups on each rank."""
     groups = find_rank_groups(model, None) if micro_batches > 1 else []
     if groups:
         with agree_on_counts(groups, device) as counts:
-            layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=micro_batches)
-            counts[0] = len(layout.live) != micro_batches
+            counts[0] = padded_groups
+        most = counts[0]
+        with agree_on_counts(groups, device) as counts:
+            layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=most)
+            counts[0] = len(layout.live) != most
         if not counts[0]:
             return layout
     return lay_out(sequences, body, LAYOUT_OPTIONS)
