@@ -34,7 +34,7 @@ def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device)
         return Reason(f"the forward of {name} takes no position_ids or no attention_mask")
     layers = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if layers:
-        return Reason(f"{name} has layers of type {', '.join(sorted(layers))}")
+        return Reason(f"{name} has layers of type {', '.join(sorted(layers))}, which take no mask of prefixes")
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
     if any(mask.dtype == torch.bool and mask.dim() == 4 for mask in buffers):
         return Reason(f"{name} makes an attention mask of its own")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -65,13 +66,16 @@ def newest(framework: Framework) -> str:
     return f"{framework.below[0]}.{framework.below[1] - 1}"
 
 
-def add_function(patch: Patch, name: str, parameters: str) -> None:
+def add_function(monkeypatch, patch: Patch, name: str, parameters: str) -> None:
+    """Also to a class of transformers or PEFT that is not a stand-in, until the test ends."""
     owner, _, attribute = name.rpartition(".")
     home = sys.modules[patch.module]
     if owner:
-        home = vars(home).setdefault(owner, type(owner, (), {}))
+        if owner not in vars(home):
+            monkeypatch.setattr(home, owner, type(owner, (), {}), raising=False)
+        home = vars(home)[owner]
     exec(f"def function({parameters}): pass", values := {})
-    setattr(home, attribute, values["function"])
+    monkeypatch.setattr(home, attribute, values["function"], raising=False)
 
 
 def stand_in(name: str, monkeypatch) -> System:
@@ -82,11 +86,11 @@ def stand_in(name: str, monkeypatch) -> System:
     for patch in system.framework.patches:
         for i in range(patch.module.count(".") + 1):
             module = ModuleType(patch.module.rsplit(".", i)[0])
-            module.__path__ = []
+            module.__path__, module.__spec__ = [], ModuleSpec(module.__name__, None)
             monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
         parameters = ", ".join((patch.parameters or "").split())
         for function in sorted({patch.name, patch.checked}):  # a class before its method
-            add_function(patch, function, parameters)
+            add_function(monkeypatch, patch, function, parameters)
     say(monkeypatch, system.framework, newest(system.framework))
     return system
 
@@ -211,7 +215,7 @@ def test_a_row_that_is_not_what_its_version_says_leaves_all(name, monkeypatch):
             patch = system.framework.patches[row]
             if parameters and patch.parameters is None:
                 continue  # which takes any
-            add_function(patch, patch.checked if parameters else patch.name, parameters or "")
+            add_function(monkeypatch, patch, patch.checked if parameters else patch.name, parameters or "")
             if parameters is None:
                 owner, _, attribute = patch.name.rpartition(".")
                 delattr(vars(sys.modules[patch.module])[owner] if owner else sys.modules[patch.module], attribute)

@@ -228,7 +228,7 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
     trainer = trl_runs.build("GRPO", path_of["qwen3"], tmp_path, **options)
     title, step, *models = explain_trl(trainer).splitlines()
     assert (title, step) == (
-        "GRPOTrainer", "- optimizer step: up to 2 of its 2 micro-batches in one forward",
+        "GRPOTrainer", "- optimizer step: its 2 micro-batches in one forward",
     )  # fmt: skip
     assert models == [f"- {role}: live tokens only, prompts once" for role in ("policy", "reference")]
     run = trl_runs.run(trainer)
@@ -243,7 +243,7 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
     ("options", "text"),
     [
         ({"model": with_attention_dropout}, "no prefix shared: dropout draws for each sequence (to change that: att"),
-        ({"max_tokens": 100}, "up to 1 of its 2 micro-batches in one forward"),
+        ({"max_tokens": 100}, "optimizer step: 1 of its 2 micro-batches in one forward"),
         (
             {"label_smoothing_factor": 0.1},
             "a forward for each of its 2 micro-batches: label smoothing takes logits (to",

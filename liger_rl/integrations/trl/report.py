@@ -219,7 +219,7 @@ def _explain_window(trainer: Any, model: nn.Module) -> str:
         return f"a forward for each of its {number} micro-batches{_describe_reason(reason)}"
     if size < number and not trainer.state.global_step and get_settings().max_tokens is None:
         return f"as many of its {number} micro-batches in one forward as fit into memory"
-    return f"up to {min(size, number)} of its {number} micro-batches in one forward"
+    return f"{'' if size >= number else f'{size} of '}its {number} micro-batches in one forward"
 
 
 def _predict(model: nn.Module) -> str:
