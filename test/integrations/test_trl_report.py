@@ -249,7 +249,7 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
             "a forward for each of its 2 micro-batches: label smoothing takes logits (to",
         ),
     ],
-    ids=str,
+    ids=["dropout", "max_tokens", "label smoothing"],
 )
 def test_explain_trl_knows_before_training(options, text, path_of, tmp_path):
     options = {"model": lambda: path_of["qwen3"], **options}
