@@ -43,7 +43,7 @@ def needs_trial(model: Any, body: Body, layout: str) -> bool:
 def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str, *, again: bool) -> Body:
     """The body with the result of a trial: a reason against packing or trees if sequences of one row see each other.
 
-    `layout` is "packing", eight forwards, or "trees", ten, of at most 56 tokens; on a GPU trees have 128. A trial runs
+    `layout` is "packing", eight forwards, or "trees", ten, of at most 56 tokens; on a GPU trees have 256. A trial runs
     once for a model and its kind of attention, or `again`. `rotary` becomes False if shifted positions change
     log-probabilities.
     """
@@ -255,9 +255,9 @@ def _try_trees(run: RunModel, model: Any, body: Body, device: Any) -> tuple[str 
     in_prefix, index = torch.arange(length) < shared - 1, torch.arange(length)
     other_first = torch.where(index < shared, first, (first + 1 + tail) % vocab)
     other_prefix = [torch.where(in_prefix, (x + 1 + shared) % vocab, x) for x in (first, second)]
-    tree = build_prefix_tree(
-        (length, length), SortedSequences([0, 1], [0, shared]), BLOCK if torch.device(device).type == "cuda" else 1
-    )
+    # Two blocks: Dynamo would compile flex attention for a single one, and again for the first batch.
+    multiple = 2 * BLOCK if torch.device(device).type == "cuda" else 1
+    tree = build_prefix_tree((length, length), SortedSequences([0, 1], [0, shared]), multiple)
     places, counted = torch.stack(tree.places).to(device), torch.arange(length, device=device).expand(2, length) != 0
 
     def run_tree(*sequences: Tensor, ends: Tensor = tree.ends, positions: Tensor = tree.offsets) -> Tensor:

@@ -18,6 +18,7 @@ from test_trl_window import subclass_with
 import trl_runs
 from liger_rl.integrations.trl import explain_trl, patch_trl, patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
+from liger_rl.step import trial
 
 SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6}
 OPTIONS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "log_level": "passive"}
@@ -47,14 +48,14 @@ class Counter(transformers.TrainerCallback):
 def count_body_tokens(trainer) -> list[int]:
     """-> a list that grows by the tokens of each forward of a body with the fused head, in training, without trials."""
     tokens, reference = [], getattr(trainer, "ref_model", None)
-    # A trial sets the model's evaluation mode, in which the reference is anyway.
+    # Generation is in evaluation mode, in which the reference is anyway.
     if reference is not None:
         reference.train()
     for model in {trainer.model, reference} - {None}:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
 
         def before(body, args, inputs):
-            if body.training and inputs.get("past_key_values") is None:
+            if body.training and inputs.get("past_key_values") is None and not trial._lock.locked():
                 tokens.append(inputs["input_ids"].numel())
 
         model.base_model.register_forward_pre_hook(before, with_kwargs=True)
