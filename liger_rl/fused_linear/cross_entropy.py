@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
-from liger_rl.head.checks import Passes, check_dense, check_shape
+from liger_rl.head.checks import Passes, check_constant, check_dense, check_shape
 from liger_rl.head.divergence import linear_divergence
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.record import Head
@@ -18,7 +18,7 @@ from liger_rl.losses.loss import PolicyLoss, ppo_loss_fn
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective, TokenLoss
 from liger_rl.losses.presets import SUPERVISED, SupervisedKeywords, show_options
-from liger_rl.losses.reductions import GlobalTokenMean, Reduction
+from liger_rl.losses.reductions import GlobalTokenMean, Reduction, check_divisors
 from liger_rl.losses.segments import Segments
 from liger_rl.losses.supervised import CrossEntropy
 
@@ -104,21 +104,36 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             loss_type, dict(options), SUPERVISED, GlobalTokenMean(), reduction=reduction, metrics=metrics,
             keywords=KEYWORDS,
         )  # fmt: skip
+        if class_weights is not None:
+            check_shape("class_weights", check_dense("class_weights", class_weights), (None,), "(V,)")
+            check_constant("class_weights", class_weights)
         smoothing: float = getattr(terms.objective, "label_smoothing", 0.0)
         if class_weights is not None and smoothing:
             if type(terms.objective) is not CrossEntropy or bool((class_weights < 0).any()):
                 raise ValueError('class_weights with label_smoothing must be >= 0, and loss_type must be "nll"')
             terms = replace(terms, objective=_ClassSmoothed(**vars(terms.objective)))
         super().__init__(terms, passes, head)
-        if class_weights is not None:
-            check_shape("class_weights", check_dense("class_weights", class_weights), (None,), "(V,)")
         self.register_buffer("class_weights", class_weights, persistent=False)
+
+    def check_vocabulary(self, vocab: int) -> None:
+        super().check_vocabulary(vocab)
+        if self.class_weights is not None:
+            check_shape("class_weights", self.class_weights, (vocab,), f"(V,) = ({vocab},) from the lm_head")
+
+    def check_step(self) -> None:
+        super().check_step()
+        if isinstance(self.terms.objective, _ClassSmoothed):
+            raise ValueError(
+                "class_weights must be None with label_smoothing here: together they need the hidden states, which the "
+                "module itself takes"
+            )
 
     def batch(
         self,
         ids: Tensor,
         mask: Tensor | None,
         *,
+        source: str = "targets",
         token_weights: Tensor | None = None,
         num_items_in_batch: int | float | Tensor | None = None,
         of_smoothing: bool = False,  # the batch of `class_smoothing`
@@ -127,10 +142,14 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         weights = token_weights
         if weights is None:
             weights = torch.ones(ids.shape[:1], dtype=torch.float32, device=ids.device)
-        elif (weights := check_dense("token_weights", weights, ids, "targets")).shape != ids.shape:
+        elif (weights := check_dense("token_weights", weights, ids, source)).shape != ids.shape:
             check_shape(
-                "token_weights", weights, ids.shape[:1], f"{tuple(ids.shape)} from targets, or one for each row"
+                "token_weights", weights, ids.shape[:1], f"{tuple(ids.shape)} from {source}, or one for each row"
             )
+        check_constant("token_weights", weights)
+        check_divisors(
+            self.terms.reduction, num_items_in_batch=num_items_in_batch, num_sequences=columns.get("num_sequences")
+        )
         if self.class_weights is not None:
             classes = self.class_weights.to(ids.device, torch.float32)
             counted = find_counted(ids, mask)
@@ -179,12 +198,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         Raises:
             TypeError, ValueError: before anything is computed; the message names the argument.
         """
-        head = Head.of(
-            hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel
-        )  # fmt: skip
-        if self.class_weights is not None and vocab_parallel is None:
-            expected = f"(V,) = ({weight.shape[0]},) from weight"
-            check_shape("class_weights", self.class_weights, weight.shape[:1], expected)
+        head = self._head(hidden, weight, targets, mask=mask, bias=bias, vocab_parallel=vocab_parallel)
         columns: dict[str, Any] = {
             "token_weights": token_weights, "segments": segments, "num_sequences": num_sequences,
             "num_items_in_batch": num_items_in_batch,

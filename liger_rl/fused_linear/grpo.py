@@ -89,7 +89,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         }  # fmt: skip
         super().__init__(terms, passes, head)
 
-    def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
+    def batch(self, ids: Tensor, mask: Tensor | None, *, source: str = "targets", **columns: Any) -> PolicyBatch:
         return PolicyBatch(mask=mask, **columns)
 
     @public

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, other_values, prepare_loss
 from liger_rl.head.checks import Passes, check_passes
-from liger_rl.head.head_options import COMPUTE_OPTIONS, HeadOptions, Tolerance
+from liger_rl.head.head_options import COMPUTE_OPTIONS, MOST_IDS, HeadOptions, Tolerance
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.record import Head
@@ -50,6 +50,7 @@ class FusedLinearLoss(nn.Module):
         super().__init__()
         check_passes(passes)
         self.passes, self.terms = passes, terms
+        FusedLinearLoss.check_vocabulary(self, MOST_IDS)
         how: dict[str, Any] = {name: value for name, value in head.items() if name in COMPUTE_OPTIONS}
         transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
         self.options = HeadOptions(
@@ -57,9 +58,31 @@ class FusedLinearLoss(nn.Module):
             topk=terms.topk, extras=tuple(name for name in EXTRAS if name in terms.reads), **how,
         )  # fmt: skip
 
-    def batch(self, ids: Tensor, mask: Tensor | None, **columns: Any) -> PolicyBatch:
-        """The batch of `columns`, named as in COLUMNS. A negative id and a mask of 0 mask a token."""
+    def batch(self, ids: Tensor, mask: Tensor | None, *, source: str = "targets", **columns: Any) -> PolicyBatch:
+        """The batch of `columns`, named as in COLUMNS. A negative id and a mask of 0 mask a token.
+
+        Raises TypeError or ValueError for a column that does not fit the ids, which the caller names `source`.
+        """
         raise NotImplementedError
+
+    def check_vocabulary(self, vocab: int) -> None:
+        """Raises ValueError for an option that does not fit a vocabulary of `vocab` ids."""
+        topk, most = self.terms.topk, min(vocab, MOST_IDS)
+        if topk is not None and topk > most:
+            name = getattr(self.terms.objective, "topk_option", "topk")
+            of_ids = f", the {vocab} ids of the vocabulary" if vocab < MOST_IDS else ""
+            raise ValueError(f"{name} must be at most {most}{of_ids}, got {topk}")
+
+    def check_step(self) -> None:
+        """Raises ValueError for a loss that a step cannot compute, which has log-probabilities alone."""
+        if self.passes == "one":
+            raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
+
+    def _head(self, hidden: Tensor, weight: Tensor, targets: Tensor, **given: Any) -> Head:
+        """The record of a call, whose tensors and options are checked."""
+        if given.get("vocab_parallel") is None and isinstance(weight, Tensor) and weight.dim() == 2:
+            self.check_vocabulary(weight.shape[0])
+        return Head.of(hidden, weight, targets, self.options, **given)
 
     def _loss(self, head: Head, batch: PolicyBatch) -> PolicyLoss:
         """The loss of a call's head and batch; `batch.mask` is the head's."""

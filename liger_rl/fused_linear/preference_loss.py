@@ -9,18 +9,18 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
-from liger_rl.head.checks import Passes, check_dense, check_shape
+from liger_rl.head.checks import Passes, check_constant, check_dense, check_head, check_integers, check_shape
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.record import Head
 from liger_rl.kernels.public_call import public
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.transform import LogitTransform, check_type
 from liger_rl.losses.batch import PreferenceBatch
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.options import check_choice
+from liger_rl.losses.options import check_choice, check_interval
 from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, show_options
-from liger_rl.losses.reductions import Reduction, SequenceMean
+from liger_rl.losses.reductions import Reduction, SequenceMean, check_divisors
 from liger_rl.losses.segments import Segments
 
 if TYPE_CHECKING:
@@ -59,15 +59,25 @@ class _Judged(FusedLinearLoss):
         if reference is not None:
             if columns["ref_logps"] is not None:
                 raise ValueError("ref_logps must be None with a reference, whose head gives them")
-            if not isinstance(reference, ReferenceHead):
-                raise ValueError(f"reference must be a ReferenceHead, got {reference!r}")
+            check_type("reference", reference, ReferenceHead, "a ReferenceHead or None")
+            tensors = reference.hidden, reference.weight, reference.bias
+            check_head(*tensors, self.options.compute_dtype, "reference.")
+            check_dense("reference.hidden", reference.hidden, head.hidden, "hidden")
+            shape = (*head.shape, reference.hidden.shape[-1])
+            check_shape("reference.hidden", reference.hidden, shape, f"({', '.join(map(str, head.shape))}, H) from hidden")
+            for name, tensor in zip(("hidden", "weight", "bias"), tensors, strict=True):
+                check_constant(f"reference.{name}", tensor)
             reference_head = Head.of(
                 reference.hidden, reference.weight, ids, self.options, mask=head.mask, bias=reference.bias,
                 vocab_parallel=head.vocab_parallel, targets_name=head.targets_name,
             )  # fmt: skip
+            columns["ref_logps"] = ids.new_zeros(ids.shape, dtype=torch.float32)
+            # A column that does not fit raises before the reference runs.
+            self.terms.check(self.batch(ids, head.mask, **columns), head.shape, ids.device)
             columns["ref_logps"] = self._logps(reference_head, reference.transform)
         batch = self.batch(ids, head.mask, **columns)
-        return self._loss(head._replace(mask=batch.mask), batch)
+        # The head checks the values of the caller's mask.
+        return self._loss(head if columns.get("nll_mask") is None else head._replace(mask=batch.mask), batch)
 
 
 class FusedLinearPreferenceLoss(_Judged):
@@ -113,17 +123,19 @@ class FusedLinearPreferenceLoss(_Judged):
         ids: Tensor,
         mask: Tensor | None,
         *,
+        source: str = "targets",
         ref_logps: Tensor | None = None,
         nll_mask: Tensor | None = None,
         segments: Segments | None = None,
         num_sequences: int | Tensor | None = None,
         **_: Any,
     ) -> PreferenceBatch:
+        check_divisors(self.terms.reduction, num_sequences=num_sequences)
         counted = find_counted(ids, mask)
         sequences = ids.shape[0] if ids.dim() == 2 else _segments(segments).count
         if sequences % 2:
             what = "rows" if ids.dim() == 2 else "segments"
-            raise ValueError(f"targets must have an even number of {what}, first the chosen ones, got {sequences}")
+            raise ValueError(f"{source} must have an even number of {what}, first the chosen ones, got {sequences}")
         pairs = sequences // 2
         if ids.dim() == 2:
             side = torch.ones(sequences, device=ids.device)
@@ -135,11 +147,12 @@ class FusedLinearPreferenceLoss(_Judged):
             of_pair = torch.where((index >= 0) & (index < sequences), index % max(pairs, 1), -1)
             segments = replace(_segments(segments), index=of_pair, count=pairs)
         if nll_mask is not None:
+            nll_mask = (nll_mask != 0) & (ids >= 0) & (side > 0)
             side = torch.where(counted, side, 0.0)
-            counted = counted | ((nll_mask != 0) & (ids >= 0))
+            counted = counted | nll_mask
         return PreferenceBatch(
-            advantages=side, mask=counted, ref_per_token_logps=_per_token(ref_logps, counted & (side != 0)),
-            segments=segments, num_sequences=pairs if num_sequences is None else num_sequences,
+            advantages=side, mask=counted, ref_per_token_logps=_per_token(ref_logps, counted & (side != 0), source),
+            segments=segments, num_sequences=max(pairs, 1) if num_sequences is None else num_sequences,
             pairs=ids.dim() == 2, nll_mask=nll_mask,
         )  # fmt: skip
 
@@ -170,8 +183,9 @@ class FusedLinearPreferenceLoss(_Judged):
             ref_logps: (B,) the reference's sums of log-probabilities over the tokens that count, or (B, T) / (N,) per
                 token, in nats. With ld_alpha, sums are weighted with it, as TRL precomputes them.
             reference: the reference model's hidden states and head, in place of ref_logps. H may be another one.
-            nll_targets: (B / 2, T) the ids of the NLL term, negative elsewhere: those of the chosen targets, and others
-                that count only in it, such as the prompts'. The host reads whether they agree. None: chosen targets.
+            nll_targets: (B / 2, T), or packed (N,), the ids of the NLL term of the chosen sequences, negative
+                elsewhere: those of their targets, and others that count only in it, such as the prompts'. The host
+                reads whether they agree. None: chosen targets.
             bias, vocab_parallel: as in `linear_logprobs`.
             segments: 2 P sequences of packed tokens, first the chosen ones.
             num_sequences: divisor of the mean over pairs; None is their number.
@@ -182,21 +196,9 @@ class FusedLinearPreferenceLoss(_Judged):
         Raises:
             TypeError, ValueError: before anything is computed; the message names the argument.
         """
-        nll_mask = None
+        head, nll_mask = self._head(hidden, weight, targets, mask=mask, bias=bias, vocab_parallel=vocab_parallel), None
         if nll_targets is not None:
-            check_dense("nll_targets", nll_targets, targets, "targets")
-            shape = (targets.shape[0] // 2, *targets.shape[1:])
-            check_shape("nll_targets", nll_targets, shape, f"(B / 2, T) = {shape} from targets")
-            named = torch.cat([nll_targets, torch.full_like(nll_targets, -1)])
-            counted, nll_mask = find_counted(targets, mask), named >= 0
-            # The one host sync that these ids cost.
-            if bool((counted & nll_mask & (targets != named)).any()):
-                raise ValueError("nll_targets must be the ids of targets where both count, got others")
-            targets = torch.where(counted, targets, named)
-            mask = counted
-        head = Head.of(
-            hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel
-        )  # fmt: skip
+            head, nll_mask = _add_nll_targets(head, nll_targets)
         return self._judged_loss(
             head, reference, ref_logps=ref_logps, nll_mask=nll_mask, segments=segments, num_sequences=num_sequences
         )
@@ -242,6 +244,7 @@ class FusedLinearUnpairedLoss(_Judged):
         ids: Tensor,
         mask: Tensor | None,
         *,
+        source: str = "targets",
         labels: Tensor | None = None,
         ref_logps: Tensor | None = None,
         kl: float | Tensor | None = None,
@@ -250,22 +253,26 @@ class FusedLinearUnpairedLoss(_Judged):
         num_sequences: int | Tensor | None = None,
         **_: Any,
     ) -> PreferenceBatch:
+        check_divisors(self.terms.reduction, num_sequences=num_sequences)
         counted = find_counted(ids, mask)
         if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
-            raise TypeError("labels must be a bool tensor, True for desirable sequences")
-        labels = _of_sequences("labels", labels, ids, segments)
+            found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+            raise TypeError(f"labels must be a bool tensor, True for desirable sequences, got {found}")
+        labels = _of_sequences("labels", check_dense("labels", labels, ids, source), ids, segments, source)
         shifts, named = {"kl": kl, "delta": delta}, getattr(self.terms.objective, "shift", None) or ""
         shift = shifts.pop(named, None)
         unread = [name for name, value in shifts.items() if value is not None]
         if unread:
             raise ValueError(f"{unread[0]} must be None, because {self.terms.objective!r} does not read it")
         if shift is not None:
-            shift = torch.as_tensor(shift, dtype=torch.float32, device=ids.device).detach()
+            shift = _read_shift(named, shift, self.terms.objective, ids, source)
             one = shift.numel() == 1
-            shift = shift.reshape(()).expand(ids.shape[:1]) if one else _of_sequences(named, shift, ids, segments)
+            shift = (
+                shift.reshape(()).expand(ids.shape[:1]) if one else _of_sequences(named, shift, ids, segments, source)
+            )
         return PreferenceBatch(
-            advantages=torch.where(labels, 1.0, -1.0), mask=counted, shift=shift,
-            ref_per_token_logps=_per_token(ref_logps, counted), segments=segments, num_sequences=num_sequences,
+            advantages=torch.where(labels, 1.0, -1.0), mask=counted, shift=shift, segments=segments,
+            ref_per_token_logps=_per_token(ref_logps, counted, source), num_sequences=num_sequences,
         )  # fmt: skip
 
     @public
@@ -299,9 +306,7 @@ class FusedLinearUnpairedLoss(_Judged):
 
         Returns, raises: as `FusedLinearPreferenceLoss`.
         """
-        head = Head.of(
-            hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel
-        )  # fmt: skip
+        head = self._head(hidden, weight, targets, mask=mask, bias=bias, vocab_parallel=vocab_parallel)
         return self._judged_loss(
             head, reference, labels=labels, ref_logps=ref_logps, kl=kl, delta=delta, segments=segments,
             num_sequences=num_sequences,
@@ -317,21 +322,60 @@ def _segments(segments: Any) -> Segments:
     return segments
 
 
-def _of_sequences(name: str, values: Tensor, ids: Tensor, segments: Any) -> Tensor:
+def _add_nll_targets(head: Head, nll_targets: Tensor) -> tuple[Head, Tensor]:
+    """The head with the ids of the NLL term, too, and where these are, shaped like the targets. One host sync."""
+    ids, shape = head.ids, head.shape
+    check_integers("nll_targets", check_dense("nll_targets", nll_targets, ids, "targets"))
+    if len(shape) == 2:
+        half = (shape[0] // 2, shape[1])
+        check_shape("nll_targets", nll_targets, half, f"(B / 2, T) = {half} from targets")
+        nll_targets = torch.cat([nll_targets, torch.full_like(nll_targets, -1)])
+    check_shape("nll_targets", nll_targets, shape, f"{tuple(shape)} from targets")
+    counted, nll_mask = find_counted(ids, head.mask), nll_targets >= 0
+    others = (counted & nll_mask & (ids != nll_targets)).sum()
+    improper = others.new_zeros(()) if head.mask is None else ((head.mask != 0) & (head.mask != 1)).sum()
+    differing, wrong = torch.stack([others, improper]).tolist()
+    if wrong:
+        raise ValueError(f"mask must be 0 or 1 at each token; {wrong} of its values are neither")
+    if differing:
+        raise ValueError(f"nll_targets must be the ids of targets where both count; {differing} of them are others")
+    targets = torch.where(counted, ids, nll_targets.long())
+    return head._replace(targets=targets.flatten(), mask=counted), nll_mask
+
+
+def _read_shift(name: str, shift: Any, objective: Any, ids: Tensor, source: str) -> Tensor:
+    """The objective's kl or delta as a float32 tensor. The values of one in a GPU's memory are not read."""
+    if not isinstance(shift, Tensor):
+        check_interval(name, shift, objective.shift_bounds)
+    elif check_dense(name, shift).device not in (ids.device, torch.device("cpu")):
+        raise ValueError(f"{name} must be on {ids.device} from {source}, or on the CPU, got {shift.device}")
+    else:
+        check_constant(name, shift)
+        if shift.device.type == "cpu":
+            for value in {float(shift.min()), float(shift.max())} if shift.numel() else ():
+                check_interval(name, value, objective.shift_bounds)
+    return torch.as_tensor(shift, dtype=torch.float32, device=ids.device).detach()
+
+
+def _of_sequences(name: str, values: Tensor, ids: Tensor, segments: Any, source: str) -> Tensor:
     """One value for each sequence: (B,), or of packed tokens (S,) -> (N,)."""
     if ids.dim() == 2:
-        check_shape(name, values, ids.shape[:1], f"(B,) = ({ids.shape[0]},) from targets")
+        check_shape(name, values, ids.shape[:1], f"(B,) = ({ids.shape[0]},) from {source}")
         return values
     segments = _segments(segments)
     check_shape(name, values, (segments.count,), f"({segments.count},), one for each of segments")
     return values[segments.index.clamp(0, max(values.numel() - 1, 0)).long()]
 
 
-def _per_token(ref_logps: Tensor | None, counted: Tensor) -> Tensor | None:
+def _per_token(ref_logps: Tensor | None, counted: Tensor, source: str) -> Tensor | None:
     """Sums (B,) -> (B, T): each sum stands at its sequence's first token that counts."""
-    if ref_logps is None or check_dense("ref_logps", ref_logps).dim() != 1 or counted.dim() == 1:
+    if ref_logps is None:
+        return None
+    check_constant("ref_logps", check_dense("ref_logps", ref_logps, counted, source))
+    if ref_logps.shape == counted.shape:
         return ref_logps
-    check_shape("ref_logps", ref_logps, counted.shape[:1], f"(B,) = ({counted.shape[0]},) or (B, T) from targets")
+    shapes = f"({counted.shape[0]},) or {tuple(counted.shape)}" if counted.dim() == 2 else str(tuple(counted.shape))
+    check_shape("ref_logps", ref_logps, counted.shape[:1], f"{shapes} from {source}")
     return torch.where(counted & (counted.cumsum(-1) == 1), ref_logps[:, None], 0.0)
 
 

@@ -86,6 +86,20 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None], expected
         raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
 
 
+def check_constant(name: str, tensor: Any) -> None:
+    """Raise ValueError for a tensor that wants a gradient, where it would get none."""
+    if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
+        raise ValueError(
+            f"{name} must require no gradient, because it gets none; detach it, or make it under torch.no_grad() from "
+            "frozen parameters"
+        )
+
+
+def check_integers(name: str, tensor: Any) -> None:
+    if check_dense(name, tensor).dtype not in INTEGER_DTYPES:
+        raise TypeError(f"{name} must be integers, got {tensor.dtype}")
+
+
 def check_transform(transform: LogitTransform) -> None:
     check_type("transform", transform, LogitTransform, "a LogitTransform")
 

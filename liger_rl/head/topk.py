@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.checks import check_dense, check_floating
+from liger_rl.head.checks import check_constant, check_dense, check_floating, check_integers
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
@@ -91,8 +91,8 @@ def topk_divergence(
         compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     measure = _check_formula(kind, beta, tail)
-    _check_lists(lists, topk, teacher_ids, teacher_logps)
     check_dense("hidden", hidden)
+    _check_lists(lists, topk, teacher_ids, teacher_logps, hidden)
     targets = teacher_ids
     if targets is None:
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -160,8 +160,11 @@ def list_divergence(
     _check_floats("logps", logps, logps, "")
     _check_floats("teacher_logps", teacher_logps, logps, "logps")
     dtype = torch.promote_types(logps.dtype, torch.float32)
-    if ids is not None and ids.shape != logps.shape:
-        raise ValueError(f"ids must be {tuple(logps.shape)} from logps, got {tuple(ids.shape)}")
+    if ids is not None:
+        check_integers("ids", ids)
+        check_dense("ids", ids, logps, "logps")
+        if ids.shape != logps.shape:
+            raise ValueError(f"ids must be {tuple(logps.shape)} from logps, got {tuple(ids.shape)}")
     listed = torch.ones_like(logps, dtype=torch.bool) if ids is None else ids >= 0
     return _compute_divergence(logps.to(dtype), teacher_logps.detach().to(dtype), listed, measure, tail)
 
@@ -172,16 +175,18 @@ def _check_formula(kind: str, beta: float, tail: str) -> Measure:
     return make_measure(kind, beta)
 
 
-def _check_lists(lists: str, topk: int | None, teacher_ids: Tensor | None, teacher_logps: Any) -> None:
+def _check_lists(lists: str, topk: int | None, teacher_ids: Tensor | None, teacher_logps: Any, hidden: Tensor) -> None:
     if not isinstance(lists, str) or lists not in LISTS:
         raise ValueError(f"lists must be one of {list(LISTS)}, got {lists!r}")
     if lists != "teacher" and topk is None:
         raise ValueError(f"topk must be the length of the student's lists with lists={lists!r}, got None")
     if (teacher_ids is None) != (lists == "student"):
         raise ValueError(f"teacher_ids must be {'None' if lists == 'student' else 'given'} with lists={lists!r}")
-    if teacher_ids is not None and (not isinstance(teacher_ids, Tensor) or teacher_ids.dim() < 2):
-        description = tuple(teacher_ids.shape) if isinstance(teacher_ids, Tensor) else type(teacher_ids).__name__
-        raise ValueError(f"teacher_ids must be a tensor (N, K) or (B, T, K), got {description}")
+    if teacher_ids is not None and check_dense("teacher_ids", teacher_ids).dim() != hidden.dim():
+        expected = "(B, T, K)" if hidden.dim() == 3 else "(N, K)"
+        raise ValueError(
+            f"teacher_ids must be {expected} with hidden {tuple(hidden.shape)}, got {tuple(teacher_ids.shape)}"
+        )
     if callable(teacher_logps):
         return
     if lists != "teacher":
@@ -189,10 +194,7 @@ def _check_lists(lists: str, topk: int | None, teacher_ids: Tensor | None, teach
     assert teacher_ids is not None
     check_floating("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
     logps = _check_floats("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
-    if logps.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "teacher_logps must require no gradient, because only the student's side gets one; detach them"
-        )
+    check_constant("teacher_logps", logps)
 
 
 def _check_floats(name: str, tensor: Any, like: Tensor, source: str) -> Tensor:
@@ -221,10 +223,16 @@ def _compute_divergence(logps: Tensor, teacher_logps: Tensor, listed: Tensor, me
     """(..., K) each -> (...) in nats, 0 if a token lists no id. `listed` is bool."""
     # A finite number, because -inf less -inf is NaN. Its exponential is 0.
     log_probs = [torch.where(listed, values, LOWEST_LOG_PROBABILITY) for values in (logps, teacher_logps)]
-    if tail == "bucket":
+    if tail == "renormalized":
+        # A token that lists nothing has a finite sum all the same, for the backward.
+        left_out = ~listed & listed.any(-1, keepdim=True)
+        sums = [values.masked_fill(left_out, -torch.inf).logsumexp(-1, keepdim=True) for values in log_probs]
+        log_probs = [
+            torch.where(listed, values - total, LOWEST_LOG_PROBABILITY)
+            for values, total in zip(log_probs, sums, strict=True)
+        ]
+    elif tail == "bucket":
         log_probs = [torch.cat([values, _log_unlisted_mass(values)], dim=-1) for values in log_probs]
-    elif tail == "renormalized":
-        log_probs = [values - values.logsumexp(-1, keepdim=True) for values in log_probs]
     log_p, log_q = log_probs
     if measure.kind == FORWARD:
         return _relative_entropy(log_q, log_p)

@@ -10,6 +10,7 @@ docs/preference.md has the formulas and their papers.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
@@ -208,6 +209,9 @@ class DPO(_PairObjective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("loss_types", "loss_weights"):
+            if not isinstance(getattr(self, name), (Sequence, NoneType if name == "loss_weights" else str)):
+                raise TypeError(f"{name} must be a list, got {type(getattr(self, name)).__name__}")
         names = [self.loss_types] if isinstance(self.loss_types, str) else list(self.loss_types)
         object.__setattr__(self, "loss_types", tuple(names))
         weights = [1.0] * len(names) if self.loss_weights is None else list(self.loss_weights)
@@ -257,20 +261,16 @@ class DPO(_PairObjective):
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         tokens = self._count_tokens(batch)
-        ratios = logps if batch.ref_per_token_logps is None else logps - batch.ref_per_token_logps
-        if self.ld_alpha is not None:
-            position = (batch.mask & (batch.advantages != 0)).cumsum(-1)
-            ratios = torch.where(position <= torch.minimum(*tokens), ratios, self.ld_alpha * ratios)
-        chosen, rejected = self._sum_sides(ratios, batch)
-        if self.average_log_prob:
-            chosen, rejected = chosen / tokens[0], rejected / tokens[1]
+        reference = batch.ref_per_token_logps
+        chosen, rejected = self._weigh_sides(logps if reference is None else logps - reference, batch)
         score = SCORES[self.f_divergence_type]
         alpha = self.f_alpha_divergence_coef
         pair = Pair(chosen, rejected, score(chosen, alpha), score(rejected, alpha), *tokens)
         loss = torch.zeros_like(chosen)
         for name, weight in zip(self.loss_types, self.loss_weights or (), strict=True):
             if name in SORTED:
-                loss = loss + weight * self._sorted_loss(name, logps, batch)
+                margins = self._sorted_margins(name, (chosen, rejected), logps, batch)
+                loss = loss + weight * _logistic(self.beta * margins, self.label_smoothing).mean()
             elif name != SFT:
                 loss = loss + weight * PAIR_LOSSES[name].formula(pair, self)
         if self.use_weighting:
@@ -281,19 +281,23 @@ class DPO(_PairObjective):
         rewards = self.beta * chosen.detach(), self.beta * rejected.detach()
         return self._make_result(loss, side_logps, rewards, batch, logps)
 
-    def _sorted_loss(self, name: str, logps: Tensor, batch: AlignedBatch) -> Tensor:
-        """() the mean loss of the sorted margins, arXiv:2406.05882."""
-        reference = torch.zeros_like(logps) if self.reference_free else batch.ref_per_token_logps
-        assert reference is not None
-        pairs = logps.shape[0] // 2
-        (chosen, rejected), (ref_chosen, ref_rejected) = (
-            (x[:pairs].squeeze(-1) for x in self._sum_sides(values, batch)) for values in (logps, reference)
-        )
+    def _weigh_sides(self, values: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
+        """`_sum_sides` with ld_alpha and average_log_prob."""
+        tokens = self._count_tokens(batch)
+        if self.ld_alpha is not None:
+            position = (batch.mask & (batch.advantages != 0)).cumsum(-1)
+            values = torch.where(position <= torch.minimum(*tokens), values, self.ld_alpha * values)
+        chosen, rejected = self._sum_sides(values, batch)
+        return (chosen / tokens[0], rejected / tokens[1]) if self.average_log_prob else (chosen, rejected)
+
+    def _sorted_margins(self, name: str, ratios: tuple[Tensor, Tensor], logps: Tensor, batch: AlignedBatch) -> Tensor:
+        """(P, 1) differences of two sorted lists, arXiv:2406.05882."""
+        larger, smaller = ratios
         if name == "aot":
-            margins = (chosen - rejected).sort().values - (ref_chosen - ref_rejected).sort().values
-        else:
-            margins = (chosen - ref_chosen).sort().values - (rejected - ref_rejected).sort().values
-        return _logistic(self.beta * margins, self.label_smoothing).mean()
+            reference = torch.zeros_like(logps) if batch.ref_per_token_logps is None else batch.ref_per_token_logps
+            larger, smaller = (a - b for a, b in (self._weigh_sides(x, batch) for x in (logps, reference)))
+        pairs = logps.shape[0] // 2
+        return larger[:pairs].sort(0).values - smaller[:pairs].sort(0).values
 
     @staticmethod
     @torch.no_grad()
@@ -389,6 +393,7 @@ class KTO(Options):
     reference_free: Annotated[bool, bool] = False
     average_log_prob: Annotated[bool, bool] = False
     shift: ClassVar[str | None] = "kl"  # the argument that is subtracted from the log-ratio
+    shift_bounds: ClassVar[str] = "[0, inf)"
     needs_sequences: ClassVar[bool] = True
     sequence_local: ClassVar[bool] = True
     own_metrics: ClassVar[bool] = True
@@ -442,6 +447,7 @@ class BCO(KTO):
     """-log sigmoid(+-(beta x - delta)), delta a running mean of beta x without gradient. arXiv:2404.04656."""
 
     shift: ClassVar[str | None] = "delta"
+    shift_bounds: ClassVar[str] = "(-inf, inf)"
 
     def compute_loss(self, ratio: Tensor, sign: Tensor, shift: Tensor | None) -> Tensor:
         assert shift is not None

@@ -6,12 +6,13 @@ gives to `ppo_loss_fn` add up to the whole batch if they share its divisors, num
 reduction may have
 
     check(batch): raises ValueError for a batch that lacks a column or divisor.
+    divisor_name: the divisor that it reads, "num_sequences" or "num_items_in_batch".
     needs_sequences: True if it must know which tokens are of one sequence, as `batch.sequence_length()` does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ Reduction = Callable[[AlignedBatch], Tensor]
 
 class _OverSequences:
     """A reduction that divides by the number of sequences."""
+
+    divisor_name: ClassVar[str] = "num_sequences"
 
     def check(self, batch: AlignedBatch) -> None:
         self.sequences(batch)
@@ -70,6 +73,7 @@ class GlobalTokenMean:
     """
 
     world_size: int = 1  # number of ranks whose gradients are averaged afterwards, as data parallelism does
+    divisor_name: ClassVar[str] = "num_items_in_batch"
 
     def __post_init__(self) -> None:
         check_whole_number("world_size", self.world_size, least=1)
@@ -98,6 +102,14 @@ class TokenSum:
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return batch.mask.to(batch.advantages.dtype)
+
+
+def check_divisors(reduction: Any, **given: Any) -> None:
+    """Raises ValueError for a divisor that is given, but that a reduction of this package does not read."""
+    for name, value in given.items():
+        known = type(reduction).__module__ == __name__
+        if value is not None and known and name != getattr(reduction, "divisor_name", None):
+            raise ValueError(f"{name} must be None with the reduction {reduction!r}, which does not read it")
 
 
 def divisor(count: int | float | Tensor) -> float | Tensor:

@@ -103,6 +103,7 @@ class EAFT(CrossEntropy):
     eaft_alpha: Annotated[float, "[0, inf)"] = 1.0
     eaft_k: int | None = 20
     eaft_scale: Annotated[float, "(0, inf)"] = 3.0
+    topk_option: ClassVar[str] = "eaft_k"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -170,6 +170,11 @@ def lay_out(
             text = f"{tree_count:,} tokens in trees of shared prefixes, of {count:,}"
         else:
             reason = _describe_small_gain(sequences.device, tree_count, other_count, most)
+    most, group = max((entry for part in groups for entry in part), key=lambda entry: entry[0])
+    if budget is not None and most > budget:
+        raise ValueError(
+            f"max_tokens must be at least {most}, the tokens of the pair in rows {group} of input_ids, got {budget}"
+        )
     live_micros, idle_micros = ([planner.make_micro_batch(group) for _, group in part] for part in groups)
     if len(live_micros) > 1 and one_micro_batch is not None:
         raise ValueError(
@@ -346,7 +351,7 @@ class _Trees(NamedTuple):
 
     def make_groups(self, selected: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
         """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
-        if budget is not None and self.half < max(selected, default=0):
+        if budget is not None and self.half < len(self.sequences.spans):
             # A pair has one prompt. Pairs fill the micro-batches in order.
             pair_groups: list[tuple[int, list[int]]] = []
             for pair in _group_pairs(selected, self.half):

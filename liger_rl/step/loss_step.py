@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
-from liger_rl.head.checks import check_dense, check_shape
+from liger_rl.head.checks import check_dense, check_integers, check_shape
 from liger_rl.head.support import Support
 from liger_rl.kernels.transform import check_type
 from liger_rl.losses.batch import COLUMNS, AlignedBatch
@@ -87,7 +87,9 @@ def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss,
             scale of the loss that is not the model's, or packing that the model or the batch does not allow. If one of
             the ranks that run the model together raises, all do.
     """
-    return next(loss_steps(model, batch, loss, max_tokens=None, **options))
+    if "max_tokens" in options:
+        raise TypeError("max_tokens must be given to loss_steps, which makes micro-batches; loss_step has one")
+    return next(loss_steps(model, batch, loss, **options))
 
 
 def loss_steps(
@@ -185,10 +187,11 @@ class PolicySteps(Iterator[PolicyStep]):
             _check_loss(loss, swapped)
             inputs = read_model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
             ids, mask = _read_tokens(batch)
+            _check_inputs(inputs, ids)
             if inputs.get("support") is not None:
                 check_type("support", inputs["support"], Support, "a Support or None")
             aligned = None if logps_alone else _align_batch(batch, loss, ids, mask)
-            if aligned is not None and loss.terms.nll_weight:  # the NLL term may have tokens of its own
+            if getattr(aligned, "nll_mask", None) is not None:  # the NLL term has tokens of its own
                 mask = aligned.mask.view(ids.shape) != 0
             self._batch = TokenBatch(ids, mask, inputs)
             has_segments = batch.get("segments") is not None
@@ -397,12 +400,12 @@ def _mask_rows(rows: tuple[int, ...], ids: Tensor) -> Tensor:
 
 
 def _align_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
-    if loss.passes == "one":
-        raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
+    loss.check_step()
     columns: dict[str, Any] = {name: batch.get(name) for name in loss.COLUMNS}
     if columns.get("nll_mask") is not None:
         nll_mask = check_dense("nll_mask", columns["nll_mask"], ids, "input_ids")
         check_shape("nll_mask", nll_mask, ids.shape, f"(B, T) = {tuple(ids.shape)} from input_ids")
+        _check_mask_values("nll_mask", nll_mask)
         columns["nll_mask"] = nn.functional.pad(nll_mask[:, 1:] != 0, (1, 0))
     if columns["segments"] is not None:
         if ids.shape[0] != 1:
@@ -410,7 +413,7 @@ def _align_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, m
         per_token = [name for name, x in columns.items() if isinstance(x, Tensor) and x.shape == ids.shape]
         columns |= {name: columns[name].reshape(-1) for name in per_token}
         ids, mask = ids.reshape(-1), mask.reshape(-1)
-    return loss.terms.check(loss.batch(ids, mask, **columns), mask.shape, ids.device)
+    return loss.terms.check(loss.batch(ids, mask, source="input_ids", **columns), mask.shape, ids.device)
 
 
 def _read_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -419,14 +422,32 @@ def _read_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if not isinstance(batch.get(name), Tensor):
             raise TypeError(f"{name} must be a tensor in the batch, got {type(batch.get(name)).__name__}")
     ids, mask = batch["input_ids"], batch["mask"]
-    if ids.dim() != 2 or ids.is_floating_point():
-        raise ValueError(f"input_ids must be (B, T) integers, got {tuple(ids.shape)} {ids.dtype}")
+    check_integers("input_ids", ids)
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"input_ids must be (B, T) with at least one token, got {tuple(ids.shape)}")
     if mask.shape != ids.shape or mask.device != ids.device:
         raise ValueError(
             f"mask must be (B, T) = {tuple(ids.shape)} on {ids.device} from input_ids, "
             f"got {tuple(mask.shape)} on {mask.device}"
         )
+    _check_mask_values("mask", mask)
     return ids, nn.functional.pad(mask[:, 1:] != 0, (1, 0))
+
+
+def _check_mask_values(name: str, mask: Tensor) -> None:
+    """The host reads a mask that is not bool."""
+    wrong = 0 if mask.dtype == torch.bool else int(((mask != 0) & (mask != 1)).sum())
+    if wrong:
+        raise ValueError(f"{name} must be 0 or 1 at each token; {wrong} of its values are neither")
+
+
+def _check_inputs(inputs: Mapping[str, Any], ids: Tensor) -> None:
+    """Raises ValueError for a mask or positions of other tokens. Other numbers of dimensions are the model's own."""
+    shapes = {"attention_mask": [ids.shape], "position_ids": [ids.shape, (1, ids.shape[1])]}
+    for name, allowed in shapes.items():
+        column = inputs.get(name)
+        if isinstance(column, Tensor) and column.dim() <= 2 and column.shape not in allowed:
+            raise ValueError(f"{name} must be (B, T) = {tuple(ids.shape)} from input_ids, got {tuple(column.shape)}")
 
 
 def _check_loss(loss: Any, swapped: Any) -> None:
@@ -439,3 +460,4 @@ def _check_loss(loss: Any, swapped: Any) -> None:
                 f"{name} must be left out of the loss, the model's own is used: {model_value} for "
                 f"{type(swapped).__name__}, got {value}"
             )
+    loss.check_vocabulary(swapped.config.get_text_config().vocab_size)

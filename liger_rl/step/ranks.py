@@ -72,9 +72,11 @@ def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
 
     DeepSpeed's ZeRO-3 has all ranks.
     """
-    if group is not None:
-        return [group]
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if group is not None:
+        if not (distributed and isinstance(group, torch.distributed.ProcessGroup)):
+            raise TypeError(f"group must be a process group of torch.distributed or None, got {type(group).__name__}")
+        return [group]
     if not (distributed and isinstance(model, nn.Module)):
         return []
     wrapper = find_ddp(model)

@@ -88,9 +88,14 @@ def read_sequences(
     differs = torch.zeros_like(counts) if labels is None else (mask & (labels != ids)).any(1)
     types = [inputs[name].to(device) for name in TYPE_INPUTS if inputs.get(name) is not None]
     images = (torch.stack(types) != 0).any(2).any(0) if types else torch.zeros_like(counts)
-    table = torch.stack([flag.long() for flag in (images, differs, start, stop, counts, lives, runs, first)], 1)
+    negative = ((ids < 0) & inside).any(1)
+    table = torch.stack(
+        [flag.long() for flag in (images, differs, negative, start, stop, counts, lives, runs, first)], 1
+    )
     host = torch.cat([table, ids.long()], 1).cpu()
-    has_images, differ, *numbers = host[:, : table.shape[1]].T.tolist()
+    has_images, differ, are_negative, *numbers = host[:, : table.shape[1]].T.tolist()
+    if any(are_negative):
+        raise ValueError(f"input_ids must be token ids, got a negative one in row {are_negative.index(1)}")
     spans = [SequenceSpan(*row) for row in zip(*numbers, strict=True)]
     obstacle = Reason("its labels are not its input_ids") if any(differ) else None
     obstacle = Reason("it has tokens of an image") if any(has_images) else obstacle

@@ -354,7 +354,7 @@ def test_a_weight_that_student_and_teacher_share_is_not_copied(frozen, device):
 def test_a_teacher_that_requires_grad_is_refused(name):
     given = pair().arguments()
     given[name] = given[name].requires_grad_()
-    with pytest.raises(ValueError, match=f"{name} must require no gradient, because only the student's side gets one"):
+    with pytest.raises(ValueError, match=f"{name} must require no gradient, because it gets none"):
         linear_divergence(**given)
     with torch.no_grad():
         assert linear_divergence(**given).divergence.shape == (3, 7)

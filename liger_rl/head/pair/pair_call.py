@@ -11,7 +11,15 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.autograd import named_tensors, save_tensors
-from liger_rl.head.checks import check_count, check_dense, check_floating, check_head, check_shape, check_transform
+from liger_rl.head.checks import (
+    check_constant,
+    check_count,
+    check_dense,
+    check_floating,
+    check_head,
+    check_shape,
+    check_transform,
+)
 from liger_rl.head.dense.one_pass import WithGradients
 from liger_rl.head.head_options import IDENTITY, HeadOptions
 from liger_rl.head.live_tokens import scatter_rows, start_selection, take_rows
@@ -90,12 +98,7 @@ class DivergenceCall:
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
         for name in ("hidden", "weight", "bias") if not self.teacher_may_require_grad else ():
-            tensor = getattr(self, f"teacher_{name}")
-            if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
-                raise ValueError(
-                    f"teacher_{name} must require no gradient, because only the student's side gets one; "
-                    "detach it, or run the teacher under torch.no_grad() with its parameters frozen"
-                )
+            check_constant(f"teacher_{name}", getattr(self, f"teacher_{name}"))
 
     def make_student(self) -> Head:
         """The student's record. Without targets its ids are zeros."""
