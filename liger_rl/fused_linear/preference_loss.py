@@ -64,7 +64,9 @@ class _Judged(FusedLinearLoss):
             check_head(*tensors, self.options.compute_dtype, "reference.")
             check_dense("reference.hidden", reference.hidden, head.hidden, "hidden")
             shape = (*head.shape, reference.hidden.shape[-1])
-            check_shape("reference.hidden", reference.hidden, shape, f"({', '.join(map(str, head.shape))}, H) from hidden")
+            check_shape(
+                "reference.hidden", reference.hidden, shape, f"({', '.join(map(str, head.shape))}, H) from hidden"
+            )
             for name, tensor in zip(("hidden", "weight", "bias"), tensors, strict=True):
                 check_constant(f"reference.{name}", tensor)
             reference_head = Head.of(

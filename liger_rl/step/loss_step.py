@@ -191,7 +191,7 @@ class PolicySteps(Iterator[PolicyStep]):
             if inputs.get("support") is not None:
                 check_type("support", inputs["support"], Support, "a Support or None")
             aligned = None if logps_alone else _align_batch(batch, loss, ids, mask)
-            if getattr(aligned, "nll_mask", None) is not None:  # the NLL term has tokens of its own
+            if aligned is not None and aligned.nll_mask is not None:  # the NLL term has tokens of its own
                 mask = aligned.mask.view(ids.shape) != 0
             self._batch = TokenBatch(ids, mask, inputs)
             has_segments = batch.get("segments") is not None
@@ -443,7 +443,7 @@ def _check_mask_values(name: str, mask: Tensor) -> None:
 
 def _check_inputs(inputs: Mapping[str, Any], ids: Tensor) -> None:
     """Raises ValueError for a mask or positions of other tokens. Other numbers of dimensions are the model's own."""
-    shapes = {"attention_mask": [ids.shape], "position_ids": [ids.shape, (1, ids.shape[1])]}
+    shapes: dict[str, list[tuple]] = {"attention_mask": [ids.shape], "position_ids": [ids.shape, (1, ids.shape[1])]}
     for name, allowed in shapes.items():
         column = inputs.get(name)
         if isinstance(column, Tensor) and column.dim() <= 2 and column.shape not in allowed:

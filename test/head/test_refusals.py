@@ -15,6 +15,7 @@ from liger_rl import (
     grpo_loss_from_logits,
     linear_divergence,
     linear_logprobs,
+    list_divergence,
     logits_logprobs,
     topk_divergence,
 )
@@ -150,8 +151,8 @@ SEVERAL = [
 ]
 TOPK = [
     ({"tail": "sum"}, ValueError, "tail must be one of .*bucket.*got 'sum'"),
-    ({"teacher_ids": torch.zeros(15).long()}, ValueError, r"teacher_ids must be a tensor \(N, K\) or \(B, T, K\)"),
-    ({"teacher_ids": [[1]]}, ValueError, "teacher_ids must be a tensor .*got list"),
+    ({"teacher_ids": torch.zeros(15).long()}, ValueError, r"teacher_ids must be \(N, K\) with hidden"),
+    ({"teacher_ids": [[1]]}, TypeError, "teacher_ids must be a tensor, got list"),
     ({"teacher_ids": torch.full((15, 2), 129)}, ValueError, r"teacher_ids must be token ids in \[0, 129\)"),
     ({"teacher_ids": torch.zeros(15, 2)}, TypeError, "teacher_ids must be integers"),
     ({"teacher_logps": torch.zeros(15, 3)}, ValueError, r"teacher_logps must be \(15, 2\) from.*got \(15, 3\)"),
@@ -192,6 +193,10 @@ TOGETHER = [
     (FusedLinearGRPOLoss(passes="one"), HEAD | LOSS | {"support": SUPPORT}, ValueError, 'passes="one" needs support'),
     (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
     (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
+    (topk_divergence, HEAD | {"teacher_ids": IDS, "teacher_logps": torch.zeros(3, 5)}, ValueError, "must be .B, T, K."),
+    *((list_divergence, {"logps": torch.zeros(3, 5), "teacher_logps": torch.zeros(3, 5), "ids": ids}, error, "^ids must")
+      for ids, error in ((IDS >= 0, TypeError), (IDS.float(), TypeError), ([1], TypeError), (IDS[1:], ValueError),
+                         (IDS.to("meta"), ValueError))),
     (LogitTransform, {"temperature": torch.ones(3, 5)}, TypeError, "temperature must be a number, got Tensor"),
     (FusedLinearGRPOLoss, {"temperature": torch.ones(3, 5)}, TypeError, "temperature must be a number, got Tensor"),
 ]  # fmt: skip

@@ -130,6 +130,20 @@ def test_formulas_on_lists_of_different_lengths(kind, beta, tail):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("level", [-100.0, -190.0, -200.0, -300.0])
+def test_an_id_that_is_not_listed_has_no_part_in_the_normaliser(level):
+    logps = torch.tensor([[level, level - 1.0, 0.0, 0.0]], requires_grad=True)
+    teacher, ids = torch.tensor([[-0.5, -1.0, 0.0, 0.0]]), torch.tensor([[7, 9, -1, -1]])
+    p, q = logps[:, :2].log_softmax(-1), teacher[:, :2].log_softmax(-1)
+    found, expected = list_divergence(logps, teacher, ids=ids, tail="renormalized"), (q.exp() * (q - p)).sum(-1)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(value, logps)[0] for value in (found, expected)]
+    torch.testing.assert_close(*grads)
+    nothing = list_divergence(logps, teacher, ids=-1 - ids.abs(), kind="jsd", beta=0.1, tail="renormalized")
+    assert nothing == 0
+    assert not torch.autograd.grad(nothing, logps)[0].any()
+
+
 @pytest.mark.parametrize(("kind", "beta", "expected"), [
     ("forward_kl", 0.5, [math.log(2), math.inf]),
     ("reverse_kl", 0.5, [math.inf, math.log(2)]),

@@ -147,3 +147,10 @@ def test_cross_entropy_refuses():
         LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(VOCAB), label_smoothing=0.1, use_token_scaling=True)
     with pytest.raises(ValueError, match="reduction must be one of"):
         LigerFusedLinearCrossEntropyLoss(reduction="median")
+    with pytest.raises(TypeError, match="ce_weight must be a tensor, got list"):
+        LigerFusedLinearCrossEntropyLoss(ce_weight=[1.0] * VOCAB)
+    with pytest.raises(TypeError, match="ignore_index must be an int, got str"):
+        LigerFusedLinearCrossEntropyLoss(ignore_index="-100")
+    for target in (None, torch.zeros(TOKENS)):
+        with pytest.raises(TypeError, match="target must be"):
+            LigerFusedLinearCrossEntropyLoss()(torch.ones(VOCAB, HIDDEN), torch.ones(TOKENS, HIDDEN), target)

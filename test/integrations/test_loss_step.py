@@ -9,7 +9,7 @@ import oracles
 from hf_models import VOCAB, assert_same_gradients, build, gradients
 from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, SequenceMean
 from liger_rl.step.loss_step import completion_logps, loss_step, loss_steps, policy_step
-from step_calls import small_llama
+from step_calls import Calls, small_llama
 
 PAIRS, LENGTH = 3, 24
 PROMPTS, ENDS = [10, 7, 9], [20, 14, 24, 18, 24, 15]
@@ -165,3 +165,73 @@ def test_columns_are_the_losss_own():
         loss_step(small_llama(), batch | {"nll_mask": torch.ones(3)}, FusedLinearPreferenceLoss("dpo"))
     with pytest.raises(ValueError, match="even number of rows, first the chosen ones, got 5"):
         loss_step(small_llama(), {name: x[:5] for name, x in batch.items()}, FusedLinearPreferenceLoss("dpo"))
+
+
+EAFT, ORPO = FusedLinearCrossEntropyLoss("eaft", eaft_k=VOCAB + 1), FusedLinearPreferenceLoss("orpo")
+WEIGHTED = FusedLinearCrossEntropyLoss(class_weights=torch.ones(VOCAB), label_smoothing=0.1)
+BAD_INPUT = {
+    "mask of halves": (lambda batch: {"mask": batch["mask"] * 0.5}, {}, "mask must be 0 or 1 at each token; 63 of"),
+    "mask of NaN": (lambda batch: {"mask": torch.where(batch["mask"], torch.nan, 0.0)}, {}, "mask must be 0 or 1"),
+    "nll_mask": (lambda batch: {"nll_mask": batch["mask"] * 2}, {}, "nll_mask must be 0 or 1 at each token"),
+    "attention_mask": (lambda batch: {"attention_mask": batch["mask"][:, 1:]}, {}, r"attention_mask must be \(B, T\)"),
+    "position_ids": (lambda batch: {"position_ids": torch.arange(LENGTH)}, {}, r"position_ids must be \(B, T\) ="),
+    "bool ids": (lambda batch: {"input_ids": batch["input_ids"] > 5}, {}, "input_ids must be integers, got torch.bool"),
+    "negative ids": (
+        lambda batch: {"input_ids": batch["input_ids"].masked_fill(~batch["mask"], -100)}, {},
+        "input_ids must be token ids, got a negative one in row 0",
+    ),
+    "no row": (lambda batch: {name: x[:0] for name, x in batch.items()}, {}, r"one token, got \(0, 24\)"),
+    "no column": (lambda batch: {"input_ids": batch["input_ids"][:, :0]}, {}, r"one token, got \(6, 0\)"),
+    "max_tokens": (lambda batch: {}, {"max_tokens": 99}, "max_tokens must be given to loss_steps"),
+    "group": (lambda batch: {}, {"group": "world"}, "group must be a process group"),
+    "eaft_k": (lambda batch: {}, {"loss": EAFT}, f"eaft_k must be at most {VOCAB}, the {VOCAB} ids of the vocabulary"),
+    "class weights": (
+        lambda batch: {}, {"loss": FusedLinearCrossEntropyLoss(class_weights=torch.ones(5))}, "class_weights must be .V"
+    ),
+    "both": (lambda batch: {}, {"loss": WEIGHTED}, "class_weights must be None with label_smoothing here"),
+    "one pass": (lambda batch: {}, {"loss": FusedLinearPreferenceLoss("orpo", passes="one")}, 'passes must be "auto"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "options", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_named_before_the_model_runs(change, options, message):
+    model, batch = small_llama(), batch_of_pairs()
+    del batch["ref_logps"]
+    loss_step(model, batch, ORPO)  # the trials are over
+    calls = Calls(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        loss_step(model, batch | change(batch), **{"loss": ORPO} | options)
+    assert calls == []
+
+
+@pytest.mark.parametrize("coef", [0.0, 1.0])
+def test_the_nll_term_is_of_the_chosen_sequences(coef):
+    """An nll_mask of all rows is that of the chosen ones, and the metric has every token of it."""
+    model, batch = small_llama(), batch_of_pairs()
+    del batch["ref_logps"]
+    nll_mask = batch["attention_mask"].bool().clone()
+    nll_mask[:, 0] = False
+    logps = full_logps(model, batch, nll_mask)
+    expected = -logps[:PAIRS][nll_mask[:PAIRS]].mean()
+    loss = FusedLinearPreferenceLoss("simpo", nll_coef=coef)
+    without = loss_step(model, batch, FusedLinearPreferenceLoss("simpo")).loss
+    step = loss_step(model, batch | {"nll_mask": nll_mask}, loss)
+    torch.testing.assert_close(step.metrics["nll"].value, expected.detach())
+    torch.testing.assert_close(step.loss.detach(), (without + coef * expected).detach())
+
+
+@pytest.mark.parametrize(("share", "least"), [(False, 48), (True, 39)])
+def test_a_pair_larger_than_max_tokens(share, least):
+    model, batch = small_llama(), batch_of_pairs()
+    del batch["ref_logps"]
+    with pytest.raises(
+        ValueError, match=rf"max_tokens must be at least {least}, the tokens of the pair in rows \[\d, \d\]"
+    ):
+        loss_steps(model, batch, ORPO, max_tokens=least - 1, share_prefixes=share)
+    # The one pair of a batch has row 1, the first rejected one.
+    one = {name: x[[2, 2 + PAIRS]] for name, x in batch.items()}
+    steps, calls = loss_steps(model, one, ORPO, max_tokens=39, share_prefixes=True), Calls(model)
+    torch.testing.assert_close(next(steps).loss, loss_step(model, one, ORPO).loss)
+    assert (len(steps), calls[0][0]) == (1, (1, 39))
+    with pytest.raises(ValueError, match=r"max_tokens must be at least 39, the tokens of the pair in rows \[0, 1\]"):
+        loss_steps(model, one, ORPO, max_tokens=38, share_prefixes=True)

@@ -123,7 +123,7 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
         ({"mask": None}, TypeError, "mask must be a tensor in the batch, got NoneType"),
         ({"completion_mask": torch.ones(1)}, ValueError, "no column 'completion_mask'; it has .*mask, advantages"),
         ({"mask": torch.ones(BATCH, LENGTH - 1)}, ValueError, r"mask must be .* = \(6, 13\)"),
-        ({"input_ids": torch.ones(LENGTH, dtype=torch.long)}, ValueError, r"input_ids must be \(B, T\) integers"),
+        ({"input_ids": torch.ones(LENGTH, dtype=torch.long)}, ValueError, r"input_ids must be \(B, T\) with"),
         ({"advantages": None}, TypeError, "advantages must be a real tensor, got NoneType"),
         ({"advantages": torch.ones(BATCH + 1)}, ValueError, r"advantages must be .*got \(7,\)"),
         ({"old_per_token_logps": torch.ones(BATCH, 3)}, ValueError, "old_per_token_logps must be"),

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 import liger_rl
 from liger_rl import BCO, CPO, DPO, KTO, ORPO, PREFERENCES, APOZeroUnpaired, SequenceMean, ppo_loss_fn
 from liger_rl.losses.batch import PreferenceBatch
-from liger_rl.losses.preference import PAIR_LOSSES, SCORES
+from liger_rl.losses.preference import PAIR_LOSSES, SCORES, SORTED
 
 trl = pytest.importorskip("trl", reason="compares with TRL's own code")
 
@@ -105,6 +105,7 @@ CASES = [
     *((("sigmoid",), {"f_divergence_type": kind} | ALPHA.get(kind, {})) for kind in SCORES if kind != "reverse_kl"),
     *(((name,), {"f_divergence_type": "js_divergence"} | OPTIONS.get(name, {})) for name in SCORED[1:]),
     (("sigmoid",), {"ld_alpha": 0.4}),
+    *(((name,), {"ld_alpha": 0.4}) for name in SORTED),
     (("sigmoid",), {"use_weighting": True}),
     (("sigmoid", "bco_pair", "sft"), {"loss_weights": [0.8, 0.2, 1.5]}),
     (("hinge",), {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0}),
@@ -120,6 +121,21 @@ def test_as_trl(names, options):
     theirs = {"loss_weights": [1.0] * len(names)} | options
     found = ours(DPO(loss_types=names, beta=BETA, **options), x)
     assert_equal(found, trls(x, loss_types=list(names), **theirs), x)
+
+
+@pytest.mark.parametrize("reference_free", [False, True])
+@pytest.mark.parametrize("name", SORTED)
+def test_sorted_pairs_of_means(name, reference_free):
+    x = tokens()
+    policy, reference = (x[part].sum(1) / x["mask"].sum(1) for part in ("logps", "ref"))
+    reference = 0 * reference if reference_free else reference
+    first, second = (policy[:PAIRS], policy[PAIRS:]), (reference[:PAIRS], reference[PAIRS:])
+    if name == "aot_unpaired":
+        first, second = zip(first, second, strict=True)
+    margins = (first[0] - first[1]).sort().values - (second[0] - second[1]).sort().values
+    columns = {"ref_per_token_logps": None} if reference_free else {}
+    objective = DPO(loss_types=name, beta=BETA, average_log_prob=True, reference_free=reference_free)
+    assert_equal(ours(objective, x, **columns), -logsigmoid(BETA * margins).mean(), x)
 
 
 def test_every_loss_type_of_trl_has_a_name():
@@ -220,10 +236,12 @@ def test_packed_pairs(objective):
         ({"discopop_tau": 0.1}, "discopop_tau must be 0.05 with loss_types"),
         ({"f_alpha_divergence_coef": 0.7}, "f_alpha_divergence_coef must be 0.5 with loss_types"),
         ({"beta": 0.0}, r"beta must be in \(0, inf\)"),
+        ({"loss_weights": 1.0}, "loss_weights must be a list, got float"),
+        ({"loss_types": 1}, "loss_types must be a list, got int"),
     ],
 )
 def test_refused_options(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         DPO(**options)
 
 

@@ -1,6 +1,7 @@
 """Supervised losses from hidden states against PyTorch and the frameworks' formulas on full logits in float64."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import oracles
+from head_calls import Products
 from liger_rl import (
     DFT,
     CrossEntropy,
     FusedLinearCrossEntropyLoss,
     FusedLinearPreferenceLoss,
     FusedLinearUnpairedLoss,
+    ReferenceHead,
     Reinforce,
     Segments,
     SequenceMean,
@@ -199,6 +202,15 @@ def test_an_objective_of_ones_own():
         (lambda: FusedLinearUnpairedLoss("kto", metrics="basic"), "metrics must be one of"),
         (lambda: DFT(z_loss=-1.0), r"z_loss must be in \[0, inf\)"),
         (lambda: CrossEntropy(label_smoothing=True), "label_smoothing must be a number"),
+        (lambda: FusedLinearCrossEntropyLoss("eaft", eaft_k=2000), "eaft_k must be at most 1024, got 2000"),
+        (
+            lambda: FusedLinearCrossEntropyLoss(class_weights=[1.0], label_smoothing=0.1),
+            "class_weights must be a tensor",
+        ),
+        (
+            lambda: FusedLinearCrossEntropyLoss(class_weights=torch.ones(3, requires_grad=True)),
+            "class_weights must req",
+        ),
     ],
 )
 def test_refused_options(make, message):
@@ -228,3 +240,75 @@ def test_refused_calls():
         single(*leaves, targets, torch.ones(BATCH).bool(), ref_logps=torch.zeros(BATCH), kl=0.0, delta=0.1)
     with pytest.raises(TypeError, match="segments must be Segments for packed"):
         pairs(leaves[0].flatten(0, 1), leaves[1], targets.flatten(), ref_logps=torch.zeros(BATCH * LENGTH))
+
+
+NLL, PAIRED, SINGLE = FusedLinearCrossEntropyLoss(), FusedLinearPreferenceLoss("orpo"), FusedLinearUnpairedLoss("kto")
+DPO, IDS = FusedLinearPreferenceLoss("dpo"), torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCAB
+LABELS, ZEROS, HALF = torch.tensor([True, False] * 2), torch.zeros(BATCH, LENGTH), torch.full((BATCH, LENGTH), 0.5)
+WANTS_GRADIENT = torch.zeros(BATCH, LENGTH, requires_grad=True)
+PLAIN_HEAD = {"hidden": torch.zeros(BATCH, LENGTH, 3), "weight": torch.zeros(VOCAB, 3)}
+JUDGED = {"labels": LABELS, "ref_logps": ZEROS, "kl": 0.0}
+# Loss, arguments, error, message.
+COLUMNS = [
+    *((loss, given | {"mask": mask}, ValueError, "mask must be 0 or 1 at each token; 40 of")
+      for loss, given in ((NLL, {}), (PAIRED, {}), (PAIRED, {"nll_targets": IDS[:2]}), (SINGLE, JUDGED))
+      for mask in (HALF, HALF * math.nan)),
+    (NLL, {"token_weights": WANTS_GRADIENT}, ValueError, "token_weights must require no gradient"),
+    (FusedLinearCrossEntropyLoss(reduction=TokenMean()), {"num_items_in_batch": 9}, ValueError, "num_items_in_batch"),
+    (NLL, {"num_sequences": 9}, ValueError, "num_sequences must be None with the reduction GlobalTokenMean"),
+    (FusedLinearPreferenceLoss("cpo", reduction=TokenMean()), {"num_sequences": 9}, ValueError, "num_sequences must"),
+    (FusedLinearCrossEntropyLoss("eaft", eaft_k=38), {}, ValueError, "eaft_k must be at most 37, the 37 ids"),
+    (PAIRED, {"nll_targets": IDS[:2] * 1.0}, TypeError, "nll_targets must be integers"),
+    (PAIRED, {"nll_targets": IDS}, ValueError, r"nll_targets must be \(B / 2, T\)"),
+    (DPO, {"ref_logps": ZEROS[:, 1:]}, ValueError, r"ref_logps must be \(4,\) or \(4, 10\) from targets, got \(4, 9\)"),
+    (DPO, {"ref_logps": ZEROS.to("meta")}, ValueError, "ref_logps must be on cpu from targets, got meta"),
+    (DPO, {"ref_logps": WANTS_GRADIENT}, ValueError, "ref_logps must require no gradient"),
+    (DPO, {"reference": (1, 2)}, TypeError, "reference must be a ReferenceHead or None, got tuple"),
+    *((DPO, {"reference": ReferenceHead(**PLAIN_HEAD | changed)}, ValueError, message) for changed, message in (
+        ({"hidden": torch.zeros(BATCH, LENGTH - 1, 3)}, r"reference.hidden must be \(4, 10, H\) from hidden"),
+        ({"weight": torch.zeros(VOCAB, 2)}, r"reference.weight must be \(V, H\)"),
+        ({"weight": torch.zeros(VOCAB, 3, requires_grad=True)}, "reference.weight must require no gradient"),
+        ({"hidden": torch.zeros(BATCH, LENGTH, 3, requires_grad=True)}, "reference.hidden must require no gradient"),
+        ({"bias": torch.zeros(VOCAB, requires_grad=True)}, "reference.bias must require no gradient"),
+    )),
+    *((SINGLE, JUDGED | {"kl": kl}, error, message) for kl, error, message in (
+        ("0", TypeError, "kl must be a number, got str"),
+        (-1.0, ValueError, r"kl must be in \[0, inf\), got -1"),
+        (torch.tensor([0.0, 1.0, -0.5, math.nan]), ValueError, r"kl must be in \[0, inf\)"),
+        (torch.zeros((), device="meta"), ValueError, "kl must be on cpu from targets"),
+        (torch.zeros((), requires_grad=True), ValueError, "kl must require no gradient"),
+    )),
+    (FusedLinearUnpairedLoss("bco"), {"labels": LABELS, "ref_logps": ZEROS, "delta": math.inf}, ValueError, "delta"),
+    (SINGLE, JUDGED | {"labels": LABELS.to("meta")}, ValueError, "labels must be on cpu from targets, got meta"),
+    (SINGLE, JUDGED | {"labels": LABELS.float()}, TypeError, "labels must be a bool tensor.*got torch.float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "given", "error", "message"), COLUMNS)
+def test_columns_are_named_before_any_product(loss, given, error, message):
+    with Products() as products, pytest.raises(error, match=message):
+        loss(torch.randn(BATCH, LENGTH, HIDDEN), torch.randn(VOCAB, HIDDEN), IDS, **given)
+    assert products.flops == 0
+
+
+def test_without_a_sequence_the_loss_is_0():
+    leaves = torch.randn(0, LENGTH, HIDDEN, requires_grad=True), torch.randn(VOCAB, HIDDEN)
+    for loss, given in (
+        (NLL, {}),
+        (PAIRED, {}),
+        (SINGLE, {name: x[:0] if name != "kl" else x for name, x in JUDGED.items()}),
+    ):
+        assert loss(*leaves, IDS[:0], **given).loss == 0
+
+
+def test_packed_nll_targets_are_those_of_the_chosen_segments():
+    leaves, _ = problem()
+    counted, nll_targets = torch.arange(LENGTH).expand(BATCH, LENGTH) >= 6, IDS.clone()
+    rows = PAIRED(*leaves, IDS, mask=counted, nll_targets=nll_targets[:2])
+    order = torch.randperm(BATCH * LENGTH)
+    hidden, ids, mask = (x.flatten(0, 1)[order] for x in (leaves[0], IDS, counted))
+    segments = Segments(index=torch.arange(BATCH).repeat_interleave(LENGTH)[order], count=BATCH)
+    packed = PAIRED(hidden, leaves[1], ids, mask=mask, nll_targets=nll_targets.flatten()[order], segments=segments)
+    torch.testing.assert_close(packed.loss, rows.loss)
+    with pytest.raises(ValueError, match=r"nll_targets must be \(40,\) from targets, got \(20,\)"):
+        PAIRED(hidden, leaves[1], ids, mask=mask, nll_targets=nll_targets.flatten()[:20], segments=segments)

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from liger_rl.fused_linear.cross_entropy import TargetsAlone, class_smoothing
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
-from liger_rl.head.checks import check_shape
+from liger_rl.head.checks import check_dense, check_integers, check_shape
 from liger_rl.head.record import Head
 from liger_rl.integrations.liger.liger_head import make_targets, prepare_head
 from liger_rl.kernels.public_call import outside_of_graphs
+from liger_rl.kernels.transform import check_type
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.metrics import Metric, MetricsLevel
@@ -87,6 +88,9 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
+        check_type("ignore_index", self.ignore_index, int, "an int")
+        if self.ce_weight is not None:
+            check_dense("ce_weight", self.ce_weight)
         self._fused()  # checks the options
 
     @property
@@ -117,6 +121,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         """The loss: () float32, or (N,) with reduction="none". With further results a `CrossEntropyOutput`."""
         fused, vocab = self._fused(), lin_weight.shape[0]
         local = localize(_input, lin_weight, bias=bias, targets=target)
+        check_integers("target", local.targets)
         ids = make_targets(local.targets, vocab, self.ignore_index)
         counted = ids >= 0
         weights = factors = torch.ones(ids.shape[:1], device=ids.device)
