@@ -194,7 +194,7 @@ TOGETHER = [
     (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
     (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
     (topk_divergence, HEAD | {"teacher_ids": IDS, "teacher_logps": torch.zeros(3, 5)}, ValueError, "must be .B, T, K."),
-    *((list_divergence, {"logps": torch.zeros(3, 5), "teacher_logps": torch.zeros(3, 5), "ids": ids}, error, "^ids must")
+    *((list_divergence, {"logps": torch.zeros(3, 5), "teacher_logps": torch.zeros(3, 5), "ids": ids}, error, "^ids")
       for ids, error in ((IDS >= 0, TypeError), (IDS.float(), TypeError), ([1], TypeError), (IDS[1:], ValueError),
                          (IDS.to("meta"), ValueError))),
     (LogitTransform, {"temperature": torch.ones(3, 5)}, TypeError, "temperature must be a number, got Tensor"),
