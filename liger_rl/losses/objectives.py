@@ -238,7 +238,7 @@ class DPPO(Options):
     """-min(r, ratio_cap) A logp, r without gradient; 0 for a token whose probability moved too far. arXiv:2602.04879.
 
     A > 0 drops tokens with p - p_old > divergence_high. A <= 0 drops tokens with p - p_old < -divergence_low. This is
-    binary total variation, verl's `dppo_tv`. Below the cap, the gradient is that of prime-rl's default loss.
+    binary total variation, verl's `dppo_tv`. Below the cap, the gradient is that of prime-rl's DPPO loss.
     """
 
     divergence_low: Annotated[float, "[0, 1]"] = 0.2
@@ -280,6 +280,51 @@ class DPPOKL(DPPO):
         divergence = old.exp() * (old - logps) + old_complement * quotient.log()
         down, up = logps < old, logps > old
         return down & (divergence > self.divergence_low), up & (divergence > self.divergence_high)
+
+
+class _KeptTokens:
+    """-r A of the tokens that are kept, 0 for the others, whatever the sign of A."""
+
+    token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
+
+    def find_outside(self, logps: Tensor, ratio: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
+        """bool: below and above what is kept. Log-probabilities and ratio without gradient."""
+        raise NotImplementedError
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio = batch.ratio(logps)
+        below, above = self.find_outside(logps.detach(), ratio.detach(), batch)
+        # A fill of the ratio: a dropped token has a gradient of 0 even where its ratio is infinite.
+        loss = ratio.masked_fill(below | above, 0.0) * -batch.advantages
+        return _add_indicators(loss, ratio, batch.advantages, below, above)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPO(_KeptTokens, Options):
+    """-r A; 0 for a token with |p - p_old| > ipo_threshold. prime-rl's default loss since its 0.10."""
+
+    ipo_threshold: Annotated[float, "[0, 1]"] = 0.3
+
+    def find_outside(self, logps: Tensor, ratio: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
+        change = logps.exp() - (logps - batch.log_ratio(logps)).exp()
+        return change < -self.ipo_threshold, change > self.ipo_threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class IcePop(_KeptTokens, Options):
+    """-r A; 0 for a token with r under ratio_min or over ratio_max. arXiv:2510.18855, prime-rl's `icepop`."""
+
+    ratio_min: Annotated[float, "[0, inf)"] = 0.2  # at most ratio_max
+    ratio_max: Annotated[float, "(0, inf)"] = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ratio_min > self.ratio_max:
+            raise ValueError(f"ratio_min must be at most ratio_max = {self.ratio_max}, got {self.ratio_min}")
+
+    def find_outside(self, logps: Tensor, ratio: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
+        return ratio < self.ratio_min, ratio > self.ratio_max
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ PRESETS: Mapping[str, Preset] = {
     "gpg": Preset(objectives.Reinforce, GlobalTokenMean),
     "dppo": Preset(objectives.DPPO, GlobalTokenMean),
     "dppo_kl": Preset(objectives.DPPOKL, GlobalTokenMean),
+    "ipo": Preset(objectives.IPO, GlobalTokenMean),
+    "icepop": Preset(objectives.IcePop, GlobalTokenMean),
     "dro": Preset(objectives.DRO, GlobalTokenMean),
     "clip_cov": Preset(objectives.ClipCov, TokenMean),
     "kl_cov": Preset(objectives.KLCov, TokenMean),
@@ -97,6 +99,8 @@ class ObjectiveKeywords(TypedDict, total=False):
     divergence_low: float
     divergence_high: float
     ratio_cap: float
+    ipo_threshold: float
+    ratio_max: float
     dro_beta: float
     clip_cov_ratio: float
     clip_cov_lb: float

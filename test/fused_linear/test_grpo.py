@@ -115,6 +115,8 @@ IDLE_CASES = [  # preset, its options, whether tokens without an advantage are l
     ("gpg", {}, True),
     ("dppo", {}, True),
     ("dppo_kl", {}, True),
+    ("ipo", {}, True),
+    ("icepop", {}, True),
     ("cispo", {"ratio_min": 0.1}, True),
     ("dro", {"dro_beta": 0.3}, False),
     ("grpo", {"beta": 0.1}, False),

@@ -340,6 +340,7 @@ OBJECTIVES = {
     "cispo": ("CISPO", "GlobalTokenMean"), "sapo": ("SAPO", "SequenceMean"), "vespo": ("VESPO", "GlobalTokenMean"),
     "gspo": ("PPOClip", "SequenceMean"), "gspo_token": ("PPOClip", "SequenceMean"), "gmpo": ("GMPO", "SequenceMean"),
     "gpg": ("Reinforce", "GlobalTokenMean"), "dppo": ("DPPO", "GlobalTokenMean"),
+    "ipo": ("IPO", "GlobalTokenMean"), "icepop": ("IcePop", "GlobalTokenMean"), "dro": ("DRO", "GlobalTokenMean"),
     "dppo_kl": ("DPPOKL", "GlobalTokenMean"), "clip_cov": ("ClipCov", "TokenMean"), "kl_cov": ("KLCov", "TokenMean"),
 }  # fmt: skip
 LEVELS = {"gspo": "sequence", "gspo_token": "sequence_token"}
@@ -417,6 +418,9 @@ def objective_options(draw, loss_type: str, objective: str) -> dict:
             "epsilon_low": (0.4, 0.0, 0.1), "epsilon_high": (0.4, 0.2), "mean_importance_ratio": (False, True),
         },
         "DPPO": {"divergence_low": (0.2, 0.01), "divergence_high": (0.2, 0.03), "ratio_cap": (20.0, 1.1)},
+        "IPO": {"ipo_threshold": (0.3, 0.01, 0.05)},
+        "IcePop": {"ratio_min": (0.2, 0.0, 0.9), "ratio_max": (5.0, 1.1)},
+        "DRO": {"dro_beta": (0.1, 1.0)},
         "DPPOKL": {"divergence_low": (0.2, 0.01), "divergence_high": (0.2, 0.005), "ratio_cap": (20.0, 1.1)},
         "ClipCov": {"clip_cov_ratio": (1.0,), "clip_cov_lb": (0.1, -1.0), "clip_cov_ub": (5.0, 0.5)},
         "KLCov": {"kl_cov_ratio": (0.0002, 0.3, 1.0), "ppo_kl_coef": (1.0, 0.2)},

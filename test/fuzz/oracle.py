@@ -299,6 +299,13 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
         loss = -r.detach().clamp(max=o.get("ratio_cap", 20.0)) * A * logp
         dropped = torch.where(A > 0, high, low)
         return torch.where(dropped, 0.0, loss), r, low & (A < 0), high & (A > 0), low | high
+    if name in ("IPO", "IcePop"):
+        x, low, high = logp.detach().exp() - old.exp(), -o.get("ipo_threshold", 0.3), o.get("ipo_threshold", 0.3)
+        if name == "IcePop":
+            x, low, high = r.detach(), o.get("ratio_min", 0.2), o.get("ratio_max", 5.0)
+        return (torch.where((x < low) | (x > high), 0.0, -r * A), r, *_clipped(r, x, A, low, high)[2:])
+    if name == "DRO":
+        return o["dro_beta"] / 2 * d * d - A * logp, r, None, None, None
     if name == "KLCov":
         cov = covariance(logp, c).masked_fill(~c.mask, -torch.inf)
         held = torch.zeros_like(c.mask)
@@ -374,28 +381,32 @@ def policy(case, logps: Tensor, entropy: Tensor) -> tuple[dict[str, Tensor], tup
         c = c._replace(importance=ratio.clamp(low, high) if sampler["mode"] == "truncate" else ratio * inside)
     logp = logps.masked_fill(~c.mask, 0.0)
     loss, ratio, low, high, outside = objective(case.objective, case.objective_options, logp, c)
-    counted = c.mask
+    counted, factor = c.mask, torch.ones_like(logp)
     for name, value in case.corrections:
         if name == "OffPolicySequenceMask":
             sampling = c.sampling if c.sampling is not None else c.old
             drift = torch.zeros_like(logp) if sampling is None else (sampling - logp.detach()).nan_to_num(nan=0.0)
             drift = c.mean(drift.masked_fill(~c.mask, 0.0))
-            loss = loss * ((c.advantages >= 0) | (drift <= value))
+            factor = factor * ((c.advantages >= 0) | (drift <= value))
         else:
             known = entropy.detach()[c.mask]
             bound = known.quantile(1 - value) if known.numel() else 0.0
             counted = counted & (entropy.detach() >= bound)
-            loss = loss * counted
+            factor = factor * counted
     in_objective = case.objective == "VESPO" or case.objective_options.get("mean_importance_ratio")
     if c.importance is not None and not in_objective:
-        loss = loss * c.importance
+        factor = factor * c.importance
     w = weights(case.reduction, case.reduction_options, c)
     kl = None
     if case.beta != 0.0:
         kl = penalty(case.estimator, logp, c.ref) * (ratio if case.weighted else 1.0)
         kl = torch.where(c.mask, kl, 0.0)
-    of_policy = torch.where(c.mask, loss, 0.0) * w
+    of_policy = torch.where(c.mask, loss * factor, 0.0) * w
     of_kl = torch.zeros_like(of_policy) if kl is None else case.beta * kl * w
+    if case.objective == "DRO":  # its penalty is a term of its own, because the two may cancel
+        distance = logp - (logp.detach() if c.old is None else c.old)
+        penalised = torch.where(c.mask, case.objective_options["dro_beta"] / 2 * distance.square() * factor, 0.0) * w
+        of_policy, of_kl = of_policy - penalised, of_kl + penalised
     bonus = torch.where(counted, entropy, 0.0) * (-case.entropy_coef / max(int(counted.sum()), 1))
     found = {"per_token": of_policy + of_kl, "loss": (of_policy + of_kl + bonus).sum()}
     found |= metrics(case, c, logp, entropy, kl, ratio, low, high, outside)

@@ -15,6 +15,7 @@ from liger_rl import (
     DPPOKL,
     DRO,
     GMPO,
+    IPO,
     PRESETS,
     SAPO,
     VESPO,
@@ -23,6 +24,7 @@ from liger_rl import (
     FixedLengthMean,
     FusedLinearGRPOLoss,
     GlobalTokenMean,
+    IcePop,
     KLCov,
     KLPenalty,
     OffPolicySequenceMask,
@@ -86,11 +88,26 @@ def assert_same(found, expected, tolerance=1e-11):
 
 @pytest.mark.parametrize("beta", [0.3, 4])
 def test_dro(beta):
-    """Its loss is a difference that may be of any size, so the fuzzer has no budget for it."""
     c = columns()
     d = c.logps - c.old
     expected = beta / 2 * d.square() - c.advantages * c.logps, beta * d - c.advantages
     assert_same(solve(DRO(dro_beta=beta), c), [torch.where(c.mask, x, 0.0) for x in expected])
+
+
+def test_ipo_and_icepop():
+    c = columns()
+    p, q, r = c.logps.exp(), c.old.exp(), (c.logps - c.old).exp()
+    defaults = (IPO(), (p - q).abs() <= 0.3), (IcePop(), (r >= 0.2) & (r <= 5))
+    others = (
+        (IPO(ipo_threshold=0.05), (p - q).abs() <= 0.05),
+        (IcePop(ratio_min=0.8, ratio_max=1.5), (r >= 0.8) & (r <= 1.5)),
+    )
+    for objective, kept in (*defaults, *others):
+        expected = torch.where(kept & c.mask, -r * c.advantages, 0.0)
+        assert_same(solve(objective, c), [expected, expected])  # dr / dlogp is r
+    for name, made in (("ipo", IPO()), ("icepop", IcePop())):
+        terms = build_loss(name, {})
+        assert (terms.objective, terms.reduction, terms.kl.beta) == (made, GlobalTokenMean(), 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -193,6 +210,8 @@ OBJECTIVES = [
     GMPO(mean_importance_ratio=True),
     DPPOKL(),
     DRO(dro_beta=0.5),
+    IPO(),
+    IcePop(),
 ]
 
 
@@ -245,6 +264,9 @@ BAD_OPTIONS = [
     *((DPPO, f"divergence_{x}", (-0.1, math.nan, 2, 1.001, math.inf), ()) for x in ("low", "high")),
     *((DPPOKL, f"divergence_{x}", (-0.1, math.inf, math.nan), ()) for x in ("low", "high")),
     *((part, "ratio_cap", (0.0,), ()) for part in (DPPO, DPPOKL)),
+    (IPO, "ipo_threshold", (-0.1, 1.1, math.nan), ("0.3",)),
+    (IcePop, "ratio_min", (-0.1, 5.1, math.nan), ()),
+    (IcePop, "ratio_max", (0.0, 0.1, math.inf, math.nan), ()),
     (DRO, "dro_beta", (0.0, -1.0, math.inf, math.nan), ()),
     *((ClipCov, name, (-0.1,), ()) for name in ("epsilon_low", "epsilon_high")),
     (ClipCov, "clip_cov_ratio", (0.0, 1.5, math.nan), ()),
@@ -340,6 +362,8 @@ OPTIONS = {
     "gmpo": {"epsilon_low": 0.2, "epsilon_high": 0.3},
     "dppo": {"divergence_low": 0.05, "divergence_high": 0.08},
     "dppo_kl": {"divergence_low": 0.01, "divergence_high": 0.02},
+    "ipo": {"ipo_threshold": 0.06},
+    "icepop": {"ratio_min": 0.8, "ratio_max": 1.3},
     "dro": {"dro_beta": 0.3},
     "clip_cov": {"clip_cov_ratio": 0.2, **COV_BOUNDS},
     "kl_cov": {"kl_cov_ratio": 0.2},
