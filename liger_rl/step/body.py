@@ -32,6 +32,7 @@ from liger_rl.models.swap import router_loss as router_loss
 from liger_rl.step.attention import find_attention_obstacle
 from liger_rl.step.reason import Reason
 from liger_rl.step.router import find_router_module
+from liger_rl.step.row_readers import find_row_reader
 
 # Attention that takes the ends of packed sequences.
 LINEAR_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -107,7 +108,7 @@ def read_body(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Te
     without_positions = config.model_type in WITHOUT_POSITIONS and not rotary
     attention = config._attn_implementation
     body = Body(
-        obstacle=_find_obstacle(model, swapped.config, inputs, ids) or obstacle,
+        obstacle=_find_obstacle(model, swapped.config, inputs, ids) or obstacle or find_row_reader(swapped),
         drops_left_padding=(known_positions or without_positions) and inputs.get("attention_mask") is not None,
         # A model of images may take several positions for a token. By default they are columns.
         needs_positions=not (without_positions or (rotary and config is not swapped.config)),

@@ -43,7 +43,7 @@ from liger_rl.step.reason import Reason
 from liger_rl.step.router import find_router_module, recorded_router_calls
 from liger_rl.step.run import Output, Outputs, run
 from liger_rl.step.sequences import TokenBatch, read_sequences
-from liger_rl.step.trial import apply_trial, needs_trial
+from liger_rl.step.trial import apply_trial, needs_trial, tries_rows
 
 __all__ = [
     "PolicyStep", "PolicySteps", "completion_logps", "loss_step", "loss_steps", "policy_step", "policy_steps",
@@ -199,7 +199,10 @@ class PolicySteps(Iterator[PolicyStep]):
             body = read_body(model, swapped, inputs, ids, obstacle)
             packs = wants_packing(body, row_options)
             counts[0] = packs and needs_trial(swapped, body, "packing")
+            counts[1] = tries_rows(swapped) and needs_trial(swapped, body, "rows")
         # A trial may have collectives, so all ranks run it if one rank needs it.
+        if counts[1] or tries_rows(swapped):
+            body = self._apply_trial(body, "rows", again=bool(groups) and counts[1] > 0)
         if packs or counts[0]:
             body = self._apply_trial(body, "packing", again=bool(groups) and counts[0] > 0)
         if aligned is None:

@@ -15,6 +15,7 @@ from liger_rl.step.body import Body, no_graph
 from liger_rl.step.layout import MicroBatch
 from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefix_tree
 from liger_rl.step.reason import Reason
+from liger_rl.step.row_readers import UNTRIED, find_kept_values, find_unknown_layers
 from liger_rl.step.run import make_inputs
 from liger_rl.step.sequences import TokenBatch
 
@@ -25,7 +26,7 @@ RunModel = Callable[[dict[str, Any]], Tensor]  # inputs, as `make_inputs` makes 
 
 
 _lock = threading.Lock()
-# For each model: (kind of attention, kind of device, "packing" or "trees") -> the reason against it, and whether
+# For each model: (kind of attention, kind of device, "packing", "trees" or "rows") -> the reason against it, and if
 # positions may be shifted. There is no reason if sequences have the log-probabilities that they have alone.
 _trials: WeakKeyDictionary[Any, dict[tuple[str, str, str], tuple[Reason | None, bool]]] = WeakKeyDictionary()
 
@@ -39,17 +40,31 @@ def needs_trial(model: Any, body: Body, layout: str) -> bool:
     return _trial_key(model, body, layout) not in _trials.get(model, {})
 
 
+def tries_rows(model: nn.Module) -> bool:
+    """Whether a trial of "rows" says more of the model than its hooks and the classes of its layers."""
+    return model.training and bool(find_unknown_layers(model))
+
+
+def find_known_row_reader(model: Any) -> Reason | None:
+    """What a trial of "rows" has found, `UNTRIED` if the model needs one."""
+    results = [reason for (*_, layout), (reason, _) in _trials.get(model, {}).items() if layout == "rows"]
+    return results[0] if results else UNTRIED if find_unknown_layers(model) else None
+
+
 @no_graph()
 def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str, *, again: bool) -> Body:
     """The body with the result of a trial: a reason against packing or trees if sequences of one row see each other.
 
-    `layout` is "packing", eight forwards, or "trees", ten, of at most 56 tokens; on a GPU trees have 256. A trial runs
-    once for a model and its kind of attention, or `again`. `rotary` becomes False if shifted positions change
-    log-probabilities.
+    `layout` is "packing", eight forwards, or "trees", ten, of at most 56 tokens; on a GPU trees have 256. "rows" are
+    two forwards of a model with layers of its own, to see whether they keep values of the batch, which must stay as it
+    is then. A trial runs once for a model and its kind of attention, or `again`. `rotary` becomes False if shifted
+    positions change log-probabilities.
     """
     reason, shifts = _run_trial_once(run, model, body, device, layout, again=again)
     body = replace(body, rotary=body.rotary and shifts)
     # A rank that has a reason already runs the trial only because other ranks do.
+    if layout == "rows":
+        return replace(body, obstacle=body.obstacle or reason)
     if layout == "packing":
         return replace(body, no_packing=body.no_packing or reason)
     return replace(body, no_tree=body.no_tree or reason)
@@ -64,10 +79,14 @@ def _run_trial_once(
         if again or key not in trials:
             try:
                 with _without_randomness(model, torch.device(device)):
-                    problem, shifts = (_try_packing if layout == "packing" else _try_trees)(run, model, body, device)
-                trials[key] = None if problem is None else Reason(f"{name} {problem}"), shifts
+                    if layout == "rows":
+                        trials[key] = _try_rows(run, model, body, device), True
+                    else:
+                        try_layout = _try_packing if layout == "packing" else _try_trees
+                        problem, shifts = try_layout(run, model, body, device)
+                        trials[key] = None if problem is None else Reason(f"{name} {problem}"), shifts
             except Exception as error:
-                if layout == "packing" or isinstance(error, torch.OutOfMemoryError):
+                if layout != "trees" or isinstance(error, torch.OutOfMemoryError):
                     raise
                 # Nobody asked for trees, so this is no error. Some models take no mask of four dimensions.
                 trials[key] = Reason(f"the forward of {name} fails with a tree: {error}"), True
@@ -198,6 +217,14 @@ class _Comparison:
 
 
 # --- the trials -------------------------------------------------------------------------------------------------------
+
+
+def _try_rows(run: RunModel, model: Any, body: Body, device: Any) -> Reason | None:
+    """The layer that keeps values of two short rows."""
+    length = min(TRIAL_TOKENS, body.positions or TRIAL_TOKENS)
+    ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % body.config.vocab_size
+    counted = torch.arange(length, device=device).expand(2, length) != 0
+    return find_kept_values(find_unknown_layers(model), lambda: run({"input_ids": ids, "counted": counted}))
 
 
 def _try_packing(run: RunModel, model: Any, body: Body, device: Any) -> tuple[str | None, bool]:

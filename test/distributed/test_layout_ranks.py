@@ -240,7 +240,7 @@ def trl_batch(rank, step, *, long):
 
 
 def trl_steps(rank, wrapper, whole_step, long, micro_batches=1, steps=range(2)):
-    """-> gradients after the steps, and the shapes of the first layer's runs."""
+    """-> gradients after the steps, and the shapes of the body's runs."""
     from trl.trainer import utils
 
     from liger_rl.integrations.trl import forward, patched_trl
@@ -249,7 +249,9 @@ def trl_steps(rank, wrapper, whole_step, long, micro_batches=1, steps=range(2)):
     model, runs = tiny_llama(max_position_embeddings=64, rope_parameters=rope), []
     with patched_trl(whole_step=whole_step):
         utils.add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
-        model.model.layers[0].register_forward_pre_hook(lambda _, args: runs.append(tuple(args[0].shape[:2])))
+        model.model.register_forward_pre_hook(
+            lambda _, args, inputs: runs.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+        )
         if wrapper == "ddp":
             wrapped = DistributedDataParallel(model, process_group=rank.group)
         elif wrapper == "fsdp1":

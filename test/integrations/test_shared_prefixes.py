@@ -337,7 +337,7 @@ def test_trees_that_cannot_be(make, reason, change, monkeypatch):
     if change is not None:
         change(batch)
     inner = swap_lm_head(getattr(model, "_orig_mod", model))
-    hook = inner.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    hook = inner.base_model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(ValueError, match=f"share_prefixes must not be True here: .*{re.escape(reason)}"):
         policy_steps(model, batch, loss, share_prefixes=True)
     assert reason in policy_steps(model, batch, loss).layout

@@ -148,6 +148,7 @@ WARNINGS = {
     "attention's dropout": ({"model": with_attention_dropout}, "dropout draws", "attention_dropout=0", True),
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label smoothing", "label_smoothing_factor=0", True),
     "padding-free": ({"padding_free": True, "max_length": None}, "packed into one row", "padding_free=False", True),
+    "NEFTune": ({"neftune_noise_alpha": 5.0}, "NEFTune's noise", "neftune_noise_alpha=None", True),
     "compiled": ({"prepare": compile_calls}, "the model is compiled", "torch_compile=False", True),
 }
 
@@ -249,8 +250,9 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
             {"label_smoothing_factor": 0.1},
             "a forward for each of its 2 micro-batches: label smoothing takes logits (to",
         ),
+        ({"neftune_noise_alpha": 5.0}, "policy: the batch as it is: NEFTune's noise is scaled by a row's length and"),
     ],
-    ids=["dropout", "max_tokens", "label smoothing"],
+    ids=["dropout", "max_tokens", "label smoothing", "NEFTune"],
 )
 def test_explain_trl_knows_before_training(options, text, path_of, tmp_path):
     options = {"model": lambda: path_of["qwen3"], **options}

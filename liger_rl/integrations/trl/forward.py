@@ -34,7 +34,7 @@ from liger_rl.step.reason import Reason
 from liger_rl.step.router import compute_router_losses, recorded_router_calls
 from liger_rl.step.run import Output, run
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
-from liger_rl.step.trial import apply_trial, needs_trial
+from liger_rl.step.trial import apply_trial, needs_trial, tries_rows
 
 # Outputs with a value for each token.
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -255,10 +255,12 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
     body = read_body(model, model, batch.inputs, batch.ids, obstacle)
     is_sharded, device, call = find_sharding(model) is not None, batch.ids.device, get_window_call()
+    if tries_rows(model):
+        body = _apply_trial(fused_forward, model, device, body, "rows")
     needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
     # Every rank of a sharded model must run its layers equally often.
     if body.no_tree is None and (is_sharded or not needs_tree_trial):
-        body, needs_tree_trial = _apply_trial(fused_forward, model, device, body), False
+        body, needs_tree_trial = _apply_trial(fused_forward, model, device, body, "trees"), False
     weights, idle = None, call.idle_rows
     if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:
         weights = (~idle).to(device)[:, None]
@@ -270,7 +272,7 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
         return _lay_out_equally(model, device, sequences, body, padded_groups, call.micro_batches)
     layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
     if layout.has_trees and needs_tree_trial:
-        body = _apply_trial(fused_forward, model, device, body)
+        body = _apply_trial(fused_forward, model, device, body, "trees")
         layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
     return layout
 
@@ -292,10 +294,10 @@ def _lay_out_equally(
     return lay_out(sequences, body, LAYOUT_OPTIONS)
 
 
-def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body) -> Body:
+def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body, layout: str) -> Body:
     def run_row(inputs: dict[str, Any]) -> Tensor:
         labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
         with recorded_router_calls(_find_router(model, {})):
             return nn.functional.pad(fused_forward(labels=labels, **inputs).log_probs, (1, 0))
 
-    return apply_trial(run_row, model, body, device, "trees", again=False)
+    return apply_trial(run_row, model, body, device, layout, again=False)

@@ -200,7 +200,8 @@ def explain_trl(trainer: Any) -> str:
         lines.append(f"{role}: {text}{_describe_reason(reason)}")
     if not last_calls:
         models = {"policy": trainer.model, "reference": getattr(trainer, "ref_model", None)}
-        lines += [f"{role}: {_predict(model)}" for role, model in models.items() if model is not None]
+        known = {"policy": window.find_trained_row_reader(trainer)}
+        lines += [f"{role}: {_predict(model, known.get(role))}" for role, model in models.items() if model is not None]
     return "\n".join([name, *(f"- {line}" for line in lines)])
 
 
@@ -222,8 +223,8 @@ def _explain_window(trainer: Any, model: nn.Module) -> str:
     return f"{'' if size >= number else f'{size} of '}its {number} micro-batches in one forward"
 
 
-def _predict(model: nn.Module) -> str:
-    """How a model will run text, from what is known without a batch."""
+def _predict(model: nn.Module, reason: Reason | None) -> str:
+    """How a model will run text, from what is known without a batch, such as a reason to leave it as it is."""
     wrapped = find_wrapped(model)
     if wrapped is None:
         return "the head alone"
@@ -232,7 +233,7 @@ def _predict(model: nn.Module) -> str:
     try:
         wrapped.train()  # with dropout
         body = read_body(wrapped, wrapped, {"attention_mask": torch.ones_like(ids)}, ids, None)
-        reason = find_unreadable(wrapped, (), {"input_ids": ids, "labels": ids}) or body.obstacle
+        reason = find_unreadable(wrapped, (), {"input_ids": ids, "labels": ids}) or body.obstacle or reason
     finally:
         for module, mode in training.items():
             module.training = mode

@@ -56,7 +56,8 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
         **options: Any,
     ) -> Any:
         has_images = any(options.get(name) is not None for name in options.keys() - OPTIONS)
-        if batch_size is not None and applies(self) and not (has_images or torch.is_grad_enabled()):
+        may_join = applies(self) and not (has_images or torch.is_grad_enabled())
+        if batch_size is not None and may_join and window.find_trained_row_reader(self) is None:
             shape, size = (batch_size, input_ids.shape[1]), window.get_size(self)
             batch_size = int(min(batch_size * size, len(input_ids)))
             call = WindowCall(shapes=(shape,) * -(-batch_size // shape[0]))

@@ -36,10 +36,13 @@ from liger_rl.integrations.trl.forward import (
 )
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.trl_adapters import TRAINERS
+from liger_rl.models.modules import walked_once
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.reason import Reason
+from liger_rl.step.row_readers import NEFTUNE, find_row_reader
+from liger_rl.step.trial import find_known_row_reader
 
 COLUMNS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}  # of a call, with the value of padding
 # Methods with a trainer's calls of the model.
@@ -342,7 +345,8 @@ def _uses_window(trainer: Any, model: Any) -> bool:
         return False
     if not is_trl_trainer(trainer):
         return False
-    reason = find_refusal(trainer, model)
+    with walked_once():
+        reason = find_refusal(trainer, model)
     if reason is not None:
         log_once(trainer, f"a forward for each micro-batch: {reason}")
     return reason is None
@@ -388,4 +392,13 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
         return COMPILED
     if isinstance(model, nn.DataParallel):
         return Reason("DataParallel splits a micro-batch over devices", "one process for each GPU (torchrun)")
-    return None
+    return find_trained_row_reader(trainer)
+
+
+def find_trained_row_reader(trainer: Any) -> Reason | None:
+    """What reads the rows of the policy's batch in training; None if nothing is known to."""
+    if getattr(trainer, "neftune_noise_alpha", None) is not None:  # its hook is there in training alone
+        return NEFTUNE
+    model = find_wrapped(trainer.model)
+    assert model is not None
+    return find_row_reader(model, in_training=True) or find_known_row_reader(model)

@@ -1,0 +1,167 @@
+"""What reads the rows of a batch in training, so that another layout would train the model in another way.
+
+Noise that is scaled by a row's length, statistics of a batch, and a loss inside of a layer. No log-probability of a
+trial in evaluation shows them. Known packages' hooks and layers do none of this, NEFTune's hook and batch norms apart.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.models.modules import list_modules
+from liger_rl.step.reason import Reason
+
+KNOWN_PACKAGES = {
+    "accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "liger_rl", "peft", "torch", "transformers", "trl"
+}  # fmt: skip
+NEFTUNE = Reason("NEFTune's noise is scaled by a row's length and drawn for each token", "neftune_noise_alpha=None")
+UNTRIED = Reason("its first step shows whether its layers keep values of the batch")
+MAX_KEPT_VALUES = 1 << 20  # larger tensors of a layer are weights or tables, not statistics
+
+
+def find_row_reader(model: nn.Module, *, in_training: bool = False) -> Reason | None:
+    """A hook or layer of a transformers model that reads rows in training mode; None if none is known to.
+
+    `in_training`: as if all modules were in training mode.
+    """
+    body = getattr(model, "base_model", model)
+    for module in list_modules(model):
+        if module is model or not (in_training or module.training):
+            continue
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            # What counts or logs the calls of the whole body stands in front of it.
+            before = () if module is body else module._forward_pre_hooks.values()
+            own = [
+                function for function in (vars(module).get("forward"),) if function is not None and module is not body
+            ]
+            for function in (*before, *module._forward_hooks.values(), *own):
+                reason = _judge_hook(function, module)
+                if reason is not None:
+                    return reason
+        kind: Any = type(module)
+        reason = _judge_kind(kind)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _judge_hook(hook: Callable, module: nn.Module) -> Reason | None:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function: Any = getattr(hook, "__func__", hook)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if name == "neftune_post_forward_hook":
+        return NEFTUNE
+    # The __module__ of a wrapper is that of the function that it wraps.
+    origin = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    if _is_known(origin):
+        return None
+    return Reason(
+        f"{origin}.{name}, a hook on {type(module).__name__}, may read the batch's rows", "leave the hook out"
+    )
+
+
+def _is_known(origin: str) -> bool:
+    return origin.partition(".")[0] in KNOWN_PACKAGES
+
+
+@functools.cache
+def _judge_kind(kind: Any) -> Reason | None:
+    """Why a layer of this class reads rows in training."""
+    if issubclass(kind, nn.modules.batchnorm._NormBase):
+        return Reason(f"{kind.__name__} takes statistics of the batch in training", f"a model without {kind.__name__}")
+    owner = _find_owner(kind)
+    name = None if _is_known(owner.__module__) else _find_autograd_function(owner)
+    if name is None:
+        return None
+    return Reason(
+        f"{owner.__name__} calls {name}, an autograd function that may add a loss", "add the loss outside of the layer"
+    )
+
+
+def _find_owner(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that defines the forward. FSDP2 and parametrizations make subclasses of a layer's class."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
+def _find_autograd_function(kind: type[nn.Module]) -> str | None:
+    """The name of an autograd function of the layer's own package that its methods reach."""
+    package = kind.__module__.partition(".")[0]
+    pending = [inspect.unwrap(value) for value in vars(kind).values() if isinstance(value, FunctionType)]
+    seen = set(pending)
+    while pending:
+        names = inspect.getclosurevars(pending.pop())
+        for value in (*names.globals.values(), *names.nonlocals.values()):
+            if getattr(value, "__module__", "").partition(".")[0] != package:
+                continue
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                return value.__name__
+            if isinstance(value, FunctionType) and value not in seen:
+                seen.add(value)
+                pending.append(value)
+    return None
+
+
+# --- layers that keep values ------------------------------------------------------------------------------------------
+
+
+def find_unknown_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers of no known package."""
+    kinds: Any = {type(module) for module in list_modules(model)}
+    unknown = {kind for kind in kinds if not _is_known_kind(kind)}
+    return [module for module in list_modules(model) if type(module) in unknown] if unknown else []
+
+
+@functools.cache
+def _is_known_kind(kind: Any) -> bool:
+    return _is_known(_find_owner(kind).__module__)
+
+
+def find_kept_values(layers: list[nn.Module], run: Callable[[], Any]) -> Reason | None:
+    """The layer that keeps values of each call: running statistics, a loss as an attribute or in a list.
+
+    Runs twice, because a table may be built in the first call. All values are as before afterwards.
+    """
+    before = [_copy_values(layer) for layer in layers]
+    try:
+        run()
+        first = [_copy_values(layer) for layer in layers]
+        run()
+        for layer, values in zip(layers, first, strict=True):
+            for name, (value, content) in values.items():
+                now = _get_places(layer, name).get(name)
+                if now is not value or not _is_equal(now, content):
+                    reason = f"{type(layer).__name__} keeps values of the batch in training ({name})"
+                    return Reason(reason, f"a model without {type(layer).__name__}")
+        return None
+    finally:
+        for layer, values in zip(layers, before, strict=True):
+            for name, (value, content) in values.items():
+                _get_places(layer, name)[name] = value
+                if isinstance(value, Tensor):
+                    value.data.copy_(content)
+                else:
+                    value[:] = content
+
+
+def _get_places(layer: nn.Module, name: str) -> dict[str, Any]:
+    return layer._buffers if name in layer._buffers else vars(layer)
+
+
+def _copy_values(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """By name: (a tensor or list of the layer, a copy of its values)."""
+    values = {**vars(layer), **layer._buffers}
+    tensors = {n: x for n, x in values.items() if isinstance(x, Tensor) and x.numel() <= MAX_KEPT_VALUES}
+    lists = {name: value for name, value in values.items() if isinstance(value, list)}
+    return {n: (x, x.detach().clone()) for n, x in tensors.items()} | {n: (x, list(x)) for n, x in lists.items()}
+
+
+def _is_equal(value: Any, content: Any) -> bool:
+    if isinstance(value, Tensor):
+        return torch.equal(value.detach(), content)
+    return len(value) == len(content) and all(a is b for a, b in zip(value, content, strict=True))

@@ -1,0 +1,191 @@
+"""What reads the rows of a batch in training keeps the batch as it is: noise, statistics, a loss inside of a layer."""
+
+import pytest
+import torch
+from test_trials import LOSS, batch_of
+from torch import nn
+from transformers.integrations import neftune
+
+from hf_models import build
+from liger_rl.models.swap import swap_lm_head
+from liger_rl.step.loss_step import policy_step, policy_steps
+
+AS_IT_IS = "the batch as it is: "
+
+
+class Around(nn.Module):
+    """A layer of somebody's own in the place of one of the model."""
+
+    def __init__(self, layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class AddedLoss(torch.autograd.Function):
+    """Remote code of mixtures of experts adds a loss of their router so."""
+
+    @staticmethod
+    def forward(ctx, values, loss):
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones(())
+
+
+def add_loss(values):
+    return AddedLoss.apply(values, values.square().mean())
+
+
+class WithAddedLoss(Around):
+    def forward(self, *args):
+        return add_loss(self.layer(*args))
+
+
+class WithKeptLoss(Around):
+    loss = None
+
+    def forward(self, *args):
+        values = self.layer(*args)
+        self.loss = values.square().mean()
+        return values
+
+
+class WithListOfLosses(Around):
+    def __init__(self, layer) -> None:
+        super().__init__(layer)
+        self.losses: list = []
+
+    def forward(self, *args):
+        values = self.layer(*args)
+        self.losses.append(values.square().mean())
+        return values
+
+
+class WithRunningMean(Around):
+    def __init__(self, layer) -> None:
+        super().__init__(layer)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, *args):
+        values = self.layer(*args)
+        if self.training:
+            self.mean.lerp_(values.detach().mean(), 0.1)
+        return values - self.mean
+
+
+class WithTable(Around):
+    """Builds a table in its first forward, as rotary embeddings of remote code do."""
+
+    table = None
+
+    def forward(self, *args):
+        if self.table is None:
+            self.table = torch.ones(4)
+        return self.layer(*args) * self.table[0]
+
+
+class WithBatchNorm(Around):
+    def __init__(self, layer) -> None:
+        super().__init__(layer)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, *args):
+        return self.norm(self.layer(*args).mT).mT
+
+
+def around(kind):
+    def change(model):
+        model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+
+    return change
+
+
+def add_neftune(model):
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    model.get_input_embeddings().register_forward_hook(neftune.neftune_post_forward_hook)
+
+
+def add_hook(model):
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def set_forward(model):
+    """As some libraries add noise to embeddings."""
+    embeddings = model.get_input_embeddings()
+    forward = embeddings.forward
+    embeddings.forward = lambda ids: forward(ids) + (torch.rand(()) if embeddings.training else 0)
+
+
+READERS = {
+    "NEFTune": (add_neftune, "NEFTune's noise is scaled by a row's length"),
+    "hook": (add_hook, "test_row_readers.add_hook.<locals>.<lambda>, a hook on LlamaDecoderLayer, may read"),
+    "forward": (set_forward, "test_row_readers.set_forward.<locals>.<lambda>, a hook on Embedding, may read"),
+    "added loss": (around(WithAddedLoss), "WithAddedLoss calls AddedLoss, an autograd function that may add a loss"),
+    "kept loss": (around(WithKeptLoss), "WithKeptLoss keeps values of the batch in training (loss)"),
+    "list of losses": (around(WithListOfLosses), "WithListOfLosses keeps values of the batch in training (losses)"),
+    "running mean": (around(WithRunningMean), "WithRunningMean keeps values of the batch in training (mean)"),
+    "batch norm": (around(WithBatchNorm), "BatchNorm1d takes statistics of the batch in training"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_batch_stays_as_it_is_in_training(name):
+    change, reason = READERS[name]
+    model = swap_lm_head(build("Llama"))
+    change(model)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    for _ in range(2):
+        assert policy_steps(model, batch_of(), LOSS).layout.startswith(AS_IT_IS + reason)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not [x for module in model.modules() for x in getattr(module, "losses", ())]
+    with pytest.raises(ValueError, match=r"max_tokens must be None or at least .* stays as it is, got 50"):
+        policy_steps(model, batch_of(), LOSS, max_tokens=50)
+    assert "trees of shared prefixes" in policy_steps(model.eval(), batch_of(), LOSS).layout
+
+
+def test_layers_that_keep_nothing_of_the_batch():
+    model = swap_lm_head(build("Llama"))
+    around(WithTable)(model)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()  # a hook of transformers on the embeddings
+    assert "trees of shared prefixes" in policy_step(model, batch_of(), LOSS).layout
+
+
+# --- under TRL --------------------------------------------------------------------------------------------------------
+
+trl_runs = pytest.importorskip("trl_runs", reason="TRL is not installed")
+NEFTUNE = {"neftune_noise_alpha": 5.0, "max_steps": 3}
+ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_neftune_is_trls(kind, tmp_path):
+    path = trl_runs.save_model("qwen3", tmp_path)
+    options = ACCUMULATED
+    if kind == "GRPO":
+        options = {"script": [], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    plain, patched = trl_runs.pair(kind, path, tmp_path, **NEFTUNE, **options)
+    trl_runs.assert_same_log(patched, plain)
+    assert not any(forward.tree for forward in patched.forwards)
+    quiet = trl_runs.train(kind, path, tmp_path, patch=False, **options, max_steps=3)
+    assert trl_runs.weight_distance(quiet, plain) > 1e-3
+
+
+def test_running_statistics_are_trls(tmp_path):
+    """Also of the micro-batches of an optimizer step, from the first on."""
+
+    def make():
+        torch.manual_seed(0)
+        model = trl_runs.transformers.Qwen3ForCausalLM(trl_runs.MODELS["qwen3"])
+        around(WithRunningMean)(model)
+        return model
+
+    means, runs = [], []
+    for patch in (False, True):
+        model = make()
+        runs.append(trl_runs.train("SFT", model, tmp_path, patch=patch, max_steps=2, **ACCUMULATED))
+        means.append(model.model.layers[0].mlp.mean)
+    trl_runs.assert_same_log(*reversed(runs))
+    torch.testing.assert_close(*means, rtol=1e-5, atol=0)
+    assert means[0]
