@@ -1,0 +1,124 @@
+"""What preference, unpaired and supervised losses should be: formulas of the papers and of TRL, in float64.
+
+Imports nothing of the package under test. Rows are (S, T): first the chosen sequences, then the rejected ones.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+SCORES = {
+    "reverse_kl": lambda x, _: x,
+    "forward_kl": lambda x, _: 1 - (-x).exp(),
+    "js_divergence": lambda x, _: math.log(2) + logsigmoid(x),
+    "alpha_divergence": lambda x, a: (((a - 1) * x).exp() - 1) / (a - 1),
+}
+
+
+def pair_losses(name: str, o: dict, logps: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    """(P,) of DPOTrainer's loss_type `name`, from log-probabilities (2 P, T) of a policy and a reference."""
+    beta, s, pairs = o.get("beta", 0.1), o.get("label_smoothing", 0.0), len(mask) // 2
+    n = mask.sum(1)
+    shorter, n = torch.minimum(n[:pairs], n[pairs:]).clamp(min=1).repeat(2)[:, None], n.clamp(min=1)
+
+    def sums(x: Tensor) -> tuple[Tensor, Tensor]:
+        if o.get("ld_alpha") is not None:
+            x = torch.where(mask.cumsum(1) <= shorter, x, o["ld_alpha"] * x)
+        total = torch.where(mask, x, 0.0).sum(1)
+        return (total / n if o.get("average_log_prob") else total).chunk(2)
+
+    def logistic(margin: Tensor) -> Tensor:
+        return -(1 - s) * logsigmoid(margin) - s * logsigmoid(-margin)
+
+    (c, r), (policy, reference) = sums(logps - ref), (sums(logps), sums(ref))
+    score, alpha = SCORES[o.get("f_divergence_type", "reverse_kl")], o.get("f_alpha_divergence_coef", 0.5)
+    high, low = score(c, alpha), score(r, alpha)
+    margin, mean = high - low, high / n[:pairs] - low / n[pairs:]
+    z, sig = beta * margin, torch.sigmoid
+    if name == "aot":
+        margin = (policy[0] - policy[1]).sort().values - (reference[0] - reference[1]).sort().values
+        return logistic(beta * margin)
+    if name == "aot_unpaired":
+        return logistic(beta * (c.sort().values - r.sort().values))
+    if name == "exo_pair":
+        near = sig(z) * (logsigmoid(z) - math.log(1 - s))
+        return near + sig(-z) * (logsigmoid(-z) - math.log(s))
+    if name == "robust":
+        return (s * logsigmoid(-z) - (1 - s) * logsigmoid(z)) / (1 - 2 * s)
+    if name == "discopop":
+        share = sig(z / o.get("discopop_tau", 0.05))
+        return -logsigmoid(z) * (1 - share) + (-z).exp() * share
+    return {
+        "sigmoid": lambda: logistic(z),
+        "hinge": lambda: relu(1 - z),
+        "ipo": lambda: (mean - 1 / (2 * beta)) ** 2,
+        "sigmoid_norm": lambda: logistic(beta * mean),
+        "nca_pair": lambda: -logsigmoid(beta * c) - (logsigmoid(-beta * c) + logsigmoid(-beta * r)) / 2,
+        "bco_pair": lambda: -logsigmoid(beta * c) - logsigmoid(-beta * r),
+        "sppo_hard": lambda: (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
+        "apo_zero": lambda: 1 - sig(beta * c) + sig(beta * r),
+        "apo_down": lambda: sig(beta * c) + 1 - sig(beta * (c - r)),
+    }[name]()
+
+
+def reference_free_losses(name: str, o: dict, logps: Tensor, mask: Tensor) -> Tensor:
+    """(P,) of "cpo" and its kinds, and of "orpo"."""
+    beta, s = o.get("beta", 0.1), o.get("label_smoothing", 0.0)
+    kind = o.get("kind", "simpo" if name == "simpo" else "sigmoid")
+    sums, n = torch.where(mask, logps, 0.0).sum(1), mask.sum(1).clamp(min=1)
+    if name == "orpo" or o.get("average_log_prob") or kind in ("ipo", "simpo"):
+        sums = sums / n
+    if name == "orpo":
+        odds = sums - torch.log(-torch.expm1(sums.clamp(max=-1e-7)))
+        return -beta * logsigmoid(odds.chunk(2)[0] - odds.chunk(2)[1])
+    if o.get("alpha", 0.0):
+        sums = (1 - (-o["alpha"] * sums).exp()) / o["alpha"]
+    margin = sums.chunk(2)[0] - sums.chunk(2)[1]
+    if kind == "ipo":
+        return (margin - 1 / (2 * beta)) ** 2
+    if kind == "hinge":
+        return relu(1 - beta * margin)
+    z = beta * margin - (o.get("simpo_gamma", 0.5) if kind == "simpo" else 0.0)
+    return -(1 - s) * logsigmoid(z) - s * logsigmoid(-z)
+
+
+def unpaired_losses(name: str, o: dict, logps: Tensor, ref: Tensor, mask: Tensor, labels: Tensor, shift) -> Tensor:
+    """(S,) of "kto" with its kl, "apo_zero_unpaired", and "bco" with its delta."""
+    x = torch.where(mask, logps - ref, 0.0).sum(1)
+    if o.get("average_log_prob"):
+        x = x / mask.sum(1).clamp(min=1)
+    z = o.get("beta", 0.1) * x
+    sign = torch.where(labels, 1.0, -1.0)
+    weight = torch.where(labels, o.get("desirable_weight", 1.0), o.get("undesirable_weight", 1.0))
+    if name == "bco":
+        return -weight * logsigmoid(sign * (z - shift))
+    return weight * (1 - torch.sigmoid(sign * (z - (o.get("beta", 0.1) * shift if name == "kto" else 0.0))))
+
+
+def supervised_losses(name: str, o: dict, logits: Tensor, targets: Tensor) -> Tensor:
+    """(S, T) of logits (S, T, V) and ids that may be negative, without class weights."""
+    log_p = logits.log_softmax(-1)
+    nll = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    s = o.get("label_smoothing", 0.0)
+    loss, p = (1 - s) * nll - s * log_p.mean(-1), (-nll).exp()
+    if name == "focal":
+        loss = (1 - p) ** o.get("gamma", 2.0) * loss
+    elif name == "dft":
+        loss = p.detach() * loss
+    elif name == "eaft":
+        k = o.get("eaft_k", 20)
+        known = log_p.detach() if k is None else log_p.detach().topk(k).values.log_softmax(-1)
+        entropy = -(known.exp() * known).sum(-1)
+        loss = (entropy / o.get("eaft_scale", 3.0)) ** o.get("eaft_alpha", 1.0) * loss
+    return loss + o.get("z_loss", 0.0) * logits.logsumexp(-1) ** 2
+
+
+def weighted_cross_entropy(logits: Tensor, targets: Tensor, classes: Tensor, s: float, token_weights: Tensor) -> Tensor:
+    """() of tokens that count; torch's weighted mean, each token with a factor."""
+    log_p, live = logits.log_softmax(-1), targets >= 0
+    ids = targets.clamp(min=0)
+    nll = -log_p.gather(-1, ids[..., None])[..., 0] * classes[ids]
+    loss = (1 - s) * nll - s * (log_p * classes).mean(-1)
+    return torch.where(live, token_weights * loss, 0.0).sum() / torch.where(live, classes[ids], 0.0).sum()
