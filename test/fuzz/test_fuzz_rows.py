@@ -121,7 +121,7 @@ def options_of_dpo(draw, name: str) -> dict:
     return o
 
 
-@fuzz(0.2)
+@fuzz(0.12)
 @given(seed=SEEDS)
 def test_pairs(seed: int) -> None:
     name = one(random.Random(seed), *PAIR_LOSSES, *["cpo", "simpo", "orpo"] * 3)
@@ -159,7 +159,7 @@ def test_pairs(seed: int) -> None:
         torch.testing.assert_close(found.metrics["nll"].value.double(), nll.detach(), rtol=1e-4, atol=1e-5)
 
 
-@fuzz(0.1)
+@fuzz(0.06)
 @given(seed=SEEDS)
 def test_judged_sequences(seed: int) -> None:
     rows = Rows(seed)
@@ -181,7 +181,7 @@ def test_judged_sequences(seed: int) -> None:
     rows.check(rows.call(loss, labels, num_sequences=number, **columns).loss, expected, (name, o, columns.keys()))
 
 
-@fuzz(0.15)
+@fuzz(0.1)
 @given(seed=SEEDS)
 def test_given_tokens(seed: int) -> None:
     rows = Rows(seed)
@@ -226,7 +226,7 @@ def test_given_tokens(seed: int) -> None:
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), *(("jsd", beta) for beta in (0.0, 0.3, 0.9, 1.0))]
 
 
-@fuzz(0.15)
+@fuzz(0.1)
 @given(seed=SEEDS)
 def test_lists(seed: int) -> None:
     """Lists of different lengths, also of ids that both find unlikely."""
