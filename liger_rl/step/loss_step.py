@@ -38,7 +38,14 @@ from liger_rl.step.body import (
 )  # fmt: skip
 from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_packing
 from liger_rl.step.memory import DEFAULT_SHARE, check_share, run_with_kept_layers, without_idle_checkpoints
-from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_ddp, find_rank_groups, first_device
+from liger_rl.step.ranks import (
+    agree_on_counts,
+    agree_on_minimum,
+    count_averaging_ranks,
+    find_ddp,
+    find_rank_groups,
+    first_device,
+)  # fmt: skip
 from liger_rl.step.reason import Reason
 from liger_rl.step.router import find_router_module, recorded_router_calls
 from liger_rl.step.run import Output, Outputs, run
@@ -191,6 +198,8 @@ class PolicySteps(Iterator[PolicyStep]):
             if inputs.get("support") is not None:
                 check_type("support", inputs["support"], Support, "a Support or None")
             aligned = None if logps_alone else _align_batch(batch, loss, ids, mask)
+            if aligned is not None and batch.get("num_items_in_batch") is not None:
+                _check_world_size(loss, count_averaging_ranks(model))
             if aligned is not None and aligned.nll_mask is not None:  # the NLL term has tokens of its own
                 mask = aligned.mask.view(ids.shape) != 0
             self._batch = TokenBatch(ids, mask, inputs)
@@ -464,3 +473,13 @@ def _check_loss(loss: Any, swapped: Any) -> None:
                 f"{type(swapped).__name__}, got {value}"
             )
     loss.check_vocabulary(swapped.config.get_text_config().vocab_size)
+
+
+def _check_world_size(loss: FusedLinearLoss, ranks: int) -> None:
+    """ValueError if the average over the ranks would not be the gradient of all ranks' tokens."""
+    size = getattr(getattr(loss.terms, "reduction", None), "world_size", ranks)
+    if ranks > 1 and size != ranks:
+        raise ValueError(
+            f"world_size must be {ranks} in the loss, the number of ranks whose gradients are averaged, because "
+            f"num_items_in_batch counts the tokens of all ranks, got {size}"
+        )

@@ -9,6 +9,7 @@ from torch import nn
 
 from liger_rl.distributed import gathered_objects
 from liger_rl.models.local_tensors import is_dtensor
+from liger_rl.models.modules import list_modules
 from liger_rl.step.body import find_sharding, iterate_wrappers, reshard
 
 
@@ -90,6 +91,27 @@ def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
         return [torch.distributed.group.WORLD] if find_sharding(model) == "ZeRO-3" else []
     mesh = max(meshes, key=lambda mesh: mesh.ndim)
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+
+
+def count_averaging_ranks(model: nn.Module) -> int:
+    """The number of ranks over whose batches DDP, FSDP or DeepSpeed averages the gradients; 1 if none is known."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    wrapper = find_ddp(model)
+    if wrapper is not None:
+        return wrapper.process_group.size()
+    for module in list_modules(model):
+        # DeepSpeed's engine, FSDP1, FSDP2.
+        if isinstance(size := getattr(module, "dp_world_size", None), int):
+            return size
+        if "FullyShardedDataParallel" in type(module).__name__:
+            return cast(Any, module).process_group.size()
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        group = None if state is None else state._fsdp_param_group
+        if group is not None and getattr(group, "gradient_divide_factor", None) is None:
+            mesh = group.mesh_info
+            return getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
+    return 1
 
 
 def find_ddp(model: nn.Module) -> Any:

@@ -148,6 +148,10 @@ MISTAKES = {
     "another loss": (
         {"loss": FusedLinearGRPOLoss("grpo", softcap=3.0)}, "ValueError: softcap must be left out of the loss"
     ),
+    "tokens of all ranks": (
+        {"loss": FusedLinearGRPOLoss("dapo"), "num_items_in_batch": 36},
+        "ValueError: world_size must be 2 in the loss, the number of ranks whose gradients are averaged",
+    ),
     "no model": ({"model": "llama"}, "TypeError: model must be a causal LM of transformers, got str"),
     "its own error": ({}, "Error: objective must be told more"),
 }  # fmt: skip

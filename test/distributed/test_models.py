@@ -48,8 +48,9 @@ def batch():
     }
 
 
-def train(model, rows=slice(None), data_ranks=1):
-    """Losses of the steps; the batch's rows of this rank, of which there are as many as `data_ranks` says."""
+def train(model, rows=slice(None), data_ranks=1, summed=1):
+    """Losses of the steps; the batch's rows of this rank, of which there are as many as `data_ranks` says. `summed`:
+    by how much a gradient is too large."""
     # Before any forward: after one, the parameters of FSDP's root are the gathered ones.
     # Not foreach, the default on CUDA, which takes no list of plain tensors and DTensors.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5, foreach=False)
@@ -64,6 +65,8 @@ def train(model, rows=slice(None), data_ranks=1):
         optimizer.zero_grad()
         step = policy_step(model, part | {"num_items_in_batch": count}, loss)
         step.loss.backward()
+        for parameter in model.parameters() if summed > 1 else ():
+            parameter.grad.div_(summed)
         optimizer.step()
         losses.append(step.loss.item())
     return losses
@@ -121,7 +124,7 @@ def train_shares(model, rows, mesh):
     fully_shard(layer, mesh=mesh)(torch.ones(1, 1, device=mesh.device_type)).sum().backward()
     summed = round(layer.weight.grad.full_tensor()[0].item())
     assert summed in (1, mesh.size())
-    return [summed * loss for loss in train(model, rows, mesh.size() // summed)]
+    return train(model, rows, mesh.size(), summed)
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
@@ -282,7 +285,7 @@ def notes_compared(rank, shape):
     if len(shape) > 1:
         shard(model, mesh["dp"], "own")
     with sent() as calls:
-        train(model)
+        train(model, data_ranks=len(shape))
     return sum(name == "all_gather_object" for name, _ in calls)
 
 
