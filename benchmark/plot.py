@@ -4,6 +4,7 @@ memory-NAME.png   peak memory against tokens and vocabulary
 time-NAME.png     milliseconds per 1,000 tokens against tokens
 rl-NAME.png       time, gradient error and memory on the batch as RL makes it
 entropy-NAME.png  time and kept share of our tolerances against the policy's entropy
+step-NAME.png     completion tokens per second of a whole training step, of `benchmark.step`
 """
 
 import statistics
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmark import step
 from benchmark.cases import ITEM_BYTES, POLICY, RL, TOKENS, VOCABULARY
 from benchmark.environment import RESULTS, read_results
 from benchmark.table import gradient_error
@@ -167,6 +169,27 @@ def plot_entropy(results: dict[str, Any], path: Path) -> bool:
     return True
 
 
+def plot_step(results: dict[str, Any], path: Path) -> bool:
+    """Draw `path`: a panel of bars for each batch that all ways of README's table ran."""
+    batches = [(title, rows) for title, rows in step.rows_beside_trl(results) if rows.keys() >= step.SUMMARY.keys()]
+    if not batches:
+        return False
+    figure, panels = _panels(len(batches), sharey=True)
+    names = {"TRL": "TRL"} | {way: name.replace("`", "") for way, name in step.SUMMARY.items()}
+    names["TRL, patch_trl(), use_liger_kernel"] = "patch_trl(), use_liger_kernel"
+    for panel, (title, rows) in zip(panels, batches, strict=True):
+        ways = [way for way in reversed(names) if way in rows]
+        colors = ["#1f6fb4" if "patch_trl" in way else "#b3b3b3" for way in ways]
+        values = [rows[way]["tokens_per_s"] / 1e3 for way in ways]
+        texts = [f"{value:.0f} ({rows[way]['tokens_x_trl']:.1f} x)" for way, value in zip(ways, values, strict=True)]
+        panel.bar_label(panel.barh([names[way] for way in ways], values, color=colors), texts, padding=4, fontsize=10)
+        panel.margins(x=0.4)
+        panel.set_title(title, fontsize=11)
+        panel.set_xlabel("completion tokens/s, thousands")
+    _finish(figure, [], results, "A whole training step of TRL's GRPOTrainer, without generation", path)
+    return True
+
+
 def _of_group(results: dict[str, Any], group: str) -> list[Row]:
     return [row for row in results["rows"] if group in row["groups"]]
 
@@ -243,6 +266,11 @@ def plot_directory(directory: Path) -> list[Path]:
     drawn = []
     for source in sorted(directory.glob("*.json")):
         results = read_results(source)
+        if source.stem.startswith(step.PREFIX):
+            target = directory / f"{source.stem}.png"
+            if plot_step(results, target):
+                drawn.append(target)
+            continue
         if not all("groups" in row for row in results.get("rows", [{}])):
             continue  # of other benchmarks, which lie beside them
         for name, draw in PLOTS.items():
