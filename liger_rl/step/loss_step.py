@@ -78,8 +78,8 @@ def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss,
             (`swap_lm_head`); or a wrapper (DDP, torch.compile) of one whose head has been swapped before.
         batch: columns by name. Entry t belongs to token t, not to the position that predicts it.
             input_ids: (B, T) integers, prompt and completion.
-            mask: (B, T) bool or 0/1, the sampled tokens that count, except the first of a row. The host reads one that is
-                not bool.
+            mask: (B, T) bool or 0/1, the sampled tokens that count, except the first of a row. The host reads one
+                that is not bool.
             The columns in `loss.COLUMNS`: of a policy loss those of `PolicyBatch`, of others the arguments of their
                 modules, (B, T) per token; segments for a packed row, B = 1.
             support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
