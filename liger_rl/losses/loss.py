@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_mask_values
-from liger_rl.losses.corrections import Correction, SamplerCorrection
+from liger_rl.losses.corrections import Correction, OffPolicySequenceMask, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.losses.objectives import Objective, TokenLoss
 from liger_rl.losses.options import Options, check_callable, check_instance, warn_caller
@@ -50,6 +50,7 @@ class PolicyTerms(Options):
     metrics_read_all: bool = field(init=False, repr=False)  # a metric reads tokens without advantage
     projects_all: bool = field(init=False, repr=False)  # the loss or a metric reads tokens without advantage
     reads_reference: bool = field(init=False, repr=False)  # a penalty, or perhaps a user's objective or correction
+    reads_sampling: bool = field(init=False, repr=False)  # a correction, or perhaps a user's objective
     # A sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics.
     idle_without_advantages: bool = field(init=False, repr=False)
     nll_weight: float = field(init=False, repr=False)  # of the mean of -logp over `AlignedBatch.nll_tokens`
@@ -66,6 +67,7 @@ class PolicyTerms(Options):
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
         factors = (self.objective, *corrections)
         locality, penalised = _find_locality(factors), bonus or self.kl.beta != 0.0
+        of_a_user = any(not type(term).__module__.startswith("liger_rl.") for term in factors)
         restricted = any(getattr(correction, "restricts_entropy", False) for correction in corrections)
         reads: Any = self.objective.reads(self.metrics) if hasattr(self.objective, "reads") else ()
         needs_entropy = restricted or bonus or self.metrics == "with_entropy" or "entropy" in reads
@@ -85,9 +87,10 @@ class PolicyTerms(Options):
             "penalised": penalised,
             "metrics_read_all": metrics_read_all,
             "projects_all": not idle_tokens or locality != "token" or penalised or metrics_read_all,
-            "reads_reference": self.kl.beta != 0.0
-            or getattr(self.objective, "reads_reference", False)
-            or any(not type(term).__module__.startswith("liger_rl.") for term in factors),
+            "reads_reference": self.kl.beta != 0.0 or getattr(self.objective, "reads_reference", False) or of_a_user,
+            "reads_sampling": self.sampler_correction is not None
+            or of_a_user
+            or any(isinstance(correction, OffPolicySequenceMask) for correction in corrections),
             "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
             "nll_weight": getattr(self.objective, "nll_weight", 0.0),
             "topk": getattr(self.objective, "topk", None),
@@ -108,6 +111,8 @@ class PolicyTerms(Options):
                 )
         elif not self.reads_reference:
             warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
+        if batch.sampling_per_token_logps is not None and not self.reads_sampling:
+            warn_caller("sampling_per_token_logps are given, but nothing reads them without a sampler_correction")
         aligned = batch.align(shape, device)
         if self.sampler_correction is not None:
             self.sampler_correction.check(aligned)

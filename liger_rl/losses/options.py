@@ -89,7 +89,7 @@ def check_instance(name: str, value: Any, kind: type) -> None:
 
 def warn_caller(message: str) -> None:
     """Warns at the line that called into this package."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("liger_rl", "torch"):
+    frame, level, inner = sys._getframe(), 1, ("liger_rl", "torch", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inner:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

@@ -39,7 +39,8 @@ __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"
 IGNORE_INDEX = -100
 LIST_RESULTS = ("topk_logps", "topk_ids")  # results of K columns
 HEAD_OPTIONS = (*COMPUTE_OPTIONS, "lse", "extras", "topk")
-FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
+HEAD_RESULTS = ("entropy", "temperature", "support", *HEAD_OPTIONS)  # that only the fused forward reads
+FUSED_OPTIONS = ("labels", "shift_labels", "num_items_in_batch", *HEAD_RESULTS)
 # Arguments of a plain forward that the fused one checks and does not pass on.
 PLAIN_ARGUMENTS = ("ignore_index", "return_dict", "logits_to_keep")
 # transformers 5.24 calls it cache, and renames past_key_values in calls; earlier versions have the latter alone.
@@ -218,6 +219,8 @@ def _derive_fused_class(model_class: Any) -> type:
     @wraps(model_class.forward)
     def forward(self, *args, fused: bool = False, **kwargs):
         if not fused:
+            if not kwargs.keys() <= self._fused_arguments:
+                _check_plain_arguments(self, kwargs)
             return model_class.forward(self, *args, **kwargs)
         return _fused_forward(self, model_class.forward, args, **kwargs)
 
@@ -341,6 +344,13 @@ def _fused_forward(
         **values,
         **fields,
     )
+
+
+def _check_plain_arguments(model: Any, names: Iterable[str]) -> None:
+    """TypeError for arguments that say something with fused=True alone, which many plain forwards would ignore."""
+    lost = [name for name in names if name in (*HEAD_RESULTS, "fuse") and name not in model._fused_arguments]
+    if lost:
+        raise TypeError(f"{', '.join(lost)} must not be given to {type(model).__name__} without fused=True")
 
 
 def check_arguments(model: Any, names: Iterable[str]) -> None:

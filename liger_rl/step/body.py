@@ -6,7 +6,7 @@ The other modules of a step reach the model through this one.
 import inspect
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import COMPUTE_OPTIONS
+from liger_rl.kernels.public_call import hint
 from liger_rl.models.lm_head import is_gathered
 from liger_rl.models.local_tensors import is_dtensor
 from liger_rl.models.modules import list_modules, list_parameters
@@ -24,7 +25,6 @@ from liger_rl.models.swap import (
     FUSED_OPTIONS,
     IGNORE_INDEX,
     PLAIN_ARGUMENTS,
-    check_arguments,
     find_swapped,
     swap_lm_head,
 )
@@ -258,13 +258,19 @@ def get_swapped_model(model: Any) -> Any:
 
 
 def read_model_inputs(
-    model: nn.Module, swapped: Any, batch: Mapping[str, Any], columns: tuple[str, ...], extra: Mapping[str, Any]
+    model: nn.Module,
+    swapped: Any,
+    batch: Mapping[str, Any],
+    loss: FusedLinearLoss,
+    extra: Mapping[str, Any],
+    options: Collection[str],  # names of the step's own keywords
 ) -> dict[str, Any]:
     """The model's inputs except the token ids.
 
     ValueError for a column that the forward does not name, TypeError for an extra input that neither the model nor a
     wrapper around it reads.
     """
+    name, columns = type(swapped).__name__, ("mask", *loss.COLUMNS)
     accepted = inspect.signature(swapped.forward).parameters
     known = {"input_ids", *columns}
     inputs = {name for name in accepted if name not in RESERVED} | {"support"}
@@ -272,18 +278,34 @@ def read_model_inputs(
     unknown += [name for name in extra if name in known or name in RESERVED]
     if unknown:
         raise ValueError(
-            f"batch has no column {', '.join(map(repr, unknown))}; it has input_ids, support, {', '.join(columns)} "
-            f"and the other arguments of the forward of {type(swapped).__name__}, without labels and what follows "
-            "the head"
+            f"batch has no column {', '.join(map(repr, unknown))}{_hint_input(unknown[0], loss, columns)}; it has "
+            f"input_ids, support, {', '.join(columns)} and the other arguments of the forward of {name}, without "
+            "labels and what follows the head"
         )
     read = {name for module in iterate_wrappers(model) for name in inspect.signature(module.forward).parameters}
     # What PEFT's wrappers read of their keywords.
     read |= {name for module in iterate_wrappers(model) for name in getattr(module, "special_peft_forward_args", ())}
-    check_arguments(swapped, [name for name in extra if name not in {*read, *FUSED_OPTIONS}])
+    unread = [key for key in extra if key not in {*read, *FUSED_OPTIONS, *swapped._fused_arguments}]
+    if unread:
+        raise TypeError(
+            f"{name} takes no {', '.join(unread)} with fused=True{_hint_input(unread[0], loss, options)}; a step takes "
+            f"{', '.join(options)} and the arguments of the model's forward"
+        )
     arguments = {name: value for name, value in batch.items() if name not in known} | dict(extra)
     if "use_cache" in swapped._fused_arguments:  # some models pass it on without naming it
         arguments.setdefault("use_cache", False)
     return arguments
+
+
+def _hint_input(name: str, loss: FusedLinearLoss, known: Collection[str]) -> str:
+    """What a name may stand for that is neither a column nor a keyword of a step."""
+    kind = type(loss)
+    settings = [option for option in inspect.signature(kind).parameters if option != "loss_type"]
+    if name == "labels":
+        return " (mask says which of the input_ids count)"
+    if name in settings:
+        return f" ({name} is an option of {kind.__name__})"
+    return hint(name, list(known)) or hint(name, settings).replace("?", f" of {kind.__name__}?")
 
 
 def fused_forward(

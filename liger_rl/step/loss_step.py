@@ -193,7 +193,7 @@ class PolicySteps(Iterator[PolicyStep]):
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
             _check_loss(loss, swapped)
-            inputs = read_model_inputs(model, swapped, batch, ("mask", *loss.COLUMNS), extra_inputs)
+            inputs = read_model_inputs(model, swapped, batch, loss, extra_inputs, [*options, "memory", "group"])
             ids, mask = _read_tokens(batch)
             _check_inputs(inputs, ids)
             if inputs.get("support") is not None:

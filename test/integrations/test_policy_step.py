@@ -121,14 +121,30 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     [
         ({"input_ids": None}, TypeError, "input_ids must be a tensor in the batch, got NoneType"),
         ({"mask": None}, TypeError, "mask must be a tensor in the batch, got NoneType"),
-        ({"completion_mask": torch.ones(1)}, ValueError, "no column 'completion_mask'; it has .*mask, advantages"),
+        (
+            {"completion_mask": torch.ones(1)},
+            ValueError,
+            r"no column 'completion_mask' \(did you mean mask\?\); it has .*",
+        ),
         ({"mask": torch.ones(BATCH, LENGTH - 1)}, ValueError, r"mask must be .* = \(6, 13\)"),
         ({"input_ids": torch.ones(LENGTH, dtype=torch.long)}, ValueError, r"input_ids must be \(B, T\) with"),
         ({"advantages": None}, TypeError, "advantages must be a real tensor, got NoneType"),
         ({"advantages": torch.ones(BATCH + 1)}, ValueError, r"advantages must be .*got \(7,\)"),
         ({"old_per_token_logps": torch.ones(BATCH, 3)}, ValueError, "old_per_token_logps must be"),
         ({"old_per_token_logp": torch.ones(BATCH, LENGTH)}, ValueError, "batch has no column 'old_per_token_logp'"),
-        ({"labels": torch.ones(BATCH, LENGTH)}, ValueError, "batch has no column 'labels'"),
+        ({"labels": torch.ones(BATCH, LENGTH)}, ValueError, r"no column 'labels' \(mask says which of the input_ids"),
+        (
+            {"temperature": 0.5},
+            ValueError,
+            r"no column 'temperature' \(temperature is an option of FusedLinearGRPOLoss",
+        ),
+        ({"options": {"world_size": 2}}, TypeError, r"world_size .*\(world_size is an option of FusedLinearGRPOLoss"),
+        ({"options": {"epsilon": 0.2}}, TypeError, r"epsilon .*\(did you mean epsilon_low of FusedLinearGRPOLoss\?"),
+        (
+            {"options": {"max_token": 64}},
+            TypeError,
+            r"max_token .*\(did you mean max_tokens\?\); a step takes max_tokens",
+        ),
         ({"logits_to_keep": 3}, ValueError, "batch has no column 'logits_to_keep'"),
         ({"segments": Segments(index=torch.zeros(13).long(), count=1)}, ValueError, r"one packed row, \(1, T\)"),
         ({"loss": FusedLinearGRPOLoss("grpo", beta=0.1)}, ValueError, "ref_per_token_logps"),
@@ -183,3 +199,11 @@ def test_threads_take_steps_of_one_model_that_none_has_swapped_yet():
     calls = [lambda batch=batch: policy_step(model, batch, loss).loss for batch in batches]
     for losses, value in zip(in_threads(*calls, times=10), alone, strict=True):
         assert all(torch.equal(loss, value) for loss in losses)
+
+
+def test_sampling_log_probabilities_that_nothing_reads():
+    model, batch = gemma(), make_batch() | {"sampling_per_token_logps": torch.zeros(BATCH, LENGTH)}
+    del batch["num_items_in_batch"]
+    with pytest.warns(UserWarning, match="nothing reads them without a sampler_correction") as caught:
+        policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
+    assert caught[0].filename == __file__

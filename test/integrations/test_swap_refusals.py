@@ -74,6 +74,14 @@ def test_an_argument_that_nothing_takes_is_refused(name):
             model(**batch, fused=True, **{misspelt: 1.0})
 
 
+@pytest.mark.parametrize("name", ["fuse", "entropy", "temperature", "topk", "chunk_tokens", "support"])
+def test_an_argument_of_the_fused_forward_alone_is_refused_without_fused(name):
+    model, batch = swapped("Llama"), make_batch()
+    model.base_model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(TypeError, match=f"{name} must not be given to LlamaForCausalLM without fused=True"):
+        model(**batch, **{name: 1})
+
+
 def test_arguments_of_the_model_go_through():
     """Those of its signature, of transformers' TypedDict, and those that only its body's forwards know."""
     model, batch = swapped("Mixtral"), make_batch()
