@@ -317,10 +317,11 @@ def _measured_memory(trainer: Any, model: nn.Module, state: _TrainerState) -> It
 
 def _set_size(trainer: Any, model: nn.Module, state: _TrainerState) -> None:
     """How many micro-batches the windows of an optimizer step have, from the largest one so far; equal on all ranks."""
-    limit = _find_limit(trainer, model, state) if state.largest else None
+    limit = _find_limit(trainer, model, state)
     if limit is None:
         return
-    state.size = max(1, limit // state.largest)
+    # A rank without a window so far takes part in the collective, too.
+    state.size = max(1, limit // state.largest) if state.largest else 1
     if trainer.accelerator.num_processes > 1:
         size = torch.tensor(state.size, device=trainer.args.device)
         torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MIN)
@@ -328,16 +329,16 @@ def _set_size(trainer: Any, model: nn.Module, state: _TrainerState) -> None:
 
 
 def _find_limit(trainer: Any, model: nn.Module, state: _TrainerState) -> int | None:
-    """How many tokens a window may have; None for any number."""
+    """How many tokens a window may have, 1 if it is not known yet; None for any number."""
     settings = get_settings()
     memory = read_memory(trainer.args.device)
     if settings.max_tokens is not None or memory is None:
         return settings.max_tokens
     share = settings.memory or DEFAULT_SHARE
     count = count_fitting_tokens(model, share)
-    if count is None:  # no layer is recomputed, or none has transformers' switch
+    if count is None and state.token_bytes:  # no layer is recomputed, or none has transformers' switch
         count = int(share * (memory.spare - count_missing_gradients(model)) / state.token_bytes)
-    return max(count, 1)
+    return max(count or 1, 1)
 
 
 def _uses_window(trainer: Any, model: Any) -> bool:
