@@ -31,9 +31,9 @@ def _trl() -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _patched() -> Callable[..., tuple[Tensor, ...]]:
-    from liger_rl.integrations.trl import trl_distillation
+    from liger_rl.integrations.trl import distillation
 
-    return trl_distillation._chunked_divergence_loss
+    return distillation._chunked_divergence_loss
 
 
 WAYS = {"TRL": _trl, "liger_rl": _patched}

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 import oracles
-from liger_rl.integrations.trl import patched_trl, report, trl_distillation, trl_patch
+from liger_rl.integrations.trl import distillation, patched_trl, patches, report
 from liger_rl.step import trial
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
@@ -146,7 +146,7 @@ class Forward(NamedTuple):
 def counted_calls():
     """-> a list that grows by the columns of every call of our op or our divergence: H, more with adapters."""
     calls: list[int] = []
-    logprobs, divergence = trl_patch.linear_logprobs, trl_distillation.DivergenceCall
+    logprobs, divergence = patches.linear_logprobs, distillation.DivergenceCall
 
     def counting(hidden, *args, **options):
         calls.append(hidden.shape[-1])
@@ -158,8 +158,8 @@ def counted_calls():
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trl_patch, "linear_logprobs", counting)
-        patch.setattr(trl_distillation, "DivergenceCall", counting_divergence)
+        patch.setattr(patches, "linear_logprobs", counting)
+        patch.setattr(distillation, "DivergenceCall", counting_divergence)
         yield calls
 
 

@@ -50,4 +50,5 @@ def patch_peft() -> None:
     PEFT.patch()
 
 
-unpatch_peft, patched_peft, is_patched = PEFT.unpatch, PEFT.within, PEFT.is_patched
+unpatch_peft = PEFT.unpatch
+patched_peft = PEFT.within

@@ -108,10 +108,10 @@ def test_other_losses(ranks, kind, sharded):
 def loss_of_trl(rank, patched, chunk_vocab):
     from trl.trainer import distillation_trainer
 
-    from liger_rl.integrations.trl import trl_distillation
+    from liger_rl.integrations.trl import distillation
 
-    trl_distillation.chunks = {"chunk_vocab": chunk_vocab}
-    loss = vars(trl_distillation if patched else distillation_trainer)[trl_distillation.LOSS]
+    distillation.chunks = {"chunk_vocab": chunk_vocab}
+    loss = vars(distillation if patched else distillation_trainer)[distillation.LOSS]
     hidden, teacher_hidden = torch.randn(4, 8, HIDDEN), torch.randn(4, 8, TEACHER_HIDDEN)
     whole = torch.randn(37, HIDDEN), torch.randn(37, TEACHER_HIDDEN)
     heads = [distribute_tensor(part, rank.mesh("dp"), [Shard(0)]) for part in whole]

@@ -15,7 +15,7 @@ from trl.kernels import ChunkedLogProbFunction as THEIRS
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations.trl import patch_trl, patched_trl, trl_adapters, trl_distillation, trl_patch, unpatch_trl
+from liger_rl.integrations.trl import adapted_head, distillation, patch_trl, patched_trl, patches, unpatch_trl
 
 NAME = "_ChunkedLogProbFunction"
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -54,7 +54,7 @@ def weighted(values):
 
 
 def ours(**options):
-    return trl_patch.FusedLogProbs(options)
+    return patches.FusedLogProbs(options)
 
 
 PARITY = {
@@ -174,11 +174,11 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 
 def test_options_come_and_go_with_the_patch():
     def options():
-        assert trl_patch._op.options["chunk_vocab"] == trl_distillation.chunks["chunk_vocab"]
-        return trl_distillation.chunks["chunk_vocab"]
+        assert patches._op.options["chunk_vocab"] == distillation.chunks["chunk_vocab"]
+        return distillation.chunks["chunk_vocab"]
 
     patch_trl(chunk_vocab=64)
-    assert vars(trl_utils)[NAME] is trl_patch._op
+    assert vars(trl_utils)[NAME] is patches._op
     assert options() == 64
     with patched_trl(chunk_vocab=32):
         assert options() == 32
@@ -211,11 +211,11 @@ def test_options_are_refused_before_anything_is_patched(options):
 
 def test_without_peft_there_is_nothing_to_lift(monkeypatch):
     monkeypatch.setattr("transformers.utils.is_peft_available", lambda: False)
-    modules = [importlib.import_module(name) for name in trl_adapters.TRAINERS]
+    modules = [importlib.import_module(name) for name in adapted_head.TRAINERS]
     before = [vars(module)["BaseTunerLayer"] for module in modules]
     patch_trl()
     assert [vars(module)["BaseTunerLayer"] for module in modules] == before
-    assert isinstance(vars(trl_utils)[NAME], trl_patch.FusedLogProbs)
+    assert isinstance(vars(trl_utils)[NAME], patches.FusedLogProbs)
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import oracles
 import trl_runs
-from liger_rl.integrations.trl import patch_trl, patched_trl, trl_adapters, unpatch_trl
+from liger_rl.integrations.trl import adapted_head, patch_trl, patched_trl, unpatch_trl
 
 # Weights of both factors at random, so that the adapter counts from the first step on.
 LORA = {
@@ -73,7 +73,7 @@ def add_full_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("
 def full_logits():
     """TRL's trainers without the fused head, and so without a reason to refuse an adapter on it."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in trl_adapters.TRAINERS:
+        for name in adapted_head.TRAINERS:
             module = importlib.import_module(name)
             patch.setattr(module, "add_fused_lm_head", add_full_head)
             patch.setattr(module, "BaseTunerLayer", ())

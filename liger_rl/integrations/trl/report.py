@@ -16,10 +16,10 @@ from torch import nn
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import window
+from liger_rl.integrations.trl.adapted_head import TRAINERS
 from liger_rl.integrations.trl.call_record import CallRecord, recorded_calls
 from liger_rl.integrations.trl.forward import AS_IT_IS, find_unreadable, find_wrapped
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.integrations.trl.trl_adapters import TRAINERS
 from liger_rl.step.body import COMPILED, read_body
 from liger_rl.step.reason import Reason
 

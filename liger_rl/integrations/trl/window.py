@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_rl.integrations.trl.adapted_head import TRAINERS
 from liger_rl.integrations.trl.forward import (
     BUILT_BEFORE,
     WindowCall,
@@ -35,7 +36,6 @@ from liger_rl.integrations.trl.forward import (
     set_window_call,
 )
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.integrations.trl.trl_adapters import TRAINERS
 from liger_rl.models.modules import walked_once
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, read_static_positions

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl import trl_adapters
+from liger_rl.integrations.trl import adapted_head
 from liger_rl.kernels.transform import LogitTransform
 
 TRAINER, LOSS = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
@@ -55,7 +55,7 @@ def _chunked_divergence_loss(
     compute_dtype = None if autocast or dtype != teacher_dtype else dtype
     # DeepSpeed sets ds_id on every parameter under ZeRO-3.
     sharded = any(hasattr(parameter, "ds_id") for parameter in (weight, bias, teacher_weight, teacher_bias))
-    hidden, head = student_hidden_states, trl_adapters.get_adapted_head()
+    hidden, head = student_hidden_states, adapted_head.get_adapted_head()
     if head is not None:
         (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
     mask = completion_mask != 0
@@ -78,7 +78,7 @@ def _chunked_divergence_loss(
             ),
             entropy=True,
             compute_dtype=compute_dtype,
-            gather=trl_adapters.gather_head if sharded else None,
+            gather=adapted_head.gather_head if sharded else None,
             chunk_tokens=chunks.get("chunk_tokens"),
             chunk_vocab=chunks.get("chunk_vocab"),
         ),
@@ -101,7 +101,7 @@ def _gather_weight(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> t
     return weight.full_tensor().to(dtype), bias.full_tensor() if isinstance(bias, DTensor) else bias
 
 
-class CheckedStudentLayer(trl_adapters.CheckedLayer):
+class CheckedStudentLayer(adapted_head.CheckedLayer):
     """For this trainer alone: whether it accepted an adapter."""
 
     accepted = False
@@ -117,15 +117,15 @@ class _MethodPatch(Patch):
 
 def _compute_loss(self: Any, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
     """The trainer's method, with its model's head set for the loss."""
-    with trl_adapters.set_adapted_head(unwrapped_student):
+    with adapted_head.set_adapted_head(unwrapped_student):
         return METHOD_PATCH.original(self, unwrapped_student, inputs, num_items_in_batch)
 
 
 METHOD_PATCH = _MethodPatch(
-    f"{TRAINER}:DistillationTrainer._compute_loss", _compute_loss, since=SINCE, needed=trl_adapters.uses_peft
+    f"{TRAINER}:DistillationTrainer._compute_loss", _compute_loss, since=SINCE, needed=adapted_head.uses_peft
 )
 PATCHES = (
     Patch(f"{TRAINER}:{LOSS}", _chunked_divergence_loss, modules=(TRAINER,), since=SINCE),
     METHOD_PATCH,
-    trl_adapters.make_layer_patch(TRAINER, CheckedStudentLayer, since=SINCE),
+    adapted_head.make_layer_patch(TRAINER, CheckedStudentLayer, since=SINCE),
 )

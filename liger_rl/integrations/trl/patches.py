@@ -3,8 +3,8 @@
 The patch replaces the op for log-probabilities, entropies and statistics; the models' fused forward (`forward`); the
 trainers' training step, for one forward of its micro-batches (`window`) and for what the user sees (`report`); two
 methods of GRPO and RLOO (`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); the class by
-which trainers refuse LoRA adapters on the lm_head (`trl_adapters`); and the loss of DistillationTrainer
-(`trl_distillation`).
+which trainers refuse LoRA adapters on the lm_head (`adapted_head`); and the loss of DistillationTrainer
+(`distillation`).
 """
 
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ from liger_rl.head.head_options import Tolerance
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations import peft
 from liger_rl.integrations.patching import Framework, Patch, list_parameters
-from liger_rl.integrations.trl import report, scored_sequences, trl_adapters, trl_distillation
+from liger_rl.integrations.trl import adapted_head, distillation, report, scored_sequences
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -59,7 +59,7 @@ class FusedLogProbs:
         unknown = sorted(set(outputs) - set(OUTPUTS))
         if unknown:
             raise ValueError(f"outputs must be among {list(OUTPUTS)}, got {unknown}")
-        head = trl_adapters.get_adapted_head()
+        head = adapted_head.get_adapted_head()
         if head is not None:
             (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
         local = localize(hidden, weight, bias=bias, targets=targets)
@@ -76,7 +76,7 @@ class FusedLogProbs:
             entropy="entropy" in outputs,
             extras=[name for name in EXTRAS if name in outputs],
             compute_dtype=None if under_autocast else hidden.dtype,
-            gather=trl_adapters.gather_head,
+            gather=adapted_head.gather_head,
             **self.options,
         )
         constant = (None if value is None else value.detach() for value in result[2 : len(OUTPUTS)])
@@ -92,8 +92,8 @@ TRL = Framework(
     (1, 15),
     (1, 17),
     _op_patch,
-    *trl_adapters.PATCHES,
-    *trl_distillation.PATCHES,
+    *adapted_head.PATCHES,
+    *distillation.PATCHES,
     *scored_sequences.PATCHES,
     report.PATCH,
     *peft.PATCHES,
@@ -172,4 +172,4 @@ def patched_trl(**options: Any) -> Iterator[None]:
 
 def _set_options(options: dict[str, Any]) -> None:
     _op.options = options
-    trl_distillation.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}
+    distillation.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}
