@@ -200,11 +200,12 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     }
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), constrained_layout=True)
     for axis, (label, name) in zip(axes.flat, panels.items(), strict=True):
-        axis.plot([step[name] for step in history], linewidth=1.5)
+        values = [step[name] for step in history]
+        axis.plot(values, linewidth=1.5)
         axis.set_ylabel(label)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-        if "k3" in label:
+        if "k3" in label and max(values) > 0:
             axis.set_yscale("log")
         else:
             axis.set_ylim(bottom=0)

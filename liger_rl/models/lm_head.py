@@ -343,7 +343,7 @@ def _run_two_tokens(
 
     ids = torch.tensor([[1, last]], device=model.device) % head.linear.weight.shape[0]
     try:
-        with _fork_random_state(model), intercept_logits(head.module, answer) as request:
+        with _fork_random_state(model), _without_checkpoints(model), intercept_logits(head.module, answer) as request:
             output = model(input_ids=ids, use_cache=False, return_dict=True, **inputs)
     except Exception as error:
         name = type(model).__name__
@@ -353,6 +353,19 @@ def _run_two_tokens(
         cast(Any, module).reshard()
     hidden: Any = request.hidden
     return output, hidden.full_tensor() if is_dtensor(hidden) else hidden
+
+
+@contextmanager
+def _without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Without gradient checkpointing: a reentrant checkpoint without a graph warns."""
+    checkpointed = [vars(module) for module in model.modules() if vars(module).get("gradient_checkpointing")]
+    for attributes in checkpointed:
+        attributes["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        for attributes in checkpointed:
+            attributes["gradient_checkpointing"] = True
 
 
 def _list_transforms(model: PreTrainedModel) -> Iterator[LogitTransform]:

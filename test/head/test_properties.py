@@ -382,6 +382,7 @@ def test_a_second_derivative_raises(name, through, device, monkeypatch):
     assert torch.autograd.grad(outside, factor)[0].item() == 6.0
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_gradients_with_a_graph_accumulate_and_are_scaled_in_place(device):
     """As gradient accumulation and clipping do."""
     call, x = CALLS["loss in one pass"], batch(device=device).leaves(("weight",))

@@ -201,9 +201,13 @@ def test_threads_take_steps_of_one_model_that_none_has_swapped_yet():
         assert all(torch.equal(loss, value) for loss in losses)
 
 
-def test_sampling_log_probabilities_that_nothing_reads():
-    model, batch = gemma(), make_batch() | {"sampling_per_token_logps": torch.zeros(BATCH, LENGTH)}
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("ref_per_token_logps", ", because beta is 0"), ("sampling_per_token_logps", " without a sampler_")],
+)
+def test_log_probabilities_that_nothing_reads(name, why):
+    model, batch = gemma(), make_batch() | {name: torch.zeros(BATCH, LENGTH)}
     del batch["num_items_in_batch"]
-    with pytest.warns(UserWarning, match="nothing reads them without a sampler_correction") as caught:
+    with pytest.warns(UserWarning, match=f"{name} are given, but nothing reads them{why}") as caught:
         policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
     assert caught[0].filename == __file__

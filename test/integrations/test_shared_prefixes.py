@@ -138,6 +138,7 @@ def test_lora(name):
     assert_as_rows(model.train(), batch_of())
 
 
+@pytest.mark.filterwarnings("error:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant):
     model = build("Gemma3Text", **ARCHITECTURES["Gemma3Text"]).train()
@@ -428,6 +429,7 @@ def test_threads():
 AFMOE = {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 20}
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Mistral", "GPT2", "Afmoe"])
 def test_blocks_in_place_of_another_attention(name, monkeypatch):
     """As on a GPU, without a graph, which flex attention lacks on a CPU. Afmoe gives the mask by its name."""

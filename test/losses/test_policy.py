@@ -372,7 +372,6 @@ TERMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:ref_per_token_logps are given")
 @pytest.mark.parametrize("way", ["head", "log-probabilities", "logits"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_options_and_columns_of_any_kind_are_taken_or_refused(preset, way):
