@@ -6,7 +6,7 @@ trial in evaluation shows them. Known packages' hooks and layers do none of this
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -30,24 +30,28 @@ def find_row_reader(model: nn.Module, *, in_training: bool = False) -> Reason | 
     `in_training`: as if all modules were in training mode.
     """
     body = getattr(model, "base_model", model)
-    for module in list_modules(model):
-        if module is model or not (in_training or module.training):
-            continue
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            # What counts or logs the calls of the whole body stands in front of it.
-            before = () if module is body else module._forward_pre_hooks.values()
-            own = [
-                function for function in (vars(module).get("forward"),) if function is not None and module is not body
-            ]
-            for function in (*before, *module._forward_hooks.values(), *own):
-                reason = _judge_hook(function, module)
-                if reason is not None:
-                    return reason
-        kind: Any = type(module)
-        reason = _judge_kind(kind)
-        if reason is not None:
-            return reason
-    return None
+    trained = [module for module in list_modules(model) if in_training or module.training]
+    hooked = (m for m in trained if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
+    reasons = [
+        _judge_hook(function, module)
+        for module in hooked
+        if module is not model
+        for function in _list_hooks(module, is_body=module is body)
+    ]
+    kinds: Any = dict.fromkeys(map(type, trained))
+    reasons += [_judge_kind(kind) for kind in kinds if kind is not type(model)]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _list_hooks(module: nn.Module, *, is_body: bool) -> Iterator[Callable]:
+    """Functions that may change what goes into a module or comes out of it."""
+    yield from module._forward_hooks.values()
+    if is_body:  # in front of it stands what counts or logs its calls
+        return
+    yield from module._forward_pre_hooks.values()
+    # A kernel of the hub is set so, too.
+    if "forward" in vars(module) and not hasattr(type(module), "kernel_layer_name"):
+        yield vars(module)["forward"]
 
 
 def _judge_hook(hook: Callable, module: nn.Module) -> Reason | None:

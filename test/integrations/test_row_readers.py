@@ -1,5 +1,7 @@
 """What reads the rows of a batch in training keeps the batch as it is: noise, statistics, a loss inside of a layer."""
 
+from types import MethodType
+
 import pytest
 import torch
 from test_trials import LOSS, batch_of
@@ -144,9 +146,12 @@ def test_a_batch_stays_as_it_is_in_training(name):
     assert "trees of shared prefixes" in policy_steps(model.eval(), batch_of(), LOSS).layout
 
 
-def test_layers_that_keep_nothing_of_the_batch():
+def test_layers_that_keep_nothing_of_the_batch(monkeypatch):
     model = swap_lm_head(build("Llama"))
     around(WithTable)(model)
+    norm = model.model.norm  # with a kernel of the hub
+    monkeypatch.setattr(type(norm), "kernel_layer_name", "RMSNorm", raising=False)
+    norm.forward = MethodType(lambda self, x: type(self).forward(self, x), norm)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()  # a hook of transformers on the embeddings
     assert "trees of shared prefixes" in policy_step(model, batch_of(), LOSS).layout
