@@ -1,5 +1,6 @@
 """What reads the rows of a batch in training keeps the batch as it is: noise, statistics, a loss inside of a layer."""
 
+import copy
 from types import MethodType
 
 import pytest
@@ -182,7 +183,7 @@ def test_running_statistics_are_trls(tmp_path):
 
     def make():
         torch.manual_seed(0)
-        model = trl_runs.transformers.Qwen3ForCausalLM(trl_runs.MODELS["qwen3"])
+        model = trl_runs.transformers.Qwen3ForCausalLM(copy.deepcopy(trl_runs.MODELS["qwen3"]))
         around(WithRunningMean)(model)
         return model
 
