@@ -9,6 +9,7 @@ window, "window 8k"                    GRPO, 4 micro-batches of 8, prompts up to
                                        or 8,192, more than half padding; random weights
 "window LoRA", "window LoRA dropout"   the window with LoRA of rank 16 on all linear layers, with dropout 0 and 0.05
 sft, dpo                               8 micro-batches of 2 sequences or pairs, up to 2,048 tokens; random weights
+"sft LoRA", "dpo LoRA"                 the same with LoRA
 
 A quarter of GRPO's groups has no advantage. Random weights make a flat distribution, the head's hardest case. Rows,
 `--rows`:
@@ -26,6 +27,10 @@ unsloth               Unsloth's GRPOTrainer, in a process of its own (`benchmark
 The default is all but the last two; for SFT and DPO trl-liger and patch-liger. On a CPU it is the rows without Liger.
 The learning rate is 0, so losses and gradients' norms must agree.
 
+Several ranks train one model with `--sharding`, each on as many groups, dealt out by chance:
+`torchrun --nproc-per-node 2 -m benchmark.step --sharding FSDP2 --batches window`. Memory and forwards are those of the
+first rank.
+
 Milliseconds are medians of whole steps. `other ms` is what is neither forward nor backward. `forwards` counts those of
 the model's body in a step, a reference's too. `MFU` is the FLOP that the step needs (the formula is in
 `benchmark.step_batches`) over its time and the card's dense bfloat16 peak. Results are written after each row, and a
@@ -34,6 +39,7 @@ later run in the same environment adds its rows to them.
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import tempfile
@@ -42,6 +48,8 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from benchmark.environment import (
     RESULTS,
@@ -61,7 +69,9 @@ if TYPE_CHECKING:  # it imports TRL, which the tables do not need
     from benchmark.step_runs import Data, Runner
 
 PREFIX = "step-"
-NAMES = ("qwen3-0.6b", "qwen3-1.7b", "llama-3-8b", "toy")
+NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "llama-3-8b", "toy")
+SHARDINGS = ("DDP", "FSDP2", "ZeRO-3")
+RANKS, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}
 ROWS = (
     "trl", "trl-no-checkpointing", "trl-liger", "head", "memory-0", "patch", "memory-0-liger", "patch-liger",
@@ -76,10 +86,11 @@ DPO_LOSS_SCALE = 10.0  # a margin of DPO sums the rounding of the log-probabilit
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-3, 5e-2)}
 
 
-def batch_label(name: str, task: Task) -> str:
-    """The batch's name, with its micro-batches if they are not its own."""
+def batch_label(name: str, task: Task, sharding: str | None = None) -> str:
+    """The batch's name, with its micro-batches if they are not its own, and with its ranks."""
     count = task.micro_batches
-    return name if count == tasks()[name].micro_batches else f"{name}, {count} micro-batch{'es' if count > 1 else ''}"
+    name += "" if count == tasks()[name].micro_batches else f", {count} micro-batch{'es' if count > 1 else ''}"
+    return name if sharding is None else f"{name}, {sharding} on {task.ranks} GPUs"
 
 
 def measure(
@@ -104,7 +115,7 @@ def measure(
         "other_ms": statistics.median(run.other_ms),
         "steps": len(run.step_ms),
         "tokens_per_s": data.about["counted_tokens"] / step_ms * 1e3,
-        "mfu": data.about["flop"] / step_ms * 1e3 / peak if peak else None,
+        "mfu": data.about["flop"] / step_ms * 1e3 / (peak * task.ranks) if peak else None,
     }
 
 
@@ -267,6 +278,8 @@ def choose_task(shape: str, batch: str, arguments: argparse.Namespace) -> Task:
         task,
         micro_batches=arguments.micro_batches or task.micro_batches,
         learns=task.learns and not arguments.random_policy,
+        ranks=RANKS,
+        rank=RANK,
     )
 
 
@@ -291,7 +304,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--settling", type=int, default=3, help="steps before those, at least 2; default 3")
     parser.add_argument("--random-policy", action="store_true", help="do not let the policy learn a text first")
     add_output_options(parser)
+    parser.add_argument("--sharding", choices=SHARDINGS, help="how the ranks of torchrun train one model")
     arguments = parser.parse_args()
+    if (RANKS > 1) != (arguments.sharding is not None):
+        parser.error("--sharding is for several ranks, and several ranks need one; run it by torchrun")
     if arguments.steps < 1 or arguments.settling < 2:
         parser.error("--steps must be at least 1 and --settling at least 2, whose last one measures memory")
     return arguments
@@ -302,6 +318,8 @@ def main() -> None:
     from benchmark.step_runs import WAYS, Runner
 
     arguments, environment = parse_arguments(), describe("auto")
+    if RANKS > 1 and environment["device"] == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device, peak = environment["device"], peak_flop_per_second(environment["device_name"])
     file = f"{PREFIX}{slug(environment)}.json"
     target = output_directory(arguments.out, record=False) / file
@@ -309,17 +327,23 @@ def main() -> None:
     gc.freeze()  # each run collects garbage several times, and so passes over what is there already
     for shape in arguments.shapes or DEFAULT[device]:
         with tempfile.TemporaryDirectory() as folder:
-            runner = Runner(SHAPES[shape], device, folder)
+            runner = Runner(SHAPES[shape], device, folder, arguments.sharding)
             for batch in arguments.batches:
                 task = choose_task(shape, batch, arguments)
-                data = runner.data(task)
+                data, name = runner.data(task), batch_label(batch, task, arguments.sharding)
                 for key in arguments.rows or choose_rows(task, device):
-                    row = {"shape": shape, "batch": batch_label(batch, task), "variant": WAYS[key].label}
+                    row = {"shape": shape, "batch": name, "variant": WAYS[key].label}
                     row |= measure(runner, key, task, data, arguments, peak)
+                    if RANK:
+                        continue
                     results = add_row(results, data.about, row)
                     write_results(target, results)
                     outcome = row["reason"] or f"{row['step_ms']:,.1f} ms"
                     print(f"{label(row)}, {row['variant']}: {outcome}", flush=True)
+    if RANKS > 1:
+        torch.distributed.destroy_process_group()
+    if RANK:
+        return
     batches = [list(rows) for _, rows in groupby(results["rows"], key=label)]
     wrong = [objection for rows in batches for objection in objections(about_batch(results, rows[0]), rows)]
     print(markdown(results))

@@ -51,6 +51,8 @@ class Task:
     micro_batches: int = 1
     learns: bool = False  # whether the policy learns a text first; random weights otherwise
     lora_dropout: float | None = None  # of a LoRA of rank 16 on all linear layers; None trains all weights
+    ranks: int = 1  # that train one model, each on as many groups
+    rank: int = 0
 
 
 _WINDOW = Lengths(prompt=512, completion=2048, shortest_prompt=0.25, median=0.33, spread=0.8)
@@ -65,6 +67,8 @@ def tasks(scale: int = 1) -> dict[str, Task]:
         return replace(lengths, prompt=lengths.prompt // scale, completion=lengths.completion // scale)
 
     window = Task(lengths=scaled(_WINDOW), micro_batches=4)
+    sft = Task(lengths=scaled(_SEQUENCES), trainer="SFT", micro_batches=8)
+    dpo = Task(lengths=scaled(_PAIRS), trainer="DPO", micro_batches=8)
     return {
         # Of both batches' completions 41% is padding. The second one's mean is 512 tokens.
         "short prompts": Task(lengths=scaled(Lengths(prompt=256, completion=1024, shortest_prompt=0.25)), learns=True),
@@ -73,8 +77,10 @@ def tasks(scale: int = 1) -> dict[str, Task]:
         "window 8k": replace(window, lengths=scaled(replace(_WINDOW, completion=8192))),
         "window LoRA": replace(window, lora_dropout=0.0),
         "window LoRA dropout": replace(window, lora_dropout=0.05),
-        "sft": Task(lengths=scaled(_SEQUENCES), trainer="SFT", micro_batches=8),
-        "dpo": Task(lengths=scaled(_PAIRS), trainer="DPO", micro_batches=8),
+        "sft": sft,
+        "dpo": dpo,
+        "sft LoRA": replace(sft, lora_dropout=0.0),
+        "dpo LoRA": replace(dpo, lora_dropout=0.0),
     }
 
 
@@ -87,14 +93,17 @@ class Group(NamedTuple):
 
 
 def draw_groups(task: Task) -> list[Group]:
+    """The groups of all ranks. Several ranks have them by chance, so that one has more tokens than another."""
     lengths, normal = task.lengths, statistics.NormalDist()
-    prompts = torch.linspace(lengths.shortest_prompt, 1.0, lengths.groups).mul(lengths.prompt).round().long().tolist()
-    count = lengths.groups * lengths.members
+    groups = lengths.groups * task.ranks
+    prompts = torch.linspace(lengths.shortest_prompt, 1.0, groups).mul(lengths.prompt).round().long().tolist()
+    count = groups * lengths.members
     quantiles = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
     shares = [min(1.0, lengths.median * math.exp(lengths.spread * quantile)) for quantile in quantiles]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED)).tolist()
+    generator = torch.Generator().manual_seed(SEED)
+    order = torch.randperm(count, generator=generator).tolist()
     completions = [math.ceil(shares[i] * lengths.completion) for i in order]
-    return [
+    drawn = [
         Group(
             prompt,
             tuple(completions[number * lengths.members : (number + 1) * lengths.members]),
@@ -102,6 +111,13 @@ def draw_groups(task: Task) -> list[Group]:
         )
         for number, prompt in enumerate(prompts)
     ]
+    return drawn if task.ranks == 1 else [drawn[i] for i in torch.randperm(groups, generator=generator).tolist()]
+
+
+def take_own(task: Task, columns: Any) -> Any:
+    """Of something for each group, or for each sequence, of all ranks: what the task's rank has."""
+    size = len(columns) // task.ranks
+    return columns[task.rank * size : (task.rank + 1) * size]
 
 
 def count_counted(task: Task, group: Group) -> int:
@@ -119,8 +135,9 @@ def widest_row(task: Task, groups: list[Group]) -> int:
 def count_padded(task: Task, groups: list[Group]) -> int:
     """Tokens of all micro-batches with their padding."""
     if task.trainer == "GRPO":
-        return sum(len(group.completions) for group in groups) * widest_row(task, groups)
-    size, total = len(groups) // task.micro_batches, 0
+        by_rank = [take_own(replace(task, rank=rank), groups) for rank in range(task.ranks)]
+        return sum(sum(len(group.completions) for group in own) * widest_row(task, own) for own in by_rank)
+    size, total = task.lengths.groups // task.micro_batches, 0
     for start in range(0, len(groups), size):
         rows = [group.prompt + length for group in groups[start : start + size] for length in group.completions]
         total += len(rows) * max(rows)
@@ -134,6 +151,7 @@ def describe_batch(task: Task) -> dict[str, Any]:
         "trainer": task.trainer,
         "policy": "learnt" if task.learns else "random",
         "lora_dropout": task.lora_dropout,
+        "ranks": task.ranks,
         "micro_batches": task.micro_batches,
         "sequences": len(rows),
         "groups": len(groups),
@@ -192,14 +210,15 @@ Batch = dict[str, Tensor]
 def make_rollouts(task: Task, text: Tensor, device: str) -> Batch:
     """Groups of completions. Advantages have mean 0 and deviation 1 in a group, and are 0 in an idle one."""
     generator, lengths, groups = torch.Generator().manual_seed(SEED), task.lengths, draw_groups(task)
+    count = len(groups)
     prompts = torch.tensor([group.prompt for group in groups]).repeat_interleave(lengths.members)
     completions = torch.tensor([length for group in groups for length in group.completions])
-    rewards = torch.randn(lengths.groups, lengths.members, generator=generator)
+    rewards = torch.randn(count, lengths.members, generator=generator)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
     advantages[[group.idle for group in groups]] = 0.0
 
     prompt_mask = torch.arange(lengths.prompt - 1, -1, -1) < prompts[:, None]
-    prompt_ids = windows(text, lengths.groups, lengths.prompt, generator).repeat_interleave(lengths.members, 0)
+    prompt_ids = windows(text, count, lengths.prompt, generator).repeat_interleave(lengths.members, 0)
     completion_mask = torch.arange(lengths.completion) < completions[:, None]
     completion_ids = windows(text, len(completions), lengths.completion, generator)
     batch = {
@@ -208,9 +227,9 @@ def make_rollouts(task: Task, text: Tensor, device: str) -> Batch:
         "completion_ids": completion_ids * completion_mask,
         "completion_mask": completion_mask.long(),
         "advantages": advantages.flatten(),
-        "num_items_in_batch": completion_mask.sum(),
     }
-    return {name: column.to(device) for name, column in batch.items()}
+    own = {name: take_own(task, column).to(device) for name, column in batch.items()}
+    return own | {"num_items_in_batch": completion_mask.sum().to(device)}
 
 
 def make_examples(task: Task, text: Tensor) -> list[dict[str, list[int]]]:
@@ -220,12 +239,13 @@ def make_examples(task: Task, text: Tensor) -> list[dict[str, list[int]]]:
     def draw(length: int) -> list[int]:
         return windows(text, 1, length, generator)[0].tolist()
 
+    groups = draw_groups(task)  # of all ranks: a trainer's sampler deals them out
     if task.trainer == "SFT":
-        sequences = [draw(*group.completions) for group in draw_groups(task)]
+        sequences = [draw(*group.completions) for group in groups]
         return [{"input_ids": ids, "labels": ids} for ids in sequences]
     return [
         {"prompt_ids": draw(group.prompt), "chosen_ids": draw(chosen), "rejected_ids": draw(rejected)}
-        for group in draw_groups(task)
+        for group in groups
         for chosen, rejected in [group.completions]
     ]
 

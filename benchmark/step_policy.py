@@ -79,6 +79,9 @@ def _llama_3_8b() -> LlamaConfig:
 SHAPES = {
     "qwen3-0.6b": Shape(config=lambda: _qwen3(1024)),
     "qwen3-1.7b": Shape(config=lambda: _qwen3(2048)),
+    "qwen3-4b": Shape(
+        config=lambda: _qwen3(2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32)
+    ),
     "llama-3-8b": Shape(config=_llama_3_8b, learnt_at_once=2),
     # Everything once, in seconds on a CPU.
     "toy": Shape(

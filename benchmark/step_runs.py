@@ -212,6 +212,24 @@ def with_loss_steps(trainer: GRPOTrainer, _clock: Clock) -> None:
 
 
 LIGER = {"use_liger_kernel": True}
+# How ranks share a model -> options of a trainer's config.
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "DDP": {"ddp_find_unused_parameters": False},
+    "FSDP2": {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+    },
+    "ZeRO-3": {
+        "deepspeed": {
+            "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": "auto"},
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
+    },
+}
 TRL, TRL_LIGER, UNSLOTH_STEP = "trl", "trl-liger", "unsloth"
 WAYS = {
     TRL: Way(label="TRL"),
@@ -270,7 +288,8 @@ def on_one_gpu(config: Any) -> Any:
 
 def grpo_trainer(model: nn.Module, tokenizer: Any, batch: Batch, arguments: dict[str, Any]) -> GRPOTrainer:
     """TRL shuffles the sequences of each step, in all ways alike."""
-    prompts = len(batch["advantages"]) // arguments["num_generations"] * arguments["max_steps"]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    prompts = ranks * len(batch["advantages"]) // arguments["num_generations"] * arguments["max_steps"]
     trainer = GRPOTrainer(
         model=model,
         args=on_one_gpu(GRPOConfig(**arguments)),
@@ -295,7 +314,7 @@ def dpo_trainer(model: nn.Module, tokenizer: Any, examples: list[Any], arguments
     with mock.patch.object(DPOTrainer, "_prepare_dataset", lambda _self, dataset, *_options: dataset):
         return DPOTrainer(
             model=model,
-            ref_model=make_reference(model),
+            ref_model=None if hasattr(model, "peft_config") else make_reference(model),
             args=on_one_gpu(DPOConfig(**arguments)),
             train_dataset=Dataset.from_list(examples * arguments["max_steps"]),
             processing_class=tokenizer,
@@ -351,8 +370,8 @@ class Data(NamedTuple):
 class Runner:
     """A shape's policies, its batches, and runs that start from them."""
 
-    def __init__(self, shape: Shape, device: str, folder: str) -> None:
-        self.shape, self.device, self.folder = shape, device, folder
+    def __init__(self, shape: Shape, device: str, folder: str, sharding: str | None = None) -> None:
+        self.shape, self.device, self.folder, self.sharding = shape, device, folder, sharding
 
     @cached_property
     def random(self) -> Policy:
@@ -387,6 +406,7 @@ class Runner:
         if way.micro_batches is not None:
             task = replace(task, micro_batches=way.micro_batches)
         arguments = make_arguments(task, self.shape.dtype, self.device, self.folder, settling + steps, way.options)
+        arguments |= SHARDINGS[self.sharding] if self.sharding else {}
         if key == UNSLOTH_STEP:
             return self._train_in_process(task, inputs, arguments, settling)
         model = self.model(task)

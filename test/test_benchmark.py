@@ -352,6 +352,18 @@ def test_a_batch_of_a_step_is_as_rl_makes_it(label, row, padding, completion):
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum() == about["counted_tokens"]
 
 
+def test_ranks_share_the_groups_of_a_step():
+    text, task = torch.arange(1, 9000), replace(step_batches.tasks()["window"], ranks=2)
+    about = step_batches.describe_batch(task)
+    batches = [step_batches.make_rollouts(replace(task, rank=rank), text, "cpu") for rank in (0, 1)]
+    counted = [int(batch["completion_mask"].sum()) for batch in batches]
+    assert [len(batch["advantages"]) for batch in batches] == [32, 32]
+    assert about["sequences"] == 64
+    # TRL's number of tokens is that of all ranks, and one rank has more of them than the other.
+    assert all(batch["num_items_in_batch"] == sum(counted) == about["counted_tokens"] for batch in batches)
+    assert counted[0] != counted[1]
+
+
 def test_micro_batches_of_sft_and_dpo_are_padded_apart():
     text = torch.arange(1, 9000)
     for name in ("sft", "dpo"):
