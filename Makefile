@@ -26,6 +26,7 @@ help: ## Show this list.
 install: $(STAMP) ## Create .venv with the pinned development set (once).
 
 $(STAMP): requirements-dev.txt pyproject.toml
+	@echo "Installing the development set (torch, transformers, TRL, test tools) into $(VENV): 3 GB, about 4 minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -42,7 +43,9 @@ $(DOCS_STAMP): requirements-docs.txt $(STAMP)
 	@touch $@
 
 demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train it with GRPO.
+	@echo "1 of 2: a head with logits and one without, on the same text; half a minute."
 	$(BIN)/python examples/compare_heads.py
+	@echo "2 of 2: GRPO from random weights to a policy that adds; three minutes."
 	$(BIN)/python examples/train_grpo.py
 
 # The package of the weights runs them with llama.cpp, which nothing here needs.

@@ -100,6 +100,10 @@ def main() -> None:
     print(f"largest difference of a log-probability  {difference:.1e} nats")
     print(f"relative difference of the head's gradient  {grad_difference:.1e}")
     print(f"peak memory above model and gradients  full logits {full.peak_mib:.0f} MiB, fused {fused.peak_mib:.0f} MiB")
+    if max(difference, grad_difference) > 1e-4:
+        raise SystemExit("The two heads differ by more than float32 rounds.")
+    share = fused.peak_mib / full.peak_mib
+    print(f"So the fused head gives the same log-probabilities and gradients in {share:.0%} of the memory.")
 
 
 if __name__ == "__main__":
