@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmark.environment import write_results
 from benchmark.texts import SEED, sources, windows
-from liger_rl.models.swap import swap_lm_head
+from liger_rl import swap_lm_head
 
 TEXT_BYTES = 2 << 20  # of each kind of text
 MIXED = 0.3  # an added row's share of its second source's variance

@@ -56,11 +56,9 @@ from benchmark.step_policy import (
     random_model,
     random_policy,
 )
-from liger_rl import FusedLinearGRPOLoss
+from liger_rl import FusedLinearGRPOLoss, loss_steps, swap_lm_head
 from liger_rl.head.sparse import lists
 from liger_rl.integrations.trl import patched_trl
-from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import loss_steps
 
 CLIP = 0.2  # TRL's default, on both sides
 # TRL's defaults, written out because Unsloth has others.

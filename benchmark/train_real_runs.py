@@ -77,7 +77,7 @@ def run(model: Path, variant: str, seed: int, steps: int, seconds: float, option
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from liger_rl.integrations.trl import patch_trl
+    from liger_rl import patch_trl
 
     if (patch := VARIANTS[variant]) is not None:
         patch_trl(**patch)

@@ -18,7 +18,7 @@ import torch
 from text import python_text, train_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from liger_rl.models.swap import swap_lm_head
+from liger_rl import swap_lm_head
 
 
 class Measured(NamedTuple):

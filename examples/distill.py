@@ -18,8 +18,7 @@ import torch
 from tqdm import trange
 from train_grpo import Problem, hidden_states, sample, small_policy, warm_start
 
-from liger_rl import linear_divergence
-from liger_rl.models.swap import swap_lm_head
+from liger_rl import linear_divergence, swap_lm_head
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -19,9 +19,7 @@ import torch
 from tqdm import trange
 from train_grpo import sample, small_policy, warm_start
 
-from liger_rl import FusedLinearGRPOLoss, Support
-from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import policy_step
+from liger_rl import FusedLinearGRPOLoss, Support, loss_step, swap_lm_head
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -78,7 +76,7 @@ def train(model, tokenizer, options: argparse.Namespace, *, replays: bool) -> li
         if replays:
             batch["support"] = support
         for _ in range(options.updates):
-            policy_step(model, batch, loss).loss.backward()
+            loss_step(model, batch, loss).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -24,9 +24,7 @@ from text import python_text, train_tokenizer
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from liger_rl import FusedLinearGRPOLoss
-from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import completion_logps, policy_step
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_head
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -176,7 +174,7 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
         batch["old_per_token_logps"] = completion_logps(model, batch, loss)
         batch["ref_per_token_logps"] = completion_logps(reference, batch, loss)
         for _ in range(options.updates):
-            result = policy_step(model, batch, loss)
+            result = loss_step(model, batch, loss)
             result.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -22,9 +22,7 @@ from tqdm import trange
 from train_grpo import encode, sample
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from liger_rl import FusedLinearGRPOLoss
-from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import policy_steps
+from liger_rl import FusedLinearGRPOLoss, loss_steps, swap_lm_head
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -103,7 +101,7 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
         sizes = (options.prompts, options.group, options.max_new_tokens)
         batch, reward, _ = sample(model, tokenizer, *sizes, draw=Sum.draw, temperature=1.0, top_p=1.0)
         model.train()
-        steps = policy_steps(model, batch, loss, max_tokens=options.max_tokens)
+        steps = loss_steps(model, batch, loss, max_tokens=options.max_tokens)
         for step in steps:
             step.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

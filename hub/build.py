@@ -20,6 +20,13 @@ PACKAGE = HUB.parent / "liger_rl"
 VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-rocm": "rocm", "torch-universal": "cpu"}
 # A kernel may import PyTorch and itself alone. Of the integrations there is what layers.py needs.
 INTEGRATIONS = re.compile(r"integrations/(__init__\.py|patching\.py|liger/\w+\.py)")
+# The names that need other libraries are not the kernel's.
+OWN_NAMES = """
+from liger_rl import layers, losses
+
+__all__ = ["layers", "losses", *[name for name in __all__ if name not in _LAZY]]
+_LAZY.clear()
+"""
 NAMES = re.compile(r"liger_rl(\.\w+)*")  # of modules, as string constants have them
 
 
@@ -28,7 +35,7 @@ def build(out: Path) -> None:
     sources = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
     kept = {path: text for path, text in sources.items() if _is_kept(path)}
     kept[Path("layers.py")] = (HUB / "layers.py").read_text(encoding="utf-8")
-    kept[Path("__init__.py")] += '\nfrom liger_rl import layers\n\n__all__ += ["layers"]\n'
+    kept[Path("__init__.py")] += OWN_NAMES
     digest = hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:10]
     shutil.rmtree(out, ignore_errors=True)
     for variant, backend in VARIANTS.items():

@@ -1,121 +1,82 @@
-"""liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits."""
+"""liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits.
 
-from liger_rl.distributed import VocabParallel, merge_over, sum_over
+The functions and modules that a caller types first. `liger_rl.losses` has the parts of a loss.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.cross_entropy import FusedLinearCrossEntropyLoss
-from liger_rl.fused_linear.from_logits import PerTokenLoss, grpo_loss_from_logits
+from liger_rl.fused_linear.from_logits import grpo_loss_from_logits
 from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
 from liger_rl.fused_linear.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
-from liger_rl.head.divergence import Divergence, linear_divergence
-from liger_rl.head.head_options import HeadOptions
-from liger_rl.head.logprobs import LogProbs, linear_logprobs, logits_logprobs
-from liger_rl.head.plan import LinearPlan, plan_linear_logprobs
+from liger_rl.head.divergence import linear_divergence
+from liger_rl.head.logprobs import linear_logprobs, logits_logprobs
+from liger_rl.head.plan import plan_linear_logprobs
 from liger_rl.head.support import Support
-from liger_rl.head.topk import TopKDivergence, list_divergence, topk_divergence
+from liger_rl.head.topk import topk_divergence
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.losses.batch import AlignedBatch, PolicyBatch
-from liger_rl.losses.corrections import OffPolicySequenceMask, SamplerCorrection, TopEntropyMask
-from liger_rl.losses.loss import PolicyLoss, ppo_loss_fn
-from liger_rl.losses.metrics import Metric, reduce_metrics
-from liger_rl.losses.objectives import (
-    CISPO,
-    DPPO,
-    DPPOKL,
-    DRO,
-    GMPO,
-    IPO,
-    SAPO,
-    VESPO,
-    ClipCov,
-    IcePop,
-    KLCov,
-    PPOClip,
-    Reinforce,
-    TokenLoss,
-)
-from liger_rl.losses.penalties import EntropyBonus, KLPenalty
-from liger_rl.losses.preference import BCO, CPO, DPO, KTO, ORPO, APOZeroUnpaired
-from liger_rl.losses.presets import PREFERENCES, PRESETS, SUPERVISED, UNPAIRED
-from liger_rl.losses.reductions import (
-    FixedLengthMean,
-    GlobalTokenMean,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-    TokenSum,
-)
-from liger_rl.losses.segments import Segments
-from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
+from liger_rl.losses.batch import PolicyBatch
+from liger_rl.losses.loss import ppo_loss_fn
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BCO",
-    "CISPO",
-    "CPO",
-    "DFT",
-    "DPO",
-    "DPPO",
-    "DPPOKL",
-    "DRO",
-    "EAFT",
-    "GMPO",
-    "IPO",
-    "KTO",
-    "ORPO",
-    "PREFERENCES",
-    "PRESETS",
-    "SAPO",
-    "SUPERVISED",
-    "UNPAIRED",
-    "VESPO",
-    "APOZeroUnpaired",
-    "AlignedBatch",
-    "ClipCov",
-    "CrossEntropy",
-    "Divergence",
-    "EntropyBonus",
-    "FixedLengthMean",
-    "Focal",
     "FusedLinearCrossEntropyLoss",
     "FusedLinearGRPOLoss",
     "FusedLinearPreferenceLoss",
     "FusedLinearUnpairedLoss",
-    "GlobalTokenMean",
-    "HeadOptions",
-    "IcePop",
-    "KLCov",
-    "KLPenalty",
-    "LinearPlan",
-    "LogProbs",
     "LogitTransform",
-    "Metric",
-    "OffPolicySequenceMask",
-    "PPOClip",
-    "PerTokenLoss",
     "PolicyBatch",
-    "PolicyLoss",
     "ReferenceHead",
-    "Reinforce",
-    "SamplerCorrection",
-    "Segments",
-    "SequenceMean",
-    "SequenceSum",
     "Support",
-    "TokenLoss",
-    "TokenMean",
-    "TokenSum",
-    "TopEntropyMask",
-    "TopKDivergence",
     "VocabParallel",
+    "completion_logps",
+    "explain_trl",
     "grpo_loss_from_logits",
     "linear_divergence",
     "linear_logprobs",
-    "list_divergence",
     "logits_logprobs",
-    "merge_over",
+    "loss_step",
+    "loss_steps",
+    "patch_liger",
+    "patch_peft",
+    "patch_trl",
+    "patch_verl",
     "plan_linear_logprobs",
     "ppo_loss_fn",
-    "reduce_metrics",
-    "sum_over",
+    "swap_lm_head",
     "topk_divergence",
 ]
+
+# Name -> its module below the package. These modules import transformers, or belong to another library.
+_LAZY = {
+    "completion_logps": "step.loss_step",
+    "explain_trl": "integrations.trl",
+    "loss_step": "step.loss_step",
+    "loss_steps": "step.loss_step",
+    "patch_liger": "integrations.liger",
+    "patch_peft": "integrations.peft",
+    "patch_trl": "integrations.trl",
+    "patch_verl": "integrations.verl",
+    "swap_lm_head": "models.swap",
+}
+
+if TYPE_CHECKING:
+    from liger_rl.integrations.liger import patch_liger
+    from liger_rl.integrations.peft import patch_peft
+    from liger_rl.integrations.trl import explain_trl, patch_trl
+    from liger_rl.integrations.verl import patch_verl
+    from liger_rl.models.swap import swap_lm_head
+    from liger_rl.step.loss_step import completion_logps, loss_step, loss_steps
+else:  # a type checker would take every name for one that __getattr__ knows
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
+from liger_rl import LogitTransform, PolicyBatch
 from liger_rl.head.pair import tiles_triton
 from liger_rl.head.pair.pair_reference import (
     FORWARD,
@@ -57,6 +57,7 @@ from liger_rl.kernels.statistics import (
     count_parts,
 )
 from liger_rl.kernels.transform import HeadFactors
+from liger_rl.losses import KLPenalty, PPOClip, TokenSum
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmark import pretrained, texts
 from benchmark.cases import preset
 from benchmark.inputs import make_inputs
-from liger_rl.models.swap import swap_lm_head
+from liger_rl import swap_lm_head
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from liger_rl import PRESETS
+from liger_rl.losses import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

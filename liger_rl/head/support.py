@@ -167,7 +167,7 @@ class Support:
         """The rows of some sequences of a (B, T) call, such as the sequences of a micro-batch.
 
         On another device than CPU the host waits once, for the number of ids. So keep the support of many micro-batches
-        on CPU: the fused call of a swapped model, and so `policy_step`, moves each part to its device.
+        on CPU: the fused call of a swapped model, and so `loss_step`, moves each part to its device.
 
         Args:
             sequences: a slice of the B sequences, an index (b,) in any order, or a mask (B,) bool.

@@ -34,7 +34,7 @@ NO_TRIM = Reason("trim=False keeps rows as they are", "leave trim out")
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions(Options):
-    """The keywords of `policy_steps` that choose rows and micro-batches."""
+    """The keywords of `loss_steps` that choose rows and micro-batches."""
 
     max_tokens: int | None = None
     trim: Annotated[bool, bool] = True

@@ -2,7 +2,7 @@
 
 loss = FusedLinearGRPOLoss("dapo", epsilon_high=0.28, beta=0.01)
 batch["old_per_token_logps"] = completion_logps(model, batch, loss)
-step = policy_step(model, batch, loss)
+step = loss_step(model, batch, loss)
 step.loss.backward()
 """
 
@@ -52,9 +52,7 @@ from liger_rl.step.run import Output, Outputs, run
 from liger_rl.step.sequences import TokenBatch, read_sequences
 from liger_rl.step.trial import apply_trial, needs_trial, tries_rows
 
-__all__ = [
-    "PolicyStep", "PolicySteps", "completion_logps", "loss_step", "loss_steps", "policy_step", "policy_steps",
-]  # fmt: skip
+__all__ = ["PolicyStep", "PolicySteps", "completion_logps", "loss_step", "loss_steps"]
 
 
 class PolicyStep(NamedTuple):
@@ -157,14 +155,8 @@ def loss_steps(
     return PolicySteps(model, batch, loss, extra_inputs, options, group, memory=memory)
 
 
-policy_step = loss_step
-"""Another name of `loss_step`."""
-policy_steps = loss_steps
-"""Another name of `loss_steps`."""
-
-
 class PolicySteps(Iterator[PolicyStep]):
-    """The micro-batches of one batch. Each runs when it is taken. `len` is their number. See `policy_steps`.
+    """The micro-batches of one batch. Each runs when it is taken. `len` is their number. See `loss_steps`.
 
     A step's metrics are those of its sequences. Its per_token_logps and entropy are (B, T) in the batch's layout, and 0
     in the sequences of other steps. `layout` is how the tokens are laid out, and why no prefix is shared.
@@ -398,7 +390,7 @@ def completion_logps(
     """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
 
     For old and reference log-probabilities, at the loss's temperature. Arguments and errors are those of
-    `policy_steps`. Of the batch it reads the mask, the support and the model's inputs. The model's training mode does
+    `loss_steps`. Of the batch it reads the mask, the support and the model's inputs. The model's training mode does
     not change.
     """
     options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes}

@@ -15,9 +15,8 @@ transformers = pytest.importorskip("transformers", reason="the models are transf
 from test_models import VOCAB, shard, tiny_llama  # noqa: E402
 
 import oracles  # noqa: E402
-from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Support, TokenLoss  # noqa: E402
-from liger_rl.models.swap import swap_lm_head  # noqa: E402
-from liger_rl.step.loss_step import completion_logps, policy_step, policy_steps  # noqa: E402
+from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head  # noqa: E402
+from liger_rl.losses import GlobalTokenMean, TokenLoss  # noqa: E402
 from ranks import message_of  # noqa: E402
 
 TIME = 12
@@ -48,7 +47,7 @@ def gradients(model):
 def reference():
     model, whole = swap_lm_head(tiny_llama()), batch()
     loss = FusedLinearGRPOLoss("bnpo", metrics="basic")
-    step = policy_step(model, whole, loss, trim=False, idle="backward")
+    step = loss_step(model, whole, loss, trim=False, idle="backward")
     step.loss.backward()
     return step.loss.item(), gradients(model), step.per_token_logps
 
@@ -72,14 +71,14 @@ def step_of(rank, wrapper, max_tokens):
     logps = completion_logps(wrapped, part, loss, max_tokens=max_tokens)
     known = list(calls)
     calls.clear()
-    steps = policy_steps(wrapped, part, loss, max_tokens=max_tokens)
+    steps = loss_steps(wrapped, part, loss, max_tokens=max_tokens)
     numbers = len(steps), len(known)
     for step in steps:
         step.loss.backward()
     assert len(reduced) == (wrapper == "ddp"), "gradients are reduced once"
     torch.testing.assert_close(steps.total.per_token_logps, logps, rtol=1e-5, atol=1e-5)
     grads = gradients(model)
-    policy_step(wrapped, part, loss).loss.backward()  # one rank alone has an idle sequence
+    loss_step(wrapped, part, loss).loss.backward()  # one rank alone has an idle sequence
     return numbers, calls[:-2], calls[-2:], steps.total.loss.item(), grads, logps.cpu()
 
 
@@ -169,7 +168,7 @@ def refused_on_one_rank(rank, wrapper):
     part = {name: column[SHARES[rank.index]] for name, column in batch().items()}
     loss = FusedLinearGRPOLoss("grpo")
     options = MISTAKES["budget"][0] if rank.index == 1 else {}
-    messages = {"first call": message_of(partial(policy_steps, model, part, loss, **options))}
+    messages = {"first call": message_of(partial(loss_steps, model, part, loss, **options))}
     completion_logps(model, part, loss)  # after it no parameter of FSDP's is a DTensor
     for name, (mistake, _) in MISTAKES.items():
         call = {"model": model, "batch": dict(part), "loss": loss, "group": rank.group if name == "no model" else None}
@@ -178,8 +177,8 @@ def refused_on_one_rank(rank, wrapper):
         for key, value in mistake.items() if rank.index == 1 else ():
             target = call if key in (*ARGUMENTS, "max_tokens", "packing", "bogus", "grad_tolerance") else call["batch"]
             target[key] = value
-        messages[name] = message_of(partial(policy_steps, **call))
-    policy_step(model, part, loss).loss.backward()
+        messages[name] = message_of(partial(loss_steps, **call))
+    loss_step(model, part, loss).loss.backward()
     return messages
 
 
@@ -335,7 +334,7 @@ def tree_steps_of(rank, wrapper, shares, options):
     part |= {"num_items_in_batch": 36, **options[rank.index]}
     for _ in range(2):
         model.zero_grad()
-        steps = policy_steps(wrapped, part, FusedLinearGRPOLoss("dapo", world_size=rank.world), max_tokens=35)
+        steps = loss_steps(wrapped, part, FusedLinearGRPOLoss("dapo", world_size=rank.world), max_tokens=35)
         for step in steps:
             step.loss.backward()
         layouts.append(steps.layout)
@@ -355,7 +354,7 @@ TREES_OF_ONE_RANK = {
 @pytest.mark.parametrize(("shares", "options", "reason"), TREES_OF_ONE_RANK.values(), ids=TREES_OF_ONE_RANK)
 def test_trees_on_one_rank(ranks, wrapper, two, shares, options, reason):
     model = swap_lm_head(tiny_llama())
-    whole = policy_step(
+    whole = loss_step(
         model, branching() | {"num_items_in_batch": 36}, FusedLinearGRPOLoss("dapo"), share_prefixes=False
     )
     whole.loss.backward()

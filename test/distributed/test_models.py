@@ -13,9 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
-from liger_rl import FusedLinearGRPOLoss  # noqa: E402
-from liger_rl.models.swap import swap_lm_head, unswap_lm_head  # noqa: E402
-from liger_rl.step.loss_step import completion_logps, policy_step  # noqa: E402
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_head  # noqa: E402
+from liger_rl.models.swap import unswap_lm_head  # noqa: E402
 from ranks import sent  # noqa: E402
 
 STEPS, BATCH, TIME, VOCAB = 6, 4, 12, 52
@@ -63,7 +62,7 @@ def train(model, rows=slice(None), data_ranks=1, summed=1):
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        step = policy_step(model, part | {"num_items_in_batch": count}, loss)
+        step = loss_step(model, part | {"num_items_in_batch": count}, loss)
         step.loss.backward()
         for parameter in model.parameters() if summed > 1 else ():
             parameter.grad.div_(summed)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from liger_rl import FusedLinearGRPOLoss, Segments, merge_over, reduce_metrics, sum_over
+from liger_rl import FusedLinearGRPOLoss
+from liger_rl.distributed import merge_over, sum_over
+from liger_rl.losses import Segments, reduce_metrics
 
 HIDDEN, VOCAB, COUNT = 8, 30, 4
 LENGTHS = [5, 1, 9, 7]

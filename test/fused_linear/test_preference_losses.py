@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import oracles
-from liger_rl import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead, Segments
+from liger_rl import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
+from liger_rl.losses import Segments
 
 PAIRS, LENGTH, HIDDEN, VOCAB, BETA = 4, 9, 12, 53, 0.2
 ONE = {"passes": "one", "chunk_tokens": 2 * LENGTH}  # a chunk has room for one pair
@@ -155,7 +156,7 @@ def test_packed_sequences(kl):
 
 def test_an_objective_of_ones_own():
     """It sees 1 and -1 as advantages, and pairs as sequences."""
-    from liger_rl import TokenLoss
+    from liger_rl.losses import TokenLoss
 
     class Margin:
         needs_sequences = sequence_local = True

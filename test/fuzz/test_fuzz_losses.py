@@ -6,32 +6,20 @@ import torch
 from hypothesis import assume, given
 from torch import Tensor
 
-import liger_rl
 import oracle
 from cases import F32, PolicyCase, fused_cases, fuzz, given_logits_cases, policy_cases
 from checks import Call, GivenLogits, check_gradients, same, within
-from liger_rl import (
-    PRESETS,
-    EntropyBonus,
-    FusedLinearGRPOLoss,
-    KLPenalty,
-    PolicyBatch,
-    PolicyLoss,
-    SamplerCorrection,
-    Segments,
-    grpo_loss_from_logits,
-    ppo_loss_fn,
-    reduce_metrics,
-)
+from liger_rl import FusedLinearGRPOLoss, PolicyBatch, grpo_loss_from_logits, losses, ppo_loss_fn
+from liger_rl.losses import PRESETS, EntropyBonus, KLPenalty, PolicyLoss, SamplerCorrection, Segments, reduce_metrics
 
 
 def part_named(name: str, value: float):
     key = "threshold" if name == "OffPolicySequenceMask" else "top_entropy_quantile"
-    return getattr(liger_rl, name)(**{key: value})
+    return getattr(losses, name)(**{key: value})
 
 
 def reduction_of(case: PolicyCase):
-    return None if case.reduction is None else getattr(liger_rl, case.reduction)(**case.reduction_options)
+    return None if case.reduction is None else getattr(losses, case.reduction)(**case.reduction_options)
 
 
 def parts(case: PolicyCase) -> dict:

@@ -16,12 +16,10 @@ from liger_rl import (
     FusedLinearUnpairedLoss,
     LogitTransform,
     ReferenceHead,
-    Segments,
-    SequenceMean,
-    TokenSum,
-    list_divergence,
     topk_divergence,
 )
+from liger_rl.head.topk import list_divergence
+from liger_rl.losses import Segments, SequenceMean, TokenSum
 
 SEEDS = st.integers(0, 2**62)
 SMOOTHS = ("sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired")

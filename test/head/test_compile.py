@@ -88,7 +88,7 @@ def test_a_loss_of_a_compiled_step(inside):
 @pytest.mark.compilation
 def test_a_swapped_model(device):
     transformers = pytest.importorskip("transformers", reason="the model is HuggingFace's")
-    from liger_rl.models.swap import swap_lm_head
+    from liger_rl import swap_lm_head
 
     config = transformers.Gemma2Config(
         vocab_size=160, hidden_size=32, num_hidden_layers=1, intermediate_size=32, head_dim=16, num_attention_heads=2,

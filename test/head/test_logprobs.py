@@ -13,15 +13,9 @@ import torch
 import oracles
 from devices import skip_without_interpreter
 from head_calls import CALLS, Products, batch, call, eager, problem, run_triton, solve, truth
-from liger_rl import (
-    FusedLinearCrossEntropyLoss,
-    HeadOptions,
-    LogitTransform,
-    Support,
-    TokenSum,
-    linear_logprobs,
-    logits_logprobs,
-)
+from liger_rl import FusedLinearCrossEntropyLoss, LogitTransform, Support, linear_logprobs, logits_logprobs
+from liger_rl.head.head_options import HeadOptions
+from liger_rl.losses import TokenSum
 from tolerances import interpret, recorded_plans
 
 OFFSET_TRANSFORMS = [{}, {"temperature": 0.7}, {"softcap": 3e4, "temperature": 2.0}]

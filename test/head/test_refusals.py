@@ -9,16 +9,15 @@ from head_calls import Products
 from liger_rl import (
     FusedLinearGRPOLoss,
     LogitTransform,
-    PPOClip,
     Support,
-    TokenMean,
     grpo_loss_from_logits,
     linear_divergence,
     linear_logprobs,
-    list_divergence,
     logits_logprobs,
     topk_divergence,
 )
+from liger_rl.head.topk import list_divergence
+from liger_rl.losses import PPOClip, TokenMean
 
 IDS, NAN = torch.zeros(3, 5, dtype=torch.int64), math.nan
 HEAD = {"hidden": torch.randn(3, 5, 16), "weight": torch.randn(129, 16, requires_grad=True)}

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import oracles
 from head_calls import functional, problem
-from liger_rl import LogitTransform, linear_logprobs, list_divergence, topk_divergence
+from liger_rl import LogitTransform, linear_logprobs, topk_divergence
+from liger_rl.head.topk import list_divergence
 
 TAILS = ["bucket", "none", "renormalized"]
 CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3}

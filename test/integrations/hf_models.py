@@ -8,7 +8,8 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
 import oracles  # noqa: E402
-from liger_rl.models.swap import FusedCausalLMOutput, is_swapped, swap_lm_head  # noqa: E402
+from liger_rl import swap_lm_head  # noqa: E402
+from liger_rl.models.swap import FusedCausalLMOutput, is_swapped  # noqa: E402
 
 VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 14
 SIZES = {

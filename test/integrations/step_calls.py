@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_models import VOCAB, assert_same_gradients, build, full, gradients
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch, ppo_loss_fn
-from liger_rl.step.loss_step import policy_steps
+from liger_rl import FusedLinearGRPOLoss, PolicyBatch, loss_steps, ppo_loss_fn
 
 BATCH, LENGTH = 6, 13
 # First attended token, first completion token, end, of each row. The last row has no completion token that counts.
@@ -90,7 +89,7 @@ def expected_step(model: nn.Module, batch: dict, loss: FusedLinearGRPOLoss, outp
 def run(model: nn.Module, batch: dict, loss: FusedLinearGRPOLoss, **options):
     """-> the iterator after its last backward, and the summed gradients."""
     model.zero_grad()
-    steps = policy_steps(model, batch, loss, **options)
+    steps = loss_steps(model, batch, loss, **options)
     for step in steps:
         step.loss.backward()
     return steps, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -26,7 +26,8 @@ from hf_models import (
     randomised,
     transformers,
 )
-from liger_rl.models.swap import FusedCausalLMOutput, is_swapped, swap_lm_head, unswap_lm_head
+from liger_rl import swap_lm_head
+from liger_rl.models.swap import FusedCausalLMOutput, is_swapped, unswap_lm_head
 
 IMAGE = 5
 VISION = {

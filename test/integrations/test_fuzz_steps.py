@@ -12,8 +12,7 @@ from torch.nn.functional import logsigmoid
 
 import oracles
 from hf_models import CONFIGS, VOCAB, assert_same_gradients, build, gradients
-from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss
-from liger_rl.step.loss_step import loss_steps
+from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, loss_steps
 
 CASES = max(1, round(0.06 * int(os.environ.get("FUZZ_CASES", "500"))))
 # Without a FUZZ_CASES the cases are the same in every run, as in test/fuzz.

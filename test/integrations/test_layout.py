@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import oracles
 from devices import NEEDS_GPU
 from hf_models import CONFIGS, HEADS, HYBRIDS, VOCAB, assert_same_gradients, build, gradients, transformers
-from liger_rl import PRESETS, FusedLinearGRPOLoss, Support, TopEntropyMask
-from liger_rl.models.swap import is_swapped, swap_lm_head
-from liger_rl.step.loss_step import completion_logps, policy_step, policy_steps
+from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head
+from liger_rl.losses import PRESETS, TopEntropyMask
+from liger_rl.models.swap import is_swapped
 from step_calls import (
     BATCH,
     IDLE,
@@ -57,7 +57,7 @@ def test_every_preset(name, device):
     assert len([call for call in calls if not call[1]]) == (0 if name in ("dro", "clip_cov", "kl_cov") else 1)
     assert steps.total.per_token_logps.isfinite().all()
     torch.manual_seed(5)
-    step = policy_step(model, batch, loss)
+    step = loss_step(model, batch, loss)
     torch.testing.assert_close(step.loss.detach(), steps.total.loss, rtol=1e-4, atol=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_what_else_a_loss_has(preset, options, device):
     if loss.terms.locality != "batch":
         assert len(assert_as_padded(model, batch, loss, max_tokens=24)) == 3
     assert len(assert_as_padded(model, batch, loss)) == 1
-    step = policy_step(model, batch, loss)
+    step = loss_step(model, batch, loss)
     assert (step.entropy is not None) == loss.terms.needs_entropy
 
 
@@ -116,7 +116,7 @@ def test_layers_of_a_state_run_without_padding(name, padding):
     count = {"right": 40, "left": 46, "both": 31}[padding]
     assert budget is None or steps.layout.startswith(f"{count} tokens in padded rows; no prefix is shared")
     with pytest.raises(ValueError, match="share_prefixes must not be True here"):
-        policy_steps(model, make_batch(padding), loss, share_prefixes=True)
+        loss_steps(model, make_batch(padding), loss, share_prefixes=True)
 
 
 @pytest.mark.parametrize("padding", SPANS)
@@ -144,7 +144,7 @@ def test_tokens_of_an_image_stay_as_they_are():
     model, batch = image_text_model("Gemma3", "sdpa"), make_batch()
     batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
     batch["token_type_ids"][0, 2:4] = 1
-    step = policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
+    step = loss_step(model, batch, FusedLinearGRPOLoss("grpo"))
     assert step.layout == "the batch as it is: it has tokens of an image"
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
     output = model(**inputs, labels=batch["input_ids"].where(batch["mask"].bool(), -100), fused=True)
@@ -243,7 +243,7 @@ def test_other_batches(step, monkeypatch):
         with pytest.raises(
             ValueError, match="packing must not be True here: row 0 of input_ids has padding between tokens"
         ):
-            policy_step(model, batch, loss, packing=True)
+            loss_step(model, batch, loss, packing=True)
 
 
 BERT = {
@@ -291,7 +291,7 @@ def test_a_completion_at_the_start_of_its_row():
     batch["mask"][3] = batch["attention_mask"][3].bool()
     expected = torch.where(batch["mask"], full_step(model, batch)[0], 0.0)
     calls = Calls(swap_lm_head(model))
-    logps = policy_step(model, batch, loss).per_token_logps
+    logps = loss_step(model, batch, loss).per_token_logps
     assert calls[0] == ((5, 13), True, {"attention_mask", "position_ids"})
     assert logps[3, 3] != 0.0
     logps[3, 3] = expected[3, 3]
@@ -304,7 +304,7 @@ def test_a_support_goes_with_its_tokens():
     listed = torch.randint(3, VOCAB, (BATCH, LENGTH, 5), generator=torch.Generator().manual_seed(3))
     listed[..., 0] = torch.where(torch.rand(BATCH, LENGTH) < 0.8, batch["input_ids"], listed[..., 0])
     batch["support"] = Support.from_padded(listed)
-    untouched = policy_step(model, batch, loss, trim=False, idle="backward")
+    untouched = loss_step(model, batch, loss, trim=False, idle="backward")
     expected = gradients(model, untouched.loss)
     steps, grads = run(model, batch, loss, max_tokens=20)
     torch.testing.assert_close(steps.total.per_token_logps, untouched.per_token_logps, rtol=1e-5, atol=1e-5)
@@ -326,7 +326,7 @@ def test_completion_logps_are_those_of_the_padded_batch():
     assert [shape for shape, *_ in calls[:4]] == [(1, 13), (1, 11), (2, 7), (1, 4)]
     assert calls[-1][0] == (5, 13)
     assert not any("attention_mask" in names for _, _, names in calls)
-    step = policy_step(model, {**batch, "old_per_token_logps": logps, "ref_per_token_logps": logps}, loss)
+    step = loss_step(model, {**batch, "old_per_token_logps": logps, "ref_per_token_logps": logps}, loss)
     assert torch.equal(step.per_token_logps, logps)
     assert step.metrics["kl_ref"].item() == 0.0
 
@@ -349,13 +349,13 @@ def test_completion_logps_are_those_of_the_padded_batch():
 def test_sequences_without_a_gradient_are_skipped_or_run_without_a_graph(idle, preset, options, expected):
     model, batch = swap_lm_head(small_llama()), make_batch("both")
     calls = Calls(model)
-    unknown = policy_step(model, batch, FusedLinearGRPOLoss(preset, **options), idle=idle).per_token_logps.isnan()
+    unknown = loss_step(model, batch, FusedLinearGRPOLoss(preset, **options), idle=idle).per_token_logps.isnan()
     assert [call[:2] for call in calls] == expected
     assert all(names == {"position_ids"} for *_, names in calls)
     skipped = expected == [((4, 13), True)]
     assert torch.equal(unknown, batch["mask"] & (torch.arange(BATCH) == IDLE)[:, None] & skipped)
     calls.clear()
-    policy_step(model, batch, FusedLinearGRPOLoss("grpo"), trim=False, idle="backward")
+    loss_step(model, batch, FusedLinearGRPOLoss("grpo"), trim=False, idle="backward")
     assert calls == [((6, 13), True, {"attention_mask"})]
 
 
@@ -363,9 +363,9 @@ def test_sequences_without_a_gradient_are_skipped_or_run_without_a_graph(idle, p
 def test_log_probabilities_of_an_earlier_step_may_be_given_back(preset):
     """Those of a sequence that did not run are NaN, and it does not run again."""
     model, loss, batch = swap_lm_head(small_llama()), FusedLinearGRPOLoss(preset), make_batch("both")
-    first = policy_step(model, batch, loss)
+    first = loss_step(model, batch, loss)
     assert first.per_token_logps.isnan().any()
-    again = policy_step(model, batch | {"old_per_token_logps": first.per_token_logps}, loss)
+    again = loss_step(model, batch | {"old_per_token_logps": first.per_token_logps}, loss)
     torch.testing.assert_close(again.loss, first.loss, rtol=1e-5, atol=1e-6)
     assert all(metric.value.isfinite() for metric in again.metrics.values())
 
@@ -375,7 +375,7 @@ def test_a_batch_without_a_gradient_has_a_loss_to_call_backward_on(counted):
     model, batch = small_llama(), make_batch() | {"advantages": torch.zeros(BATCH)}
     batch["mask"] = batch["mask"] & counted
     calls = Calls(swap_lm_head(model))
-    step = policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
+    step = loss_step(model, batch, FusedLinearGRPOLoss("grpo"))
     step.loss.backward()
     assert [call[0][0] for call in calls] == [1]
     assert step.loss.item() == 0.0
@@ -392,23 +392,23 @@ def test_a_batch_stays_where_an_input_says_what_nobody_knows(changed):
     elif changed == "token types":
         batch["token_type_ids"] = (torch.arange(LENGTH) == 2).long().expand(BATCH, -1)
     calls = Calls(model)
-    policy_step(model, batch, loss).loss.backward()
+    loss_step(model, batch, loss).loss.backward()
     assert calls[0][0] == (BATCH, LENGTH)
     message = f"max_tokens must be None or at least B T = {BATCH * LENGTH} for a batch"
     with pytest.raises(ValueError, match=message):
-        policy_steps(model, batch, loss, max_tokens=LENGTH)
+        loss_steps(model, batch, loss, max_tokens=LENGTH)
 
 
 def test_a_rotary_embedding_that_looks_at_the_longest_row():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model, batch = swap_lm_head(build("Llama", max_position_embeddings=8, rope_parameters=rope)), make_batch()
     loss, calls = FusedLinearGRPOLoss("grpo"), Calls(model)
-    policy_step(model, batch, loss)
-    policy_step(model, rows_of(batch, slice(None)) | {n: v[:, :8] for n, v in tables_of(batch).items()}, loss)
+    loss_step(model, batch, loss)
+    loss_step(model, rows_of(batch, slice(None)) | {n: v[:, :8] for n, v in tables_of(batch).items()}, loss)
     assert [call[0] for call in calls] == [(BATCH, LENGTH), (4, 8)]
     calls.clear()
     with pytest.raises(ValueError, match="packing must not be True here: the rotary embedding depends on the"):
-        policy_step(model, batch, loss, packing=True)
+        loss_step(model, batch, loss, packing=True)
     assert not calls
 
 
@@ -482,7 +482,7 @@ def test_flash_attention_gets_packed_rows_by_itself(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", blind_attention)
     assert_same_gradients(run(tried, batch, loss)[1], expected)  # by its trial such a model keeps its rows apart
     with pytest.raises(ValueError, match="packing must not be True here: LlamaForCausalLM lets a sequence see"):
-        policy_step(tried, batch, loss, packing=True)
+        loss_step(tried, batch, loss, packing=True)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def test_flash_attention_gets_packed_rows_by_itself(monkeypatch):
 def refused(model, batch, loss, message, error=ValueError, **options):
     hook = swap_lm_head(model).base_model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(error, match=message):
-        policy_steps(model, batch, loss, **options)
+        loss_steps(model, batch, loss, **options)
     hook.remove()
 
 
@@ -519,8 +519,8 @@ def test_bad_options(name, preset, options, message):
 
 def test_the_least_budget_and_the_total_before_the_last_step():
     model, batch = small_llama(), make_batch()
-    assert policy_steps(model, batch, FusedLinearGRPOLoss("kl_cov"), max_tokens=65)
-    steps = policy_steps(model, batch, FusedLinearGRPOLoss("grpo"), max_tokens=20)
+    assert loss_steps(model, batch, FusedLinearGRPOLoss("kl_cov"), max_tokens=65)
+    steps = loss_steps(model, batch, FusedLinearGRPOLoss("grpo"), max_tokens=20)
     next(steps)
     with pytest.raises(RuntimeError, match="total is known after all 3 steps, 1 were taken"):
         _ = steps.total
@@ -541,7 +541,7 @@ def test_packing_that_cannot_be(name, message, how):
     if how == "holes":
         batch["attention_mask"][0, 3] = 0
     if how != "untrimmed" and name != "FalconH1":
-        policy_step(model, make_batch("right"), loss, packing=True)  # tries out the model
+        loss_step(model, make_batch("right"), loss, packing=True)  # tries out the model
     trim = {"trim": False} if how == "untrimmed" else {}
     refused(model, batch, loss, f"packing must not be True here: {message}", packing=True, **trim)
 
@@ -554,5 +554,5 @@ def test_attention_that_sees_other_sequences_is_found_before_the_batch_runs(posi
     model.model.decoder.embed_positions.weight.mul_(position_gain)
     calls = Calls(model)
     with pytest.raises(ValueError, match="OPTForCausalLM lets a sequence see another one of its row"):
-        policy_step(model, make_batch(positions=True), FusedLinearGRPOLoss("grpo"), packing=True)
+        loss_step(model, make_batch(positions=True), FusedLinearGRPOLoss("grpo"), packing=True)
     assert all(shape[0] == 1 and shape[1] <= 32 for shape, *_ in calls)

@@ -14,7 +14,8 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import oracles
 from devices import on_gpu
-from liger_rl.integrations.peft import patch_peft, patched_peft, unpatch_peft
+from liger_rl import patch_peft
+from liger_rl.integrations.peft import patched_peft, unpatch_peft
 from liger_rl.models import lora_linear
 
 IN, OUT, RANK = 48, 40, 4

@@ -7,8 +7,15 @@ from torch.nn.functional import logsigmoid, pad
 
 import oracles
 from hf_models import VOCAB, assert_same_gradients, build, gradients
-from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, SequenceMean
-from liger_rl.step.loss_step import completion_logps, loss_step, loss_steps, policy_step
+from liger_rl import (
+    FusedLinearCrossEntropyLoss,
+    FusedLinearPreferenceLoss,
+    FusedLinearUnpairedLoss,
+    completion_logps,
+    loss_step,
+    loss_steps,
+)
+from liger_rl.losses import SequenceMean
 from step_calls import Calls, small_llama
 
 PAIRS, LENGTH = 3, 24
@@ -151,10 +158,6 @@ def test_reference_log_probabilities_of_another_model():
     torch.testing.assert_close(batch["ref_logps"], full_logps(other, batch, batch["mask"]).detach())
     sums = batch | {"ref_logps": batch["ref_logps"].sum(1)}
     torch.testing.assert_close(loss_step(model, batch, loss).loss, loss_step(model, sums, loss).loss)
-
-
-def test_the_old_name_is_the_same_function():
-    assert policy_step is loss_step
 
 
 def test_columns_are_the_losss_own():

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 import step_calls
 from hf_models import build, state_of
-from liger_rl import FusedLinearGRPOLoss
+from liger_rl import FusedLinearGRPOLoss, loss_step
 from liger_rl.step import memory
-from liger_rl.step.loss_step import loss_step
 from liger_rl.step.memory import (
     DeviceMemory,
     Measurement,
@@ -339,7 +338,7 @@ def test_fitting_tokens(device_memory):
 # --- whole steps ------------------------------------------------------------------------------------------------------
 
 
-def test_policy_steps_keep_layers(device_memory):
+def test_loss_steps_keep_layers(device_memory):
     model, batch, loss = checkpointed("Llama"), step_calls.make_batch(), FusedLinearGRPOLoss("dapo")
     plain, expected = step_calls.run(model, batch, loss, max_tokens=30, memory=0)
     for clause in ("0 of 4 layers kept: this run is measured", "4 of 4 layers kept"):

@@ -20,10 +20,9 @@ from hf_models import (
     make_batch,
     transformers,
 )
-from liger_rl import FusedLinearGRPOLoss
+from liger_rl import FusedLinearGRPOLoss, completion_logps, swap_lm_head
 from liger_rl.models.adapters import read_head
-from liger_rl.models.swap import is_swapped, swap_lm_head, unswap_lm_head
-from liger_rl.step.loss_step import completion_logps
+from liger_rl.models.swap import is_swapped, unswap_lm_head
 
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 ADAPTERS = ("lora_A", "lora_B")

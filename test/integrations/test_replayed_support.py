@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch
-from liger_rl import FusedLinearGRPOLoss, Segments, Support
-from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import completion_logps, policy_step
+from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, swap_lm_head
+from liger_rl.losses import Segments
 from step_calls import assert_same_metrics, expected_step, packed
 
 
@@ -111,14 +110,14 @@ def test_a_policy_step_replays(loss_type):
         "ref_per_token_logps": logps.detach() + 0.2 * torch.randn(logps.shape),
     }
     total, metrics, expected, _ = expected_step(model, batch, loss, (logps, entropy))
-    step = policy_step(model, {**batch, "support": support}, loss)
+    step = loss_step(model, {**batch, "support": support}, loss)
     torch.testing.assert_close(step.loss.detach(), total, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(step.per_token_logps, logps.detach(), rtol=1e-5, atol=1e-5)
     assert torch.equal(completion_logps(model, {**batch, "support": support}, loss), step.per_token_logps)
     assert step.metrics["missing_target"].item() == pytest.approx(1 / int(mask.sum()))
     assert_same_metrics({name: step.metrics[name] for name in metrics}, metrics)
     assert_same_gradients(gradients(model, step.loss), expected)
-    assert "missing_target" not in policy_step(model, batch, loss).metrics
+    assert "missing_target" not in loss_step(model, batch, loss).metrics
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -135,9 +134,9 @@ def test_a_packed_row_is_the_padded_batch(replay):
     if replay:
         batch["support"] = support
         row["support"] = support.take(real.flatten(), batch=support.tokens)
-    expected = policy_step(model, batch, loss)
+    expected = loss_step(model, batch, loss)
     expected_gradients = gradients(model, expected.loss)
-    step = policy_step(model, row, loss)
+    step = loss_step(model, row, loss)
     torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert step.per_token_logps.shape == row["input_ids"].shape
     torch.testing.assert_close(step.per_token_logps[0], expected.per_token_logps[real], rtol=1e-5, atol=1e-5)

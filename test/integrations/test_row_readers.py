@@ -10,8 +10,7 @@ from torch import nn
 from transformers.integrations import neftune
 
 from hf_models import build
-from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import policy_step, policy_steps
+from liger_rl import loss_step, loss_steps, swap_lm_head
 
 AS_IT_IS = "the batch as it is: "
 
@@ -139,12 +138,12 @@ def test_a_batch_stays_as_it_is_in_training(name):
     change(model)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     for _ in range(2):
-        assert policy_steps(model, batch_of(), LOSS).layout.startswith(AS_IT_IS + reason)
+        assert loss_steps(model, batch_of(), LOSS).layout.startswith(AS_IT_IS + reason)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert not [x for module in model.modules() for x in getattr(module, "losses", ())]
     with pytest.raises(ValueError, match=r"max_tokens must be None or at least .* stays as it is, got 50"):
-        policy_steps(model, batch_of(), LOSS, max_tokens=50)
-    assert "trees of shared prefixes" in policy_steps(model.eval(), batch_of(), LOSS).layout
+        loss_steps(model, batch_of(), LOSS, max_tokens=50)
+    assert "trees of shared prefixes" in loss_steps(model.eval(), batch_of(), LOSS).layout
 
 
 def test_layers_that_keep_nothing_of_the_batch(monkeypatch):
@@ -155,7 +154,7 @@ def test_layers_that_keep_nothing_of_the_batch(monkeypatch):
     norm.forward = MethodType(lambda self, x: type(self).forward(self, x), norm)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()  # a hook of transformers on the embeddings
-    assert "trees of shared prefixes" in policy_step(model, batch_of(), LOSS).layout
+    assert "trees of shared prefixes" in loss_step(model, batch_of(), LOSS).layout
 
 
 # --- under TRL --------------------------------------------------------------------------------------------------------

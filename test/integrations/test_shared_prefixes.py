@@ -10,10 +10,8 @@ import torch
 
 import oracles
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build
-from liger_rl import FusedLinearGRPOLoss, Support
-from liger_rl.models.swap import swap_lm_head
+from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head
 from liger_rl.step import attention
-from liger_rl.step.loss_step import completion_logps, policy_step, policy_steps
 from step_calls import Calls, assert_same_metrics, run, small_llama, with_columns
 from threads import in_threads
 
@@ -219,7 +217,7 @@ def test_other_batches(name, change):
 def test_no_micro_batch_has_more_tokens_than_allowed(max_tokens, number, idle):
     """The first prompt's group has 61 tokens, and is split if it has to be; the second one's has 28."""
     model, batch = swap_lm_head(small_llama()), batch_of()
-    policy_step(model, batch, FusedLinearGRPOLoss("dapo"), share_prefixes=True)  # tries out the model
+    loss_step(model, batch, FusedLinearGRPOLoss("dapo"), share_prefixes=True)  # tries out the model
     expected = run(model, batch, FusedLinearGRPOLoss("dapo"), share_prefixes=False, idle=idle)
     calls = Calls(model)
     results = run(model, batch, FusedLinearGRPOLoss("dapo"), share_prefixes=True, idle=idle, max_tokens=max_tokens)
@@ -234,11 +232,11 @@ def test_no_micro_batch_has_more_tokens_than_allowed(max_tokens, number, idle):
 
 def test_the_least_budget_of_a_loss_of_all_sequences():
     model, loss = small_llama(), FusedLinearGRPOLoss("kl_cov")
-    policy_step(model, batch_of(), loss, share_prefixes=True)
+    loss_step(model, batch_of(), loss, share_prefixes=True)
     for budget in (106, 60):  # with the latter, a group of prefixes would be split
         with pytest.raises(ValueError, match=f"max_tokens must be None or at least 107 here, got {budget}: the loss's"):
-            policy_steps(model, batch_of(), loss, max_tokens=budget)
-    assert len(policy_steps(model, batch_of(), loss, max_tokens=107)) == 1
+            loss_steps(model, batch_of(), loss, max_tokens=budget)
+    assert len(loss_steps(model, batch_of(), loss, max_tokens=107)) == 1
 
 
 # --- what is refused, and why -----------------------------------------------------------------------------------------
@@ -340,8 +338,8 @@ def test_trees_that_cannot_be(make, reason, change, monkeypatch):
     inner = swap_lm_head(getattr(model, "_orig_mod", model))
     hook = inner.base_model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(ValueError, match=f"share_prefixes must not be True here: .*{re.escape(reason)}"):
-        policy_steps(model, batch, loss, share_prefixes=True)
-    assert reason in policy_steps(model, batch, loss).layout
+        loss_steps(model, batch, loss, share_prefixes=True)
+    assert reason in loss_steps(model, batch, loss).layout
     hook.remove()
 
 
@@ -352,7 +350,7 @@ def test_the_dropout_of_an_adapter_has_the_same_mean():
     draws = {}
     for shares in (True, False):
         torch.manual_seed(5)
-        steps = [policy_step(model, batch_of(), loss, share_prefixes=shares, idle="forward") for _ in range(120)]
+        steps = [loss_step(model, batch_of(), loss, share_prefixes=shares, idle="forward") for _ in range(120)]
         draws[shares] = torch.stack([step.per_token_logps for step in steps])
         assert ("in trees" in steps[0].layout) == shares
     mean, other = (values.mean(0) for values in draws.values())
@@ -367,9 +365,9 @@ def test_an_untried_model_is_refused_after_its_trial():
     model, loss = build("Falcon", alibi=True), FusedLinearGRPOLoss("dapo")
     reason = "the forward of FalconForCausalLM fails with a tree: too many values to unpack"
     for _ in range(2):
-        assert reason in policy_step(model, batch_of(), loss).layout
+        assert reason in loss_step(model, batch_of(), loss).layout
     with pytest.raises(ValueError, match=f"share_prefixes must not be True here: {reason}"):
-        policy_steps(model, batch_of(), loss, share_prefixes=True)
+        loss_steps(model, batch_of(), loss, share_prefixes=True)
 
 
 def test_trees_run_by_themselves_where_they_save_a_tenth():
@@ -377,19 +375,17 @@ def test_trees_run_by_themselves_where_they_save_a_tenth():
     model, loss = build("Llama", hidden_size=256, num_hidden_layers=1), FusedLinearGRPOLoss("dapo")
     alone = [(NUMBERS[20 * n : 20 * n + 20], 4, 1.0) for n in range(1, 8)]
     few = [(NUMBERS[:17], 9, 1.0), (NUMBERS[:17], 9, -1.0)]
-    assert (
-        "138 tokens in trees of shared prefixes, of 160" in policy_step(model, batch_of(few + alone[:-1]), loss).layout
-    )
+    assert "138 tokens in trees of shared prefixes, of 160" in loss_step(model, batch_of(few + alone[:-1]), loss).layout
     assert (
         "with prefixes once, 158 of 174 tokens would remain, more than 90%"
-        in policy_step(model, batch_of(few + alone), loss).layout
+        in loss_step(model, batch_of(few + alone), loss).layout
     )
     many = batch_of([([*NUMBERS[n : n + 18], 3 + m], 18, 1.0) for n in range(100) for m in range(2)])
     assert (
         "a row would have 2,100 tokens, and attention on a cpu takes 2,048 at most"
-        in policy_steps(model, many, loss).layout
+        in loss_steps(model, many, loss).layout
     )
-    assert "2,100 tokens in trees" in policy_steps(model, many, loss, max_tokens=400).layout
+    assert "2,100 tokens in trees" in loss_steps(model, many, loss, max_tokens=400).layout
 
 
 # --- the model and its trial ------------------------------------------------------------------------------------------
@@ -402,18 +398,18 @@ def test_a_model_may_change_between_steps():
 
     def number_of_calls(model, calls):
         calls.clear()
-        assert "in trees" in policy_step(model.eval(), batch, loss).layout
+        assert "in trees" in loss_step(model.eval(), batch, loss).layout
         return len(calls)
 
     assert [number_of_calls(model, calls) for _ in range(2)] == [10, 1]
-    assert DROPOUT in policy_step(model.train(), batch, loss).layout
+    assert DROPOUT in loss_step(model.train(), batch, loss).layout
     model.set_attn_implementation("eager")
     assert [number_of_calls(model, calls) for _ in range(2)] == [10, 1]
     del calls.hook, calls
     model.base_model._forward_pre_hooks.clear()
-    expected = policy_step(model, batch, loss).loss
+    expected = loss_step(model, batch, loss).loss
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        torch.testing.assert_close(policy_step(other, batch, loss, share_prefixes=True).loss, expected)
+        torch.testing.assert_close(loss_step(other, batch, loss, share_prefixes=True).loss, expected)
 
 
 def test_threads():

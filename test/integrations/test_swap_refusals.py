@@ -22,7 +22,8 @@ from hf_models import (
     state_of,
     transformers,
 )
-from liger_rl.models.swap import is_swapped, swap_lm_head, unswap_lm_head
+from liger_rl import swap_lm_head
+from liger_rl.models.swap import is_swapped, unswap_lm_head
 
 
 def swapped(name: str = "Llama") -> transformers.PreTrainedModel:

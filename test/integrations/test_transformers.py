@@ -28,7 +28,8 @@ from hf_models import (
     state_of,
     transformers,
 )
-from liger_rl.models.swap import FusedCausalLMOutput, is_swapped, swap_lm_head, unswap_lm_head
+from liger_rl import swap_lm_head
+from liger_rl.models.swap import FusedCausalLMOutput, is_swapped, unswap_lm_head
 from peaks import tensor_peak
 from threads import in_threads
 

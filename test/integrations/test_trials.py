@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from hf_models import build
-from liger_rl import FusedLinearGRPOLoss
-from liger_rl.models.swap import swap_lm_head
-from liger_rl.step.loss_step import policy_step, policy_steps
+from liger_rl import FusedLinearGRPOLoss, loss_step, loss_steps, swap_lm_head
 
 LOSS = FusedLinearGRPOLoss("dapo")
 DEEP = {"num_hidden_layers": 24}
@@ -35,7 +33,7 @@ def batch_of(length=26, vocab=50):
 
 @torch.no_grad()
 def layout_of(model, **options):
-    return policy_steps(model, batch_of(), LOSS, **options).layout
+    return loss_steps(model, batch_of(), LOSS, **options).layout
 
 
 def make(name, seed=0):
@@ -135,14 +133,14 @@ def test_learned_columns_beside_the_positions():
 def test_small_windows_and_few_positions(name, options):
     model = build(name, **options)
     assert "in trees of shared prefixes" in layout_of(model)
-    trees, rows = (policy_step(model, batch_of(), LOSS, share_prefixes=shares) for shares in (True, False))
+    trees, rows = (loss_step(model, batch_of(), LOSS, share_prefixes=shares) for shares in (True, False))
     torch.testing.assert_close(trees.per_token_logps, rows.per_token_logps, rtol=1e-5, atol=1e-5)
 
 
 def test_fewer_positions_than_a_trial_takes():
     short = {name: x[:, :18] if x.dim() == 2 else x for name, x in batch_of().items()}
     short["mask"] = torch.arange(18).expand(4, 18) == 17
-    layout = policy_steps(build("Llama", max_position_embeddings=18), short, LOSS).layout
+    layout = loss_steps(build("Llama", max_position_embeddings=18), short, LOSS).layout
     assert "a trial takes 19 positions, the model has 18" in layout
 
 
@@ -164,14 +162,14 @@ def test_no_layer_sees_evaluation(options):
     for layer in get_layers(model):
         layer.mlp.up_proj.__class__ = PackedLinear
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    policy_step(model, batch_of(), LOSS, **options).loss.backward()
+    loss_step(model, batch_of(), LOSS, **options).loss.backward()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_dropout_is_off_in_a_trial_and_on_after_it():
     model = swap_lm_head(build("GPT2", resid_pdrop=0.3, embd_pdrop=0.2, attn_pdrop=0.1)).train()
     state = torch.get_rng_state()
-    policy_steps(model, batch_of(), LOSS, packing=True)  # an error if the trial fails
+    loss_steps(model, batch_of(), LOSS, packing=True)  # an error if the trial fails
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in model.modules())
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.3, 0.2, 0.1}
@@ -183,5 +181,5 @@ def test_checkpoints_do_not_warn_in_a_trial(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "in trees" in policy_steps(model, batch_of(), LOSS).layout
+        assert "in trees" in loss_steps(model, batch_of(), LOSS).layout
     assert all(layer.gradient_checkpointing for layer in get_layers(model))

@@ -15,7 +15,8 @@ from trl.kernels import ChunkedLogProbFunction as THEIRS
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations.trl import adapted_head, distillation, patch_trl, patched_trl, patches, unpatch_trl
+from liger_rl import patch_trl
+from liger_rl.integrations.trl import adapted_head, distillation, patched_trl, patches, unpatch_trl
 
 NAME = "_ChunkedLogProbFunction"
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

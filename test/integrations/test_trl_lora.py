@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 import oracles
 import trl_runs
-from liger_rl.integrations.trl import adapted_head, patch_trl, patched_trl, unpatch_trl
+from liger_rl import patch_trl
+from liger_rl.integrations.trl import adapted_head, patched_trl, unpatch_trl
 
 # Weights of both factors at random, so that the adapter counts from the first step on.
 LORA = {

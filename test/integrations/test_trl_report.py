@@ -16,7 +16,8 @@ from peft import LoraConfig
 from test_trl_window import subclass_with
 
 import trl_runs
-from liger_rl.integrations.trl import explain_trl, patch_trl, patched_trl
+from liger_rl import explain_trl, patch_trl
+from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
 from liger_rl.step import trial
 

@@ -16,7 +16,8 @@ from test_trl_window import half_without_advantage, moe
 
 import trl_runs
 from hf_models import assert_same_gradients, build
-from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
+from liger_rl import patch_trl
+from liger_rl.integrations.trl import patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import WindowCall, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
 

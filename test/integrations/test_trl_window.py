@@ -13,7 +13,8 @@ pytest.importorskip("trl", reason="TRL is not installed")
 from trl import GRPOTrainer, RLOOTrainer
 
 import trl_runs
-from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
+from liger_rl import patch_trl
+from liger_rl.integrations.trl import patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import get_window_call
 
 ACCUMULATED, STEPS = 2, 2  # micro-batches of an optimizer step, optimizer steps of a generation

@@ -13,12 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkouts
 import oracles
-from liger_rl import topk_divergence
+from liger_rl import patch_verl, topk_divergence
 from liger_rl.integrations.verl import (
     forward_kl_topk,
     fused_linear_for_ppo,
     linear_cross_entropy,
-    patch_verl,
     patched_verl,
     unpatch_verl,
 )

@@ -11,14 +11,16 @@ import torch
 import oracles
 from devices import TRUNCATES, skip_where_misread, skip_without_interpreter
 from head_calls import problem, run_triton
-from liger_rl import FusedLinearGRPOLoss, HeadOptions, LogitTransform, Reinforce, TokenSum
+from liger_rl import FusedLinearGRPOLoss, LogitTransform
 from liger_rl.head.dense import one_pass
+from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.record import DIFFERENTIABLE, Head, LogProbs
 from liger_rl.head.workload import Workload
 from liger_rl.kernels import gemm, reference
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.losses import Reinforce, TokenSum
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOFTCAPS = [

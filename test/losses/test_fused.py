@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from head_calls import run_pytorch, run_triton
-from liger_rl import (
+from liger_rl import FusedLinearGRPOLoss, PolicyBatch
+from liger_rl.losses import (
     CISPO,
     DPPO,
     DPPOKL,
@@ -20,16 +21,15 @@ from liger_rl import (
     SAPO,
     VESPO,
     EntropyBonus,
-    FusedLinearGRPOLoss,
     KLPenalty,
     OffPolicySequenceMask,
-    PolicyBatch,
     PPOClip,
     Reinforce,
     TokenMean,
     TokenSum,
+    fused,
+    fused_triton,
 )
-from liger_rl.losses import fused, fused_triton
 from liger_rl.losses.loss import PolicyTerms, PreparedLoss
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

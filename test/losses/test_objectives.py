@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_rl import (
+from liger_rl import FusedLinearGRPOLoss, PolicyBatch, ppo_loss_fn
+from liger_rl.losses import (
     CISPO,
     DPPO,
     DPPOKL,
@@ -22,20 +23,17 @@ from liger_rl import (
     ClipCov,
     EntropyBonus,
     FixedLengthMean,
-    FusedLinearGRPOLoss,
     GlobalTokenMean,
     IcePop,
     KLCov,
     KLPenalty,
     OffPolicySequenceMask,
-    PolicyBatch,
     PPOClip,
     Reinforce,
     SamplerCorrection,
     TokenMean,
     TokenSum,
     TopEntropyMask,
-    ppo_loss_fn,
 )
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.presets import build_loss

@@ -13,22 +13,9 @@ import pytest
 import torch
 
 from liger_rl import (
-    PRESETS,
-    EntropyBonus,
     FusedLinearGRPOLoss,
-    GlobalTokenMean,
-    HeadOptions,
-    KLPenalty,
     LogitTransform,
-    OffPolicySequenceMask,
     PolicyBatch,
-    PPOClip,
-    SamplerCorrection,
-    Segments,
-    SequenceMean,
-    TokenLoss,
-    TokenMean,
-    TopEntropyMask,
     grpo_loss_from_logits,
     linear_divergence,
     linear_logprobs,
@@ -37,7 +24,21 @@ from liger_rl import (
     ppo_loss_fn,
     topk_divergence,
 )
-from liger_rl.head.head_options import COMPUTE_OPTIONS
+from liger_rl.head.head_options import COMPUTE_OPTIONS, HeadOptions
+from liger_rl.losses import (
+    PRESETS,
+    EntropyBonus,
+    GlobalTokenMean,
+    KLPenalty,
+    OffPolicySequenceMask,
+    PPOClip,
+    SamplerCorrection,
+    Segments,
+    SequenceMean,
+    TokenLoss,
+    TokenMean,
+    TopEntropyMask,
+)
 from liger_rl.losses.presets import build_loss
 
 LENGTHS = [6, 1, 4, 0, 5]  # one full sequence, one fully masked

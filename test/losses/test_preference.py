@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-import liger_rl
-from liger_rl import BCO, CPO, DPO, KTO, ORPO, PREFERENCES, APOZeroUnpaired, SequenceMean, ppo_loss_fn
+from liger_rl import ppo_loss_fn
+from liger_rl.losses import BCO, CPO, DPO, KTO, ORPO, PREFERENCES, APOZeroUnpaired, Segments, SequenceMean
 from liger_rl.losses.batch import PreferenceBatch
+from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.preference import PAIR_LOSSES, SCORES, SORTED
 
 trl = pytest.importorskip("trl", reason="compares with TRL's own code")
@@ -42,7 +43,7 @@ def ours(objective, x: dict[str, Tensor], **columns) -> Tensor:
     side[PAIRS:] = -1
     given = {"advantages": side, "ref_per_token_logps": x["ref"], "pairs": True, "num_sequences": PAIRS} | columns
     batch = PreferenceBatch(mask=x["mask"], **given)
-    terms = liger_rl.losses.loss.PolicyTerms(objective=objective, reduction=SequenceMean())
+    terms = PolicyTerms(objective=objective, reduction=SequenceMean())
     prepared = terms.prepare(terms.check(batch, x["mask"].shape, x["mask"].device), x["logps"].dtype)
     others = {"log_sum_sq_probs": x["sum_sq"]} if "log_sum_sq_probs" in terms.reads else {}
     return prepared.evaluate(x["logps"], others=others).loss
@@ -216,7 +217,7 @@ def test_packed_pairs(objective):
     order = torch.randperm(2 * PAIRS * LENGTH)
     flat = {name: value.flatten()[order] for name, value in x.items()}
     row = torch.arange(2 * PAIRS)[:, None].expand(2 * PAIRS, LENGTH).flatten()[order]
-    segments = liger_rl.Segments(index=row % PAIRS, count=PAIRS)
+    segments = Segments(index=row % PAIRS, count=PAIRS)
     side = torch.where(row < PAIRS, 1.0, -1.0)
     columns = {"advantages": side, "pairs": False, "segments": segments}
     packed = ours(objective, flat, ref_per_token_logps=flat["ref"] if objective.reads_reference else None, **columns)

@@ -9,9 +9,10 @@ from torch import nn
 
 from head_calls import Products
 from hf_models import assert_same_gradients, build, gradients, transformers
-from liger_rl import FusedLinearGRPOLoss, GlobalTokenMean, Segments, TokenLoss
-from liger_rl.models.swap import is_swapped, swap_lm_head
-from liger_rl.step.loss_step import PolicyStep, completion_logps, policy_step
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_head
+from liger_rl.losses import GlobalTokenMean, Segments, TokenLoss
+from liger_rl.models.swap import is_swapped
+from liger_rl.step.loss_step import PolicyStep
 from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, make_batch, rows_of
 from threads import in_threads
 
@@ -24,7 +25,7 @@ def gemma(**options) -> transformers.PreTrainedModel:
 def expected() -> dict[str, torch.Tensor]:
     """Gradients of a step of the plain model."""
     model = gemma()
-    step = policy_step(model, make_batch(), FusedLinearGRPOLoss("grpo"))
+    step = loss_step(model, make_batch(), FusedLinearGRPOLoss("grpo"))
     assert is_swapped(model)
     assert isinstance(step, PolicyStep)
     return gradients(model, step.loss)
@@ -34,7 +35,7 @@ def test_the_losss_options_of_the_head_reach_it():
     model, whole = gemma(), []
     for options in ({}, {"chunk_vocab": 8}):
         with Products() as products:
-            policy_step(model, make_batch(), FusedLinearGRPOLoss("grpo", **options))
+            loss_step(model, make_batch(), FusedLinearGRPOLoss("grpo", **options))
         whole.append(VOCAB in [vocab for _, vocab in products.logits(model.config.hidden_size)])
     assert whole == [True, False]
 
@@ -42,9 +43,9 @@ def test_the_losss_options_of_the_head_reach_it():
 def test_the_first_token_is_never_counted():
     """Nothing predicts it: with it in the mask, the result is the same."""
     model, batch, loss = gemma(), make_batch(), FusedLinearGRPOLoss("grpo")
-    first = policy_step(model, batch, loss).loss
+    first = loss_step(model, batch, loss).loss
     batch["mask"][0, 0] = True
-    assert torch.equal(policy_step(model, batch, loss).loss, first)
+    assert torch.equal(loss_step(model, batch, loss).loss, first)
 
 
 class _Wrapper(nn.Module):
@@ -61,7 +62,7 @@ def test_distributed_data_parallel(expected):
     """DDP's own forward around the swapped model, its reducer on every gradient."""
     model = swap_lm_head(gemma())
     parallel = nn.parallel.DistributedDataParallel(model)
-    step = policy_step(parallel, make_batch(), FusedLinearGRPOLoss("grpo"))
+    step = loss_step(parallel, make_batch(), FusedLinearGRPOLoss("grpo"))
     assert_same_gradients(gradients(model, step.loss), expected)
 
 
@@ -80,7 +81,7 @@ def test_compiled_models(compiled, expected):
     called = torch.compile(model, backend=backend) if compiled == "whole" else model
     counts = []
     for _ in range(2):
-        step = policy_step(called, make_batch(), FusedLinearGRPOLoss("grpo"))
+        step = loss_step(called, make_batch(), FusedLinearGRPOLoss("grpo"))
         assert_same_gradients(gradients(model, step.loss), expected)
         counts.append(len(graphs))
     assert counts[0] == counts[1] > 0
@@ -104,13 +105,13 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 3:-1].log_softmax(-1)
     logps = logits.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
-    step = policy_step(model, batch, FusedLinearGRPOLoss("grpo"), idle="backward")
+    step = loss_step(model, batch, FusedLinearGRPOLoss("grpo"), idle="backward")
     assert step.per_token_logps.shape == batch["input_ids"].shape
     mask = batch["mask"][:, 1:]
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
     with pytest.raises(ValueError, match="prompt learning of PEFT puts tokens of its own before each sequence"):
-        policy_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
+        loss_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ def test_bad_calls_are_refused_before_the_model_runs(changed, error, message):
     call |= columns.pop("options", {})
     call.setdefault("batch", {name: value for name, value in columns.items() if value is not None})
     with pytest.raises(error, match=message):
-        policy_step(**call)
+        loss_step(**call)
     if "options" in changed:
         with pytest.raises(error, match=message):
             completion_logps(**call)
@@ -178,25 +179,25 @@ def test_an_objective_has_one_loss_for_each_token(shape):
     loss = FusedLinearGRPOLoss(lambda logps, batch: TokenLoss(-logps.sum_to_size(shape)), reduction=GlobalTokenMean())
     message = re.escape(f"the loss of objective must be {(BATCH, LENGTH)}, one for each token, got {shape}")
     with pytest.raises(ValueError, match=message):
-        policy_step(gemma(), make_batch(), loss)
+        loss_step(gemma(), make_batch(), loss)
 
 
 def test_a_wrapper_needs_a_swapped_model():
     with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got _Wrapper"):
-        policy_step(_Wrapper(gemma()), make_batch(), FusedLinearGRPOLoss("grpo"))
+        loss_step(_Wrapper(gemma()), make_batch(), FusedLinearGRPOLoss("grpo"))
 
 
 def test_the_models_softcap_and_an_input_that_it_takes():
     model, batch = gemma(), make_batch()
-    plain = policy_step(model, batch, FusedLinearGRPOLoss("grpo"), cu_seq_lens_q=None).loss
-    assert torch.equal(policy_step(model, batch, FusedLinearGRPOLoss("grpo", softcap=3.0)).loss, plain)
+    plain = loss_step(model, batch, FusedLinearGRPOLoss("grpo"), cu_seq_lens_q=None).loss
+    assert torch.equal(loss_step(model, batch, FusedLinearGRPOLoss("grpo", softcap=3.0)).loss, plain)
 
 
 def test_threads_take_steps_of_one_model_that_none_has_swapped_yet():
     model, loss = gemma(), FusedLinearGRPOLoss("dapo")
     batches = [make_batch(), rows_of(make_batch(), slice(3))]
-    alone = [policy_step(copy.deepcopy(model), batch, loss).loss for batch in batches]
-    calls = [lambda batch=batch: policy_step(model, batch, loss).loss for batch in batches]
+    alone = [loss_step(copy.deepcopy(model), batch, loss).loss for batch in batches]
+    calls = [lambda batch=batch: loss_step(model, batch, loss).loss for batch in batches]
     for losses, value in zip(in_threads(*calls, times=10), alone, strict=True):
         assert all(torch.equal(loss, value) for loss in losses)
 
@@ -209,5 +210,5 @@ def test_log_probabilities_that_nothing_reads(name, why):
     model, batch = gemma(), make_batch() | {name: torch.zeros(BATCH, LENGTH)}
     del batch["num_items_in_batch"]
     with pytest.warns(UserWarning, match=f"{name} are given, but nothing reads them{why}") as caught:
-        policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
+        loss_step(model, batch, FusedLinearGRPOLoss("grpo"))
     assert caught[0].filename == __file__
