@@ -1,0 +1,64 @@
+"""liger-kernel's kernels for norms, MLPs and rotary embeddings (`use_liger_kernel`) beside the patch: on a GPU."""
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+pytest.importorskip("trl", reason="TRL is not installed")
+
+import trl_runs
+from devices import NEEDS_GPU
+from hf_models import CONFIGS, transformers
+from liger_rl.integrations.trl import patched_trl
+
+# A layout needs 1,024 tokens on a GPU, and flex attention heads of 16 numbers.
+LARGER = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 512, "vocab_size": len(trl_runs.TOKENS)}
+# TRL asks for the router's logits itself.
+SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "output_router_logits": False}
+PROMPTS = [" ".join(f"w{(3 * i + n) % 37}" for i in range(300 - 9 * n)) for n in range(4)]
+OPTIONS = {
+    "use_cpu": False,
+    "use_liger_kernel": True,
+    "gradient_accumulation_steps": 2,
+    "beta": 0.0,
+    "max_steps": 3,
+    "num_iterations": 1,
+    "learning_rate": 1e-3,
+    "data": {"prompt": PROMPTS},
+}
+
+
+def build_model(kind: str):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**CONFIGS[kind] | LARGER | SPECIAL)
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+
+
+@pytest.fixture
+def kind(request):
+    """A kind of model, in whose module Liger's functions stay no longer than the test."""
+    module = sys.modules[type(build_model(request.param)).__module__]
+    before = dict(vars(module))
+    yield request.param
+    vars(module).update(before)
+
+
+def train(kind: str, directory) -> list[dict[str, float]]:
+    trainer = trl_runs.build("GRPO", build_model(kind), directory, **OPTIONS)
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3Text", "Mistral", "Qwen3Moe"], indirect=True)
+def test_a_run_with_ligers_layers_is_the_same_and_shares_prompts(kind, tmp_path):
+    plain = train(kind, tmp_path)
+    with patched_trl():
+        patched = train(kind, tmp_path)
+    assert len(plain) == len(patched) == OPTIONS["max_steps"]
+    for before, after in zip(plain, patched, strict=True):
+        assert after["liger_rl/body_tokens_saved"] > 0.5  # four completions of each prompt, of a few tokens
+        for name in ("loss", "grad_norm", "entropy"):
+            assert after[name] == pytest.approx(before[name], rel=2e-3, abs=1e-5), name
