@@ -58,6 +58,13 @@ def seed():
 
 
 @pytest.fixture(autouse=True)
+def uncompiled(request):
+    """Dynamo counts compilations by code object, and past eight it compiles no more: each test begins with none."""
+    if request.node.get_closest_marker("compilation"):
+        torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
 def isolated():
     """Undoes what a test, or a snippet of a page, leaves in the process: the next test must not depend on the order."""
     environment = dict(os.environ)
