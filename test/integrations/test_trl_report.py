@@ -205,7 +205,7 @@ def test_the_line_is_visible_where_no_logging_is_configured(path_of, tmp_path):
     """On stderr, of the main process alone."""
     script = (
         "import sys, trl_runs\n"
-        "from liger_rl.integrations.trl import patch_trl\n"
+        "from liger_rl import patch_trl\n"
         "patch_trl()\n"
         "trainer = trl_runs.build('SFT', sys.argv[1], sys.argv[2], max_steps=1, log_level='passive')\n"
         "trainer.is_world_process_zero = lambda: sys.argv[3] == '0'\n"
