@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmark.variants import DEFAULT, EVERYWHERE, VARIANTS
+from benchmark.variants import EVERYWHERE, VARIANTS
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -18,15 +18,14 @@ MEMORY_AND_TIME = ("memory", "time")  # of steps: a forward by itself is timed w
 EVERYTHING = ("memory", "time", "error")
 
 MODELS, TOKENS, VOCABULARY = "models", "tokens", "vocabulary"
-RL, POLICY, ENTROPY, FROZEN, FORWARD = "rl", "policy", "entropy", "frozen", "forward"
-GROUPS = (MODELS, RL, POLICY, ENTROPY, FROZEN, FORWARD, TOKENS, VOCABULARY)
+RL, POLICY, FROZEN, FORWARD = "rl", "policy", "frozen", "forward"
+GROUPS = (MODELS, RL, POLICY, FROZEN, FORWARD, TOKENS, VOCABULARY)
 DENSE = "dense"
 
 # How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
 MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals
 TAILED = "tailed"  # as a published model's: the likeliest ids and the spread of the others, in `inputs.CURVES`
 SURE = "sure"  # of committed rows alone: a synthetic policy whose other logits were standard normal
-FLAT = "flat"  # logits of random hidden states, where every vocabulary entry has a share
 
 STEP = "step"  # forward and backward of the loss
 LOGPS = "logps"  # log-probabilities without a gradient, as of the old and the reference policy
@@ -34,7 +33,7 @@ LOGPS_AND_ENTROPY = "logps and entropy"
 
 BETA = 0.04
 
-# Of what a CPU has; on CPU a tolerance computes exactly.
+# Of what a CPU has.
 ON_CPU = ("eager", "liger_chunked", "trl_chunked", "torch_linear_ce", "ours", "ours-one-pass")
 
 
@@ -51,7 +50,7 @@ class Case:
         softcap: of the logits, None for uncapped.
         idle_share: share of the sequences whose advantage is 0.
         beta: of the k3 penalty, 0.0 for none.
-        peaks: MIXED, TAILED or FLAT; says nothing where there is a policy.
+        peaks: MIXED or TAILED; says nothing where there is a policy.
         policy: folder written by `benchmark.pretrained` that hidden states, weight and tokens come from.
         temperature: one of the policy's, which its tokens were drawn at.
         frozen: the head has no gradient.
@@ -153,11 +152,9 @@ SWEEP = tuple(name for name in EVERYWHERE if name not in ("compiled", "liger_chu
 POINTS = tuple(name for name in SWEEP if name != "verl_triton")
 VOCABULARIES = tuple(name for name in POINTS if name != "liger_sm90")
 # What holds no copy of the logits, 31 GiB each at 131072 tokens; and where a step takes seconds.
-LONG = ("ours", DEFAULT, "trl_chunked")
+LONG = ("ours", "trl_chunked")
 LONG_BATCH = (*LONG, "ours-one-pass", "liger_triton", "cce")
-LONGEST = ("ours", DEFAULT, "trl_chunked")
 FROZEN_HEADS = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
-TOLERANCES = ("ours", "ours-3e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
 OF_POLICY = tuple(VARIANTS)
 LLAMA, QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "gemma-2-2b"
 HEADS: dict[str, dict[str, Any]] = {
@@ -206,7 +203,6 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     rl = of_each("rl-", **RL_BATCH)
     logps = of_each("logps-", groups=(FORWARD,), task=LOGPS)
     entropies = of_each("logps-entropy-", groups=(FORWARD,), task=LOGPS_AND_ENTROPY)
-    flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(ENTROPY,), variants=("trl_chunked", *TOLERANCES))
     point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=POINTS)
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
     vocabularies = [
@@ -219,13 +215,12 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     ]
     return [
         llama,
-        replace(rl[0], variants=(*EVERYWHERE, "ours-1e-3")),
+        rl[0],
         *policy_cases(llama, policy),
         logps[0],
         replace(entropies[0], variants=SWEEP),
-        flat,
         *(replace(llama, name=name, groups=(MODELS,), variants=SWEEP, **HEADS[name]) for name in (QWEN, GEMMA)),
-        *(replace(case, variants=(*SWEEP, "ours-1e-3")) for case in rl[1:]),
+        *(replace(case, variants=SWEEP) for case in rl[1:]),
         *frozen,
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=LONG_BATCH),
@@ -233,14 +228,14 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         crossing,
         *vocabularies,
         *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (2048, 1024, 16384)),
-        replace(point, name="tokens-262144", tokens=32768, variants=LONGEST),
+        replace(point, name="tokens-262144", tokens=32768, variants=LONG),
     ]
 
 
 def policy_cases(like: Case, policy: str | None) -> list[Case]:
     """A policy's own tokens at each temperature in its folder: an RL batch, and a batch of which every token counts.
 
-    The first temperature is measured in full, the others for what a tolerance does. [] without a folder.
+    The first temperature is measured in full, the others with a few variants. [] without a folder.
     """
     if policy is None:
         return []
@@ -257,8 +252,8 @@ def policy_cases(like: Case, policy: str | None) -> list[Case]:
             dtype=about["dtype"],
             policy=str(policy),
             temperature=sample["temperature"],
-            groups=(POLICY, ENTROPY),
-            variants=("liger_sm90", "trl_chunked", "cce", *TOLERANCES) if cases else OF_POLICY,
+            groups=(POLICY,),
+            variants=("liger_sm90", "trl_chunked", "cce", "ours") if cases else OF_POLICY,
         )
         cases.append(case)
     rl = [

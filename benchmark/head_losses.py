@@ -35,10 +35,10 @@ def _nll(logps: Tensor, _: Inputs) -> Tensor:
     return -logps.mean()
 
 
-def _ours(tolerance: Any) -> Step:
+def _ours() -> Step:
     from liger_rl import FusedLinearCrossEntropyLoss
 
-    loss = FusedLinearCrossEntropyLoss(grad_tolerance=tolerance, metrics="none")
+    loss = FusedLinearCrossEntropyLoss(metrics="none")
     return lambda x, _: loss(x.hidden, x.weight, x.ids).loss
 
 
@@ -86,10 +86,10 @@ def _dpo(logps: Tensor, ref_logps: Tensor) -> Tensor:
     return -logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-def _our_dpo(tolerance: Any) -> Step:
+def _our_dpo() -> Step:
     from liger_rl import FusedLinearPreferenceLoss, ReferenceHead
 
-    loss = FusedLinearPreferenceLoss("dpo", beta=BETA, grad_tolerance=tolerance)
+    loss = FusedLinearPreferenceLoss("dpo", beta=BETA)
 
     def step(x: Inputs, reference: tuple[Tensor, Tensor]) -> Tensor:
         head = ReferenceHead(hidden=reference[0], weight=reference[1])
@@ -125,8 +125,7 @@ def _eager_dpo(x: Inputs, reference: tuple[Tensor, Tensor]) -> Tensor:
 
 VARIANTS: dict[str, dict[str, Callable[[], Step]]] = {
     "cross entropy": {
-        "liger_rl": lambda: _ours("auto"),
-        "liger_rl, exact": lambda: _ours(0.0),
+        "liger_rl": _ours,
         "Liger": _liger,
         "Liger, accum_dtype=float32": _liger_float32,
         "cut-cross-entropy": lambda: _cce("high"),
@@ -136,8 +135,7 @@ VARIANTS: dict[str, dict[str, Callable[[], Step]]] = {
         "PyTorch, full logits": lambda: _eager,
     },
     "DPO": {
-        "liger_rl": lambda: _our_dpo("auto"),
-        "liger_rl, exact": lambda: _our_dpo(0.0),
+        "liger_rl": _our_dpo,
         "Liger": lambda: _liger_dpo(compiled=True),
         "Liger, compiled=False": lambda: _liger_dpo(compiled=False),
         "TRL": _trl_dpo,

@@ -125,7 +125,7 @@ def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> 
         if "time" in quantities:
             result |= _measure_time(compute, bench, warm="memory" in quantities, forward="error" in quantities)
         loss = _run(compute, case, inputs).item()
-        result |= {"loss": loss, "expected_loss": bench.expected, "kept_share": variant.kept_share()}
+        result |= {"loss": loss, "expected_loss": bench.expected}
         if not abs(loss - bench.expected) <= LOSS_TOLERANCE[case.dtype]:
             result |= {"status": "wrong", "reason": f"loss {loss:.6f}, expected {bench.expected:.6f}"}
     if "error" in quantities:

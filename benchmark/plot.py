@@ -3,7 +3,6 @@
 memory-NAME.png   peak memory against tokens and vocabulary
 time-NAME.png     milliseconds per 1,000 tokens against tokens
 rl-NAME.png       time, gradient error and memory on the batch as RL makes it
-entropy-NAME.png  time and kept share of our tolerances against the policy's entropy
 step-NAME.png     completion tokens per second of a whole training step, of `benchmark.step`
 """
 
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import step
-from benchmark.cases import ITEM_BYTES, POLICY, RL, TOKENS, VOCABULARY
+from benchmark.cases import ITEM_BYTES, RL, TOKENS, VOCABULARY
 from benchmark.environment import RESULTS, read_results
 from benchmark.table import gradient_error
-from benchmark.variants import DEFAULT, LABELS, OURS, SPECIAL, VARIANTS
+from benchmark.variants import LABELS, OURS, SPECIAL, VARIANTS
 
 STYLES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#8c8c8c", "marker": "s"},
@@ -29,17 +28,12 @@ STYLES: dict[str, dict[str, Any]] = {
     "cce": {"color": "#2e8b57", "marker": "P"},
     "torch_linear_ce": {"color": "#c0392b", "marker": "X"},
     "verl_triton": {"color": "#16a085", "marker": "*"},
-    "ours": {"color": "#5b8fbf", "marker": "o"},
+    "ours": {"color": "#1f6fb4", "marker": "o", "linewidth": 3.0, "zorder": 3},
     "ours-one-pass": {"color": "#12507b", "marker": "h"},
     "ours-one-pass-2048": {"color": "#0f7f96", "marker": "H"},
-    "ours-3e-4": {"color": "#0b2f55", "marker": "o"},
-    "ours-1e-3": {"color": "#4aa3df", "marker": "o"},
-    "ours-3e-3": {"color": "#7fc4ee", "marker": "o"},
-    "ours-1e-2": {"color": "#b5def7", "marker": "o"},
 }
-STYLES[DEFAULT] = {"color": "#1f6fb4", "marker": "o", "linewidth": 3.0, "zorder": 3}
 # Beside each other on one batch.
-COMPARED = [name for name in VARIANTS if name not in SPECIAL or name == DEFAULT]
+COMPARED = [name for name in VARIANTS if name not in SPECIAL]
 # A logarithm has no place for a variant that needs nothing beyond its gradients.
 SMALLEST_MIB = 1.0
 CUT = 2.0  # bars end at this many medians
@@ -117,7 +111,7 @@ def plot_rl(results: dict[str, Any], path: Path) -> bool:
     memory.set_xlabel("extra memory (MiB)")
     for tick, row in zip(times.get_yticklabels(), rows, strict=True):
         tick.set_fontsize(11)
-        tick.set_fontweight("bold" if row["variant"] == DEFAULT else "normal")
+        tick.set_fontweight("bold" if row["variant"] == OURS else "normal")
     for panel in (times, errors, memory):
         panel.xaxis.label.set_fontsize(11)
         panel.spines[["top", "right"]].set_visible(False)
@@ -129,8 +123,8 @@ def plot_rl(results: dict[str, Any], path: Path) -> bool:
 
 
 def _emphasis(row: Row) -> str:
-    """The default stands out, our other variants less, peers not."""
-    if row["variant"] == DEFAULT:
+    """Our two passes stand out, our other variants less, peers not."""
+    if row["variant"] == OURS:
         return "#1f6fb4"
     return "#a6cbe8" if VARIANTS[row["variant"]].module == OURS else "#b3b3b3"
 
@@ -143,30 +137,6 @@ def _draw_bars(panel: Any, names: list[str], values: list[float | None], colors:
     panel.bar_label(bars, texts, padding=5, fontsize=11, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     panel.margins(x=0.24)
     panel.locator_params(axis="x", nbins=5)
-
-
-def plot_entropy(results: dict[str, Any], path: Path) -> bool:
-    """Draw `path`; False where fewer than two temperatures of a policy were measured."""
-    rows = [row for row in _of_group(results, POLICY) if row.get("step_ms")]
-    temperatures = {row["temperature"] for row in rows}
-    rows = [row for row in rows if {r["temperature"] for r in rows if r["variant"] == row["variant"]} == temperatures]
-    if len(temperatures) < 2:
-        return False
-    shares = [row for row in rows if row.get("kept_share") is not None]
-    figure, panels = _panels(2 if shares else 1)
-    _draw_lines(panels[0], rows, lambda row: row["mean_entropy"], lambda row: row["step_x_floor"])
-    panels[0].axhline(1.0, color="black", linewidth=1, linestyle=":", label="the matmuls alone")
-    panels[0].set_ylabel("time / that of the three matmuls")
-    if shares:
-        _draw_lines(panels[1], shares, lambda row: row["mean_entropy"], lambda row: row["kept_share"])
-        panels[1].set_ylabel("kept share of the gradient's parts")
-    for panel in panels:
-        panel.set_xlabel("mean entropy of the policy (nats)")
-        panel.set_ylim(bottom=0)
-        panel.grid(True, color="#dddddd", linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
-    _finish(figure, panels[:1], results, "Forward + backward on a trained policy's own tokens", path)
-    return True
 
 
 def plot_step(results: dict[str, Any], path: Path) -> bool:
@@ -258,7 +228,7 @@ def _finish(figure: Any, labelled: list[Any], results: dict[str, Any], heading: 
     pyplot.close(figure)
 
 
-PLOTS = {"memory": plot_memory, "time": plot_time, "rl": plot_rl, "entropy": plot_entropy}
+PLOTS = {"memory": plot_memory, "time": plot_time, "rl": plot_rl}
 
 
 def plot_directory(directory: Path) -> list[Path]:

@@ -11,7 +11,6 @@ import gc
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -57,7 +56,6 @@ from benchmark.step_policy import (
     random_policy,
 )
 from liger_rl import FusedLinearGRPOLoss, loss_steps, swap_lm_head
-from liger_rl.head.sparse import lists
 from liger_rl.integrations.trl import patched_trl
 
 CLIP = 0.2  # TRL's default, on both sides
@@ -68,33 +66,14 @@ UNSLOTH = "UNSLOTH_PACKAGES"  # environment variable: the folder of Unsloth and 
 UNSLOTH_SECONDS = 240
 
 
-@contextmanager
-def kept_shares() -> Iterator[list[float]]:
-    """-> a list that grows by the share of parts that each backward with a tolerance keeps."""
-    shares: list[float] = []
-    wait_for_counts = lists.wait_for_counts
-
-    def recorded(*given: Any, **options: Any) -> Any:
-        plan = wait_for_counts(*given, **options)
-        shares.append(plan.share)
-        return plan
-
-    lists.wait_for_counts = recorded
-    try:
-        yield shares
-    finally:
-        lists.wait_for_counts = wait_for_counts
-
-
 class Clock(TrainerCallback):
     """Times the steps of a `train()` after the settling ones, each from the end of the step before.
 
-    Memory and kept parts are those of the last step that settles, because looking at them takes time.
+    Memory is that of the last step that settles, because looking at it takes time.
     """
 
     def __init__(self, device: str, settling: int) -> None:
         self.device, self.settling, self.memory, self.looking = device, settling, PeakMemory(device), ExitStack()
-        self.shares: list[float] = []
         self.step_ms: list[float] = []
         self.other_ms: list[float] = []  # of each step, outside of its training steps
         self.forwards = 0  # of models, in the steps that count
@@ -142,7 +121,6 @@ class Clock(TrainerCallback):
             self.other_ms.append(taken - sum(passes))
             self.forwards += self._forwards
         elif state.global_step == self.settling - 1:
-            self.shares = self.looking.enter_context(kept_shares())
             self.looking.enter_context(self.memory)
         else:
             self.looking.close()
@@ -156,7 +134,6 @@ class Measured(NamedTuple):
     step_ms: list[float]
     other_ms: list[float]
     peak_mib: float  # weights and the optimizer's state included, which is what has to fit
-    kept_share: float | None
     forwards: float  # of bodies in a step
     loss: float
     grad_norm: float
@@ -339,7 +316,6 @@ def run_trainer(trainer: Any, clock: Clock) -> Measured:
         step_ms=clock.step_ms,
         other_ms=clock.other_ms,
         peak_mib=(clock.memory.base + clock.memory.peak_bytes) / 2**20,
-        kept_share=statistics.mean(clock.shares) if clock.shares else None,
         forwards=clock.forwards / max(len(clock.step_ms), 1),
         loss=log["loss"],
         grad_norm=log["grad_norm"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmark.cases import MIXED, STEP, SURE
 from benchmark.environment import PACKAGES, package_key, read_results
-from benchmark.variants import DEFAULT, LABELS
+from benchmark.variants import LABELS, OURS
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
@@ -37,7 +37,6 @@ COLUMNS: Columns = {
     "x TRL": number("step_x_trl", ".2f"),
     "extra MiB": number("peak_extra_mib", ",.0f"),
     "of eager": number("peak_extra_of_eager", ".1%"),
-    "kept": number("kept_share", ".0%"),
     "logp err": number("logp_max_error", ".1e"),
     "entropy err": number("entropy_max_error", ".1e"),
     "dH err": number("grad_hidden_error", ".1e"),
@@ -122,10 +121,10 @@ SUMMARY: Columns = {
 
 
 def summary(results: dict[str, Any], case: str, variants: Sequence[str]) -> str:
-    """One table of the variants on a case, in a few columns; the default in bold."""
+    """One table of the variants on a case, in a few columns; ours in bold."""
     rows = {row["variant"]: row for row in results["rows"] if row["case"] == case}
     table = markdown_table(
-        SUMMARY, [(f"**{LABELS[name]}**" if name == DEFAULT else LABELS[name], rows[name]) for name in variants]
+        SUMMARY, [(f"**{LABELS[name]}**" if name == OURS else LABELS[name], rows[name]) for name in variants]
     )
     return f"{environment_line(results['environment'])}\n\n{table}\n"
 

@@ -81,9 +81,7 @@ def check(shape: Shape, place: Place) -> dict[str, float]:
 
     def solve(weight: Tensor, vocab_parallel: VocabParallel | None, entropy: bool) -> dict[str, Tensor]:
         leaves = hidden.clone().requires_grad_(), weight.requires_grad_()
-        found = linear_logprobs(
-            leaves[0], weight, targets, entropy=entropy, vocab_parallel=vocab_parallel, grad_tolerance=0.0
-        )
+        found = linear_logprobs(leaves[0], weight, targets, entropy=entropy, vocab_parallel=vocab_parallel)
         loss = (found.logps * upstream).sum()
         results = {"logps": found.logps}
         if found.entropy is not None:
@@ -127,7 +125,7 @@ def measure(shape: Shape, place: Place) -> list[dict[str, Any]]:
 
         def forward(leaf=leaf, head=head, vocab_parallel=vocab_parallel) -> Tensor:
             # Shards are exact, so the whole head is, too.
-            return linear_logprobs(leaf, head, targets, vocab_parallel=vocab_parallel, grad_tolerance=0.0).logps
+            return linear_logprobs(leaf, head, targets, vocab_parallel=vocab_parallel).logps
 
         def forward_without_gradient(forward=forward) -> None:
             with torch.no_grad():

@@ -22,26 +22,15 @@ VARIANTS = {
     "cce": Variant("cut-cross-entropy", "cce", {}),
     "torch_linear_ce": Variant("torch linear CE", "torch_linear_ce", {}),
     "verl_triton": Variant("verl Triton", "verl_triton", {}),
-    "ours": Variant("liger_rl, exact", "ours", {}),
-    "ours-one-pass": Variant("liger_rl, exact in one pass", "ours", {"passes": "one"}),
+    "ours": Variant("liger_rl", "ours", {}),
+    "ours-one-pass": Variant("liger_rl, one pass", "ours", {"passes": "one"}),
     "ours-one-pass-2048": Variant(
         "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
     ),
-    "ours-3e-4": Variant("liger_rl, default", "ours", {"grad_tolerance": 3e-4}),
-    "ours-1e-3": Variant("liger_rl, tolerance 1e-3", "ours", {"grad_tolerance": 1e-3}),
-    "ours-3e-3": Variant("liger_rl, tolerance 3e-3", "ours", {"grad_tolerance": 3e-3}),
-    "ours-1e-2": Variant("liger_rl, tolerance 1e-2", "ours", {"grad_tolerance": 1e-2}),
 }
 LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 BASELINE = "eager"
 TRL = "trl_chunked"
 OURS = "ours"
-DEFAULT = "ours-3e-4"  # what a call does that names no option
-# Not on a case that names no others: the default stands for all tolerances.
-SPECIAL = (
-    "ours-one-pass-2048",
-    "ours-1e-3",
-    "ours-3e-3",
-    "ours-1e-2",
-)
+SPECIAL = ("ours-one-pass-2048",)  # not on a case that names no others
 EVERYWHERE = tuple(name for name in VARIANTS if name not in SPECIAL)

@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import LogitTransform, PolicyBatch
+from liger_rl.head.listed import segment_sums_triton, slots_triton
+from liger_rl.head.listed.segment_sums import Entries, Factors, Segments
 from liger_rl.head.pair import tiles_triton
 from liger_rl.head.pair.pair_reference import (
     FORWARD,
@@ -35,28 +37,9 @@ from liger_rl.head.pair.pair_reference import (
     PairTile,
     Tile,
 )
-from liger_rl.head.sparse import bounds_triton as sparse_triton
-from liger_rl.head.sparse import listing_triton, slots_triton, tile_lists_triton
-from liger_rl.kernels import (
-    compiled,
-    devices,
-    epilogue,
-    segment_sums_triton,
-    softmax_triton,
-)
+from liger_rl.kernels import compiled, devices, epilogue, softmax_triton
 from liger_rl.kernels.reference import SavedExp
-from liger_rl.kernels.segment_sums import Base, Entries, Factors, Segments
-from liger_rl.kernels.statistics import (
-    BLOCK_VOCAB,
-    EXTRAS,
-    PART_VOCAB,
-    SAMPLES,
-    TileStatistics,
-    TokenGradients,
-    TokenStatistics,
-    count_parts,
-)
-from liger_rl.kernels.transform import HeadFactors
+from liger_rl.kernels.statistics import BLOCK_VOCAB, EXTRAS, TokenGradients, TokenStatistics
 from liger_rl.losses import KLPenalty, PPOClip, TokenSum
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
@@ -163,36 +146,10 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     targets = torch.zeros(N, dtype=torch.long)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     extras = EXTRAS if entropy else ()
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, with_tiles=True)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras)
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
     saved_exp = SavedExp.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, saved_exp=saved_exp)
-
-
-def found_ids(transform: LogitTransform, entropy: bool) -> None:
-    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
-    bias = ones(V, dtype=torch.bfloat16) if entropy else None
-    targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
-    known = TileStatistics.unwritten(N, V, CPU, entropy=entropy)
-    bounds = sparse_triton.bound_parts(known, -ones(N), tokens, targets, transform)
-    samples = sparse_triton.sample_tokens(bounds, torch.arange(N))
-    shares = sparse_triton.estimate_shares(ones(V, SAMPLES), bias, samples, targets, tokens, transform)
-    sparse_triton.sum_tile_rows(shares, weight, torch.bfloat16)
-    selected, _ = sparse_triton.select_parts(bounds, shares, 1e-3, transform, torch.bfloat16, signed=entropy)
-    span, parts = tile_lists_triton.Span(0, N, 0, N), listing_triton.PartEntries.empty(N, PART_VOCAB, CPU)
-    tile_lists = tile_lists_triton.list_tiles(selected, span)
-    head = HeadFactors(hidden, weight, bias, transform)
-    listing_triton.compute_parts(head, targets, tokens, selected, tile_lists, span, parts)
-    starts = torch.arange(N + 1)
-    before, found = torch.zeros(N + 1, dtype=torch.int64), Entries.empty(2 * N, CPU)
-    given = targets, ones(N)
-    listing_triton.write_lists(parts, selected, tile_lists, shares, given, span, transform, before, found, starts)
-    segment_sums_triton.order_by_id(found, V)
-    out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(count_parts(V), H), shares.shares, PART_VOCAB)
-    by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
-    segment_sums_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
-    by_token = Segments(torch.arange(N + 1), found.tokens)
-    segment_sums_triton.segment_sums(by_token, found.coefficients, found.ids, weight, hidden, base=Base(ones(N, H)))
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -208,6 +165,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     slots_triton.fold_slots(logits, slots, entropy=entropy)
     tokens = token_gradients(entropy)._replace(lse=ones(N).double())
     coefficients = slots_triton.grad_slots(logits, slots, statistics(entropy), tokens, transform)
+    segment_sums_triton.order_by_id(Entries(slots.ids, coefficients, slots.tokens), V)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments in (slots.by_token, by_id):
         out = torch.empty(segments.number, H, dtype=torch.bfloat16)
@@ -257,10 +215,10 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
     compiled.update_topk(ones(N, V), 0, bias, transform, torch.zeros(N, count, dtype=torch.long))
 
 
-EVERYWHERE = (
-    tile_by_tile, whole_rows, kept_exponentials, listed_ids, several_ids, pairs_of_tiles, policy_terms,
+CALLS = (
+    tile_by_tile, whole_rows, kept_exponentials, in_the_epilogue, listed_ids, several_ids, pairs_of_tiles,
+    policy_terms,
 )  # fmt: skip
-WITH_EPILOGUE = (in_the_epilogue, found_ids)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 
@@ -310,7 +268,7 @@ class Compiler:
         cases = tuple(itertools.product(TRANSFORMS, (False, True))) if self.everything else OFF_AND_ON[::-1]
         if devices.reason_against_gpu(target.gpu) is not None:
             raise SystemExit(f"the products of our own are kept from {name}")
-        for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
+        for part, case in itertools.product(CALLS, cases):
             part(*case)
         if self.too_large:
             raise SystemExit("\n".join(sorted(self.too_large)))

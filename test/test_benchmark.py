@@ -16,7 +16,6 @@ pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an i
 
 from benchmark import floor, gold, plot, run, step, step_batches, train_real_runs, variants
 from benchmark.cases import (
-    FLAT,
     LOGPS_AND_ENTROPY,
     MIXED,
     RL,
@@ -76,7 +75,6 @@ def test_a_tailed_policy_has_the_curves_that_are_claimed():
     noise = surprise.std() / math.sqrt(surprise.numel())
     assert abs(surprise.mean() - inputs.current_entropy.mean()) < 4 * noise
     assert make_inputs(replace(case, peaks=MIXED), "cpu").current_logps.exp().gt(0.99).float().mean() < 0.6
-    assert make_inputs(replace(case, peaks=FLAT), "cpu").current_entropy.min() > math.log(case.vocab) - 1
 
 
 def test_inputs_follow_the_case():
@@ -123,14 +121,13 @@ def test_variants_compute_the_same_thing(variant, case, monkeypatch):
         pytest.skip(reason)
     bench = Bench(case, "cpu")
     errors = measure_errors(head, bench.compute(head), case, bench.inputs, bench.gold)
-    tolerance = max(1e-5, 1.1 * variants.VARIANTS[variant].options.get("grad_tolerance", 0.0))
     assert errors.pop("error_rows") == case.rows
     assert {"grad_hidden_error", "loss_error"} <= errors.keys() or case.task != STEP
     for name, error in errors.items():
         if case.frozen and name == "grad_weight_error":
             assert error is None
         else:
-            assert error < tolerance, name
+            assert error < 1e-5, name
 
 
 def test_a_real_process_measures_and_gives_reasons():
@@ -300,7 +297,7 @@ def test_a_run_ends_with_the_mean_of_its_last_fifth():
     ends = dict.fromkeys(train_real_runs.CURVES, 0.5)
     assert train_real_runs.ends({"runs": runs}) == {(variant, 0): ends for variant in train_real_runs.VARIANTS}
     # One that was stopped early cuts all of them: the last 4 of 18 steps are half before the rise.
-    runs[1] = curves("default", 0, 0.5, steps=18)
+    runs[1] = curves("patch", 0, 0.5, steps=18)
     assert {found["reward"] for found in train_real_runs.ends({"runs": runs}).values()} == {0.25}
 
 
@@ -314,7 +311,7 @@ def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
     results = json.loads((tmp_path / f"{name}-cpu.json").read_text())
     rows = results["rows"]
     ours = [row for row in rows if row["variant"].startswith("liger_rl") and "grad_weight_error" in row]
-    assert len(ours) >= 3
+    assert len(ours) >= (2 if name == "head_losses" else 3)
     for row in ours:
         assert row["step_ms"] > 0
         assert row["grad_hidden_error"] < 6e-3

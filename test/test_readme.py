@@ -92,27 +92,25 @@ def whole_step(results):
 def rl_batch(results):
     """Below the table of the head."""
     from benchmark.table import gradient_error
-    from benchmark.variants import DEFAULT
+    from benchmark.variants import OURS
 
     found = results("nvidia-h200-policy")
     rows = {row["variant"]: row for row in found["rows"] if row["case"] == "rl-policy-0.6" and row["status"] == "ok"}
-    default, cce = rows[DEFAULT], rows["cce"]
+    ours, cce = rows[OURS], rows["cce"]
     assert cce["peak_extra_mib"] == min(row["peak_extra_mib"] for row in rows.values())
-    errors = [f"{gradient_error(row):.1e}".replace("e-0", "e-") for row in (cce, default)]
+    errors = [f"{gradient_error(row):.1e}".replace("e-0", "e-") for row in (cce, ours)]
     yield f"gradient error is {errors[0]} against our {errors[1]}"
-    yield f"its step takes {cce['step_ms'] / default['step_ms']:.1f} times as long as our default"
+    yield f"its step takes {cce['step_ms'] / ours['step_ms']:.1f} times as long as ours"
 
 
 def rewards(results):
     from benchmark import train_real_runs as runs
 
     found = runs.ends(results("train-real-runs-nvidia-h200"))
-    trl, default, _ = (
-        [ends["reward"] for (variant, _), ends in found.items() if variant == name] for name in runs.VARIANTS
-    )
+    trl, patch = ([ends["reward"] for (variant, _), ends in found.items() if variant == name] for name in runs.VARIANTS)
     assert len(trl) == 5
-    assert {f"{stdev(values) / len(values) ** 0.5:.2f}" for values in (trl, default)} == {"0.01"}
-    yield f"five seeds end with a mean reward of {mean(trl):.2f} and {mean(default):.2f}, each ± 0.01"
+    assert {f"{stdev(values) / len(values) ** 0.5:.2f}" for values in (trl, patch)} == {"0.01"}
+    yield f"five seeds end with a mean reward of {mean(trl):.2f} and {mean(patch):.2f}, each ± 0.01"
 
 
 def sampling_sets(results):
@@ -165,7 +163,7 @@ def test_every_preset_has_its_row():
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", "docs/choosing.md"])
 def test_files_that_a_page_names_exist(page):
-    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "head", "head/sparse"))]
+    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "head", "head/listed"))]
     names = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|/))`", (ROOT / page).read_text(encoding="utf-8")))
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "distributed": [],
 }
 # An engine's folder -> the engines that it may import.
-ENGINES = {"dense": [], "sparse": ["dense"], "pair": ["dense"]}
+ENGINES = {"dense": [], "listed": ["dense"], "pair": ["dense"]}
 # Every other room: torch alone, integrations: anything.
 OUTSIDE = {room: {"torch", "triton"} for room in ("kernels", "head", "losses")}
 POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}

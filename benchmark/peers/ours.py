@@ -1,7 +1,6 @@
-"""liger_rl in two passes, with a tolerance, in one pass."""
+"""liger_rl in two passes and in one pass."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -11,27 +10,15 @@ from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
-from liger_rl.head.sparse import lists
-from liger_rl.head.sparse.lists import wait_for_counts
-from liger_rl.head.sparse.parts import PartCounts
 
 
 class Head(Base):
     entropy = True
 
-    def __init__(
-        self,
-        *,
-        grad_tolerance: float = 0.0,
-        passes: str = "two",
-        chunk_tokens: int | None = None,
-    ) -> None:
-        self.grad_tolerance, self.passes, self.chunk_tokens = grad_tolerance, passes, chunk_tokens
-        self._share: float | None = None
+    def __init__(self, *, passes: str = "two", chunk_tokens: int | None = None) -> None:
+        self.passes, self.chunk_tokens = passes, chunk_tokens
 
     def reason(self, case: Case, device: str) -> str | None:
-        if self.grad_tolerance and case.task != STEP:
-            return "a tolerance is of gradients"
         if self.passes != "two" and case.task != STEP:
             return "passes differ in their gradients"
         return super().reason(case, device)
@@ -48,19 +35,15 @@ class Head(Base):
         return Values(found.logps, found.entropy)
 
     def make(self, case: Case, inputs: Inputs) -> Callable[[], Tensor]:
-        self._share = None
         loss_fn = FusedLinearGRPOLoss(
             loss_type="dapo",
             beta=case.beta,
             epsilon_low=EPSILON,
             epsilon_high=EPSILON,
             softcap=case.softcap,
-            grad_tolerance=self.grad_tolerance,
             passes=self.passes,
             chunk_tokens=self.chunk_tokens,
         )
-        if self.grad_tolerance:
-            lists.wait_for_counts = self._recorded
         return lambda: (
             loss_fn(
                 inputs.hidden,
@@ -72,12 +55,3 @@ class Head(Base):
                 ref_per_token_logps=inputs.ref_logps,
             ).loss
         )
-
-    def _recorded(self, *arguments: Any) -> PartCounts:
-        """`wait_for_counts`, which also notes the share of selected parts. The host knows it anyway."""
-        counts = wait_for_counts(*arguments)
-        self._share = counts.share
-        return counts
-
-    def kept_share(self) -> float | None:
-        return self._share

@@ -57,10 +57,6 @@ class Head:
         """Forward and loss, ready for .backward()."""
         return lambda: grpo_loss(self.values(case, inputs).logps, inputs)
 
-    def kept_share(self) -> float | None:
-        """The share of parts (a token and 256 ids) that the latest backward kept; None where nothing is left out."""
-        return None
-
 
 def load(variant: str) -> Head:
     """A variant, whose library may still be missing: its `reason` says so."""

@@ -79,8 +79,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             a mean over the tokens with a weight.
         passes: as in `FusedLinearGRPOLoss`.
         options: the fields of the objective, such as label_smoothing and z_loss; world_size, of the reduction; and
-            temperature, softcap, scale, grad_tolerance, chunk_tokens, chunk_vocab, as in
-            `FusedLinearGRPOLoss`.
+            temperature, softcap, scale, chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
 
     Raises:
         TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.

@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, keywords_of
 from liger_rl.head.checks import Passes
-from liger_rl.head.head_options import Tolerance
 from liger_rl.head.record import Head
 from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
@@ -38,13 +37,13 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.losses.metrics`.
         passes: "two" recomputes the logits in the backward. "one" makes the gradients in the forward, with three
             products instead of four and with more memory. If that is not possible, it raises a ValueError that says
-            what is missing. "auto" takes one pass if it pays and a tolerance has no effect. `plan_linear_logprobs`
-            states the rule and shows the plan.
+            what is missing. "auto" takes one pass if it pays. `plan_linear_logprobs` states the rule and shows the
+            plan.
         beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
         entropy_coef: the field of `EntropyBonus`.
         temperature, softcap, scale: the fields of `LogitTransform`.
-        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`. In one pass,
-            chunk_tokens bounds the tokens whose gradients are made together over the whole vocabulary.
+        chunk_tokens, chunk_vocab: as in `linear_logprobs`. In one pass, chunk_tokens bounds the tokens whose gradients
+            are made together over the whole vocabulary.
         options: the fields of the preset's objective, such as `epsilon_low`, `epsilon_high` and `delta`, and of its
             reduction, `world_size` or `max_completion_length`. Their defaults are the preset's: "gmpo" has 0.4 where
             other presets have 0.2, and "gspo" another importance_sampling_level.
@@ -73,7 +72,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         temperature: float = 1.0,
         softcap: float | None = None,
         scale: float = 1.0,
-        grad_tolerance: Tolerance = "auto",
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
         **options: "Unpack[PresetKeywords]",
@@ -84,8 +82,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             sampler_correction=sampler_correction, corrections=corrections, metrics=metrics,
         )  # fmt: skip
         head: HeadKeywords = {
-            "temperature": temperature, "softcap": softcap, "scale": scale, "grad_tolerance": grad_tolerance,
-            "chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab,
+            "temperature": temperature, "softcap": softcap, "scale": scale, "chunk_tokens": chunk_tokens,
+            "chunk_vocab": chunk_vocab,
         }  # fmt: skip
         super().__init__(terms, passes, head)
 

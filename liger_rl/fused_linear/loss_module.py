@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, other_values, prepare_loss
 from liger_rl.head.checks import Passes, check_passes
-from liger_rl.head.head_options import COMPUTE_OPTIONS, MOST_IDS, HeadOptions, Tolerance
+from liger_rl.head.head_options import COMPUTE_OPTIONS, MOST_IDS, HeadOptions
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.record import Head
@@ -35,7 +35,6 @@ class HeadKeywords(TypedDict, total=False):
     temperature: float
     softcap: float | None
     scale: float
-    grad_tolerance: Tolerance
     chunk_tokens: int | None
     chunk_vocab: int | None
 

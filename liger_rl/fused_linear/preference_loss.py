@@ -94,7 +94,7 @@ class FusedLinearPreferenceLoss(_Judged):
             `chosen_logps`, `rejected_logps` and `nll`.
         passes: as in `FusedLinearGRPOLoss`. One pass needs a chunk with room for a pair, and no sorted pairs ("aot").
         options: the fields of the objective (`DPO`, `CPO`, `ORPO`), such as beta; and temperature, softcap, scale,
-            grad_tolerance, chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
+            chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
 
     Raises:
         TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.

@@ -130,15 +130,7 @@ def has_gradient(gradients: TokenGradients) -> Tensor:
     return nonzero
 
 
-def index_of(selected: Tensor, count: int | None = None) -> Tensor | None:
-    """Index (count,) of the tokens where `selected` (n,) is true; None if it is true everywhere.
-
-    It takes one host sync, unless the `count` of these tokens is given.
-    """
-    if count is None:
-        index = selected.nonzero().squeeze(1)
-    elif count == selected.numel():
-        return None
-    else:
-        index = torch.sort(selected.logical_not().to(torch.uint8), stable=True).indices[:count]
+def index_of(selected: Tensor) -> Tensor | None:
+    """Index of the tokens where `selected` (n,) is true; None if it is true everywhere. It takes one host sync."""
+    index = selected.nonzero().squeeze(1)
     return None if index.numel() == selected.numel() else index

@@ -104,28 +104,6 @@ def check_transform(transform: LogitTransform) -> None:
     check_type("transform", transform, LogitTransform, "a LogitTransform")
 
 
-def check_tolerance(_name: str, grad_tolerance: Any) -> None:
-    if grad_tolerance == "auto":
-        return
-    check_type("grad_tolerance", grad_tolerance, (int, float), 'a number or "auto"')
-    if not 0.0 <= grad_tolerance < 1.0:
-        raise ValueError(f'grad_tolerance must be in [0, 1) or "auto", got {grad_tolerance}')
-
-
-def auto_tolerance(setting: str | None) -> float:
-    """The tolerance that "auto" stands for: `setting`, the variable LIGER_RL_GRAD_TOLERANCE; if unset or "auto", 3e-4.
-
-    At 3e-4 the error of a gradient is at most the 2.4e-3 of rounding it to bfloat16.
-    """
-    try:
-        tolerance = 3e-4 if setting in (None, "auto") else float(setting)
-    except ValueError:
-        tolerance = -1.0
-    if not 0.0 <= tolerance < 1.0:
-        raise ValueError(f'LIGER_RL_GRAD_TOLERANCE must be a number in [0, 1) or "auto", got {setting!r}')
-    return tolerance
-
-
 def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source: str = "") -> None:
     """Raise unless this is a plain dense tensor of FLOAT_DTYPES, on the device of `like`, whose name is `source`."""
     # This is asked of every tensor of every call, so `check_dense` runs only if it has something to say.

@@ -1,10 +1,9 @@
 """The options of a call of the head, checked where they are stored, and which of them exclude which feature."""
 
-import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,30 +12,20 @@ from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
-Tolerance = float | Literal["auto"]
-AUTO_TOLERANCE = checks.auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
 MOST_IDS = 1024  # of a token: a kernel program holds all of a token's ids and compares each pair
 
 WHOLE_VOCABULARY = "a chunk of one pass holds the whole vocabulary"
-# Feature -> option that must keep its default with the feature -> why. A grad_tolerance must be 0 or "auto".
+# Feature -> option that must keep its default with the feature -> why.
 CONFLICTS: dict[str, dict[str, str]] = {
-    "with lse": {"grad_tolerance": ""},
-    "with topk": {"grad_tolerance": ""},
-    "with vocab_parallel": {
-        "grad_tolerance": "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
-    },
     "with a support": {
         "lse": "its engine does not keep it",
         "topk": "its engine does not keep it",
         "extras": "its engine does not keep them",
-        "grad_tolerance": "",
     },
-    "with several targets for each token": {"grad_tolerance": ""},
     # One head, whose gradients are made in the forward.
     "in one pass": {
         "topk": "a loss reads no list",
         "chunk_vocab": WHOLE_VOCABULARY,
-        "grad_tolerance": "ids are left out of a second pass",
     },
     # Two heads, whose gradients are made in the forward.
     "with token_weights": {"chunk_vocab": WHOLE_VOCABULARY},
@@ -60,11 +49,6 @@ class HeadOptions:
             differentiable. docs/targets.md says when tiles of logits are in memory.
         extras: names of further results, fields of `LogProbs`: "mean_logits", which is differentiable, and
             "log_sum_sq_probs" and "is_top1", which are not.
-        grad_tolerance: in [0, 1), largest error of each token's dL/dlogits divided by the Euclidean norm of the token's
-            own dL/dlogits. The backward sums over a list of ids for each token. It runs exactly where lists would be
-            long, and with a gradient of mean_logits. 0 is exact. "auto" is 3e-4 for 16-bit products, and 0 with every
-            option that excludes a tolerance. LIGER_RL_GRAD_TOLERANCE, read at import, replaces the 3e-4.
-            docs/choosing.md says where a tolerance has an effect.
         compute_dtype: dtype of the products' factors, even under autocast. None: autocast's dtype, or the inputs' own.
         gather: for DeepSpeed ZeRO-3. `gather(weight)` or `gather(weight, bias)` returns a context in which both are
             whole. It is entered once in the forward and once in the backward.
@@ -79,7 +63,6 @@ class HeadOptions:
     lse: bool = False
     topk: int | None = None
     extras: Collection[str] = ()
-    grad_tolerance: Tolerance = "auto"
     compute_dtype: torch.dtype | None = None
     gather: Gather | None = None
     chunk_tokens: int | None = None
@@ -91,17 +74,7 @@ class HeadOptions:
             value = getattr(self, name)
             if value is not default:
                 check(name, value)
-        for name in ("lse", "topk"):
-            if getattr(self, name):
-                self.refuse(f"with {name}")
         object.__setattr__(self, "names_chunk", self.chunk_tokens is not None or self.chunk_vocab is not None)
-
-    def tolerance_of(self, dtype: torch.dtype, *, exact: bool) -> float:
-        """The tolerance of a gradient with products in `dtype`; `exact`: a feature of the call excludes one."""
-        if self.grad_tolerance != "auto":
-            return self.grad_tolerance
-        exact = exact or self.lse or self.topk is not None or self.names_chunk or dtype.itemsize != 2
-        return 0.0 if exact else AUTO_TOLERANCE
 
     def conflict(self, feature: str) -> tuple[str, object, object, str] | None:
         """The first option that is set and cannot be used together with `feature`, as (name, default, value, reason).
@@ -109,9 +82,9 @@ class HeadOptions:
         `feature` is a key of CONFLICTS. None: there is no such option.
         """
         for name, reason in CONFLICTS[feature].items():
-            default = 0.0 if name == "grad_tolerance" else CHECKS[name][0]
+            default = CHECKS[name][0]
             value = getattr(self, name) or default  # an empty list of extras is the default, too
-            if value not in (default, "auto"):  # "auto" becomes 0 with the feature
+            if value != default:
                 return name, default, value, reason
         return None
 
@@ -120,9 +93,7 @@ class HeadOptions:
         conflict = self.conflict(feature)
         if conflict is not None:
             name, default, value, reason = conflict
-            raise ValueError(
-                f"{name} must be {default} {feature}{f': {reason}; got {value}' if reason else f', got {value}'}"
-            )
+            raise ValueError(f"{name} must be {default} {feature}: {reason}; got {value}")
 
 
 # Option -> its default, and check(name, value), which raises for a bad value.
@@ -132,11 +103,10 @@ CHECKS: dict[str, tuple[Any, Callable[[str, Any], object]]] = {
     "lse": (False, checks.check_flag),
     "topk": (None, checks.check_chunk),
     "extras": ((), checks.check_extras),
-    "grad_tolerance": ("auto", checks.check_tolerance),
     "compute_dtype": (None, checks.check_compute_dtype),
     "gather": (None, checks.check_gather),
     "chunk_tokens": (None, checks.check_chunk),
     "chunk_vocab": (None, checks.check_chunk),
 }
 # Options that change how a result is computed, not which result. Frameworks pass them on.
-COMPUTE_OPTIONS = ("grad_tolerance", "chunk_tokens", "chunk_vocab")
+COMPUTE_OPTIONS = ("chunk_tokens", "chunk_vocab")

@@ -9,11 +9,11 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.head.autograd import run_engine
 from liger_rl.head.checks import check_flag
 from liger_rl.head.given_logits import LogitRows, check_logits
-from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
+from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
+from liger_rl.head.listed.listed_ids import log_probs_over_support
 from liger_rl.head.live_tokens import scatter_rows, start_selection
 from liger_rl.head.plan import choose_engine
 from liger_rl.head.record import Head, LogProbs, gather_head
-from liger_rl.head.sparse.listed import log_probs_over_support
 from liger_rl.head.support import Support
 from liger_rl.head.workload import Workload
 from liger_rl.kernels.public_call import public
@@ -37,7 +37,6 @@ def linear_logprobs(
     lse: bool = False,
     topk: int | None = None,
     extras: Collection[str] = (),
-    grad_tolerance: Tolerance = "auto",
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
@@ -64,7 +63,7 @@ def linear_logprobs(
         bias: (V,), added before the transform; hidden's dtype or float32.
         support: ids that each token could have been drawn from (docs/support.md).
         vocab_parallel: the place in a sharded head.
-        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
 
     Returns:
@@ -76,8 +75,8 @@ def linear_logprobs(
         NotImplementedError, RuntimeError: a forward-mode derivative or a second derivative is asked for.
     """
     head_options = HeadOptions(
-        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
-        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
+        gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     with gather_head(head_options, weight, bias):
         return log_probs(

@@ -1,7 +1,7 @@
 """Chooses the engine and the tiles of a call of the head from shapes alone, and says why.
 
 `ENGINES` is ordered: the first engine that has no `reason_against` the call runs. A call with a support has its own
-engine, `sparse/listed.py`.
+engine, `listed/listed_ids.py`.
 """
 
 from collections.abc import Collection
@@ -16,15 +16,14 @@ from liger_rl.head.dense import one_pass, two_pass
 from liger_rl.head.dense.one_pass import OnePass
 from liger_rl.head.dense.several import SeveralTargets
 from liger_rl.head.dense.two_pass import TwoPasses
-from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
-from liger_rl.head.sparse.certified import Sparse
+from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.tiles import Tiles
 from liger_rl.head.workload import NO_GRADIENT, Workload
 from liger_rl.kernels.devices import family_of, gpu_of
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 
-ENGINES: tuple[type[Engine], ...] = (SeveralTargets, Sparse, OnePass, TwoPasses)
+ENGINES: tuple[type[Engine], ...] = (SeveralTargets, OnePass, TwoPasses)
 
 
 def choose_engine(work: Workload) -> type[Engine]:
@@ -51,7 +50,7 @@ class LinearPlan:
     device: str
     """"cpu", or the name of a GPU's device with what it is: "cuda, compute capability 9.0"."""
     path: str
-    """"several targets", "sparse", "one pass" or "two passes"."""
+    """"several targets", "one pass" or "two passes"."""
     reason: str
     """The needs of the engines before this one. Then the dtype of one pass's weight sum or a copied weight, and on a
     GPU the need of an epilogue that does not apply."""
@@ -76,7 +75,7 @@ def _plan(work: Workload) -> LinearPlan:
     remarks = [f"{other.name}: needs {other.reason_against(work)}" for other in before]
     forward, backward = two_pass.tiles_of(work)
     tiles = Tiles(*map(max, forward, backward))
-    reason = work.reason_against_tolerance if engine is Sparse else work.reason_against_fold
+    reason = work.reason_against_fold
     if engine is OnePass:
         chunks, reason = one_pass.chunks_of(work), one_pass.reason_against_epilogue(work)
         tiles = Tiles(chunks.tokens, work.vocab)
@@ -84,8 +83,8 @@ def _plan(work: Workload) -> LinearPlan:
             remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
     elif reason is None and work.casts_weight:
         remarks.append(f"products read a copy of the weight in {str(work.compute_dtype).split('.')[1]}")
-    if reason is None and engine is not OnePass and True in work.needs and work.reason_against_tolerance:
-        remarks.append(f"no epilogue in the backward, which needs {work.reason_against_tolerance}")
+    if reason is None and engine is not OnePass and True in work.needs and work.reason_against_grad:
+        remarks.append(f"no epilogue in the backward, which needs {work.reason_against_grad}")
     if work.device.type == "cuda" and reason is not None:
         remarks.append(f"no epilogue, which needs {reason}")
     gpu = gpu_of(work.device)
@@ -118,7 +117,6 @@ def plan_linear_logprobs(
     lse: bool = False,
     topk: int | None = None,
     extras: Collection[str] = (),
-    grad_tolerance: Tolerance = "auto",
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
@@ -129,14 +127,12 @@ def plan_linear_logprobs(
     The first engine of this list that takes the call runs:
 
     1. "several targets", with `topk`.
-    2. "sparse", with a `grad_tolerance` above 0 and products in an epilogue.
-    3. "one pass", if `passes` allows it and a chunk has room for all tokens that one token's gradient depends on.
+    2. "one pass", if `passes` allows it and a chunk has room for all tokens that one token's gradient depends on.
        passes="auto" also asks that no chunk is named, that a chunk has room for 512 tokens (256 on CPU) or for all N,
        and that a 16-bit weight's gradient needs no float32 sum of 4VH bytes over several chunks.
-    4. "two passes".
+    3. "two passes".
 
-    docs/design.md says which products have an epilogue, and docs/choosing.md what memory engines take. If lists of ids
-    get long, "sparse" runs the exact backward. A plan cannot foresee that.
+    docs/design.md says which products have an epilogue, and docs/choosing.md what memory engines take.
 
     Args:
         tokens, vocab, hidden_size: N, V, H. All N tokens count.
@@ -147,7 +143,7 @@ def plan_linear_logprobs(
         tokens_per_gradient: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a
             sequence-local loss of rows (B, T), N for any other loss.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
-        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
 
     Raises:
@@ -166,15 +162,15 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     head_options = HeadOptions(
-        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
-        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
+        gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     used = head_options.compute_dtype or dtype
     return _plan(
         Workload(
             tokens, vocab, hidden_size, dtype, weight_dtype or dtype, used, _device(device),
-            (needs[0], needs[1], False), head_options, head_options.tolerance_of(used, exact=False), aligned=aligned,
-            passes=passes, tokens_per_gradient=tokens_per_gradient,
+            (needs[0], needs[1], False), head_options, aligned=aligned, passes=passes,
+            tokens_per_gradient=tokens_per_gradient,
         )
     )  # fmt: skip
 

@@ -53,7 +53,6 @@ class Head(NamedTuple):
     options: HeadOptions
     dtype: torch.dtype  # of the factors of the products
     shape: torch.Size  # of the tokens, (B, T) or (N,)
-    grad_tolerance: float = 0.0
     mask: Tensor | None = None  # shaped (B, T) or (N,)
     # Shaped like mask or (B, 1): 0 where no log-probability is needed. The token's id is validated even there.
     needed: Tensor | None = None
@@ -91,17 +90,13 @@ class Head(NamedTuple):
             _check_support(support, first_targets, options, vocab_parallel, several, targets_name)
         if vocab_parallel is not None:
             check_type("vocab_parallel", vocab_parallel, VocabParallel, "a VocabParallel or None")
-            options.refuse("with vocab_parallel")
         elif options.topk is not None:
             _check_topk(options.topk, weight.shape[0])
-        exact = several or support is not None or vocab_parallel is not None
         return cls(
             hidden.flatten(0, -2), weight, bias,
             # A narrow dtype would wrap the vocabulary's size in comparisons.
             targets.long().contiguous().view(-1, *targets.shape[len(shape) :]),
-            options, dtype, shape, options.tolerance_of(dtype, exact=exact), mask, support=support,
-            vocab_parallel=vocab_parallel,
-            targets_name=targets_name,
+            options, dtype, shape, mask, support=support, vocab_parallel=vocab_parallel, targets_name=targets_name,
         )  # fmt: skip
 
     def with_shard(self) -> "Head":
@@ -194,7 +189,6 @@ def _check_topk(topk: int, vocab: int) -> None:
 
 def _check_several(targets: Tensor, shape: torch.Size, options: HeadOptions, name: str) -> Tensor:
     """Raise unless the targets are (..., K) with 1 <= K <= MOST_IDS. -> the first target of each token."""
-    options.refuse("with several targets for each token")
     if "is_top1" in options.extras:
         raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
     if targets.shape[:-1] != shape or not 1 <= targets.shape[-1] <= MOST_IDS:

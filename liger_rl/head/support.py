@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_count, check_dense, check_flag, check_floating
-from liger_rl.kernels import segment_sums as segments
-from liger_rl.kernels.segment_sums import Slots
+from liger_rl.head.listed import segment_sums as segments
+from liger_rl.head.listed.segment_sums import Slots
 from liger_rl.kernels.transform import check_number, check_type
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.checks import check_constant, check_dense, check_floating, check_integers
-from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions, Tolerance
+from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.pair.pair_call import BETA, make_measure
@@ -55,7 +55,6 @@ def topk_divergence(
     lse: bool = False,
     topk: int | None = None,
     extras: Collection[str] = (),
-    grad_tolerance: Tolerance = "auto",
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
@@ -77,7 +76,7 @@ def topk_divergence(
         lists: "teacher", "student" or "union". With the last two, `topk` is the length of the student's lists, and
             teacher_logps is a function.
         kind, beta, tail: as in `list_divergence`.
-        transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype, gather: the fields of `HeadOptions`.
+        transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
 
     Returns:
@@ -87,8 +86,8 @@ def topk_divergence(
         ValueError: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient.
     """
     head_options = HeadOptions(
-        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, grad_tolerance=grad_tolerance,
-        compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
+        gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     measure = _check_formula(kind, beta, tail)
     check_dense("hidden", hidden)

@@ -26,7 +26,6 @@ class Workload(NamedTuple):
     device: torch.device
     needs: Needs  # whether hidden, weight and bias want a gradient
     options: HeadOptions
-    grad_tolerance: float
     several: bool = False  # each token has a list of targets
     aligned: bool = True  # the weight's rows start at multiples of 16 bytes
     passes: Passes = "two"
@@ -38,7 +37,7 @@ class Workload(NamedTuple):
         hidden, weight = head.hidden, head.weight
         return cls(
             hidden.shape[0], weight.shape[0], weight.shape[1], hidden.dtype, weight.dtype, head.dtype, hidden.device,
-            head.needs, head.options, head.grad_tolerance, head.targets.dim() == 2, is_aligned(weight),
+            head.needs, head.options, head.targets.dim() == 2, is_aligned(weight),
         )  # fmt: skip
 
     @property
@@ -48,7 +47,7 @@ class Workload(NamedTuple):
 
     @property
     def reason_against_epilogue(self) -> str | None:
-        """The first thing that one pass or a tolerance needs of a product with an epilogue; None if it applies."""
+        """The first thing that one pass needs of a product with an epilogue; None if it applies."""
         return self._reason_against_product(self.tokens)
 
     @property
@@ -62,8 +61,8 @@ class Workload(NamedTuple):
         )
 
     @property
-    def reason_against_tolerance(self) -> str | None:
-        """`reason_against_epilogue` of a tolerance, which needs also that no chunk is named."""
+    def reason_against_grad(self) -> str | None:
+        """The first thing that the backward of two passes needs of a product with an epilogue; None if it applies."""
         return self.reason_against_epilogue or ("no chunk to be named" if self.options.names_chunk else None)
 
     def _reason_against_product(self, tokens: int) -> str | None:

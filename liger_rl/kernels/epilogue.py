@@ -18,18 +18,9 @@ from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.matrix_triton import matrix, product
 from liger_rl.kernels.merge_folds_triton import merge
 from liger_rl.kernels.reference import SavedExp
-from liger_rl.kernels.statistics import (
-    BLOCK_TOKENS,
-    BLOCK_VOCAB,
-    PART_VOCAB,
-    Fold,
-    TileStatistics,
-    TokenGradients,
-    TokenStatistics,
-)
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.tile_epilogues import (
     CAP_BIT,
-    PARTS_BIT,
     REGISTERS_BIT,
     fold_tile,
     grad_tile,
@@ -142,25 +133,22 @@ def gemm_fold(
     *,
     entropy: bool,
     extras: Collection[str] = (),
-    with_tiles: bool = False,  # also the statistics of each part
     saved_exp: SavedExp | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_shards: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
-) -> tuple[TokenStatistics, TileStatistics | None]:
-    """The statistics of hidden @ weight.T, and with `with_tiles` those of its parts.
+) -> TokenStatistics:
+    """The statistics of hidden @ weight.T, where `devices.takes_product(..., folds=True)` says so.
 
-    `devices.takes_product(..., folds=True)` says where. With `saved_exp` they include the target's logit.
+    With `saved_exp` they include the target's logit.
     """
-    assert over_shards is None or not with_tiles
     assert saved_exp is None or saved_exp.tile_vocab == TILE_VOCAB
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
     vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
     tokens_at_once = LIMITS.statistics_bytes // (4 * (2 + entropy + len(extras)) * vocab_tiles)
-    step = max(n, 1) if with_tiles else max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
+    step = max(tokens_at_once // TILE_TOKENS, 1) * TILE_TOKENS
     capped = transform.softcap is not None and transform.softcap / transform.temperature <= MAX_EPILOGUE_CAP
     # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_shards is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
-    variant = CAP_BIT.value * capped + PARTS_BIT.value * with_tiles + REGISTERS_BIT.value * (family.slices > 1)
-    part_statistics = TileStatistics.unwritten(n, vocab, hidden.device, entropy=entropy) if with_tiles else None
+    variant = CAP_BIT.value * capped + REGISTERS_BIT.value * (family.slices > 1)
     state, tiles = Fold.unwritten((n,), target, entropy=entropy, extras=extras), None
     for start in range(0, n, step):
         rows = slice(start, start + step)
@@ -168,15 +156,15 @@ def gemm_fold(
         shape = vocab_tiles, part.peak.shape[0]
         tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
         run_product(
-            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], (tiles, part_statistics),
+            fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], tiles,
             out=None if saved_exp is None else saved_exp.values[rows], variant=variant, whole=vocab % TILE_VOCAB == 0,
-            slices=BLOCK_VOCAB // PART_VOCAB if family.halves else 1, warps=family.fold_warps,
+            slices=2 if family.halves else 1, warps=family.fold_warps,
         )  # fmt: skip
         merge(tiles, part)
         if saved_exp is not None:
             saved_exp.peaks[:, rows] = tiles.peak
     state = state if over_shards is None else over_shards(state)
-    return state.finish(with_target=saved_exp is not None), part_statistics
+    return state.finish(with_target=saved_exp is not None)
 
 
 def gemm_grad(

@@ -37,8 +37,7 @@ class Limits:
     # 0.24 and 0.76, in tiles of logits 0.44 and 0.98.
     product_tokens: int = 512
 
-    # Bytes of the statistics of all vocabulary tiles in our own product. With more tokens it is
-    # launched several times, unless the caller keeps them.
+    # Bytes of the statistics of all vocabulary tiles in our own product. With more tokens it is launched several times.
     statistics_bytes: int = 48 << 20
 
     # Tiles of a step of the kernel that merges folds. With few tokens only wide steps keep an H200 busy: merging 501
@@ -47,16 +46,6 @@ class Limits:
 
     # Tokens of a step of the kernel that selects the tokens that count.
     select_tokens: int = 4096
-
-    # The sparse backward: bytes of selected parts at a time. The parts of BLOCK_TOKENS tokens may take more.
-    parts_bytes: int = 128 << 20
-    # Memory for lists, as a share of the entries of selected parts. At an entropy of 0.6 nats a 160th are listed.
-    listed_share: float = 1 / 32
-    # `sparse.lists.max_selected_share` tends to it as H grows.
-    selected_share: float = 0.55
-    # Lists are summed up to a mean length of V / 128, or of this if that is more. With longer lists, which are rare,
-    # the exact backward runs.
-    mean_ids: int = 256
 
     # Sums over segments. docs/notes/kernels.md has the times of these shapes and of others. A sampler's rows are seldom
     # longer than the piece of `by_token`. If none is, `_pieces_kernel` is not launched.

@@ -1,6 +1,6 @@
 """Tiles of matrices, read and written with the tensor memory accelerator (TMA) or with pointers.
 
-`load`, `store` and `product` take a TMA descriptor, a `PointerMatrix` or a `RaggedMatrix`. Past the last column all
+`store` and `product` take a TMA descriptor, a `PointerMatrix` or a `RaggedMatrix`. Past the last column all
 three read zeros. Past the last row a descriptor reads zeros. Pointers read the last row again, so the caller must mask
 these results.
 """
@@ -69,19 +69,6 @@ def _from_rows(starts, matrix, first, COLUMNS: tl.constexpr):
         return tl.load(starts + column[None, :], mask=_inside(column, matrix)[None, :], other=0.0)
     else:
         return tl.load(starts + column[None, :])
-
-
-@triton.jit
-def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """-> the tile (ROWS, COLUMNS) that starts at (row, column)."""
-    return _columns(matrix, _starts(matrix, row, ROWS), column, COLUMNS)
-
-
-@triton.jit
-def load_rows(matrix, row, column, COLUMNS: tl.constexpr):
-    """-> (n, COLUMNS): the rows of indices `row` (n,), in any order. The matrix must not be a descriptor."""
-    starts = (matrix.start + row.to(tl.int64) * matrix.stride * GROUP)[:, None]
-    return _from_rows(starts, matrix, column, COLUMNS)
 
 
 @triton.jit

@@ -146,12 +146,6 @@ def times_derivative(grad, square, steps):
     """dL/dz and tanh^2 -> dL/dx."""
     if steps.cap is not None:
         grad *= 1.0 - square
-    return times_slope(grad, steps)
-
-
-@triton.jit
-def times_slope(grad, steps):
-    """-> dL/dx of a dL/dz that already includes the factor of dz/dx that depends on x."""
     return grad if steps.slope is None else grad * steps.slope
 
 
@@ -236,14 +230,3 @@ def with_uniform(grad, tokens, token, live):
     if tokens.uniform is not None:
         grad += tl.load(tokens.uniform + token, mask=live, other=0.0)
     return grad
-
-
-@triton.jit
-def gradient_at_target(tokens, token, live, logps):
-    """-> dL/dz of tokens at their targets."""
-    at_target = tl.load(tokens.at_target + token, mask=live, other=0.0)
-    if tokens.grad_entropy is not None:
-        _g, e, entropy = token_terms(tokens, token, live)
-        log_p = tl.maximum(logps, LOWEST_LOG_PROBABILITY)
-        at_target -= _entropy_part(tl.exp(log_p), log_p, e, entropy)
-    return at_target

@@ -135,36 +135,7 @@ class Fold(NamedTuple):
 
 # The sides of a tile in a product with an epilogue.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
-# Entries of a part of a gradient, a half of a product's tile. Large entries lie alone: a published model's token keeps
-# 34 parts of 256 entries, or 40 of 128, at an entropy of 0.6 nats.
-PART_VOCAB = BLOCK_VOCAB // 2
 SAVED_ONE = 2.0**15  # factor on the exponentials of `reference.SavedExp`: the largest power of two in float16
-# A tile's dropped gradient is spread over its entries by the probabilities of so many sampled tokens.
-SAMPLES = 64
-
-
-def count_parts(vocab: int) -> int:
-    """Parts of a token's gradient: two for each tile of the product."""
-    return BLOCK_VOCAB // PART_VOCAB * -(-vocab // BLOCK_VOCAB)
-
-
-class TileStatistics(NamedTuple):
-    """Softmax sums of each token over each part of PART_VOCAB vocabulary entries, float32.
-
-    Sums of parts 2 t and 2 t + 1 are relative to the larger of the two peaks. The number of parts is even: the last one
-    may have no entries, and sums of 0.
-    """
-
-    peaks: Tensor  # (parts, n) max_v z_v; the lowest finite number where every id is banned
-    sums: Tensor  # (parts, n) sum_v exp(z_v - larger peak)
-    moments: Tensor | None  # (parts, n) sum_v exp(z_v - larger peak) (z_v - larger peak); None without entropies
-
-    @classmethod
-    def unwritten(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileStatistics":
-        peaks, sums, *moments = (
-            torch.empty(count_parts(vocab), n, dtype=torch.float32, device=device) for _ in range(2 + entropy)
-        )
-        return cls(peaks, sums, moments[0] if entropy else None)
 
 
 class TokenGradients(NamedTuple):

@@ -24,10 +24,9 @@ from liger_rl.kernels.softmax_triton import (
 )
 
 SAVED_ONE = tl.constexpr(statistics.SAVED_ONE)
-PART_VOCAB = tl.constexpr(statistics.PART_VOCAB)
-# Bits of a variant of `fold_tile`: the logits have a softcap of at most `epilogue.MAX_EPILOGUE_CAP`; parts have
-# statistics of their own; registers are few, as before Hopper.
-CAP_BIT, PARTS_BIT, REGISTERS_BIT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+# Bits of a variant of `fold_tile`: the logits have a softcap of at most `epilogue.MAX_EPILOGUE_CAP`; registers are few,
+# as before Hopper.
+CAP_BIT, REGISTERS_BIT = tl.constexpr(1), tl.constexpr(2)
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
 # Hidden states that stay in the cache while the whole vocabulary goes by. On an H200 (a cache of 50 MB) 16 MB gave
 # the fastest fold of 4, 8, 16 and 32 MB at H = 4096, and 8 and 16 MB at H = 2048. A fixed 8 tiles took 2% more time.
@@ -100,22 +99,18 @@ def fold_tile(
     token,  # (TILE_TOKENS,) indices of the tokens, from `first_token` on
     target,  # (TILE_TOKENS,) column of each token's target, see `target_column`
     first_token, vocab_tile, tokens, vocab,
-    statistics,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,); and `TileStatistics` or None
+    tiles,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,)
     saved_exp,  # a `matrix` (tokens, vocab) of `reference.SavedExp`, or None
     steps,
-    VARIANT: tl.constexpr,  # CAP_BIT + PARTS_BIT + REGISTERS_BIT
+    VARIANT: tl.constexpr,  # CAP_BIT + REGISTERS_BIT
     WHOLE: tl.constexpr,
     SLICES: tl.constexpr,  # of the tile's columns
 ):  # fmt: skip
-    """Write the fold of one tile of logits, and with PARTS_BIT the statistics of its parts.
+    """Write the fold of one tile of logits.
 
-    Exponentials are made of one slice of the tile after the other, so that they fit the registers. The tile's sums are
-    those of the slices, so that PARTS_BIT changes no bit of them.
+    Exponentials are made of one slice of the tile after the other, so that they fit the registers.
     """
-    tiles, parts = statistics
     CAPPED: tl.constexpr = CAP_BIT & VARIANT != 0
-    WITH_PARTS: tl.constexpr = PARTS_BIT & VARIANT != 0
-    APART: tl.constexpr = logits.shape[1] // SLICES == PART_VOCAB  # a slice is a part of `parts`
     FEW_REGISTERS: tl.constexpr = REGISTERS_BIT & VARIANT != 0
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     column = tl.arange(0, TILE_VOCAB)
@@ -150,10 +145,6 @@ def fold_tile(
     total, moment, squares = 0.0, 0.0, 0.0
     for part in tl.static_range(SLICES):
         part_level = pick_slice(level, part, SLICES)
-        part_place = (vocab_tile.to(tl.int64) * SLICES + part) * tokens + token
-        if WITH_PARTS and APART:
-            part_peak = _under_cap(tl.min(part_level, 1), full) if CAPPED else tl.max(part_level, 1)
-            tl.store(parts.peaks + part_place, tl.maximum(part_peak, LOWEST), mask=live)
         if CAPPED:
             # A number for every row, of whatever layout the rows have.
             exp, exponent, factor, rest = exp_of_steps(part_level, least, 0.0 * least - full * LOG2_E)
@@ -163,16 +154,8 @@ def fold_tile(
             # No capped id is banned, and no column of a whole tile is past the last id.
             if not (CAPPED and WHOLE):
                 exponent = tl.maximum(exponent, LOWEST_LOG_PROBABILITY)
-            part_moment = tl.sum(exp * exponent, 1)
-            moment += part_moment
-        part_total = tl.sum(exp, 1)
-        total += part_total
-        if WITH_PARTS and not APART:
-            _fold_parts(part_level, exp, exponent, factor, rest, vocab_tile, token, tokens, parts, full, CAPPED)
-        elif WITH_PARTS:
-            tl.store(parts.sums + part_place, part_total * factor, mask=live)
-            if tiles.moment is not None:
-                tl.store(parts.moments + part_place, (part_moment - part_total * rest) * (factor * LN_2), mask=live)
+            moment += tl.sum(exp * exponent, 1)
+        total += tl.sum(exp, 1)
         if tiles.sum_sq_exp is not None:
             squares += tl.sum(exp * exp, 1)
         if saved_exp is not None:
@@ -185,25 +168,6 @@ def fold_tile(
         tl.store(tiles.sum_sq_exp + place, squares * (factor * factor), mask=live)
     if not FIRST:
         _fold_target(level, token, target, column, live, place, tiles, full, CAPPED, FEW_REGISTERS)
-
-
-@triton.jit
-def _fold_parts(
-    level, exp, exponent, factor, rest, vocab_tile, token, tokens, parts, full, CAPPED: tl.constexpr
-):  # fmt: skip
-    """The statistics of the parts of a tile that share registers."""
-    PARTS: tl.constexpr = level.shape[1] // PART_VOCAB
-    shape: tl.constexpr = (level.shape[0], PARTS, PART_VOCAB)
-    part = vocab_tile.to(tl.int64) * PARTS + tl.arange(0, PARTS)
-    place, live = part[None, :] * tokens + token[:, None], (token < tokens)[:, None]
-    level = tl.reshape(level, shape)
-    peak = _under_cap(tl.min(level, 2), full) if CAPPED else tl.max(level, 2)
-    tl.store(parts.peaks + place, tl.maximum(peak, LOWEST), mask=live)
-    total = tl.sum(tl.reshape(exp, shape), 2)
-    tl.store(parts.sums + place, total * factor[:, None], mask=live)
-    if parts.moments is not None:
-        moment = tl.sum(tl.reshape(exp * exponent, shape), 2) - total * rest[:, None]
-        tl.store(parts.moments + place, moment * (factor * LN_2)[:, None], mask=live)
 
 
 @triton.jit

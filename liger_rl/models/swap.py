@@ -89,7 +89,7 @@ def swap_lm_head(model: Model) -> Model:
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
             per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        lse, extras, topk, grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
+        lse, extras, topk, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
     Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md).
 

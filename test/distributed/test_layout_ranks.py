@@ -132,7 +132,7 @@ MISTAKES = {
     "budget": ({"max_tokens": 3}, "ValueError: max_tokens must be at least 5, the longest sequence (row 0 of"),
     "options": ({"packing": "yes"}, "TypeError: packing must be of type bool"),
     "extra": ({"bogus": 1}, "TypeError: takes no bogus with fused=True"),
-    "extra option": ({"grad_tolerance": 0.0}, "ValueError: batch has no column 'grad_tolerance'"),
+    "extra option": ({"chunk_vocab": 64}, "ValueError: batch has no column 'chunk_vocab'"),
     "importance_ratio": ({"importance_ratio": torch.ones(3)}, "ValueError: importance_ratio must be (B, T) = (2, 12)"),
     "advantages": ({"advantages": [1.0, 2.0]}, "TypeError: advantages must be a real tensor, got list"),
     "mask": ({"mask": IDS}, "ValueError: mask must be (B, T) = (2, 12) on"),
@@ -175,7 +175,7 @@ def refused_on_one_rank(rank, wrapper):
         if name == "its own error":
             call["loss"] = FusedLinearGRPOLoss(Refusing(rank.index), reduction=GlobalTokenMean())
         for key, value in mistake.items() if rank.index == 1 else ():
-            target = call if key in (*ARGUMENTS, "max_tokens", "packing", "bogus", "grad_tolerance") else call["batch"]
+            target = call if key in (*ARGUMENTS, "max_tokens", "packing", "bogus", "chunk_vocab") else call["batch"]
             target[key] = value
         messages[name] = message_of(partial(loss_steps, **call))
     loss_step(model, part, loss).loss.backward()

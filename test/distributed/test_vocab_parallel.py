@@ -267,7 +267,6 @@ MISTAKES = {
     "a missing start": ({"start": 1}, {}, rf"{COVER} .*\[1, 6\) on rank 0"),
     "H": ({"columns": HIDDEN + 1}, {}, r"ValueError: weight must be \(V, H\) with H = 12 "),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
-    "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
     "support": ({"options": {"support": Support.from_vllm([[0]] * 6)}}, {}, "ValueError: support must be None with"),
     # Two heads.
     "a gap of two heads": (TEACHER, {"start": 1}, COVER),

@@ -256,7 +256,6 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("message", "loss_type", "options", "call"),
     [
-        (r"grad_tolerance = 0\.0, got 0\.001", "grpo", {"grad_tolerance": 1e-3}, {}),
         ("chunk_vocab = None, got 64", "grpo", {"chunk_vocab": 64}, {}),
         (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
         ("a token_local or sequence_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),

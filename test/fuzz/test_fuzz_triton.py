@@ -22,7 +22,6 @@ from cases import (
 )
 from head_calls import in_short_pieces, run_triton
 from liger_rl import linear_logprobs
-from liger_rl.head import head_options as options
 from liger_rl.kernels import epilogue
 from liger_rl.kernels.limits import LIMITS
 
@@ -85,7 +84,6 @@ def test_kernels_in_triton(kind) -> None:
         run_triton(patch, epilogue=kind == EPILOGUE)
         patch.setattr(LIMITS, "statistics_bytes", 1)  # more than one chunk of statistics
         patch.setattr(epilogue, "TILE_VOCAB", 64)
-        patch.setattr(options, "AUTO_TOLERANCE", 0.0)  # parts of a gradient have a width of their own
         in_short_pieces(patch)
         patch.setattr(oracle, "TRITON", True)
         check()

@@ -31,8 +31,6 @@ TWO_PASSES = CASES | {
     "chunks": {"chunk_tokens": 200, "chunk_vocab": 700},
     "float32 head under autocast": {"cast": True},
     "transposed float32 head under autocast": {"cast": True, "layout": ("weight", lambda t: t.T.contiguous().T)},
-    "tolerance": {"grad_tolerance": 0.05},
-    "small tolerance": {"grad_tolerance": 0.013, "entropy_coef": 0.1} | TRANSFORM,  # keeps many blocks
 }
 ONE_PASS = CASES | {"by sequence": {"loss_type": "gspo"}}
 
@@ -134,29 +132,27 @@ def test_tiles_are_the_calls_own():
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
-AUTO, AUTO_TOLERANCE, ONE = {"passes": "auto"}, {"grad_tolerance": "auto"}, {"passes": "one"}
-NO_TOLERANCE, EXACT = (
-    "sparse: needs a grad_tolerance above 0",
-    "sparse: needs 16-bit products, and no option that makes",
-)
+AUTO, ONE = {"passes": "auto"}, {"passes": "one"}
+TWO = 'one pass: needs passes="auto" or "one"'
+NO_LISTS = "several targets: needs several targets for each token, or topk"
 SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
 
 
 @pytest.mark.parametrize(
     ("options", "path", "epilogue", "why"),
     [
-        ({}, "two passes", True, 'one pass: needs passes="auto" or "one"'),
-        ({"transform": LogitTransform(softcap=30.0), "entropy": True}, "two passes", True, NO_TOLERANCE),
+        ({}, "two passes", True, TWO),
+        ({}, "two passes", True, NO_LISTS),
+        ({"transform": LogitTransform(softcap=30.0), "entropy": True}, "two passes", True, TWO),
         ({"chunk_vocab": 8192}, "two passes", False, "no epilogue, which needs no chunk to be named"),
         ({"dtype": F32}, "two passes", False, "no epilogue, which needs hidden states and weight in one 16-bit"),
         ({"topk": 3}, "several targets", False, "no epilogue, which needs topk = None"),
-        ({"grad_tolerance": 1e-3}, "sparse", True, "several targets: needs several targets for each token, or topk"),
-        ({"grad_tolerance": 1e-3, "dtype": F32}, "two passes", False, "sparse: needs hidden states and weight in one"),
-        ({"grad_tolerance": 1e-3, "needs": (False, False)}, "two passes", True, "sparse: needs an input that wants"),
-        ({"device": "cpu", "dtype": F32}, "two passes", False, NO_TOLERANCE),
-        ({"device": "cpu", "grad_tolerance": 1e-3}, "two passes", False, "sparse: needs a GPU"),
+        ({"needs": (False, False)}, "two passes", True, TWO),
+        ({"device": "cpu", "dtype": F32}, "two passes", False, TWO),
+        ({"device": "cpu"}, "two passes", False, TWO),
         (AUTO, "two passes", True, SUM),
-        (AUTO | {"tokens": 2048}, "one pass", True, NO_TOLERANCE),
+        (AUTO | {"tokens": 2048}, "one pass", True, NO_LISTS),
+        (AUTO | {"tokens": 511}, "one pass", False, "no epilogue, which needs 512 tokens or more, got 511"),
         (AUTO | {"weight_dtype": F32}, "one pass", False, "summed in float32; no epilogue"),
         (AUTO | {"needs": (True, False)}, "one pass", True, ""),
         (AUTO | {"needs": (False, False)}, "two passes", True, "one pass: needs an input that wants a gradient"),
@@ -170,20 +166,9 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
             "needs room in one chunk for 32768 tokens",
         ),
         (AUTO | {"chunk_tokens": 512}, "two passes", False, "one pass: needs no chunk to be named"),
-        (AUTO | {"grad_tolerance": 1e-3}, "sparse", True, ""),
-        (AUTO | {"grad_tolerance": 1e-3, "tokens": 511}, "two passes", True, "one pass: needs grad_tolerance = 0.0"),
         (AUTO | {"compute_dtype": torch.float16}, "two passes", True, "one pass: needs bfloat16 or float32 products"),
         (CAST, "two passes", True, "products read a copy of the weight in bfloat16"),
-        (CAST | AUTO_TOLERANCE, "sparse", True, "products read a copy of the weight in bfloat16"),
         (CAST | ONE, "one pass", False, "needs a weight in the products' dtype in one pass"),
-        (AUTO_TOLERANCE, "sparse", True, ""),
-        (AUTO_TOLERANCE | AUTO | {"tokens": 2048}, "sparse", True, ""),
-        (AUTO_TOLERANCE | AUTO | {"tokens": 511}, "one pass", False, "sparse: needs 512 tokens or more, got 511"),
-        (AUTO_TOLERANCE | {"tokens": 511}, "two passes", True, "sparse: needs 512 tokens or more, got 511"),
-        (AUTO_TOLERANCE | {"dtype": F32}, "two passes", False, EXACT),
-        (AUTO_TOLERANCE | {"device": "cpu"}, "two passes", False, "sparse: needs a GPU"),
-        (AUTO_TOLERANCE | {"chunk_vocab": 8192}, "two passes", False, EXACT),
-        (AUTO_TOLERANCE | ONE, "one pass", True, "summed in bfloat16"),
         ({"tokens": 511}, "two passes", True, "no epilogue in the backward, which needs 512 tokens or more, got 511"),
         ({"tokens": 0}, "two passes", False, "no epilogue, which needs a token"),
         ({"hidden_size": 4100}, "two passes", False, "which needs a hidden size that is a multiple of 8, got 4100"),
@@ -196,7 +181,7 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
 def test_the_rule(options, path, epilogue, why, monkeypatch):
     for device in ("cuda", "cuda:0"):
         monkeypatch.setitem(devices.GPUS, torch.device(device), devices.HOPPER)
-    shape = {"tokens": 8192, "vocab": 128256, "hidden_size": 4096, "device": "cuda:0", "grad_tolerance": 0.0}
+    shape = {"tokens": 8192, "vocab": 128256, "hidden_size": 4096, "device": "cuda:0"}
     plan = plan_linear_logprobs(**shape | options)
     assert (plan.path, plan.epilogue) == (path, epilogue)
     assert why in plan.reason
@@ -218,8 +203,7 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
         ("needs", TypeError, True), ("needs", TypeError, (True, True, True)), ("needs", TypeError, (1, 0)),
         ("aligned", TypeError, 1),
         ("transform", TypeError, LogitTransform), ("entropy", TypeError, "yes"), ("extras", TypeError, "is_top1"),
-        ("extras", ValueError, ("perplexity",)), ("grad_tolerance", ValueError, -1.0),
-        ("grad_tolerance", TypeError, None), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),
+        ("extras", ValueError, ("perplexity",)), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),
         ("passes", ValueError, ["two"]),
         ("passes", ValueError, "three"),
         ("tokens_per_gradient", ValueError, 0), ("tokens_per_gradient", TypeError, 1.5),

@@ -198,7 +198,7 @@ def test_options_reach_the_head():
     assert max(products.logits(HIDDEN)) == (5, 64)
 
 
-@pytest.mark.parametrize("options", [{"grad_tolerance": -0.1}, {"grad_tolerance": math.nan}, {"chunk_vocab": 0}])
+@pytest.mark.parametrize("options", [{"chunk_tokens": -1}, {"chunk_tokens": math.nan}, {"chunk_vocab": 0}])
 def test_options_are_refused_before_anything_is_patched(options):
     original = vars(trl_utils)[NAME]
     with pytest.raises((TypeError, ValueError), match=next(iter(options))):

@@ -110,7 +110,7 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap, product
     weight[300, 0] = 1.0
     targets = torch.full((tokens,), 300)
     inputs = hidden.to(DEVICE, torch.float16), weight.to(DEVICE, torch.float16), None, targets.to(DEVICE)
-    found, _ = epilogue.gemm_fold(*inputs, LogitTransform(softcap=softcap), entropy=True, extras=EXTRAS)
+    found = epilogue.gemm_fold(*inputs, LogitTransform(softcap=softcap), entropy=True, extras=EXTRAS)
     logps, _ = oracles.logprobs(inputs[0].double(), inputs[1].double(), inputs[3], softcap=softcap)
     sure = logps > -1e-9
     assert 20 < sure.sum() < tokens
@@ -133,7 +133,7 @@ def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole, product)
     hidden, weight = torch.randn(tokens, 64).to(DEVICE, torch.float16), torch.randn(vocab, 64).to(DEVICE, torch.float16)
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
     transform = LogitTransform(softcap=softcap, temperature=temperature)
-    found, _ = epilogue.gemm_fold(hidden, weight, None, targets, transform, entropy=True, extras=EXTRAS)
+    found = epilogue.gemm_fold(hidden, weight, None, targets, transform, entropy=True, extras=EXTRAS)
     for values in found:
         assert values is None or not values.isnan().any()
     assert (found.logps <= 0).all()
@@ -151,7 +151,7 @@ def test_large_logits_in_the_epilogue(level, banned, product):
     lower = torch.tensor(-math.inf, device=DEVICE)
     bias[:300] = lower if banned else bias[:300].nextafter(lower)
     targets = torch.randint(300, 600, (50,), device=DEVICE)
-    found, _ = epilogue.gemm_fold(hidden, weight, bias, targets, LogitTransform(), entropy=True, extras=EXTRAS)
+    found = epilogue.gemm_fold(hidden, weight, bias, targets, LogitTransform(), entropy=True, extras=EXTRAS)
     expected = oracles.values(bias.double().expand(50, -1), targets)
     for name, bound in (("logps", 2e-6), ("entropy", 1e-5), ("log_sum_sq_probs", 2e-6)):
         torch.testing.assert_close(getattr(found, name).double(), getattr(expected, name), rtol=0.0, atol=bound)
@@ -161,10 +161,10 @@ def test_product_with_fold_under_another_default_dtype(product):
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
     hidden, weight = torch.randn(16, 64).to(DEVICE, dtype), torch.randn(300, 64).to(DEVICE, dtype)
     inputs = hidden, weight, None, torch.randint(300, (16,)).to(DEVICE), LogitTransform()
-    expected, _ = epilogue.gemm_fold(*inputs, entropy=True)
+    expected = epilogue.gemm_fold(*inputs, entropy=True)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found, _ = epilogue.gemm_fold(*inputs, entropy=True)
+        found = epilogue.gemm_fold(*inputs, entropy=True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(mine, other) for mine, other in zip(found[:3], expected[:3], strict=True))
@@ -177,7 +177,7 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_id(product):
     weight[[40, 50, 550]] = 2.0 * hidden[:1]
     hidden[:] = hidden[:1]
     targets = torch.tensor([40, 50, 550, 7], device=DEVICE).repeat(32)
-    found, _ = epilogue.gemm_fold(hidden, weight, None, targets, LogitTransform(), entropy=False, extras=("is_top1",))
+    found = epilogue.gemm_fold(hidden, weight, None, targets, LogitTransform(), entropy=False, extras=("is_top1",))
     assert found.is_top1.tolist() == [True, False, False, False] * 32
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from devices import on_gpu
-from liger_rl.kernels import segment_sums as listed
-from liger_rl.kernels import segment_sums_triton
+from liger_rl.head.listed import segment_sums as listed
+from liger_rl.head.listed import segment_sums_triton
 from liger_rl.kernels.limits import LIMITS, Launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

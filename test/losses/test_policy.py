@@ -276,7 +276,7 @@ def test_an_option_of_no_part_is_named_with_all_that_there_are():
     for loss_type, reduction in (("dapo", None), (lambda logps, batch: TokenLoss(-logps), TokenMean())):
         with pytest.raises(ValueError, match=r"no option temprature \(did you mean temperature\?\)") as error:
             FusedLinearGRPOLoss(loss_type, reduction=reduction, temprature=0.7)
-        own = ("temperature", "softcap", "scale", "grad_tolerance", "passes", "metrics", "chunk_tokens", "corrections")
+        own = ("temperature", "softcap", "scale", "passes", "metrics", "chunk_tokens", "corrections")
         for known in (*own, "beta", "entropy_coef", *(("epsilon_low", "world_size") if reduction is None else ())):
             assert re.search(rf"\b{known}\b", str(error.value).partition(". It has")[2]), known
         assert "sequence_local" not in str(error.value)  # an attribute of the class, which is no option
@@ -321,8 +321,6 @@ def declared(*classes):
 @pytest.mark.parametrize("function", [linear_logprobs, linear_divergence, topk_divergence, plan_linear_logprobs])
 def test_a_signature_shows_the_options_of_the_head(function):
     options = declared(HeadOptions)
-    if function is linear_divergence:  # which is exact
-        del options["grad_tolerance"]
     assert shown(function, options) == options
 
 

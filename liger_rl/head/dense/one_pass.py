@@ -76,7 +76,7 @@ def run_one_pass(
             saved_exp = buffer if n == buffer.values.shape[0] else buffer.of_tokens(slice(0, n))
             # All tokens of the chunk at once: in a product's epilogue, or in tiles of the vocabulary.
             tiles = None if epilogue is not None else Tiles(n, tile_width)
-            statistics, _ = two_pass.fold_rows(rows, epilogue, saved_exp=saved_exp, tiles=tiles)
+            statistics = two_pass.fold_rows(rows, epilogue, saved_exp=saved_exp, tiles=tiles)
             values = token_values(statistics, head)
             chunk_values.append(values)
             gradients = token_gradients(statistics, gradients_of(chunk, values), vocab)

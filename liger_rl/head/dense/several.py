@@ -63,7 +63,7 @@ class SeveralTargets(Engine):
         gradients = token_gradients(saved, grads, head.vocab)
         if head.targets.dim() == 2:
             gradients = _of_several_targets(saved.logps, head, gradients)
-        return two_pass.exact_gradients(head, gradients, needs)
+        return two_pass.head_gradients(head, gradients, needs)
 
 
 def _with_topk(saved: Saved, head: Head, grads: LogProbs) -> tuple[Head, LogProbs]:

@@ -21,7 +21,7 @@ from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import SavedExp
-from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 
 OUT_OF_VOCAB = -1  # stands for a target outside of all tiles
 
@@ -34,57 +34,49 @@ class TwoPasses(Engine):
 
     @staticmethod
     def forward(saved: Saved, head: Head) -> TokenStatistics:
-        statistics, _ = fold_head(head)
+        statistics = fold_head(head)
         saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
         return statistics
 
     @staticmethod
     def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
-        return exact_gradients(head, token_gradients(saved, grads, head.vocab), needs)
+        return head_gradients(head, token_gradients(saved, grads, head.vocab), needs)
 
 
-def fold_head(head: Head, *, with_tiles: bool = False) -> tuple[TokenStatistics, TileStatistics | None]:
-    """Statistics of every token that counts, 2 n H V operations, and with `with_tiles` the statistics of tiles.
-
-    Only the product's epilogue makes statistics of tiles: it must apply, and no chunk may be named. Otherwise they are
-    None, and a backward with a tolerance is exact.
-    """
+def fold_head(head: Head) -> TokenStatistics:
+    """Statistics of every token that counts, in 2 n H V operations."""
     rows = _with_factor(head.take(head.live))
-    return fold_rows(rows, fold_epilogue(rows), with_tiles=with_tiles)
+    return fold_rows(rows, fold_epilogue(rows))
 
 
 def fold_rows(
     rows: Head,  # of `Head.take`
     epilogue: ModuleType | None,  # of the product that folds; None folds tiles of logits in memory
     *,
-    with_tiles: bool = False,
     saved_exp: SavedExp | None = None,  # (n, V), written; `tiles` must hold whole tiles of it
     tiles: Tiles | None = None,  # of logits in memory; None chooses them
-) -> tuple[TokenStatistics, TileStatistics | None]:
+) -> TokenStatistics:
     """As `fold_head`. With `saved_exp` the statistics include the target's logit.
 
     An exponential that underflowed does not give the target's logit back.
     """
     if epilogue is None:
-        return fold_tiles(rows, saved_exp=saved_exp, tiles=tiles).finish(with_target=saved_exp is not None), None
+        return fold_tiles(rows, saved_exp=saved_exp, tiles=tiles).finish(with_target=saved_exp is not None)
     shard, options = rows.shard, rows.options
-    statistics, tile_statistics = epilogue.gemm_fold(
+    return epilogue.gemm_fold(
         rows.hidden, rows.weight, rows.bias, rows.target_rows, options.transform, entropy=options.entropy,
-        extras=options.extras, with_tiles=with_tiles, saved_exp=saved_exp,
+        extras=options.extras, saved_exp=saved_exp,
         over_shards=None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total),
     )  # fmt: skip
-    return statistics, tile_statistics
 
 
-def exact_gradients(
+def head_gradients(
     head: Head,
     gradients: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
-    *,
-    count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
     """Gradients of a head's tensors, from recomputed tiles of the tokens that have one."""
-    selected = index_of(has_gradient(gradients), count)
+    selected = index_of(has_gradient(gradients))
     gradients, live = gradients._replace(has_gradient=None).with_float32_lse(), head.live
     if selected is not None:
         live, gradients = select_live(live, selected), gradients.take(selected)
@@ -291,6 +283,6 @@ def tiles_of(work: Workload) -> tuple[Tiles, Tiles]:
     """The tiles of the forward, and the tiles of the backward."""
     logit, gradient = 12, 12
     if runs_triton(work.device):
-        logit, gradient = 4, work.compute_dtype.itemsize + (0 if work.reason_against_tolerance is None else 4)
+        logit, gradient = 4, work.compute_dtype.itemsize + (0 if work.reason_against_grad is None else 4)
     sizes = work.tokens, work.vocab, work.hidden_size, work.device, work.options
     return plan_tiles(*sizes, bytes_per_logit=logit), plan_tiles(*sizes, bytes_per_logit=gradient)

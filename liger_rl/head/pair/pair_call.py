@@ -111,7 +111,7 @@ class DivergenceCall:
             vocab_parallel=self.vocab_parallel, targets_name=self.targets_name,
         )  # fmt: skip
         needed = None if self.token_weights is None else self.token_weights != 0
-        return student._replace(needed=needed, grad_tolerance=0.0)
+        return student._replace(needed=needed)
 
     def make_teacher(self, student: Head) -> Head:
         """The teacher's record, its tensors checked and detached."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_count, check_flag, check_floating
-from liger_rl.head.head_options import Tolerance
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations import peft
 from liger_rl.integrations.patching import Framework, Patch, list_parameters
@@ -106,7 +105,6 @@ def patch_trl(
     whole_step: bool = True,
     max_tokens: int | None = None,
     memory: float = DEFAULT_SHARE,
-    grad_tolerance: Tolerance = "auto",
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
 ) -> None:
@@ -123,19 +121,14 @@ def patch_trl(
             as the longest so far. None: on a GPU as free memory allows, elsewhere any number.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
             layers as fit are not recomputed. 0 recomputes all.
-        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here. The gradient of a
-            divergence is exact.
+        chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here.
 
     Raises:
         ImportError: TRL is not installed, or its version is not supported.
         RuntimeError: a function of TRL to be replaced is not there, or takes other parameters.
         TypeError, ValueError: a bad option. Nothing is patched then.
     """
-    options: dict[str, Any] = {
-        "grad_tolerance": grad_tolerance,
-        "chunk_tokens": chunk_tokens,
-        "chunk_vocab": chunk_vocab,
-    }
+    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_flag("whole_step", whole_step)
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, least=1)
@@ -172,4 +165,4 @@ def patched_trl(**options: Any) -> Iterator[None]:
 
 def _set_options(options: dict[str, Any]) -> None:
     _op.options = options
-    distillation.chunks = {name: options.get(name) for name in ("chunk_tokens", "chunk_vocab")}
+    distillation.chunks = options

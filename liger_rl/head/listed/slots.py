@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.autograd import has_gradient
-from liger_rl.kernels.limits import LIMITS
-from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
-from liger_rl.kernels.segment_sums import (
+from liger_rl.head.listed.segment_sums import (
     BAD_ENDS,
     COUNTERS,
     FULL,
@@ -21,9 +19,11 @@ from liger_rl.kernels.segment_sums import (
     SINGLE,
     Slots,
 )
-from liger_rl.kernels.segment_sums import dots as dots
-from liger_rl.kernels.segment_sums import order_by_id as order_by_id
-from liger_rl.kernels.segment_sums import segment_sums as segment_sums
+from liger_rl.head.listed.segment_sums import dots as dots
+from liger_rl.head.listed.segment_sums import order_by_id as order_by_id
+from liger_rl.head.listed.segment_sums import segment_sums as segment_sums
+from liger_rl.kernels.limits import LIMITS
+from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 

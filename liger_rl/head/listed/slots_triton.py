@@ -8,10 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.head.sparse.slots import find_rows, make_empty_slots, mark_repeated_ids
-from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.limits import LIMITS
-from liger_rl.kernels.segment_sums import (
+from liger_rl.head.listed.segment_sums import (
     BAD_ENDS,
     BAD_IDS,
     BAD_MASKS,
@@ -27,9 +24,12 @@ from liger_rl.kernels.segment_sums import (
     SINGLE,
     Slots,
 )
-from liger_rl.kernels.segment_sums_triton import dots as dots
-from liger_rl.kernels.segment_sums_triton import order_by_id as order_by_id
-from liger_rl.kernels.segment_sums_triton import segment_sums as segment_sums
+from liger_rl.head.listed.segment_sums_triton import dots as dots
+from liger_rl.head.listed.segment_sums_triton import order_by_id as order_by_id
+from liger_rl.head.listed.segment_sums_triton import segment_sums as segment_sums
+from liger_rl.head.listed.slots import find_rows, make_empty_slots, mark_repeated_ids
+from liger_rl.kernels.devices import launch_context
+from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.softmax_triton import (
     LOWEST,
     fold_block,

@@ -1,6 +1,6 @@
 """The engine of calls with a support: log-probabilities over each token's listed ids, from gathered rows of the weight.
 
-README.md, "Lists from a support", has the steps. P ids in all take 2 P H operations, where the dense engines take
+README.md has the steps. P ids in all take 2 P H operations, where the dense engines take
 2 N H V. With few ids the host takes longer than the device. The forward is safe with invalid ids, so it is launched
 first; only then does the host wait for the result of the checks of values.
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from liger_rl.head.autograd import Engine, Saved, run_engine
 from liger_rl.head.dense import two_pass
 from liger_rl.head.host_answer import HostAnswer
+from liger_rl.head.listed import slots
+from liger_rl.head.listed.segment_sums import BAD_MASKS, BAD_TARGETS, Entries, Factors, ones_of
 from liger_rl.head.live_tokens import start_selection
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
-from liger_rl.head.sparse import slots
 from liger_rl.head.support import ListedIds, Support
 from liger_rl.kernels.devices import runs_triton
-from liger_rl.kernels.segment_sums import BAD_MASKS, BAD_TARGETS, Entries, Factors, ones_of
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 
 def kernels_for(device: torch.device) -> ModuleType:
     """The module of the slot kernels: `slots_triton`, or `slots` without Triton."""
     if runs_triton(device):
-        from liger_rl.head.sparse import slots_triton
+        from liger_rl.head.listed import slots_triton
 
         return slots_triton
     return slots
@@ -71,7 +71,7 @@ class Listed(Engine):
         statistics = kernels.fold_slots(saved.logits, listed.slots, entropy=head.options.entropy)
         empty_rows = listed.empty_rows  # waits for the device
         if empty_rows is not None:
-            dense_statistics, _ = two_pass.fold_head(head._replace(live=empty_rows))
+            dense_statistics = two_pass.fold_head(head._replace(live=empty_rows))
             statistics = TokenStatistics._make(
                 None if values is None or dense is None else values.index_copy(0, empty_rows, dense)
                 for values, dense in zip(statistics, dense_statistics, strict=True)
@@ -91,7 +91,7 @@ class Listed(Engine):
             return gradients
         statistics = TokenStatistics(saved.logps, saved.lse, saved.entropy)
         token_gradients = TokenGradients.of(statistics, grad_logps, grads.entropy).take(empty_rows)
-        dense_gradients = two_pass.exact_gradients(head._replace(live=empty_rows), token_gradients, needs)
+        dense_gradients = two_pass.head_gradients(head._replace(live=empty_rows), token_gradients, needs)
         return Gradients._make(
             None if values is None or dense is None else values.add_(dense)
             for values, dense in zip(gradients, dense_gradients, strict=True)

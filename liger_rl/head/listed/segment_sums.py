@@ -79,24 +79,6 @@ class Entries(NamedTuple):
     coefficients: Tensor  # (S,) float32, dL/dx
     tokens: Tensor  # (S,) int32
 
-    @classmethod
-    def empty(cls, number: int, device: torch.device) -> "Entries":
-        dtypes = torch.int32, torch.float32, torch.int32
-        return cls(*(torch.empty(number, dtype=dtype, device=device) for dtype in dtypes))
-
-
-class Base(NamedTuple):
-    """The start of the sum of segment s: shares[s] * rows[s // width] in place of 0."""
-
-    rows: Tensor  # (ceil(M / width) or more, K) float32
-    shares: Tensor | None = None  # (M or more,) float32; None: all 1
-    width: int = 1
-
-    def of(self, segments: int) -> Tensor:
-        """(M, K) float32."""
-        rows = self.rows.repeat_interleave(self.width, 0)[:segments]
-        return rows if self.shares is None else rows * self.shares[:segments, None]
-
 
 def order_by_id(entries: Entries, rows: int) -> tuple[Segments, Tensor, Tensor]:
     """The segments of ids in [0, rows), and coefficients and tokens of the entries in a stable order by id."""
@@ -131,20 +113,14 @@ def segment_sums(
     indices: Tensor,  # (S,) integers: rows of the table, read where the coefficient is not 0
     table: Tensor,  # (T, K) any float dtype
     out: Tensor,  # (M, K) any float dtype
-    *,
-    base: Base | None = None,
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32.
 
-    A `base` is added to the sum before the sum is rounded. The rows of empty segments become 0 (or the base).
-
-    On CPU, PyTorch adds in the order of positions. On CUDA, where this function runs only without Triton, the order is
-    undefined.
+    The rows of empty segments become 0. On CPU, PyTorch adds in the order of positions. On CUDA, where this function
+    runs only without Triton, the order is undefined.
     """
     wide = out.dtype == torch.float32
     total = out.zero_() if wide else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    if base is not None:
-        total += base.of(segments.number)
     picked = ((coefficients != 0) & (segments.of_position < segments.number)).nonzero().squeeze(1)
     for piece in _pieces(picked.numel(), table.shape[1]):
         positions = picked[piece]

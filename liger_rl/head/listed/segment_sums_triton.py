@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.head.listed.segment_sums import PARTIAL_BYTES, Entries, Factors, Segments, Slots
 from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.limits import LIMITS, Launch
-from liger_rl.kernels.segment_sums import PARTIAL_BYTES, Base, Entries, Factors, Segments, Slots
 from liger_rl.kernels.softmax_triton import transform_logits
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -199,9 +199,6 @@ def _sums_kernel(
     table_stride,
     starts,
     partial,
-    base,  # (count / base_width, columns) float32, or None
-    shares,  # (count,) float32 factors on the base's rows, or None
-    base_width,
     out,  # (count, columns)
     out_stride,
     count,
@@ -220,14 +217,9 @@ def _sums_kernel(
     ends = tl.load(starts + segment + 1, mask=valid, other=0)
     empty = begins == ends
     # Most ids are in no row. All empty segments of a program are written at once and wait for memory once.
-    bases = tl.zeros((SEGMENTS, COLUMNS), tl.float32)
-    if base is not None:
-        base_rows = base + (segment // base_width)[:, None] * columns + column[None, :]
-        bases = tl.load(base_rows, mask=valid[:, None] & inside[None, :], other=0.0)
-        if shares is not None:
-            bases *= tl.load(shares + segment, mask=valid, other=0.0)[:, None]
     rows = out + segment[:, None] * out_stride + column[None, :]
-    tl.store(rows, bases.to(out.dtype.element_ty), mask=(valid & empty)[:, None] & inside[None, :])
+    zeros = tl.zeros((SEGMENTS, COLUMNS), out.dtype.element_ty)
+    tl.store(rows, zeros, mask=(valid & empty)[:, None] & inside[None, :])
     number = tl.cumsum((empty == 0).to(tl.int32), 0)
     for which in range(tl.max(number)):
         here = (number == which + 1) & (empty == 0)
@@ -243,11 +235,6 @@ def _sums_kernel(
                 values = partial + cut[:, None] * columns + column[None, :]
                 total += tl.sum(tl.load(values, mask=(cut < after)[:, None] & inside[None, :], other=0.0), 0)
         place = out + row * out_stride + column
-        if base is not None:
-            start_row = tl.load(base + row // base_width * columns + column, mask=inside, other=0.0)
-            if shares is not None:
-                start_row *= tl.load(shares + row)
-            total += start_row
         tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -258,11 +245,9 @@ def segment_sums(
     table: Tensor,
     out: Tensor,
     *,
-    base: Base | None = None,
     launch: Launch | None = None,
 ) -> None:
     """As `segment_sums.segment_sums`, in one order; the last dimensions must be contiguous."""
-    assert base is None or base.rows.is_contiguous()
     assert table.shape[1] == 1 or table.stride(-1) == out.stride(-1) == 1
     if launch is None:
         by_tokens = LIMITS.by_token if segments.all_short else LIMITS.by_long_token
@@ -285,7 +270,7 @@ def segment_sums(
                 *common, segments.of_position, partial, segments.number, columns, piece, **sizes
             )
         _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
-            *common, partial, *(base or (None, None, 1)), out, out.stride(0), segments.number, columns, piece,
+            *common, partial, out, out.stride(0), segments.number, columns, piece,
             SEGMENTS=launch.segments, **sizes,
         )  # fmt: skip
 

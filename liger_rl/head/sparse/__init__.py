@@ -1,1 +1,0 @@
-"""Engines with a list of ids for each token: from bounds of the gradient, or from a sampler."""
