@@ -25,6 +25,7 @@ DENSE = "dense"
 # How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
 MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals
 TAILED = "tailed"  # as a published model's: the likeliest ids and the spread of the others, in `inputs.CURVES`
+FLAT = "flat"  # logits of random hidden states, where every vocabulary entry has a share
 SURE = "sure"  # of committed rows alone: a synthetic policy whose other logits were standard normal
 
 STEP = "step"  # forward and backward of the loss
@@ -50,7 +51,7 @@ class Case:
         softcap: of the logits, None for uncapped.
         idle_share: share of the sequences whose advantage is 0.
         beta: of the k3 penalty, 0.0 for none.
-        peaks: MIXED or TAILED; says nothing where there is a policy.
+        peaks: MIXED, TAILED or FLAT; says nothing where there is a policy.
         policy: folder written by `benchmark.pretrained` that hidden states, weight and tokens come from.
         temperature: one of the policy's, which its tokens were drawn at.
         frozen: the head has no gradient.
@@ -203,6 +204,7 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     rl = of_each("rl-", **RL_BATCH)
     logps = of_each("logps-", groups=(FORWARD,), task=LOGPS)
     entropies = of_each("logps-entropy-", groups=(FORWARD,), task=LOGPS_AND_ENTROPY)
+    flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(MODELS,), variants=("trl_chunked", "cce", "ours"))
     point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=POINTS)
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
     vocabularies = [
@@ -219,6 +221,7 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         *policy_cases(llama, policy),
         logps[0],
         replace(entropies[0], variants=SWEEP),
+        flat,
         *(replace(llama, name=name, groups=(MODELS,), variants=SWEEP, **HEADS[name]) for name in (QWEN, GEMMA)),
         *(replace(case, variants=SWEEP) for case in rl[1:]),
         *frozen,

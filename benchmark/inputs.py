@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmark import oracle
-from benchmark.cases import TAILED, Case
+from benchmark.cases import FLAT, TAILED, Case
 
 SEED = 0
 # SmolLM2-135M-Instruct (V = 49,152) at temperature 0.6, 1.22 nats in the mean, over 256 tokens of
@@ -140,6 +140,8 @@ def _reaching(hidden: Tensor, rows: Tensor, logits: Tensor) -> Tensor:
 def _peaks(case: Case, device: str, generator: torch.Generator) -> Tensor:
     """(N,) added logit of each target."""
     even = torch.rand(case.rows, generator=generator, device=device)
+    if case.peaks == FLAT:
+        return torch.zeros_like(even)
     # From a token the policy did not expect to one it is sure of.
     return even * 2 * math.log(case.vocab)
 

@@ -16,6 +16,7 @@ pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an i
 
 from benchmark import floor, gold, plot, run, step, step_batches, train_real_runs, variants
 from benchmark.cases import (
+    FLAT,
     LOGPS_AND_ENTROPY,
     MIXED,
     RL,
@@ -75,6 +76,7 @@ def test_a_tailed_policy_has_the_curves_that_are_claimed():
     noise = surprise.std() / math.sqrt(surprise.numel())
     assert abs(surprise.mean() - inputs.current_entropy.mean()) < 4 * noise
     assert make_inputs(replace(case, peaks=MIXED), "cpu").current_logps.exp().gt(0.99).float().mean() < 0.6
+    assert make_inputs(replace(case, peaks=FLAT), "cpu").current_entropy.min() > math.log(case.vocab) - 1
 
 
 def test_inputs_follow_the_case():
