@@ -52,10 +52,10 @@ from liger_rl.step.run import Output, Outputs, run
 from liger_rl.step.sequences import TokenBatch, read_sequences
 from liger_rl.step.trial import apply_trial, needs_trial, tries_rows
 
-__all__ = ["PolicyStep", "PolicySteps", "completion_logps", "loss_step", "loss_steps"]
+__all__ = ["LossStep", "LossSteps", "completion_logps", "loss_step", "loss_steps"]
 
 
-class PolicyStep(NamedTuple):
+class LossStep(NamedTuple):
     """The loss, metrics and log-probabilities of a step."""
 
     loss: Tensor  # () float32, to call backward on; includes the weighted router loss of a mixture of experts
@@ -65,7 +65,7 @@ class PolicyStep(NamedTuple):
     layout: str  # how the batch's tokens were laid out, why no prefix was shared, and how many layers kept activations
 
 
-def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss, **options: Any) -> PolicyStep:
+def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss, **options: Any) -> LossStep:
     """The loss of one batch, from token ids, for one backward: `loss_steps` with one micro-batch.
 
     Only positions that predict a completion token are projected on the vocabulary. With a support, the metric
@@ -111,7 +111,7 @@ def loss_steps(
     memory: float = DEFAULT_SHARE,
     group: Any = None,
     **extra_inputs: Any,
-) -> "PolicySteps":
+) -> "LossSteps":
     """`loss_step` in micro-batches whose losses add up to the loss of the batch.
 
         steps = loss_steps(model, batch, loss, max_tokens=16384)
@@ -132,7 +132,7 @@ def loss_steps(
         packing: whether sequences are put into one row, separated by position_ids. None packs with flash attention,
             True also with "flex_attention", "sdpa" and "eager".
         share_prefixes: whether sequences that begin with the same tokens run these tokens once. None shares if at most
-            90% of the tokens remain; `PolicyStep.layout` has the reason if not. True raises an error where sharing is
+            90% of the tokens remain; `LossStep.layout` has the reason if not. True raises an error where sharing is
             impossible (docs/transformers.md).
         idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, before the
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
@@ -143,7 +143,7 @@ def loss_steps(
         extra_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
 
     Returns:
-        An iterator over the micro-batches' `PolicyStep`, of known length, with `total` after the last.
+        An iterator over the micro-batches' `LossStep`, of known length, with `total` after the last.
 
     Raises:
         TypeError, ValueError: as `loss_step`; also for max_tokens below the longest sequence, or below a batch that
@@ -152,10 +152,10 @@ def loss_steps(
     options = {
         "max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes, "idle": idle
     }  # fmt: skip
-    return PolicySteps(model, batch, loss, extra_inputs, options, group, memory=memory)
+    return LossSteps(model, batch, loss, extra_inputs, options, group, memory=memory)
 
 
-class PolicySteps(Iterator[PolicyStep]):
+class LossSteps(Iterator[LossStep]):
     """The micro-batches of one batch. Each runs when it is taken. `len` is their number. See `loss_steps`.
 
     A step's metrics are those of its sequences. Its per_token_logps and entropy are (B, T) in the batch's layout, and 0
@@ -231,13 +231,13 @@ class PolicySteps(Iterator[PolicyStep]):
             aligned = replace(aligned, **filled)
         self._aligned, self._layout = aligned, layout
         self._steps_taken = 0
-        self._total: PolicyStep | None = None
+        self._total: LossStep | None = None
 
     def __len__(self) -> int:
         return self._steps
 
     @walked_once()
-    def __next__(self) -> PolicyStep:
+    def __next__(self) -> LossStep:
         """Runs the next micro-batch. Idle micro-batches run with the first."""
         number = self._steps_taken
         if number == self._steps:
@@ -259,7 +259,7 @@ class PolicySteps(Iterator[PolicyStep]):
         return step
 
     @property
-    def total(self) -> PolicyStep:
+    def total(self) -> LossStep:
         """The step of the whole batch: the sum of the losses, without gradient, and all metrics, merged."""
         if self._total is None or self._steps_taken < len(self):
             raise RuntimeError(f"total is known after all {len(self)} steps, {self._steps_taken} were taken")
@@ -293,7 +293,7 @@ class PolicySteps(Iterator[PolicyStep]):
         clauses.extend([] if clause is None else [clause])
         return outputs
 
-    def _make_step(self, number: int, outputs: Outputs) -> PolicyStep:
+    def _make_step(self, number: int, outputs: Outputs) -> LossStep:
         """The step of the rows of a micro-batch. The idle ones of the first have metrics only."""
         shape, device, rows = self._batch.ids.shape, self._batch.ids.device, self._layout.live[number].rows
         prepared, index, aux_loss = self._prepared_loss, None, outputs.outputs[0].extra
@@ -330,14 +330,14 @@ class PolicySteps(Iterator[PolicyStep]):
         if number == 0 and self._layout.left_out:
             left_out = _mask_rows(self._layout.left_out, self._batch.ids)
             values = values.masked_fill(left_out & self._batch.mask, math.nan)
-        return PolicyStep(total, metrics, values, None if entropy is None else whole(entropy), self.layout)
+        return LossStep(total, metrics, values, None if entropy is None else whole(entropy), self.layout)
 
-    def _make_empty_step(self, number: int, outputs: Outputs) -> PolicyStep:
+    def _make_empty_step(self, number: int, outputs: Outputs) -> LossStep:
         """A step whose loss is 0, with a graph through the whole model."""
         values = outputs.outputs[0].values
         zeros = self._batch.ids.new_zeros(self._batch.ids.shape, dtype=torch.float32)
         loss = values["logps"].masked_fill(torch.ones_like(values["logps"], dtype=torch.bool), 0.0).sum()
-        return PolicyStep(loss, {}, zeros, zeros if "entropy" in values else None, self.layout)
+        return LossStep(loss, {}, zeros, zeros if "entropy" in values else None, self.layout)
 
     def _apply_trial(self, body: Body, layout: str, *, again: bool) -> Body:
         inputs = self._batch.inputs
@@ -368,10 +368,10 @@ class PolicySteps(Iterator[PolicyStep]):
         )  # fmt: skip
 
 
-def _merge_steps(a: PolicyStep, b: PolicyStep) -> PolicyStep:
+def _merge_steps(a: LossStep, b: LossStep) -> LossStep:
     entropy = None if a.entropy is None or b.entropy is None else a.entropy + b.entropy
     metrics = reduce_metrics([a.metrics, b.metrics])
-    return PolicyStep(a.loss + b.loss, metrics, a.per_token_logps + b.per_token_logps, entropy, a.layout)
+    return LossStep(a.loss + b.loss, metrics, a.per_token_logps + b.per_token_logps, entropy, a.layout)
 
 
 @torch.no_grad()
@@ -394,7 +394,7 @@ def completion_logps(
     not change.
     """
     options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes}
-    return PolicySteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
+    return LossSteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
 
 
 def _mask_rows(rows: tuple[int, ...], ids: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hf_models import assert_same_gradients, build, gradients, transformers
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_head
 from liger_rl.losses import GlobalTokenMean, Segments, TokenLoss
 from liger_rl.models.swap import is_swapped
-from liger_rl.step.loss_step import PolicyStep
+from liger_rl.step.loss_step import LossStep
 from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, make_batch, rows_of
 from threads import in_threads
 
@@ -27,7 +27,7 @@ def expected() -> dict[str, torch.Tensor]:
     model = gemma()
     step = loss_step(model, make_batch(), FusedLinearGRPOLoss("grpo"))
     assert is_swapped(model)
-    assert isinstance(step, PolicyStep)
+    assert isinstance(step, LossStep)
     return gradients(model, step.loss)
 
 
