@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers as one autograd Function each, by one call: docs/peft.md.
+"""PEFT's LoRA layers as one autograd Function each, by one call: docs/transformers.md.
 
 `patch_trl()` does this too.
 """
@@ -42,7 +42,7 @@ PEFT = Framework("peft", (0, 15), (0, 22), *PATCHES, gain="a LoRA layer is one a
 
 
 def patch_peft() -> None:
-    """Run the LoRA layers of every model of this process as one autograd function each. See docs/peft.md.
+    """Run the LoRA layers of every model of this process as one autograd function each. See docs/transformers.md.
 
     Raises:
         ImportError: PEFT is not installed, or its version is not supported.
