@@ -251,7 +251,7 @@ def test_pages_and_extras_have_the_supported_versions(name):
     assert f"{supported} is supported" in (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
     oldest = ".".join(map(str, framework.lowest))
     cell = oldest if oldest == newest(framework) else f"{oldest} to {newest(framework)}"
-    table = (root / "docs" / "integrations.md").read_text(encoding="utf-8")
+    table = (root / "docs" / "frameworks.md").read_text(encoding="utf-8")
     rows = re.findall(rf"^\| \[.*?\]\({name}\.md\).*? \| (.*?) \|", table, re.MULTILINE)
     assert set(rows) == {cell}
     extras = re.findall(rf'"{framework.name}(>=[^"]*<[^"]*)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
