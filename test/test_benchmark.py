@@ -259,10 +259,9 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path, monkeypatch)
             legends.append(legend)
 
     monkeypatch.setattr(figure_class, "savefig", checked)
-    numbers = {"peak_extra_mib": 3.0, "grad_hidden_error": 1e-3, "grad_weight_error": 2e-3, "mean_entropy": 1.0}
+    numbers = {"peak_extra_mib": 3.0, "grad_hidden_error": 1e-3, "grad_weight_error": 2e-3}
     cases = [replace(DENSE, name=f"n{n}", tokens=n, groups=(TOKENS, VOCABULARY), vocab=100 * n) for n in (4, 8)]
     cases.append(replace(BATCH, groups=(RL,)))
-    cases += [replace(DENSE, name=f"p{t}", temperature=t, groups=("policy",)) for t in (0.5, 1.0)]
     rows = [a_row(case, variant, **numbers) for case in cases for variant in plot.STYLES]
     # A long batch has no row of eager, and its size is among the lines' all the same.
     long = replace(cases[0], name="n16", tokens=16, groups=(TOKENS,))
@@ -271,9 +270,9 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path, monkeypatch)
     (tmp_path / "none.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": []}))
     (tmp_path / "others.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": [{"variant": "ours"}]}))
     drawn = [path.name for path in plot.plot_directory(tmp_path)]
-    assert drawn == [f"{name}-some.png" for name in ("memory", "time", "rl", "entropy")]
+    assert drawn == [f"{name}-some.png" for name in ("memory", "time", "rl")]
     assert all((tmp_path / name).stat().st_size > 1000 for name in drawn)
-    assert len(legends) == 3
+    assert len(legends) == 2
 
 
 @pytest.mark.parametrize(
