@@ -3,13 +3,11 @@
 Imports no torch, so that the process that starts the measurements stays small.
 """
 
-import json
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-from benchmark.variants import EVERYWHERE, VARIANTS
+from benchmark.variants import EVERYWHERE
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -18,15 +16,14 @@ MEMORY_AND_TIME = ("memory", "time")  # of steps: a forward by itself is timed w
 EVERYTHING = ("memory", "time", "error")
 
 MODELS, TOKENS, VOCABULARY = "models", "tokens", "vocabulary"
-RL, POLICY, FROZEN, FORWARD = "rl", "policy", "frozen", "forward"
-GROUPS = (MODELS, RL, POLICY, FROZEN, FORWARD, TOKENS, VOCABULARY)
+RL, FROZEN, FORWARD = "rl", "frozen", "forward"
+GROUPS = (MODELS, RL, FROZEN, FORWARD, TOKENS, VOCABULARY)
 DENSE = "dense"
 
 # How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
 MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals
 TAILED = "tailed"  # as a published model's: the likeliest ids and the spread of the others, in `inputs.CURVES`
 FLAT = "flat"  # logits of random hidden states, where every vocabulary entry has a share
-SURE = "sure"  # of committed rows alone: a synthetic policy whose other logits were standard normal
 
 STEP = "step"  # forward and backward of the loss
 LOGPS = "logps"  # log-probabilities without a gradient, as of the old and the reference policy
@@ -51,9 +48,7 @@ class Case:
         softcap: of the logits, None for uncapped.
         idle_share: share of the sequences whose advantage is 0.
         beta: of the k3 penalty, 0.0 for none.
-        peaks: MIXED, TAILED or FLAT; says nothing where there is a policy.
-        policy: folder written by `benchmark.pretrained` that hidden states, weight and tokens come from.
-        temperature: one of the policy's, which its tokens were drawn at.
+        peaks: MIXED, TAILED or FLAT.
         frozen: the head has no gradient.
         task: STEP, LOGPS or LOGPS_AND_ENTROPY.
         variants: what is measured on it; () is everything that every case has.
@@ -72,8 +67,6 @@ class Case:
     idle_share: float = 0.0
     beta: float = BETA
     peaks: str = MIXED
-    policy: str | None = None
-    temperature: float | None = None
     frozen: bool = False
     task: str = STEP
     variants: tuple[str, ...] = ()
@@ -119,7 +112,7 @@ class Case:
 
     def tiny(self) -> "Case":
         """A step too small to matter, for what happens once per process."""
-        return replace(self.with_rows(4 * self.batch), vocab=min(self.vocab, 512), policy=None)
+        return replace(self.with_rows(4 * self.batch), vocab=min(self.vocab, 512))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -156,11 +149,11 @@ VOCABULARIES = tuple(name for name in POINTS if name != "liger_sm90")
 LONG = ("ours", "trl_chunked")
 LONG_BATCH = (*LONG, "ours-one-pass", "liger_triton", "cce")
 FROZEN_HEADS = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
-OF_POLICY = tuple(VARIANTS)
-LLAMA, QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "gemma-2-2b"
+LLAMA, QWEN, SMALL_QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "qwen3-0.6b", "gemma-2-2b"
 HEADS: dict[str, dict[str, Any]] = {
     LLAMA: {"hidden_size": 4096, "vocab": 128256},
     QWEN: {"hidden_size": 2048, "vocab": 151936},
+    SMALL_QWEN: {"hidden_size": 1024, "vocab": 151936},
     GEMMA: {"hidden_size": 2304, "vocab": 256000, "softcap": 30.0},
 }
 
@@ -194,8 +187,8 @@ def default_cases(
     ]
 
 
-def cuda_preset(policy: str | None = None) -> list[Case]:
-    """Heads of three published models in bfloat16; what matters most comes first, since a run may end early."""
+def cuda_preset() -> list[Case]:
+    """Heads of four published models in bfloat16; what matters most comes first, since a run may end early."""
     llama = Case(name=LLAMA, batch=8, tokens=1024, dtype="bfloat16", groups=(MODELS, TOKENS), **HEADS[LLAMA])
 
     def of_each(prefix: str, **fields: Any) -> list[Case]:
@@ -218,11 +211,10 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     return [
         llama,
         rl[0],
-        *policy_cases(llama, policy),
         logps[0],
         replace(entropies[0], variants=SWEEP),
         flat,
-        *(replace(llama, name=name, groups=(MODELS,), variants=SWEEP, **HEADS[name]) for name in (QWEN, GEMMA)),
+        *(replace(llama, name=name, groups=(MODELS,), variants=SWEEP, **HEADS[name]) for name in list(HEADS)[1:]),
         *(replace(case, variants=SWEEP) for case in rl[1:]),
         *frozen,
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
@@ -235,38 +227,7 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     ]
 
 
-def policy_cases(like: Case, policy: str | None) -> list[Case]:
-    """A policy's own tokens at each temperature in its folder: an RL batch, and a batch of which every token counts.
-
-    The first temperature is measured in full, the others with a few variants. [] without a folder.
-    """
-    if policy is None:
-        return []
-    about = json.loads((Path(policy) / "policy.json").read_text(encoding="utf-8"))
-    cases = []
-    for sample in about["samples"]:
-        case = replace(
-            like,
-            name=f"policy-{sample['temperature']:g}",
-            batch=about["batch"],
-            tokens=about["tokens"],
-            hidden_size=about["hidden_size"],
-            vocab=about["vocab"],
-            dtype=about["dtype"],
-            policy=str(policy),
-            temperature=sample["temperature"],
-            groups=(POLICY,),
-            variants=("liger_sm90", "trl_chunked", "cce", "ours") if cases else OF_POLICY,
-        )
-        cases.append(case)
-    rl = [
-        replace(case, name=f"rl-{case.name}", mask_share=0.42, idle_share=0.25, beta=0.0, groups=(RL,))
-        for case in cases
-    ]
-    return [replace(rl[0], variants=EVERYWHERE), *rl[1:], *cases]
-
-
-def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
+def quick_preset(dtype: str) -> list[Case]:
     """Every code path once, in shapes that say nothing about speed."""
     both = Case(
         name="quick",
@@ -281,7 +242,6 @@ def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
         both,
         replace(both, name="quick-half-masked-softcap", mask_share=0.5, softcap=30.0, groups=(MODELS,)),
         replace(both, name="quick-rl", batch=8, **RL_BATCH),
-        *policy_cases(both, policy),
         replace(both, name="quick-frozen", frozen=True, groups=(FROZEN,)),
         replace(both, name="quick-logps", task=LOGPS, groups=(FORWARD,)),
         replace(both, name="quick-logps-entropy", task=LOGPS_AND_ENTROPY, groups=(FORWARD,)),
@@ -290,15 +250,10 @@ def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
     ]
 
 
-def preset(
-    device: str, *, quick: bool = False, patterns: tuple[str, ...] = ("*",), policy: str | None = None
-) -> list[Case]:
-    """Cases of a kind of device ("cpu" or "cuda") whose names or groups match one of the globs.
-
-    `policy` is a folder of `benchmark.pretrained`; a CPU is given its cases with `quick` alone.
-    """
+def preset(device: str, *, quick: bool = False, patterns: tuple[str, ...] = ("*",)) -> list[Case]:
+    """Cases of a kind of device ("cpu" or "cuda") whose names or groups match one of the globs."""
     if quick:
-        cases = quick_preset("bfloat16" if device == "cuda" else "float32", policy)
+        cases = quick_preset("bfloat16" if device == "cuda" else "float32")
     else:
-        cases = cuda_preset(policy) if device == "cuda" else cpu_preset()
+        cases = cuda_preset() if device == "cuda" else cpu_preset()
     return [c for c in cases if any(fnmatch(name, p) for name in (c.name, *c.groups) for p in patterns)]

@@ -93,8 +93,7 @@ def collect(
 
 
 def _new_row(case: Case, variant: str) -> dict[str, Any]:
-    # Not the folder of a policy, which is the machine's.
-    fields = {key: value for key, value in case.to_dict().items() if key not in ("name", "policy", "variants")}
+    fields = {key: value for key, value in case.to_dict().items() if key not in ("name", "variants")}
     return {
         "case": case.name,
         "variant": variant,
@@ -150,7 +149,6 @@ def parse_arguments() -> argparse.Namespace:
         help=f"of {', '.join(LABELS)}; default: the case's",
     )
     parser.add_argument("--quick", action="store_true", help="all cases in tiny shapes, to see that everything runs")
-    parser.add_argument("--policy", type=Path, metavar="DIR", help="what benchmark.pretrained wrote, for its cases")
     parser.add_argument(
         "--limit-seconds",
         type=float,
@@ -170,10 +168,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     arguments = parser.parse_args()
     sized = not arguments.tokens is arguments.vocab is arguments.hidden is None
-    if sized and (arguments.cases or arguments.quick or arguments.policy or arguments.record):
-        parser.error(
-            "--tokens, --vocab and --hidden are of the default cases: not with --cases, --quick, --policy or --record"
-        )
+    if sized and (arguments.cases or arguments.quick or arguments.record):
+        parser.error("--tokens, --vocab and --hidden are of the default cases: not with --cases, --quick or --record")
     if arguments.record and (arguments.cases or arguments.variants or arguments.quick) and not arguments.resume:
         parser.error("--record of a part would drop the other rows: --resume keeps them")
     return arguments
@@ -181,13 +177,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def select(arguments: argparse.Namespace, device: str) -> list[Case]:
     """The default cases, unless others are named or all are wanted."""
-    named = arguments.cases or (["*"] if arguments.quick or arguments.policy or arguments.record else None)
+    named = arguments.cases or (["*"] if arguments.quick or arguments.record else None)
     if named is None:
         return default_cases(device, tokens=arguments.tokens, vocab=arguments.vocab, hidden=arguments.hidden)
-    policy = None if arguments.policy is None else str(arguments.policy.resolve())
-    cases = preset(device, quick=arguments.quick, patterns=tuple(named), policy=policy)
+    cases = preset(device, quick=arguments.quick, patterns=tuple(named))
     if not cases:
-        everything = preset(device, quick=arguments.quick, policy=policy)
+        everything = preset(device, quick=arguments.quick)
         raise SystemExit(f"--cases {' '.join(named)}: none of {[case.name for case in everything]}")
     return cases
 

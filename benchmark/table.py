@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmark.cases import MIXED, STEP, SURE
+from benchmark.cases import MIXED, STEP
 from benchmark.environment import PACKAGES, package_key, read_results
 from benchmark.variants import LABELS, OURS
 
@@ -69,10 +69,8 @@ def title(row: Row) -> str:
         parts.append(f"{row['mask_share']:.0%} masked")
     if row["softcap"] is not None:
         parts.append(f"softcap {row['softcap']:g}")
-    if row.get("temperature") is not None:
-        parts.append(f"temperature {row['temperature']:g}")
-    elif row.get("peaks", MIXED) != MIXED:
-        parts.append("peaked policy" if row["peaks"] == SURE else f"{row['peaks']} policy")
+    if row.get("peaks", MIXED) != MIXED:
+        parts.append(f"{row['peaks']} policy")
     if row.get("idle_share"):
         parts.append(f"{row['idle_share']:.0%} of sequences without advantage")
     if row.get("task", STEP) != STEP:

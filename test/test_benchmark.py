@@ -58,7 +58,7 @@ def test_cases_of_the_presets_have_names_of_their_own_and_variants_that_exist():
         for case in default_cases(device, tokens=100, vocab=3000, hidden=96):
             assert (case.rows, case.vocab, case.hidden_size, case.dtype) == (104, 3000, 96, default[0].dtype)
     assert [case.name for case in preset("cuda", patterns=(RL, "vocab-*"))] == [
-        "rl-llama-3-8b", "rl-qwen3-1.7b", "rl-gemma-2-2b", "vocab-32768", "vocab-262144",
+        "rl-llama-3-8b", "rl-qwen3-1.7b", "rl-qwen3-0.6b", "rl-gemma-2-2b", "vocab-32768", "vocab-262144",
     ]  # fmt: skip
 
 

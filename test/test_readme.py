@@ -40,9 +40,9 @@ def test_links_lead_somewhere(page):
 
 
 TABLES = {
-    "README.md": {"nvidia-h200-policy", "step-nvidia-h200"},
+    "README.md": {"nvidia-h200", "step-nvidia-h200"},
     "results.md": {
-        "row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "cpu",
+        "row-losses-nvidia-h200", "nvidia-h200", "cpu",
         "train-real-runs-nvidia-h200", "step-nvidia-h200",
         "head_losses-nvidia-h100-80gb-hbm3",
     },
@@ -94,8 +94,8 @@ def rl_batch(results):
     from benchmark.table import gradient_error
     from benchmark.variants import OURS
 
-    found = results("nvidia-h200-policy")
-    rows = {row["variant"]: row for row in found["rows"] if row["case"] == "rl-policy-0.6" and row["status"] == "ok"}
+    found = results("nvidia-h200")
+    rows = {row["variant"]: row for row in found["rows"] if row["case"] == "rl-llama-3-8b" and row["status"] == "ok"}
     ours, cce = rows[OURS], rows["cce"]
     assert cce["peak_extra_mib"] == min(row["peak_extra_mib"] for row in rows.values())
     errors = [f"{gradient_error(row):.1e}".replace("e-0", "e-") for row in (cce, ours)]
@@ -133,14 +133,13 @@ def test_losses_are_counted():
 def test_exactness_is_that_of_the_results(results):
     """How many times bfloat16 logits are further from float64, in every case that has them."""
     logps, gradients = [], []
-    for name in ("nvidia-h200", "nvidia-h200-policy"):
-        rows = {(row["case"], row["variant"]): row for row in results(name)["rows"] if row.get("logp_max_error")}
-        for case, ours in ((case, row) for (case, variant), row in rows.items() if variant == "ours"):
-            other = rows.get((case, "eager")) or rows.get((case, "trl_chunked"))
-            if other is not None:
-                logps.append(other["logp_max_error"] / ours["logp_max_error"])
-                names = [name for name in ("grad_hidden_error", "grad_weight_error") if ours.get(name)]
-                gradients += [other[name] / ours[name] for name in names]
+    rows = {(row["case"], row["variant"]): row for row in results("nvidia-h200")["rows"] if row.get("logp_max_error")}
+    for case, ours in ((case, row) for (case, variant), row in rows.items() if variant == "ours"):
+        other = rows.get((case, "eager")) or rows.get((case, "trl_chunked"))
+        if other is not None:
+            logps.append(other["logp_max_error"] / ours["logp_max_error"])
+            names = [name for name in ("grad_hidden_error", "grad_weight_error") if ours.get(name)]
+            gradients += [other[name] / ours[name] for name in names]
     sentence = r"at least (\d+) times closer to float64, and gradients (\d+) to (\d+) times"
     least, lowest, highest = map(int, re.search(sentence, " ".join(README.split())).groups())
     assert least <= min(logps) < 1.1 * least
