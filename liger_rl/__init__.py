@@ -20,7 +20,7 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.loss import ppo_loss_fn
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FusedLinearCrossEntropyLoss",

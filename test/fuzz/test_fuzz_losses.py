@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from torch import Tensor
 
 import oracle
-from cases import F32, PolicyCase, fused_cases, fuzz, given_logits_cases, policy_cases
+from cases import F32, OBJECTIVES, PolicyCase, fused_cases, fuzz, given_logits_cases, policy_cases
 from checks import Call, GivenLogits, check_gradients, same, within
 from liger_rl import FusedLinearGRPOLoss, PolicyBatch, grpo_loss_from_logits, losses, ppo_loss_fn
 from liger_rl.losses import PRESETS, EntropyBonus, KLPenalty, PolicyLoss, SamplerCorrection, Segments, reduce_metrics
@@ -74,6 +74,11 @@ def direct(case: PolicyCase, logps: Tensor, entropy: Tensor) -> PolicyLoss:
 
 def clean(x: Tensor, case: PolicyCase) -> Tensor:
     return x.masked_fill(~case.live, 0.0).double().reshape(-1)
+
+
+def test_every_preset_is_drawn():
+    presets = {name: (preset.objective.__name__, preset.reduction.__name__) for name, preset in PRESETS.items()}
+    assert presets == OBJECTIVES
 
 
 @fuzz(0.17)
