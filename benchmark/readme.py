@@ -17,7 +17,7 @@ from benchmark import (
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-NAMES = ("results", "support", "distillation", "targets", "conformance")
+NAMES = ("results", "support", "distillation", "notes/tables")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {

@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 # Example -> the page that shows what its committed record says.
-PAGES = {"top_p_replay": "support.md", "train_grpo": "notes/measurements.md", "distill": "distillation.md"}
+PAGES = {"top_p_replay": "support.md", "train_grpo": "notes/measurements.md", "distill": "notes/tables.md"}
 
 
 @pytest.fixture

@@ -48,8 +48,7 @@ TABLES = {
     },
     "support.md": {"support-nvidia-h200"},
     "distillation.md": set(),
-    "targets.md": {"targets-nvidia-h200"},
-    "conformance.md": {"conformance-cpu"},
+    "tables.md": {"targets-nvidia-h200", "conformance-cpu"},
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class HeadOptions:
         entropy: also return each token's entropy, from the same pass.
         lse: also return log sum_v exp z_v of each token, differentiable.
         topk: K, at most 1024: also return each token's K largest log-probabilities and their ids, in descending order,
-            differentiable. docs/targets.md says when tiles of logits are in memory.
+            differentiable. docs/distillation.md says when tiles of logits are in memory.
         extras: names of further results, fields of `LogProbs`: "mean_logits", which is differentiable, and
             "log_sum_sq_probs" and "is_top1", which are not.
         compute_dtype: dtype of the products' factors, even under autocast. None: autocast's dtype, or the inputs' own.

@@ -56,7 +56,7 @@ def linear_logprobs(
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
         weight: (V, H), in hidden's dtype unless under autocast or with a compute_dtype.
         targets: (B, T) or (N,) integer ids in [0, V); a negative id masks its token. Or K <= 1024 ids a token,
-            (B, T, K) or (N, K), repeats allowed (docs/targets.md): logps has this shape, 0 at negative ids; a
+            (B, T, K) or (N, K), repeats allowed (docs/distillation.md): logps has this shape, 0 at negative ids; a
             token with only negative ids is masked.
         mask: (B, T) or (N,), bool or 0/1: the tokens that count. Others get 0, whatever they hold. Other values
             raise.

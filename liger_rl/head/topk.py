@@ -142,7 +142,7 @@ def list_divergence(
 
     "bucket" is the divergence over K + 1 outcomes, a lower bound of the divergence over the whole vocabulary. With
     "none", a KL divergence may be negative, because u and v do not sum to 1. "renormalized" ignores the mass of the
-    other ids. docs/targets.md has other systems' names.
+    other ids. docs/distillation.md has other systems' names.
 
     Args:
         logps, teacher_logps: (..., K) floats in nats, of distinct ids, over the whole vocabulary. -inf is a probability
