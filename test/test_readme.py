@@ -160,7 +160,7 @@ def test_every_preset_has_its_row():
         assert reduction == f"`{preset.reduction.__name__}`", name
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", "docs/choosing.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
 def test_files_that_a_page_names_exist(page):
     folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "head", "head/listed"))]
     names = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|/))`", (ROOT / page).read_text(encoding="utf-8")))

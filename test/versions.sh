@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests that depend most on other packages in an environment made for the versions that are named:
 #   test/versions.sh python3.12 torch==2.14.1 triton==3.8.0 transformers==5.17.0
-# What was run, and what passed, is in docs/versions.md. A CUDA build of PyTorch takes several GB of disk for the while.
+# What was run, and what passed, is in docs/notes/tables.md. A CUDA build of PyTorch takes several GB of disk for the while.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -16,6 +16,6 @@ install hypothesis "numpy<2.4" "peft>=0.17" pytest pytest-timeout "setuptools>=7
 install --no-deps --no-build-isolation .
 export OMP_NUM_THREADS=1
 "$environment/bin/python" -m pytest -p no:cacheprovider -o addopts= -W ignore::DeprecationWarning \
-  test/kernels test/losses/test_fused.py test/test_kernels_compile.py test/engines/test_logprobs.py \
-  test/engines/test_compile.py test/grpo/test_grpo.py test/integrations/test_transformers.py \
+  test/kernels test/losses/test_fused.py test/test_kernels_compile.py test/head/test_logprobs.py \
+  test/head/test_compile.py test/fused_linear/test_grpo.py test/integrations/test_transformers.py \
   test/integrations/test_swap_refusals.py

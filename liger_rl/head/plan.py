@@ -132,7 +132,7 @@ def plan_linear_logprobs(
        and that a 16-bit weight's gradient needs no float32 sum of 4VH bytes over several chunks.
     3. "two passes".
 
-    docs/design.md says which products have an epilogue, and docs/choosing.md what memory engines take.
+    docs/design.md says which products have an epilogue, and what memory engines take.
 
     Args:
         tokens, vocab, hidden_size: N, V, H. All N tokens count.
