@@ -30,7 +30,7 @@ def agree_on_counts(groups: list[Any], device: torch.device) -> Iterator[list[in
         return
     most = torch.tensor([problem is not None, *counts], dtype=torch.int64, device=device)
     for group in groups:
-        most = most.to(_pick_device(group, device))
+        most = most.to(pick_device(group, device))
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
     refused, *counts[:] = most.tolist()
     if not refused:
@@ -51,7 +51,7 @@ def agree_on_minimum(groups: list[Any], value: int, device: torch.device) -> int
         return value
     least = torch.tensor(value, dtype=torch.int64, device=device)
     for group in groups:
-        least = least.to(_pick_device(group, device))
+        least = least.to(pick_device(group, device))
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
     return int(least)
 
@@ -62,7 +62,7 @@ def first_device(model: Any) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _pick_device(group: Any, device: torch.device) -> torch.device:
+def pick_device(group: Any, device: torch.device) -> torch.device:
     """A device that the group can reduce on, `device` if possible. NCCL cannot reduce tensors in CPU memory."""
     kinds = [entry.split(":")[0] for entry in torch.distributed.get_backend_config(group).split(",")]
     return device if device.type in kinds else torch.device(kinds[0])

@@ -103,6 +103,7 @@ TRL = Framework(
 def patch_trl(
     *,
     whole_step: bool = True,
+    even_ranks: bool = True,
     max_tokens: int | None = None,
     memory: float = DEFAULT_SHARE,
     chunk_tokens: int | None = None,
@@ -117,6 +118,7 @@ def patch_trl(
         whole_step: whether all micro-batches of an optimizer step run in one forward, and the model runs live tokens
             only: no padding, the tokens with which sequences begin alike once, and sequences without a gradient without
             a graph. False leaves the trainer's steps and the model's forward as they are.
+        even_ranks: whether ranks exchange micro-batches of an optimizer step, so that all have about as much to run.
         max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
             as the longest so far. None: on a GPU as free memory allows, elsewhere any number.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
@@ -130,10 +132,11 @@ def patch_trl(
     """
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_flag("whole_step", whole_step)
+    check_flag("even_ranks", even_ranks)
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, least=1)
     check_share("memory", memory)
-    settings = Settings(whole_step=whole_step, max_tokens=max_tokens, memory=memory)
+    settings = Settings(whole_step=whole_step, even_ranks=even_ranks, max_tokens=max_tokens, memory=memory)
     TRL.version()
     # A call without tokens raises for an option that is refused.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)

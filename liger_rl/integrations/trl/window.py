@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.integrations.trl.adapted_head import TRAINERS
+from liger_rl.integrations.trl.even_ranks import Rows, Values, can_exchange, can_share_prompts, exchange, read_costs
 from liger_rl.integrations.trl.forward import (
     BUILT_BEFORE,
     WindowCall,
@@ -38,7 +39,7 @@ from liger_rl.integrations.trl.forward import (
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.modules import walked_once
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, read_static_positions
+from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, find_sharding, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
@@ -71,6 +72,14 @@ class _MicroBatch:
     is_alone: bool = False  # its calls run as they are
     loss: Tensor | None = None  # () with a graph, once `compute_loss` has returned
 
+    def list_values(self) -> Values | None:
+        """The arguments without the model; None if they are not (model, inputs as a dict)."""
+        if len(self.arguments) != 2 or type(self.arguments[1]) is not dict:
+            return None
+        return {(0, name): x for name, x in self.arguments[1].items()} | {
+            (1, name): x for name, x in self.options.items()
+        }
+
 
 class Window:
     """Micro-batches that run in one forward."""
@@ -82,16 +91,34 @@ class Window:
         self._number = 0  # of its next call
         self._leader: _MicroBatch | None = None  # in whose call a forward runs
         self.tokens: list[int] = []  # of each micro-batch, once they have run
+        self.added = 0  # micro-batches, with those that run alone
         self._in_forward = False
 
     def add(self, *arguments: Any, **options: Any) -> Tensor | None:
         """Keep a micro-batch. -> its loss if its calls do not run together with others', else None."""
+        self.added += 1
         batch = _MicroBatch(arguments, options, self._gradient_state.sync_gradients)
         with self._caught_calls():
             self._run(batch)
         if batch.loss is None:
             self.micro_batches.append(batch)
         return batch.loss
+
+    def exchange(self, model: nn.Module, device: torch.device) -> None:
+        """Exchange micro-batches with other ranks, so that all ranks have about as much to run. A collective."""
+        values, costs = [batch.list_values() for batch in self.micro_batches], None
+        known = [x for x in values if x is not None]
+        # At the end of a data set `gather_for_metrics` leaves out the last ranks.
+        is_cut = self._gradient_state.end_of_dataloader and self._gradient_state.remainder > 0
+        if known and len(known) == self.added and not is_cut:
+            shares = can_share_prompts(model, self.micro_batches[0].call)
+            costs = read_costs([_read_rows(batch, model) for batch in self.micro_batches], shares)
+        with self._caught_calls():
+            for number, received in exchange(known, costs, device).items():
+                inputs, options = ({name: x for (i, name), x in received.items() if i == part} for part in (0, 1))
+                batch = _MicroBatch((model, inputs), options, self.micro_batches[number].is_last)
+                self.micro_batches[number] = batch
+                self._run(batch)
 
     def sum_losses(self) -> Tensor:
         """The sum of the losses of all micro-batches, with a graph."""
@@ -197,6 +224,17 @@ def _join_calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
+def _read_rows(batch: _MicroBatch, model: nn.Module) -> Rows:
+    inputs, call, idle = batch.arguments[1], batch.call, batch.idle_rows
+    counted = call["labels"] != IGNORE_INDEX
+    if {"input_ids", "attention_mask", "completion_mask"} <= inputs.keys():  # KTO's first call may be of other rows
+        call, counted = inputs, inputs["completion_mask"] != 0
+    ids = call["input_ids"]
+    if idle is None or len(idle) != len(ids) or find_sharding(model) is not None:  # which runs all with a backward
+        idle = ids.new_zeros(len(ids), dtype=torch.bool)
+    return Rows(ids, call["attention_mask"], counted, idle)
+
+
 def _join_idle_rows(idle_rows: list[Tensor | None], calls: list[dict[str, Any]]) -> Tensor | None:
     if all(rows is None for rows in idle_rows):
         return None
@@ -276,12 +314,14 @@ def _compute_loss(
             _set_size(trainer, model, state)
         state.step = step
     loss = window.add(model, *args, **kwargs)
-    is_last = trainer.accelerator.sync_gradients
-    if not is_last and loss is not None:
+    size = get_size(trainer)
+    if not trainer.accelerator.sync_gradients and window.added < size:
+        if loss is None:
+            raise _Waits
         return loss
-    if not is_last and len(window.micro_batches) < get_size(trainer):
-        raise _Waits
     state.window = None
+    if size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model):
+        window.exchange(model, trainer.args.device)
     if not window.micro_batches:
         return loss
     total = window.sum_losses()
