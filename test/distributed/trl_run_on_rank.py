@@ -1,8 +1,7 @@
 """One rank's runs of TRL's trainers: `python trl_run_on_rank.py MODEL RESULT WRAPPER ...`.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. RESULT becomes a file of JSON:
-{wrapper: {case: [{"log": ..., "weights": ..., "tokens": ..., "calls": ..., "backwards": ...} without the patch, with
-it]}}.
+{wrapper: {case: [{"log", "weights", "tokens", "calls", "backwards", "exchanges"} without the patch, with it]}}.
 """
 
 import json
@@ -10,6 +9,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 # Read when a kernel is decorated.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -46,6 +46,33 @@ CASES = {
         {**SCORED, "beta": 0.1, "num_iterations": 2, "gradient_checkpointing": True, "max_steps": 4},
     ),
 }
+# Cases in which ranks have micro-batches of different lengths.
+UNEVEN = {"gradient_accumulation_steps": 4, "max_steps": 3, "learning_rate": 1e-3}
+UNEVEN_SCORED = {
+    **UNEVEN,
+    "data": {"prompt": trl_runs.PROMPTS * 8},
+    "per_device_train_batch_size": 4,
+    "max_completion_length": 32,
+}
+LENGTHS = [(7 * n % 23) ** 3 // 400 + 1 for n in range(30)]
+TEXTS = [" w5 w6 w7 w8 w9 w10"[: 3 * (length % 6 + 1)] + " w11" * (length - 1) for length in LENGTHS]
+UNEVEN_ROWS = {"prompt": [f"w{n} w1 w2" for n in range(24)], "completion": TEXTS[:24]}
+UNEVEN_PAIRS = {"prompt": UNEVEN_ROWS["prompt"], "chosen": TEXTS[:24], "rejected": TEXTS[6:]}
+# The second half of an epoch does not fill the ranks, and TRL's metrics leave one out.
+VERDICTS = {"prompt": [f"w{n} w1 w2" for n in range(30)], "completion": TEXTS, "label": [n % 3 > 0 for n in range(30)]}
+UNEVEN_CASES = {
+    "GRPO, uneven": ("GRPO", {**UNEVEN_SCORED, "loss_type": "dapo", "beta": 0.1, "num_iterations": 2}),
+    "GRPO, uneven, idle groups": ("GRPO", {**UNEVEN_SCORED, "loss_type": "grpo", "beta": 0.0, "num_iterations": 1}),
+    "GRPO, uneven, bnpo": ("GRPO", {**UNEVEN_SCORED, "loss_type": "bnpo", "entropy_coef": 0.02, "num_iterations": 1}),
+    "RLOO, uneven": ("RLOO", {**UNEVEN_SCORED, "num_iterations": 1}),
+    "SFT, uneven": (
+        "SFT",
+        {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1, "average_tokens_across_devices": False},
+    ),
+    "DPO, uneven": ("DPO", {**UNEVEN, "data": UNEVEN_PAIRS, "per_device_train_batch_size": 1}),
+    "KTO, uneven": ("KTO", {**UNEVEN, "data": VERDICTS, "per_device_train_batch_size": 2}),
+}
+SHARDED_CASES = CASES | {name: UNEVEN_CASES[name] for name in ("GRPO, uneven, idle groups",)}
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
 
 
@@ -91,11 +118,27 @@ def take_advantages(trainer) -> None:
     trainer._generate_and_score_completions = score_half
 
 
-def run_case(kind: str, options: dict, model: str, directory: str, patch: bool) -> dict:
+def cut_completions(trainer) -> None:
+    """To at most four tokens on rank 1."""
+    generate, length = trainer._generate_single_turn, (None, 4)[trainer.accelerator.process_index]
+
+    def cut_turn(*args):
+        turn = generate(*args)
+        if isinstance(turn, tuple):  # GRPO's, with log-probabilities of a server
+            return [ids[:length] for ids in turn[0]], *turn[1:]
+        return [ids[:length] for ids in turn]
+
+    trainer._generate_single_turn = cut_turn
+
+
+def run_case(case: str, kind: str, options: dict, model: str, directory: str, patch: bool) -> dict:
     with patched_trl() if patch else nullcontext():
         trainer = trl_runs.build(kind, model, directory, **OPTIONS | options)
-        if kind == "GRPO":
-            take_advantages(trainer)
+        if kind in ("GRPO", "RLOO"):
+            if "idle" in case or "uneven" not in case:
+                take_advantages(trainer)
+            if "uneven" in case:
+                cut_completions(trainer)
         calls, backwards, backward = [], [], trainer.accelerator.backward
 
         def count_backward(*args, **kwargs):
@@ -108,12 +151,16 @@ def run_case(kind: str, options: dict, model: str, directory: str, patch: bool) 
 
         trainer.accelerator.backward = count_backward
         trainer.model.register_forward_pre_hook(count_call, with_kwargs=True)
-        run = trl_runs.run(trainer)
+        with mock.patch.object(
+            torch.distributed, "all_to_all_single", wraps=torch.distributed.all_to_all_single
+        ) as send:
+            run = trl_runs.run(trainer)
     assert len(run.log["loss"]) == (OPTIONS | options)["max_steps"]
     log = {name: values for name, values in run.log.items() if name not in trl_runs.CLOCKS}
     tokens = sum(forward.tokens for forward in run.forwards)
     weights = gather_weights(trainer.model).tolist()
-    return {"log": log, "weights": weights, "tokens": tokens, "calls": len(calls), "backwards": len(backwards)}
+    counts = {"calls": len(calls), "backwards": len(backwards), "exchanges": send.call_count}
+    return {"log": log, "weights": weights, "tokens": tokens, **counts}
 
 
 @torch.no_grad()
@@ -130,9 +177,12 @@ def gather_weights(model: torch.nn.Module) -> torch.Tensor:
 
 def run_cases(wrapper: str, model: str, directory: str) -> dict:
     prepare_process(wrapper)
+    cases = CASES | UNEVEN_CASES if wrapper == "ddp" else SHARDED_CASES
     return {
-        name: [run_case(kind, options | find_options(wrapper), model, directory, patch) for patch in (False, True)]
-        for name, (kind, options) in CASES.items()
+        name: [
+            run_case(name, kind, options | find_options(wrapper), model, directory, patch) for patch in (False, True)
+        ]
+        for name, (kind, options) in cases.items()
     }
 
 
