@@ -115,6 +115,13 @@ def test_uneven_runs_agree(case, torch_results):
     assert_same_runs_in_even_time([results["ddp"][case] for results in torch_results], case)
 
 
+def test_a_switch_leaves_micro_batches_where_they_are(torch_results):
+    for results in torch_results:
+        plain, patched = results["ddp"]["SFT, uneven, not exchanged"]
+        assert_same_results(plain, patched)
+        assert patched["exchanges"] == 0
+
+
 def test_uneven_runs_of_sharded_models_agree(torch_results):
     case = "GRPO, uneven, idle groups"
     assert_same_runs_in_even_time([results["fsdp2"][case] for results in torch_results], case)

@@ -69,6 +69,7 @@ UNEVEN_CASES = {
         "SFT",
         {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1, "average_tokens_across_devices": False},
     ),
+    "SFT, uneven, not exchanged": ("SFT", {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1}),
     "DPO, uneven": ("DPO", {**UNEVEN, "data": UNEVEN_PAIRS, "per_device_train_batch_size": 1}),
     "KTO, uneven": ("KTO", {**UNEVEN, "data": VERDICTS, "per_device_train_batch_size": 2}),
 }
@@ -132,7 +133,7 @@ def cut_completions(trainer) -> None:
 
 
 def run_case(case: str, kind: str, options: dict, model: str, directory: str, patch: bool) -> dict:
-    with patched_trl() if patch else nullcontext():
+    with patched_trl(even_ranks="not exchanged" not in case) if patch else nullcontext():
         trainer = trl_runs.build(kind, model, directory, **OPTIONS | options)
         if kind in ("GRPO", "RLOO"):
             if "idle" in case or "uneven" not in case:

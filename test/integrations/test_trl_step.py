@@ -354,8 +354,9 @@ def test_a_compiled_forward_is_left_as_it_is(monkeypatch):
 
 def test_whole_step_comes_and_goes_with_the_patch():
     for value in ("yes", 1, None):
-        with pytest.raises(TypeError, match="whole_step"):
-            patch_trl(whole_step=value)
+        for option in ("whole_step", "even_ranks"):
+            with pytest.raises(TypeError, match=option):
+                patch_trl(**{option: value})
     patch_trl(whole_step=False)
     with patched_trl():
         assert get_settings().whole_step
