@@ -58,7 +58,8 @@ def test_a_run_with_ligers_layers_is_the_same_and_shares_prompts(kind, tmp_path)
     with patched_trl():
         patched = train(kind, tmp_path)
     assert len(plain) == len(patched) == OPTIONS["max_steps"]
+    # Four completions of each prompt, of a few tokens. The first step runs its micro-batches apart, to measure memory.
+    assert all(step["liger_rl/body_tokens_saved"] > 0.5 for step in patched[1:])
     for before, after in zip(plain, patched, strict=True):
-        assert after["liger_rl/body_tokens_saved"] > 0.5  # four completions of each prompt, of a few tokens
         for name in ("loss", "grad_norm", "entropy"):
             assert after[name] == pytest.approx(before[name], rel=2e-3, abs=1e-5), name
