@@ -93,14 +93,20 @@ class Clock(TrainerCallback):
 
         return run
 
-    def count_forwards(self, *models: Any) -> None:
-        """Of their bodies. A recomputed layer does not read the embedding again."""
+    @contextmanager
+    def counted_forwards(self, *models: Any) -> Iterator[None]:
+        """Of their bodies. A recomputed layer does not read the embedding again.
 
-        def count(*_given: Any) -> None:
-            self._forwards += 1
+        Not by a hook: a hook may read the batch's rows, so with one the step keeps them as they are.
+        """
+        embeddings, forward = {model.get_input_embeddings() for model in models}, nn.Embedding.forward
 
-        for model in models:
-            model.get_input_embeddings().register_forward_pre_hook(count)
+        def counted(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+            self._forwards += embedding in embeddings
+            return forward(embedding, ids)
+
+        with mock.patch.object(nn.Embedding, "forward", counted):
+            yield
 
     def _now(self) -> Any:
         if self.device == "cpu":
@@ -135,6 +141,7 @@ class Measured(NamedTuple):
     other_ms: list[float]
     peak_mib: float  # weights and the optimizer's state included, which is what has to fit
     forwards: float  # of bodies in a step
+    saved_share: float | None  # of the tokens, which the body has not run; None without the patch
     loss: float
     grad_norm: float
 
@@ -305,11 +312,9 @@ def run_trainer(trainer: Any, clock: Clock) -> Measured:
     trainer.training_step = clock.timed(trainer.training_step)
     if not isinstance(trainer, GRPOTrainer):  # examples in their order: each step has the same
         trainer._get_train_sampler = SequentialSampler
-    clock.count_forwards(
-        *(model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None)
-    )
+    models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
     torch.manual_seed(SEED)
-    with clock.looking:
+    with clock.counted_forwards(*models), clock.looking:
         trainer.train()
     log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
     return Measured(
@@ -317,6 +322,7 @@ def run_trainer(trainer: Any, clock: Clock) -> Measured:
         other_ms=clock.other_ms,
         peak_mib=(clock.memory.base + clock.memory.peak_bytes) / 2**20,
         forwards=clock.forwards / max(len(clock.step_ms), 1),
+        saved_share=log.get("liger_rl/body_tokens_saved"),
         loss=log["loss"],
         grad_norm=log["grad_norm"],
     )

@@ -429,6 +429,10 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     assert {row["status"] for row in results["rows"]} == {"ok"}
     assert all(0 < row["other_ms"] < row["step_ms"] and row["steps"] == 1 for row in results["rows"])
     assert [row["forwards"] for row in by_batch["window"]][:2] == [4, 4]
+    # What the benchmark looks at keeps no step from running live tokens alone.
+    saved = {row["batch"]: row["saved_share"] for row in results["rows"] if row["variant"] == "TRL, patch_trl()"}
+    assert saved.keys() == by_batch.keys()
+    assert min(saved.values()) > 0.05
     for rows in by_batch.values():
         about = step.about_batch(results, rows[0])
         assert abs(rows[0]["loss"]) > 0.01

@@ -64,8 +64,9 @@ def run_with_kept_layers(
     """The result of `forward()`, and a clause such as "24 of 28 layers kept".
 
     As many layers keep their activations as fit. The clause is None, and the forward runs as it is, without a graph,
-    without checkpointed layers, on other devices than CUDA, for a compiled model and with share 0. If the forward runs
-    out of memory and `agree` is None, it runs once more with every layer recomputed, and later runs keep fewer layers.
+    without checkpointed layers, on other devices than CUDA, for a compiled model, with DeepSpeed's ZeRO-3 and with
+    share 0. If the forward runs out of memory and `agree` is None, it runs once more with every layer recomputed, and
+    later runs keep fewer layers.
 
     Args:
         model: a model of transformers, or a wrapper of one (PEFT, DDP, FSDP).
@@ -79,6 +80,10 @@ def run_with_kept_layers(
     """
     check_share("share", share)
     layers = find_layers(model) if share and torch.is_grad_enabled() else []
+    # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
+    # backward reads next. DeepSpeed sets ds_id on its parameters.
+    if any(hasattr(parameter, "ds_id") for layer in layers for parameter in layer.parameters()):
+        return forward(), None
     device = _find_device(layers)
     memory = None if device is None else read_memory(device)
     if device is None or memory is None:

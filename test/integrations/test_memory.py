@@ -453,7 +453,7 @@ def test_a_rank_without_tokens_agrees_too(device_memory):
     assert asked == [LAYERS]
 
 
-@pytest.mark.parametrize("case", ["eval", "no_grad", "share 0", "no checkpointing", "compiled"])
+@pytest.mark.parametrize("case", ["eval", "no_grad", "share 0", "no checkpointing", "compiled", "ZeRO-3"])
 def test_nothing_changes(case, device_memory):
     model = checkpointed()
     step(model)
@@ -468,6 +468,9 @@ def test_nothing_changes(case, device_memory):
         model = torch.compile(model)
     elif case == "share 0":
         options["share"] = 0
+    elif case == "ZeRO-3":
+        for number, parameter in enumerate(model.parameters()):
+            parameter.ds_id = number
 
     def forward():
         assert [layer._gradient_checkpointing_func for layer in layers] == before
