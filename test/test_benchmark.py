@@ -432,7 +432,8 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     # What the benchmark looks at keeps no step from running live tokens alone.
     saved = {row["batch"]: row["saved_share"] for row in results["rows"] if row["variant"] == "TRL, patch_trl()"}
     assert saved.keys() == by_batch.keys()
-    assert min(saved.values()) > 0.05
+    assert min(saved.values()) > 0
+    assert min(saved["short prompts"], saved["window"], saved["window LoRA"]) > 0.3
     for rows in by_batch.values():
         about = step.about_batch(results, rows[0])
         assert abs(rows[0]["loss"]) > 0.01
