@@ -308,6 +308,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (RANKS > 1) != (arguments.sharding is not None):
         parser.error("--sharding is for several ranks, and several ranks need one; run it by torchrun")
+    if arguments.sharding == "ZeRO-3" and len(arguments.rows or ()) != 1:
+        parser.error("with ZeRO-3 name one row of --rows: the weights of a process's second model would be others")
     if arguments.steps < 1 or arguments.settling < 2:
         parser.error("--steps must be at least 1 and --settling at least 2, whose last one measures memory")
     return arguments

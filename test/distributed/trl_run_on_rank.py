@@ -73,7 +73,7 @@ UNEVEN_CASES = {
     "DPO, uneven": ("DPO", {**UNEVEN, "data": UNEVEN_PAIRS, "per_device_train_batch_size": 1}),
     "KTO, uneven": ("KTO", {**UNEVEN, "data": VERDICTS, "per_device_train_batch_size": 2}),
 }
-SHARDED_CASES = CASES | {name: UNEVEN_CASES[name] for name in ("GRPO, uneven, idle groups",)}
+SHARDED_CASES = CASES | {"GRPO, uneven, idle groups": UNEVEN_CASES["GRPO, uneven, idle groups"]}
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
 
 

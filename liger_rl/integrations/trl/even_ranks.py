@@ -1,6 +1,6 @@
 """Micro-batches change ranks before their window runs, so that no rank waits long for the rank with the most tokens.
 
-DDP, FSDP and ZeRO average gradients over the ranks. The loss of a micro-batch depends on the micro-batch itself, and
+DDP and ZeRO-1 and 2 average gradients over the ranks. The loss of a micro-batch depends on the micro-batch itself, and
 KTO's also on the micro-batches that have the same number on the other ranks. TRL gathers the metrics of these
 micro-batches, and logs their sum, mean or extreme. So a micro-batch may change its rank but not its number in the
 window, and the gradient and the log are TRL's.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from liger_rl.distributed import gathered_objects
 from liger_rl.integrations.trl.forward import find_wrapped
 from liger_rl.models.modules import walked_once
-from liger_rl.step.body import is_plain, read_body
+from liger_rl.step.body import find_sharding, is_plain, read_body
 from liger_rl.step.prefix_tree import LEAST_SHARED
 from liger_rl.step.ranks import count_averaging_ranks, pick_device
 
@@ -157,10 +157,15 @@ _Template = dict[tuple[int, str], Any]  # `Values` with a `_TensorSpec` in place
 
 @walked_once()
 def can_exchange(accelerator: Any, model: nn.Module) -> bool:
-    """Whether the gradient is a mean over all ranks, and each has sequences of its own; equal on all ranks."""
+    """Whether the gradient is a mean over all ranks, and each has sequences of its own; equal on all ranks.
+
+    A sharded model runs sequences without a backward with one, so less is uneven: measured, an exchange gains nothing.
+    """
+    if accelerator.num_processes == 1 or find_sharding(model) is not None:
+        return False
     # Ranks of tensor, context or sequence parallelism have the same sequences or parts of them.
     others = getattr(getattr(accelerator, "parallelism_config", None), "non_data_parallel_size", 1)
-    return accelerator.num_processes > 1 and others == 1 and count_averaging_ranks(model) == accelerator.num_processes
+    return others == 1 and count_averaging_ranks(model) == accelerator.num_processes
 
 
 def exchange(batches: list[Values], costs: list[Cost] | None, device: torch.device) -> dict[int, Values]:

@@ -103,7 +103,7 @@ TRL = Framework(
 def patch_trl(
     *,
     whole_step: bool = True,
-    even_ranks: bool = True,
+    even_ranks: bool = False,
     max_tokens: int | None = None,
     memory: float = DEFAULT_SHARE,
     chunk_tokens: int | None = None,
@@ -118,7 +118,7 @@ def patch_trl(
         whole_step: whether all micro-batches of an optimizer step run in one forward, and the model runs live tokens
             only: no padding, the tokens with which sequences begin alike once, and sequences without a gradient without
             a graph. False leaves the trainer's steps and the model's forward as they are.
-        even_ranks: whether ranks exchange micro-batches of an optimizer step, so that all have about as much to run.
+        even_ranks: whether ranks of DDP, ZeRO-1 and 2 exchange micro-batches, so that all have about as much to run.
         max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
             as the longest so far. None: on a GPU as free memory allows, elsewhere any number.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many

@@ -39,7 +39,7 @@ from liger_rl.integrations.trl.forward import (
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.modules import walked_once
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, find_sharding, read_static_positions
+from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
@@ -112,7 +112,7 @@ class Window:
         is_cut = self._gradient_state.end_of_dataloader and self._gradient_state.remainder > 0
         if known and len(known) == self.added and not is_cut:
             shares = can_share_prompts(model, self.micro_batches[0].call)
-            costs = read_costs([_read_rows(batch, model) for batch in self.micro_batches], shares)
+            costs = read_costs([_read_rows(batch) for batch in self.micro_batches], shares)
         with self._caught_calls():
             for number, received in exchange(known, costs, device).items():
                 inputs, options = ({name: x for (i, name), x in received.items() if i == part} for part in (0, 1))
@@ -224,13 +224,13 @@ def _join_calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def _read_rows(batch: _MicroBatch, model: nn.Module) -> Rows:
+def _read_rows(batch: _MicroBatch) -> Rows:
     inputs, call, idle = batch.arguments[1], batch.call, batch.idle_rows
     counted = call["labels"] != IGNORE_INDEX
     if {"input_ids", "attention_mask", "completion_mask"} <= inputs.keys():  # KTO's first call may be of other rows
         call, counted = inputs, inputs["completion_mask"] != 0
     ids = call["input_ids"]
-    if idle is None or len(idle) != len(ids) or find_sharding(model) is not None:  # which runs all with a backward
+    if idle is None or len(idle) != len(ids):
         idle = ids.new_zeros(len(ids), dtype=torch.bool)
     return Rows(ids, call["attention_mask"], counted, idle)
 
