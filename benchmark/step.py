@@ -217,8 +217,14 @@ def summary(results: dict[str, Any]) -> str:
     recomputed = "TRL, patch_trl(memory=0), use_liger_kernel"
     columns["both, `memory=0`"] = lambda row: _relative(row, recomputed, "tokens_per_s", "{:.1f} x")
     columns["its memory"] = lambda row: _relative(row, recomputed, "peak_mib", "{:.2f} x")
-    line = environment_line(results["environment"], ("trl", "liger_kernel", "transformers"))
-    return f"{line}\n\n{markdown_table(columns, rows_beside_trl(results))}\n"
+    columns["commit"] = lambda row: ", ".join(list_commits([x for x in row.values() if isinstance(x, dict)]))
+    line = environment_line(results["environment"], ("trl", "liger_kernel", "transformers"), has_commit=False)
+    rows = [(name, by_way) for name, by_way in rows_beside_trl(results) if list(SUMMARY)[-1] in by_way]
+    return f"{line}\n\n{markdown_table(columns, rows)}\n"
+
+
+def list_commits(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["commit"] for row in rows))
 
 
 def rows_beside_trl(results: dict[str, Any]) -> list[tuple[str, Row]]:
@@ -240,12 +246,13 @@ def markdown(results: dict[str, Any], kind: str = "whole") -> str:
     """What `main` writes -> a line on where it was measured and a table per shape and batch; or "summary"."""
     if kind == "summary":
         return summary(results)
-    blocks = [environment_line(results["environment"], ("trl", "transformers"))]
+    blocks = [environment_line(results["environment"], ("trl", "transformers"), has_commit=False)]
     for name, group in groupby(results["rows"], key=label):
         rows = list(group)
         columns = {column: cell for column, cell in COLUMNS.items() if any(cell(row) for row in rows)}
         table = markdown_table(columns or COLUMNS, [(row["variant"], row) for row in rows])
-        blocks.append(f"**{title(name, about_batch(results, rows[0]))}**\n\n{table}")
+        of_commit = f"commit {' and '.join(list_commits(rows))}"
+        blocks.append(f"**{title(name, about_batch(results, rows[0]))}**, {of_commit}\n\n{table}")
     return "\n\n".join(blocks) + "\n"
 
 
@@ -263,9 +270,9 @@ def add_row(results: dict[str, Any], about: dict[str, Any], row: Row) -> dict[st
 
 
 def read_earlier(environment: dict[str, Any], target: Path) -> dict[str, Any]:
-    """Results of the same environment, to which rows are added."""
+    """Results of the same environment, to which rows are added; each row names its commit."""
     before = read_results(target) if target.exists() else {"environment": {}}
-    if differences(before["environment"], environment):
+    if set(differences(before["environment"], environment)) - {"commit", "dirty"}:
         return {"environment": environment, "shapes": {}, "rows": []}
     return before | {"environment": environment}
 
@@ -326,6 +333,7 @@ def main() -> None:
     file = f"{PREFIX}{slug(environment)}.json"
     target = output_directory(arguments.out, record=False) / file
     results = read_earlier(environment, RESULTS / file if arguments.record else target)
+    commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
     gc.freeze()  # each run collects garbage several times, and so passes over what is there already
     for shape in arguments.shapes or DEFAULT[device]:
         with tempfile.TemporaryDirectory() as folder:
@@ -334,7 +342,7 @@ def main() -> None:
                 task = choose_task(shape, batch, arguments)
                 data, name = runner.data(task), batch_label(batch, task, arguments.sharding)
                 for key in arguments.rows or choose_rows(task, device):
-                    row = {"shape": shape, "batch": name, "variant": WAYS[key].label}
+                    row = {"shape": shape, "batch": name, "variant": WAYS[key].label, "commit": commit}
                     row |= measure(runner, key, task, data, arguments, peak)
                     if RANK:
                         continue

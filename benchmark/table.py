@@ -109,12 +109,17 @@ def gradient_error(row: Row) -> float | None:
     return max((row.get("grad_hidden_error") or 0.0, row.get("grad_weight_error") or 0.0)) or None
 
 
+def format_percent(share: float | None) -> str:
+    """Two digits, such as 15% and 0.24%."""
+    return "" if share is None else f"{100 * share:.2g}%"
+
+
 SUMMARY: Columns = {
     "step ms": COLUMNS["fwd+bwd ms"],
     "x TRL": COLUMNS["x TRL"],
     "extra MiB": COLUMNS["extra MiB"],
-    "logp error": COLUMNS["logp err"],
-    "gradient error": lambda row: number("error", ".1e")({"error": gradient_error(row)}),
+    "log-probability error, nats": lambda row: f"{row['logp_max_error']:.1g}",
+    "gradient error": lambda row: format_percent(gradient_error(row)),
 }
 
 
@@ -127,14 +132,17 @@ def summary(results: dict[str, Any], case: str, variants: Sequence[str]) -> str:
     return f"{environment_line(results['environment'])}\n\n{table}\n"
 
 
-def environment_line(environment: dict[str, Any], packages: Sequence[str] = PACKAGES) -> str:
+def environment_line(
+    environment: dict[str, Any], packages: Sequence[str] = PACKAGES, *, has_commit: bool = True
+) -> str:
+    """`has_commit`: False where the rows name their own."""
     named = ("torch", "triton", *packages, "driver")
     versions = ", ".join(f"{name} {environment[key]}" for name in named if environment.get(key := package_key(name)))
     commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
     device = environment["device_name"]
     if environment["device"] == "cpu":
         device = f"{device}, {environment['threads']} thread{'s' if environment['threads'] > 1 else ''}"
-    return f"{device}; {versions}; commit {commit}; {environment['date']}."
+    return f"{device}; {versions}; {f'commit {commit}; ' if has_commit else ''}{environment['date']}."
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from benchmark.table import environment_line
 PREFIX = "train-real-runs-"
 VARIANTS: dict[str, dict[str, Any] | None] = {"trl": None, "patch": {}}
 CURVES = ("reward", "kl", "entropy")
+TITLES = {"reward": "reward", "kl": "KL to the first policy (k3, nats)", "entropy": "entropy (nats)"}
 LAST = 0.2  # of the steps, whose mean is a run's result
 SEEDS, STEPS, SECONDS = 5, 80, 400.0
 LABELS = {"trl": "TRL", "patch": "TRL, patch_trl()"}
@@ -238,7 +239,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
             steps, values = range(1, length + 1), list(zip(*smooth, strict=True))
             panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.12)
             panel.plot(steps, [mean(v) for v in values], color=color, label=LABELS[variant])
-        panel.set(title=curve, xlabel="step")
+        panel.set(title=TITLES[curve], xlabel="step")
+        if curve == "kl":  # its peaks are single tokens of one seed, and would leave the means no room
+            panel.set_yscale("log")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False)
     figure.savefig(path, dpi=130, metadata={"Software": None})
