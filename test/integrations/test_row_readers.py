@@ -11,6 +11,7 @@ from transformers.integrations import neftune
 
 from hf_models import build
 from liger_rl import loss_step, loss_steps, swap_lm_head
+from liger_rl.step.row_readers import find_row_reader
 
 AS_IT_IS = "the batch as it is: "
 
@@ -144,6 +145,19 @@ def test_a_batch_stays_as_it_is_in_training(name):
     with pytest.raises(ValueError, match=r"max_tokens must be None or at least .* stays as it is, got 50"):
         loss_steps(model, batch_of(), LOSS, max_tokens=50)
     assert "trees of shared prefixes" in loss_steps(model.eval(), batch_of(), LOSS).layout
+
+
+@pytest.mark.parametrize(("package", "reads"), [("wandb.integration.torch.wandb_torch", False), ("my_probes", True)])
+def test_hooks_that_watch_parameters(package, reads):
+    """As `wandb.watch` has them on each layer."""
+    namespace = {"__name__": package}
+    exec("def log_parameters(module, inputs, output): pass", namespace)
+    model = build("Qwen3")
+    for layer in model.model.layers:
+        layer.register_forward_hook(namespace["log_parameters"])
+    reason = find_row_reader(model)
+    assert (f"{package}.log_parameters" in str(reason)) == reads
+    assert (reason is None) != reads
 
 
 def test_layers_that_keep_nothing_of_the_batch(monkeypatch):
