@@ -63,8 +63,6 @@ VERDICTS = {"prompt": [f"w{n} w1 w2" for n in range(30)], "completion": TEXTS, "
 UNEVEN_CASES = {
     "GRPO, uneven": ("GRPO", {**UNEVEN_SCORED, "loss_type": "dapo", "beta": 0.1, "num_iterations": 2}),
     "GRPO, uneven, idle groups": ("GRPO", {**UNEVEN_SCORED, "loss_type": "grpo", "beta": 0.0, "num_iterations": 1}),
-    "GRPO, uneven, bnpo": ("GRPO", {**UNEVEN_SCORED, "loss_type": "bnpo", "entropy_coef": 0.02, "num_iterations": 1}),
-    "RLOO, uneven": ("RLOO", {**UNEVEN_SCORED, "num_iterations": 1}),
     "SFT, uneven": (
         "SFT",
         {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1, "average_tokens_across_devices": False},
