@@ -2,7 +2,7 @@
 
 Noise that is scaled by a row's length, statistics of a batch, and a loss inside of a layer. No log-probability of a
 trial in evaluation shows them. Known packages' hooks and layers do none of this, NEFTune's hook and batch norms apart:
-the hooks of `wandb.watch` read parameters and shapes.
+the hooks of `wandb.watch` read parameters and shapes, and layers of quantized weights compute each token alone.
 """
 
 import functools
@@ -18,8 +18,8 @@ from liger_rl.models.modules import list_modules
 from liger_rl.step.reason import Reason
 
 KNOWN_PACKAGES = {
-    "accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "liger_rl", "peft", "torch", "transformers", "trl",
-    "wandb",
+    "accelerate", "aqlm", "awq", "bitsandbytes", "deepspeed", "eetq", "gptqmodel", "hqq", "liger_kernel", "liger_rl",
+    "peft", "torch", "transformers", "trl", "wandb",
 }  # fmt: skip
 NEFTUNE = Reason("NEFTune's noise is scaled by a row's length and drawn for each token", "neftune_noise_alpha=None")
 UNTRIED = Reason("its first step shows whether its layers keep values of the batch")

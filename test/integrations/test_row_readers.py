@@ -160,6 +160,26 @@ def test_hooks_that_watch_parameters(package, reads):
     assert (reason is None) != reads
 
 
+QUANTIZED = """
+class Dequantize(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, values: values)
+
+class QuantLinear(torch.nn.Linear):
+    def forward(self, values):
+        return Dequantize.apply(super().forward(values))
+"""
+
+
+@pytest.mark.parametrize(("package", "reads"), [("gptqmodel.nn_modules.qlinear.marlin", False), ("my_layers", True)])
+def test_layers_of_quantized_weights(package, reads):
+    namespace = {"__name__": package, "torch": torch}
+    exec(QUANTIZED, namespace)
+    model = build("Qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.__class__ = namespace["QuantLinear"]
+    assert (find_row_reader(model) is not None) == reads
+
+
 def test_layers_that_keep_nothing_of_the_batch(monkeypatch):
     model = swap_lm_head(build("Llama"))
     around(WithTable)(model)
