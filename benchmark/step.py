@@ -31,7 +31,7 @@ Several ranks train one model with `--sharding`, each on as many groups, dealt o
 `torchrun --nproc-per-node 2 -m benchmark.step --sharding FSDP2 --batches window`. Memory and forwards are those of the
 first rank.
 
-Milliseconds are medians of whole steps. `other ms` is what is neither forward nor backward. `forwards` counts those of
+Milliseconds are medians of whole steps. `other ms` is what is outside of the training steps. `forwards` counts those of
 the model's body in a step, a reference's too. `MFU` is the FLOP that the step needs (the formula is in
 `benchmark.step_batches`) over its time and the card's dense bfloat16 peak. Results are written after each row, and a
 later run in the same environment adds its rows to them.

@@ -124,7 +124,7 @@ def test_sentences_have_the_numbers_of_the_results(sentences, results):
 
 
 def test_losses_are_counted():
-    assert f"**{len(PRESETS)} published losses.**" in README
+    assert f"**{len(PRESETS)} policy losses.**" in README
 
 
 def test_exactness_is_that_of_the_results(results):

@@ -122,7 +122,7 @@ def patch_trl(
         max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
             as the longest so far. None: on a GPU as free memory allows, elsewhere any number.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
-            layers as fit are not recomputed. 0 recomputes all.
+            layers as fit are not recomputed. 0 recomputes all, and so does ZeRO-3.
         chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here.
 
     Raises:
