@@ -32,6 +32,11 @@ def is_dtensor(value: object) -> bool:
     return has_dtensor((value,))
 
 
+def is_zero_3(parameter: object) -> bool:
+    """Whether DeepSpeed's ZeRO-3 shards the parameter: DeepSpeed sets ds_id on each of a model's."""
+    return hasattr(parameter, "ds_id")
+
+
 def is_fsdp(module: nn.Module) -> bool:
     """Whether `fully_shard` was called with this module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels.gemm import matmul
+from liger_rl.models.local_tensors import is_zero_3
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -177,4 +178,4 @@ def _find_adapter(layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
 def _has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than its forward. ZeRO-3 gathers a weight where it is read, too."""
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or "forward" in vars(module)
-    return bool(hooks) and not hasattr(module.weight, "ds_id")
+    return bool(hooks) and not is_zero_3(module.weight)

@@ -19,7 +19,7 @@ from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.kernels.public_call import hint
 from liger_rl.models.lm_head import is_gathered
-from liger_rl.models.local_tensors import is_dtensor
+from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
 from liger_rl.models.swap import (
     FUSED_OPTIONS,
@@ -226,7 +226,7 @@ def find_sharding(model: nn.Module) -> str | None:
     Looked for once: sharding replaces a model's first parameter, or its class, or gives it an attribute.
     """
     first = next(model.parameters(), None)
-    known, state = _shardings.get(model), f"{type(first)} {hasattr(first, 'ds_id')}"
+    known, state = _shardings.get(model), f"{type(first)} {is_zero_3(first)}"
     if known is None or known[0]() is not first or known[1] != state:
         known = (weakref.ref(first) if first is not None else lambda: None), state, _look_for_sharding(model)
         _shardings[model] = known
@@ -235,7 +235,7 @@ def find_sharding(model: nn.Module) -> str | None:
 
 def _look_for_sharding(model: nn.Module) -> str | None:
     parameters = list_parameters(model)
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):  # DeepSpeed's
+    if any(map(is_zero_3, parameters)):
         return "ZeRO-3"
     if any(is_dtensor(parameter) for parameter in parameters):
         return "DTensor"

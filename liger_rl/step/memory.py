@@ -28,7 +28,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_rl.models.local_tensors import is_dtensor
+from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
 
 Result = TypeVar("Result")
@@ -81,8 +81,8 @@ def run_with_kept_layers(
     check_share("share", share)
     layers = find_layers(model) if share and torch.is_grad_enabled() else []
     # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
-    # backward reads next. DeepSpeed sets ds_id on its parameters.
-    if any(hasattr(parameter, "ds_id") for layer in layers for parameter in layer.parameters()):
+    # backward reads next.
+    if layers and is_zero_3(next(layers[-1].parameters(), None)):
         return forward(), None
     device = _find_device(layers)
     memory = None if device is None else read_memory(device)

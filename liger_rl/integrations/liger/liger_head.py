@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_dense
+from liger_rl.models.local_tensors import is_zero_3
 
 TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
@@ -24,8 +25,8 @@ def prepare_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def copy_under_zero_3(parameter: TensorT) -> TensorT:
-    """A copy if ZeRO-3 empties the parameter after the forward. DeepSpeed sets ds_id on such parameters."""
-    return parameter.clone() if parameter is not None and hasattr(parameter, "ds_id") else parameter
+    """A copy if ZeRO-3 empties the parameter after the forward."""
+    return parameter.clone() if parameter is not None and is_zero_3(parameter) else parameter
 
 
 def make_targets(labels: Tensor, vocab: int, ignore_index: int) -> Tensor:

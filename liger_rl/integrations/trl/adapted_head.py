@@ -25,6 +25,7 @@ from liger_rl.integrations.trl.forward import WRAPPED_MODELS, wrap_forward
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.lm_head import check_bypassed_modules
+from liger_rl.models.local_tensors import is_zero_3
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
 
@@ -146,8 +147,7 @@ def _read_unsharded_head(model: Any) -> HeadParts:
     owner = type(model).__name__
     head = read_head(model.get_output_embeddings(), owner)
     factors = [factor.weight for adapter in head.adapters for factor in (adapter.a, adapter.b)]
-    # DeepSpeed sets ds_id on every parameter under ZeRO-3.
-    if any(isinstance(factor, DTensor) or hasattr(factor, "ds_id") for factor in factors):
+    if any(isinstance(factor, DTensor) or is_zero_3(factor) for factor in factors):
         raise ValueError(
             f"the adapters on the head of {owner} are sharded (FSDP2 or ZeRO-3), which the fused head does not "
             "gather; shard less, or leave lm_head out of target_modules"

@@ -18,6 +18,7 @@ from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import adapted_head
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.models.local_tensors import is_zero_3
 
 TRAINER, LOSS = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
 SINCE = (1, 16)  # of TRL
@@ -53,8 +54,7 @@ def _chunked_divergence_loss(
     # As in TRL, whatever the dtype of the weights.
     autocast = torch.is_autocast_enabled(student_hidden_states.device.type)
     compute_dtype = None if autocast or dtype != teacher_dtype else dtype
-    # DeepSpeed sets ds_id on every parameter under ZeRO-3.
-    sharded = any(hasattr(parameter, "ds_id") for parameter in (weight, bias, teacher_weight, teacher_bias))
+    sharded = any(map(is_zero_3, (weight, bias, teacher_weight, teacher_bias)))
     hidden, head = student_hidden_states, adapted_head.get_adapted_head()
     if head is not None:
         (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
