@@ -134,7 +134,7 @@ def loss_steps(
         share_prefixes: whether sequences that begin with the same tokens run these tokens once. None shares if at most
             90% of the tokens remain; `LossStep.layout` has the reason if not. True raises an error where sharing is
             impossible (docs/transformers.md).
-        idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, before the
+        idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, in the
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
             NaN.
         memory: the share of a GPU's free memory within which checkpointed layers keep activations; 0: none does.
@@ -221,8 +221,8 @@ class LossSteps(Iterator[LossStep]):
             body, is_tried = self._apply_trial(body, "trees", again=bool(groups)), True
         self.layout = layout.describe()
         self._memory, self._agree = memory, partial(agree_on_minimum, groups, device=device) if groups else None
-        # `_idle_runs` forwards run without a graph, in the first step.
-        self._steps, self._idle_runs = counts[:2]
+        # On ranks `_idle_runs` forwards run without a graph, in the first step.
+        self._steps, self._idle_runs = counts[0], counts[1] if groups else None
         if aligned is not None and layout.left_out:
             # An earlier step may have given NaN for rows that do not run.
             left_out = _mask_rows(layout.left_out, ids)

@@ -67,7 +67,7 @@ def run(
     idle_runs: int | None = None,
     with_graph: RunWithGraph = lambda forward, tokens: forward(),
 ) -> Outputs:
-    """The outputs of a layout: idle micro-batches without a graph, then live ones with the caller's gradient mode.
+    """The outputs of a layout: idle micro-batches without a graph, live ones with the caller's gradient mode.
 
     `idle_runs`: number of forwards without a graph, so that every rank makes as many; the carrier runs in those that
     this rank does not need. None runs the idle micro-batches alone.
@@ -75,12 +75,22 @@ def run(
     micro-batches' graphs are alive at once.
     """
     idle, spare = layout.idle, (idle_runs or 0) - len(layout.idle)
-    with no_graph():
-        idle_outputs = [_run(forward, micro, batch, layout.body) for micro in (*idle, *[layout.carrier] * spare)]
-    live_outputs = with_graph(
-        lambda: [_run(forward, micro, batch, layout.body) for micro in layout.live],
-        sum(micro.tokens for micro in layout.live),
+    # Before any forward: a copy to the device may wait for what runs there.
+    live_inputs, idle_inputs = (
+        [make_inputs(micro, batch, layout.body) for micro in micros]
+        for micros in (layout.live, [*idle, *[layout.carrier] * spare])
     )
+    live_tokens, idle_tokens = (sum(micro.tokens for micro in micros) for micros in (layout.live, idle))
+
+    def run_idle() -> list[Output]:
+        with no_graph():
+            return [_run(forward, inputs) for inputs in idle_inputs]
+
+    # The host launches the shorter part while the device runs the longer one. Ranks have one order.
+    is_live_first = idle_runs is None and idle_tokens <= live_tokens
+    idle_outputs = [] if is_live_first else run_idle()
+    live_outputs = with_graph(lambda: [_run(forward, inputs) for inputs in live_inputs], live_tokens)
+    idle_outputs = run_idle() if is_live_first else idle_outputs
     outputs = [*live_outputs, *idle_outputs[: len(idle)]]
     source = _index_outputs([*layout.live, *idle], batch.ids.shape)
     if source is None:
@@ -88,8 +98,8 @@ def run(
     return Outputs(outputs, source.to(batch.ids.device, non_blocking=True), batch.mask, source)
 
 
-def _run(forward: Forward, micro: MicroBatch, batch: TokenBatch, body: Body) -> Output:
-    output = forward(make_inputs(micro, batch, body))
+def _run(forward: Forward, inputs: dict[str, Any]) -> Output:
+    output = forward({**inputs})  # a forward takes names out, and may run again
     return output._replace(values={name: value.flatten(0, 1) for name, value in output.values.items()})
 
 
