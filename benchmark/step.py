@@ -20,11 +20,12 @@ trl-liger             with Liger's kernels for norms, MLPs and rotary embeddings
 head                  patch_trl(whole_step=False): this library's head alone
 memory-0, patch       patch_trl(memory=0), patch_trl(): this library's step
 *-liger               the same with Liger's kernels
+uneven-liger          patch_trl(even_ranks=False) with Liger's kernels
 loss-steps            one's own loop: `loss_steps` of the whole batch, with TRL's metrics
 full-logits           TRL with all completions' logits, in float32, as accelerate returns them
 unsloth               Unsloth's GRPOTrainer, in a process of its own (`benchmark.peers.unsloth_step`)
 
-The default is all but the last two; for SFT and DPO trl-liger and patch-liger. On a CPU it is the rows without Liger.
+The default is all but the last three; for SFT and DPO trl-liger and patch-liger. On a CPU it is the rows without Liger.
 The learning rate is 0, so losses and gradients' norms must agree.
 
 Several ranks train one model with `--sharding`, each on as many groups, dealt out by chance:
@@ -75,9 +76,9 @@ RANKS, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}
 ROWS = (
     "trl", "trl-no-checkpointing", "trl-liger", "head", "memory-0", "patch", "memory-0-liger", "patch-liger",
-    "loss-steps", "full-logits", "unsloth",
+    "loss-steps", "uneven-liger", "full-logits", "unsloth",
 )  # fmt: skip
-DEFAULT_ROWS = {"GRPO": ROWS[:-2], "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
+DEFAULT_ROWS = {"GRPO": ROWS[:-3], "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
 BASELINES = ("TRL", "TRL, use_liger_kernel")  # the first that a batch has is what others are compared with
 MOST_NATS = 1.5  # of a learnt policy's entropy
 DPO_LOSS_SCALE = 10.0  # a margin of DPO sums the rounding of the log-probabilities of a thousand tokens

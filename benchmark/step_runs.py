@@ -222,6 +222,9 @@ WAYS = {
     "patch": Way(label="TRL, patch_trl()", patch={}),
     "memory-0-liger": Way(label="TRL, patch_trl(memory=0), use_liger_kernel", patch={"memory": 0}, options=LIGER),
     "patch-liger": Way(label="TRL, patch_trl(), use_liger_kernel", patch={}, options=LIGER),
+    "uneven-liger": Way(
+        label="TRL, patch_trl(even_ranks=False), use_liger_kernel", patch={"even_ranks": False}, options=LIGER
+    ),
     "loss-steps": Way(label="loss_steps", prepare=swap_lm_head, change=with_loss_steps, micro_batches=1),
     "full-logits": Way(label="full logits", change=with_full_logits),
     UNSLOTH_STEP: Way(label="Unsloth"),

@@ -42,7 +42,8 @@ def test_links_lead_somewhere(page):
 TABLES = {
     "README.md": {"nvidia-h200", "step-nvidia-h200"},
     "results.md": {
-        "step-nvidia-h200", "nvidia-h200", "train-real-runs-nvidia-h200", "head_losses-nvidia-h100-80gb-hbm3", "cpu",
+        "step-nvidia-h200", "step-nvidia-h100-80gb-hbm3", "nvidia-h200", "train-real-runs-nvidia-h200",
+        "head_losses-nvidia-h100-80gb-hbm3", "cpu",
     },
     "support.md": {"support-nvidia-h200"},
     "distillation.md": set(),
@@ -77,7 +78,8 @@ def whole_step(results):
 
     both = "TRL, patch_trl(), use_liger_kernel"
     yield f"its steps **{gains('window', 'TRL, patch_trl()')} times as fast"
-    yield f"two GPUs of FSDP2 {gains('window, FSDP2', both)} times"
+    ddp, fsdp, zero = (gains(f"window, {sharding}", both) for sharding in ("DDP", "FSDP2 on", "ZeRO-3"))
+    yield f"two GPUs {ddp} times with DDP, {fsdp} with FSDP2 and {zero} with ZeRO-3"
     window = [row["tokens_x_trl"] for (_, b, v), row in rows.items() if b == "window" and v == both]
     yield f"and {min(window):.1f} to {max(window):.1f} times with `use_liger_kernel=True`**"
     yield f"LoRA {gains('window LoRA', both)} times"

@@ -183,9 +183,11 @@ def build(
     if "eval_strategy" in options:
         extra["eval_dataset"] = data
     torch.manual_seed(0)  # of the adapters
+    config = getattr(trl, f"{kind}Config")(**arguments)
+    config._n_gpu = min(config.n_gpu, 1)  # else all GPUs of the host take part
     return getattr(trl, f"{kind}Trainer")(
         model=path,
-        args=getattr(trl, f"{kind}Config")(**arguments),
+        args=config,
         train_dataset=data,
         processing_class=tokenizer(),
         peft_config=peft_config,

@@ -29,6 +29,7 @@ UNEVEN_CASES = (
     "GRPO, uneven",
     "GRPO, uneven, idle groups",
     "SFT, uneven",
+    "SFT, uneven, averaged",
     "DPO, uneven",
     "KTO, uneven",
 )

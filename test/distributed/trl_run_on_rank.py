@@ -67,6 +67,7 @@ UNEVEN_CASES = {
         "SFT",
         {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1, "average_tokens_across_devices": False},
     ),
+    "SFT, uneven, averaged": ("SFT", {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1}),
     "SFT, uneven, not exchanged": ("SFT", {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1}),
     "DPO, uneven": ("DPO", {**UNEVEN, "data": UNEVEN_PAIRS, "per_device_train_batch_size": 1}),
     "KTO, uneven": ("KTO", {**UNEVEN, "data": VERDICTS, "per_device_train_batch_size": 2}),

@@ -103,7 +103,7 @@ TRL = Framework(
 def patch_trl(
     *,
     whole_step: bool = True,
-    even_ranks: bool = False,
+    even_ranks: bool = True,
     max_tokens: int | None = None,
     memory: float = DEFAULT_SHARE,
     chunk_tokens: int | None = None,

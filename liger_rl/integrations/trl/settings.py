@@ -10,7 +10,7 @@ class Settings:
     """How the models of TRL's trainers run."""
 
     whole_step: bool = True  # False: as TRL runs them
-    even_ranks: bool = False  # micro-batches change ranks
+    even_ranks: bool = True  # micro-batches change ranks
     max_tokens: int | None = None  # about how many tokens one forward may have; None: as free memory allows
     memory: float = DEFAULT_SHARE  # the share of a GPU's free memory that activations may take
 
