@@ -309,7 +309,7 @@ def parse_arguments() -> argparse.Namespace:
         "--micro-batches", type=int, choices=(1, 2, 4, 8), help="of a trainer's step; default: the batch's own"
     )
     parser.add_argument("--steps", type=int, default=3, help="that are measured in a run; default 3")
-    parser.add_argument("--settling", type=int, default=3, help="steps before those, at least 2; default 3")
+    parser.add_argument("--settling", type=int, default=3, help="steps before those, at least 3, the default")
     parser.add_argument("--random-policy", action="store_true", help="do not let the policy learn a text first")
     add_output_options(parser)
     parser.add_argument("--sharding", choices=SHARDINGS, help="how the ranks of torchrun train one model")
@@ -318,8 +318,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--sharding is for several ranks, and several ranks need one; run it by torchrun")
     if arguments.sharding == "ZeRO-3" and len(arguments.rows or ()) != 1:
         parser.error("with ZeRO-3 name one row of --rows: the weights of a process's second model would be others")
-    if arguments.steps < 1 or arguments.settling < 2:
-        parser.error("--steps must be at least 1 and --settling at least 2, whose last one measures memory")
+    # The last of these measures memory, and the third is the first in which layers are kept.
+    if arguments.steps < 1 or arguments.settling < 3:
+        parser.error("--steps must be at least 1 and --settling at least 3")
     return arguments
 
 
