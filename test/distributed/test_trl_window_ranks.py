@@ -69,6 +69,12 @@ def deepspeed_results(tmp_path_factory):
     return run_on_ranks(tmp_path_factory.mktemp("deepspeed"), "zero1", "zero2", "zero3")
 
 
+@pytest.fixture(scope="module")
+def offloaded_results(tmp_path_factory):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    return run_on_ranks(tmp_path_factory.mktemp("offloaded"), "zero3-offload")
+
+
 def assert_same_runs(result, case):
     plain, patched = result[case]
     steps = len(plain["log"]["loss"])
@@ -138,3 +144,9 @@ def test_uneven_runs_of_deepspeed_agree(deepspeed_results):
 def test_runs_of_deepspeed_agree(case, wrapper, deepspeed_results):
     for results in deepspeed_results:
         assert_same_runs(results[wrapper], case)
+
+
+@pytest.mark.parametrize("case", ["SFT", "GRPO, checkpoints"])
+def test_runs_of_deepspeed_with_offload_agree(case, offloaded_results):
+    for results in offloaded_results:
+        assert_same_runs(results["zero3-offload"], case)

@@ -73,6 +73,15 @@ UNEVEN_CASES = {
     "KTO, uneven": ("KTO", {**UNEVEN, "data": VERDICTS, "per_device_train_batch_size": 2}),
 }
 SHARDED_CASES = CASES | {"GRPO, uneven, idle groups": UNEVEN_CASES["GRPO, uneven, idle groups"]}
+# Parameters and the optimizer's state wait on the host, and fewer than one layer's are fetched ahead.
+OFFLOAD = {
+    "offload_param": {"device": "cpu"},
+    "offload_optimizer": {"device": "cpu"},
+    "stage3_prefetch_bucket_size": 64,
+    "stage3_max_live_parameters": 2000,
+    "stage3_max_reuse_distance": 1000,
+}
+OFFLOADED_CASES = {name: CASES[name] for name in ("SFT", "GRPO, checkpoints")}
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
 
 
@@ -81,9 +90,13 @@ def find_options(wrapper: str) -> dict:
         return {"ddp_find_unused_parameters": False}
     if wrapper == "fsdp2":
         return {"fsdp": "full_shard auto_wrap", "fsdp_config": dict(FSDP)}
-    zero = {"stage": int(wrapper.removeprefix("zero")), "stage3_param_persistence_threshold": 0}
+    zero = {"stage": int(wrapper[len("zero")]), "stage3_param_persistence_threshold": 0}
+    if wrapper.endswith("offload"):
+        zero |= OFFLOAD
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return {"deepspeed": {"zero_optimization": zero, **dict.fromkeys(sizes, "auto")}}
+    # torch's AdamW, because DeepSpeed would have to compile its own.
+    options = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    return {"deepspeed": options | dict.fromkeys(sizes, "auto")}
 
 
 def prepare_process(wrapper: str) -> None:
@@ -177,7 +190,7 @@ def gather_weights(model: torch.nn.Module) -> torch.Tensor:
 
 def run_cases(wrapper: str, model: str, directory: str) -> dict:
     prepare_process(wrapper)
-    cases = CASES | UNEVEN_CASES if wrapper == "ddp" else SHARDED_CASES
+    cases = {"ddp": CASES | UNEVEN_CASES, "zero3-offload": OFFLOADED_CASES}.get(wrapper, SHARDED_CASES)
     return {
         name: [
             run_case(name, kind, options | find_options(wrapper), model, directory, patch) for patch in (False, True)
