@@ -68,6 +68,7 @@ def _name_dropouts(config: Any) -> str:
     """The options of the model's config that turn its dropout off."""
     rates = {name: rate for name, rate in vars(config).items() if "drop" in name or "jitter_noise" in name}
     names = [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
+    names = [name for name in names if not name.startswith(("classifier", "summary"))]  # of heads of other classes
     return ", ".join(f"{name}=0" for name in names) or "set the dropout of the model to 0"
 
 

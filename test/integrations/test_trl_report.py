@@ -13,6 +13,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 from peft import LoraConfig
+from test_trl_step import gpt2
 from test_trl_window import subclass_with
 
 import trl_runs
@@ -104,6 +105,21 @@ def test_the_log_has_the_tokens_of_each_logging_step(name, path_of, tmp_path):
         assert saved > 0.2
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_smaller_micro_batch_is_no_loss(size, path_of, tmp_path):
+    """Groups of four, in micro-batches of one, two or four sequences, and both groups of a step in one of eight."""
+    options, script = {"num_iterations": 1, "max_steps": 3}, []
+    whole, small = (
+        train(
+            "GRPO", path_of["qwen3"], tmp_path, patch=True, script=script,
+            **options, per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows,
+        )[0]
+        for rows in (8, size)
+    )  # fmt: skip
+    assert small.log[TOKENS] == whole.log[TOKENS]
+    assert small.log[SAVED] == whole.log[SAVED]
+
+
 # --- the line and the warning of a training run -----------------------------------------------------------------------
 
 
@@ -138,9 +154,25 @@ def with_attention_dropout():
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES, attention_dropout=0.1))
 
 
+def with_dropout_of_a_residual():
+    """GPT-2's config has the dropout of a head of summaries, too."""
+    model = gpt2()
+    model.config.resid_pdrop = model.transformer.h[0].mlp.dropout.p = 0.1
+    return model
+
+
 def compile_calls(trainer):
     """As torch.compile does, whose compiler is left out."""
     trainer.model._compiled_call_impl = trainer.model._call_impl
+
+
+def with_logits(trainer):
+    """The subclass makes logits, as TRL's GKD does."""
+
+    def compute_loss(self, model, inputs, *args, **options):
+        return model(**{name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}).loss
+
+    trainer.__class__ = type("Subclass", (type(trainer),), {"compute_loss": compute_loss})
 
 
 # What runs more than it must -> its options, the reason, the setting to change, and whether its tokens are known.
@@ -182,8 +214,9 @@ def test_one_warning_names_the_setting(name, path_of, tmp_path, caplog):
             {"prepare": subclass_with("compute_loss")},
             "Subclass: 114 of 114 tokens run; no prefix shared, no padding: no two sequences have more than",
         ),
+        ({"prepare": with_logits}, "Subclass: as TRL runs it: Subclass has a compute_loss of its own"),
     ],
-    ids=["the head alone", "a subclass"],
+    ids=["the head alone", "a subclass", "a loss of logits"],
 )
 def test_what_a_user_chose_or_cannot_change_is_no_warning(options, text, path_of, tmp_path, caplog):
     trl_runs.train("SFT", path_of["qwen3"], tmp_path, patch=True, **OPTIONS | options)
@@ -246,6 +279,7 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
     ("options", "text"),
     [
         ({"model": with_attention_dropout}, "no prefix shared: dropout draws for each sequence (to change that: att"),
+        ({"model": with_dropout_of_a_residual}, "for each sequence (to change that: resid_pdrop=0)"),
         ({"max_tokens": 100}, "optimizer step: 1 of its 2 micro-batches in one forward"),
         (
             {"label_smoothing_factor": 0.1},
@@ -253,12 +287,21 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
         ),
         ({"neftune_noise_alpha": 5.0}, "policy: the batch as it is: NEFTune's noise is scaled by a row's length and"),
     ],
-    ids=["dropout", "max_tokens", "label smoothing", "NEFTune"],
+    ids=["dropout", "dropout of a residual", "max_tokens", "label smoothing", "NEFTune"],
 )
 def test_explain_trl_knows_before_training(options, text, path_of, tmp_path):
     options = {"model": lambda: path_of["qwen3"], **options}
     patch_trl(max_tokens=options.pop("max_tokens", None))
     assert text in explain_trl(trl_runs.build("SFT", options.pop("model")(), tmp_path, **OPTIONS | options))
+
+
+def test_explain_trl_of_a_loss_of_logits(path_of, tmp_path):
+    patch_trl()
+    trainer = trl_runs.build("SFT", path_of["qwen3"], tmp_path, **OPTIONS)
+    with_logits(trainer)
+    assert explain_trl(trainer).endswith("policy: known after the first step")
+    trainer.train()
+    assert explain_trl(trainer).endswith("policy: as TRL runs it: its loss does not call TRL's fused head")
 
 
 def test_explain_trl_takes_trainers_of_trl(tmp_path):

@@ -24,6 +24,7 @@ from liger_rl.step.body import COMPILED, read_body
 from liger_rl.step.reason import Reason
 
 TOKENS, SAVED = "liger_rl/body_tokens", "liger_rl/body_tokens_saved"
+AS_TRL = "as TRL runs it"  # a trainer whose loss does not call TRL's fused head
 
 logger = logging.getLogger("liger_rl.trl")
 
@@ -105,7 +106,8 @@ def _announce(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> None:
         text, reason = _describe_calls(calls)
         _log(trainer, logging.INFO, f"{name}: {text}{'' if reason is None else f': {reason}'}")
     elif not any(reason.fix for reason in reasons):
-        _log(trainer, logging.INFO, f"{name}: {_name_gain(trainer)}{''.join(f': {reason}' for reason in reasons[:1])}")
+        gain = AS_TRL if _find_obstacle(trainer, model) is None else _name_gain(trainer)
+        _log(trainer, logging.INFO, f"{name}: {gain}{''.join(f': {reason}' for reason in reasons[:1])}")
     changes = [f"{reason} (to change that: {reason.fix})" for reason in reasons if reason.fix]
     if changes:
         _log(trainer, logging.WARNING, f"{name} runs more than it must under patch_trl(): {'; '.join(changes)}")
@@ -116,7 +118,7 @@ def _name_gain(trainer: Any) -> str:
     modules = {kind.__module__ for kind in type(trainer).__mro__}
     if "trl.trainer.distillation_trainer" in modules:
         return "the loss alone"
-    return "the head alone" if modules.intersection(TRAINERS) else "as TRL runs it"
+    return "the head alone" if modules.intersection(TRAINERS) else AS_TRL
 
 
 def _describe_calls(calls: list[CallRecord]) -> tuple[str, Reason | None]:
@@ -194,11 +196,16 @@ def explain_trl(trainer: Any) -> str:
     if obstacle is not None:
         return f"{name}: {_name_gain(trainer)}{_describe_reason(obstacle)}"
     lines = [f"optimizer step: {_explain_window(trainer, model)}"]
-    last_calls = _get_report(trainer).last_calls
-    for role, calls in sorted(last_calls.items()):
+    report, own = _get_report(trainer), window.list_own_methods(trainer)
+    for role, calls in sorted(report.last_calls.items()):
         text, reason = _describe_calls(calls)
         lines.append(f"{role}: {text}{_describe_reason(reason)}")
-    if not last_calls:
+    if not report.last_calls and (own or report.run_steps):
+        text = (
+            f"{AS_TRL}: its loss does not call TRL's fused head" if report.run_steps else "known after the first step"
+        )
+        lines.append(f"policy: {text}")
+    elif not report.last_calls:
         models = {"policy": trainer.model, "reference": getattr(trainer, "ref_model", None)}
         known = {"policy": window.find_trained_row_reader(trainer)}
         lines += [f"{role}: {_predict(model, known.get(role))}" for role, model in models.items() if model is not None]
