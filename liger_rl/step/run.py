@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from liger_rl.step import attention
 from liger_rl.step.body import TYPE_INPUTS, Body, no_graph
@@ -65,12 +66,14 @@ def run(
     forward: Forward,
     *,
     idle_runs: int | None = None,
+    recomputes: bool = False,
     with_graph: RunWithGraph = lambda forward, tokens: forward(),
 ) -> Outputs:
     """The outputs of a layout: idle micro-batches without a graph, live ones with the caller's gradient mode.
 
     `idle_runs`: number of forwards without a graph, so that every rank makes as many; the carrier runs in those that
     this rank does not need. None runs the idle micro-batches alone.
+    `recomputes`: whether each live micro-batch keeps no activations, and runs again in the backward.
     `with_graph`: (the forward of all live micro-batches, their number of tokens) -> the result of the forward. The
     micro-batches' graphs are alive at once.
     """
@@ -86,10 +89,15 @@ def run(
         with no_graph():
             return [_run(forward, inputs) for inputs in idle_inputs]
 
+    def run_live() -> list[Output]:
+        if recomputes:
+            return [checkpoint(_run, forward, inputs, use_reentrant=False) for inputs in live_inputs]
+        return [_run(forward, inputs) for inputs in live_inputs]
+
     # The host launches the shorter part while the device runs the longer one. Ranks have one order.
     is_live_first = idle_runs is None and idle_tokens <= live_tokens
     idle_outputs = [] if is_live_first else run_idle()
-    live_outputs = with_graph(lambda: [_run(forward, inputs) for inputs in live_inputs], live_tokens)
+    live_outputs = with_graph(run_live, live_tokens)
     idle_outputs = run_idle() if is_live_first else idle_outputs
     outputs = [*live_outputs, *idle_outputs[: len(idle)]]
     source = _index_outputs([*layout.live, *idle], batch.ids.shape)

@@ -1,6 +1,7 @@
 """The whole step under TRL: the model runs live tokens only, and every logged value and weight is TRL's."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from liger_rl import patch_trl
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import WindowCall, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
+from peaks import tensor_peak
 
 
 def gpt2():
@@ -35,7 +37,7 @@ def window(**options):
 
 
 def qwen3(**options):
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES, **options))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES | options))
 
 
 IMAGE = 2
@@ -218,6 +220,32 @@ def solved(model, inputs, whole_step):
         output = model(**inputs, fused_lm_head=True)
     (output.log_probs.exp().sum() + 0.3 * output.entropy.square().sum()).backward()
     return output, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_parts_keep_no_activations(checkpoints):
+    """Sequences for which the limit of tokens is too small run in parts, each again in the backward."""
+    patch_trl()
+    model = fused(lambda: qwen3(hidden_size=128, intermediate_size=512))
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = {name: x.repeat(8, 1) for name, x in batch(shared=9).items()}
+    inputs["input_ids"][:, 3:] = torch.randint(3, 40, (32, 29))
+    inputs["labels"] = inputs["labels"].where(inputs["labels"] == -100, inputs["input_ids"])
+    forwards, results, peaks = trl_runs.watched(model), [], []
+    for limit in (None, 1, 300):  # a window has at least the tokens of a micro-batch of TRL's
+        forwards.clear()
+        call = WindowCall(shapes=((4, 32),) * 8, max_tokens=limit)
+        with set_window_call(call), tensor_peak(torch.device("cpu")) as peak:
+            results.append(solved(model, inputs, True))
+        peaks.append(peak.bytes)
+        most = {None: math.inf, 1: 4 * 29, 300: 300}[limit]
+        assert max(forward.tokens for forward in forwards) <= most
+    for output, gradients in results[1:]:
+        torch.testing.assert_close(output.log_probs, results[0][0].log_probs)
+        assert_same_gradients(gradients, results[0][1])
+    assert peaks[1] < 0.5 * peaks[0]
+    assert peaks[1] < peaks[2] < 0.8 * peaks[0]
 
 
 FORWARDS = {

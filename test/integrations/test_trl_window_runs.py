@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from datasets import IterableDataset
+from torch.utils.data import SequentialSampler
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -297,6 +298,27 @@ def test_a_loss_of_the_object_runs_once_for_each_micro_batch(patch, path_of, tmp
     )  # fmt: skip
     assert watch.calls == trainers[0].calls_of_loss == 4
     assert "compute_loss" in vars(trainers[0])
+
+
+LONGER = {"prompt": PROMPTS * 2, "completion": [" w1"] * 4 + [" w2 w3" * 12] * 4}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "peft_config": LORA}])
+def test_a_window_of_longer_sequences_than_before_runs_in_parts(options, path_of, tmp_path):
+    """Its size was chosen from the optimizer step before. Each part runs again in the backward."""
+
+    def keep_order(trainer):
+        trainer._get_train_sampler = SequentialSampler
+
+    options = SINGLES | {"data": LONGER, "max_length": None, "prepare": keep_order} | options
+    plain, _ = train("SFT", path_of["qwen3"], tmp_path, patch=False, **options)
+    patched, watch = train("SFT", path_of["qwen3"], tmp_path, patch=True, patch_options={"max_tokens": 140}, **options)
+    trl_runs.assert_same_log(patched, plain)
+    # Four micro-batches of one forward, then a window of four.
+    assert (watch.calls, watch.backwards) == (5, 5)
+    tokens = [forward.tokens for forward in patched.forwards]
+    assert len(tokens) == 4 + 2 * 2
+    assert max(tokens) <= 140 < sum(tokens[4:]) / 2
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------

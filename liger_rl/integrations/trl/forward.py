@@ -10,6 +10,7 @@ A batch or a model that does not allow it runs as it is. The log "liger_rl" says
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ class WindowCall:
     # (B, T) of each micro-batch whose sequences are in the call, below each other and padded on the right; as many on
     # all ranks. (): one micro-batch.
     shapes: tuple[tuple[int, int], ...] = ()
+    max_tokens: int | None = None  # how many live tokens may keep activations; None: any number
 
     @property
     def micro_batches(self) -> int:
@@ -199,7 +201,7 @@ def _run_live_tokens(
     """TRL's output of the batch."""
     counted = labels[:, 1:] != IGNORE_INDEX
     batch = TokenBatch(input_ids, nn.functional.pad(counted, (1, 0)), inputs)
-    layout = _lay_out(fused_forward, model, batch, labels)
+    layout, has_parts = _lay_out(fused_forward, model, batch, labels)
     if layout.live[0].cells is None:  # the batch as it is, whose labels may not be its ids
         log_once(model, layout.describe())
         inputs |= {"input_ids": input_ids, "labels": labels, "num_items_in_batch": num_items_in_batch}
@@ -218,13 +220,16 @@ def _run_live_tokens(
     clauses, router = [layout.describe()], _find_router(model, inputs)
 
     def run_with_graph(forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
+        if has_parts:
+            clauses.append(f"{len(layout.live)} parts, each recomputed: more tokens than fit together")
+            return forward()
         agree = _make_agreement(model, input_ids.device) if find_sharding(model) else None
         share = get_settings().memory
         outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agree=agree)
         clauses.extend([] if clause is None else [clause])
         return outputs
 
-    outputs = run(layout, batch, run_rows, with_graph=run_with_graph)
+    outputs = run(layout, batch, run_rows, recomputes=has_parts, with_graph=run_with_graph)
     aux_loss = outputs.compute_router_losses(inputs.get("attention_mask"), _list_sizes(len(input_ids)))
     outputs = outputs.take((slice(None), slice(1, None)))
     log_once(model, "; ".join(clauses))
@@ -250,8 +255,11 @@ def _make_agreement(model: nn.Module, device: torch.device) -> Callable[[int], i
     return lambda number: agree_on_minimum(groups, number, device)
 
 
-def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Tensor) -> Layout:
-    """The layout of a call. A trial of trees runs before it if it has trees, and before all else in a sharded model."""
+def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Tensor) -> tuple[Layout, bool]:
+    """The layout of a call, and whether its live micro-batches are parts that do not fit into memory together.
+
+    A trial of trees runs before it if it has trees, and before all else in a sharded model.
+    """
     obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
     body = read_body(model, model, batch.inputs, batch.ids, obstacle)
     is_sharded, device, call = find_sharding(model) is not None, batch.ids.device, get_window_call()
@@ -269,12 +277,27 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     if not (has_reentrant_checkpoints(model) or sequences.obstacle is not None):
         padded_groups = count_padded_groups(sequences, [rows for rows, _ in call.shapes])
     if is_sharded:
-        return _lay_out_equally(model, device, sequences, body, padded_groups, call.micro_batches)
+        return _lay_out_equally(model, device, sequences, body, padded_groups, call.micro_batches), False
     layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
     if layout.has_trees and needs_tree_trial:
         body = _apply_trial(fused_forward, model, device, body, "trees")
         layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
-    return layout
+    budget = _find_budget(sequences)
+    fits = layout.live[0].cells is None or sum(micro.tokens for micro in layout.live) <= budget
+    if fits or has_reentrant_checkpoints(model):
+        return layout, False
+    return lay_out(sequences, body, replace(LAYOUT_OPTIONS, max_tokens=int(budget))), True
+
+
+def _find_budget(sequences: Sequences) -> float:
+    """How many live tokens may keep activations: at least those of the largest micro-batch, as TRL would run it."""
+    call, row, budget = get_window_call(), 0, math.inf
+    if call.max_tokens is not None and torch.is_grad_enabled():
+        budget = call.max_tokens
+        for rows, _ in call.shapes:
+            longest = max((span.length for span in sequences.spans[row : row + rows]), default=0)
+            budget, row = max(budget, rows * longest), row + rows
+    return budget
 
 
 def _lay_out_equally(

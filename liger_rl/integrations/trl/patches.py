@@ -120,7 +120,8 @@ def patch_trl(
             a graph. False leaves the trainer's steps and the model's forward as they are.
         even_ranks: whether ranks of DDP, ZeRO-1 and 2 exchange micro-batches, so that all have about as much to run.
         max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
-            as the longest so far. None: on a GPU as free memory allows, elsewhere any number.
+            as the longest so far, and runs in parts if they turn out longer. None: on a GPU as free memory allows,
+            elsewhere any number.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
             layers as fit are not recomputed. 0 recomputes all, and so does ZeRO-3.
         chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here.

@@ -84,8 +84,15 @@ class _MicroBatch:
 class Window:
     """Micro-batches that run in one forward."""
 
-    def __init__(self, compute_loss: Callable[..., Tensor], models: list[nn.Module], gradient_state: Any) -> None:
+    def __init__(
+        self,
+        compute_loss: Callable[..., Tensor],
+        models: list[nn.Module],
+        gradient_state: Any,
+        max_tokens: int | None,  # of a forward that keeps activations
+    ) -> None:
         self._compute_loss, self._models, self._gradient_state = compute_loss, models, gradient_state
+        self._max_tokens = max_tokens
         self.micro_batches: list[_MicroBatch] = []
         self._current: _MicroBatch | None = None  # whose `compute_loss` runs
         self._number = 0  # of its next call
@@ -171,7 +178,8 @@ class Window:
             self.tokens = torch.stack([batch.tokens for batch in waiting if batch.tokens is not None]).tolist()
         calls = [batch.call for batch in waiting]
         idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
-        with set_window_call(WindowCall(idle_rows, tuple(call["input_ids"].shape for call in calls))):
+        shapes = tuple(call["input_ids"].shape for call in calls)
+        with set_window_call(WindowCall(idle_rows, shapes, self._max_tokens)):
             output = self._run_model(model, _join_calls(calls))
         for batch, values in zip(waiting, _split_output(output, calls), strict=True):
             batch.values.append(values)
@@ -275,6 +283,7 @@ class _TrainerState:
     step: tuple[Any, int] | None = None  # (TRL's state, number of the optimizer step) of the window
     finished: Window | None = None  # which has run in this training step
     size: float = 0  # micro-batches of a window; 0: not known yet
+    limit: int | None = None  # how many tokens a window may have; None: any number
     largest: int = 0  # tokens of the largest micro-batch so far
     token_bytes: float = 0.0  # memory of the first window for each of its tokens
 
@@ -309,10 +318,12 @@ def _compute_loss(
     # An error may have ended the optimizer step before.
     if window is None or state.step is None or state.step[0] is not step[0] or state.step[1] != step[1]:
         models = {id(m): m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None}
-        state.window = window = Window(compute_loss, list(models.values()), trainer.accelerator.gradient_state)
         if state.step is None or state.step[1] != step[1]:
             _set_size(trainer, model, state)
         state.step = step
+        state.window = window = Window(
+            compute_loss, list(models.values()), trainer.accelerator.gradient_state, state.limit
+        )
     loss = window.add(model, *args, **kwargs)
     size = get_size(trainer)
     if not trainer.accelerator.sync_gradients and window.added < size:
@@ -357,7 +368,7 @@ def _measured_memory(trainer: Any, model: nn.Module, state: _TrainerState) -> It
 
 def _set_size(trainer: Any, model: nn.Module, state: _TrainerState) -> None:
     """How many micro-batches the windows of an optimizer step have, from the largest one so far; equal on all ranks."""
-    limit = _find_limit(trainer, model, state)
+    state.limit = limit = _find_limit(trainer, model, state)
     if limit is None:
         return
     # A rank without a window so far takes part in the collective, too.
