@@ -240,16 +240,16 @@ def test_the_line_is_visible_where_no_logging_is_configured(path_of, tmp_path):
         "import sys, trl_runs\n"
         "from liger_rl import patch_trl\n"
         "patch_trl()\n"
-        "trainer = trl_runs.build('SFT', sys.argv[1], sys.argv[2], max_steps=1, log_level='passive')\n"
-        "trainer.is_world_process_zero = lambda: sys.argv[3] == '0'\n"
-        "trainer.train()\n"
+        "for rank in range(2):\n"
+        "    trainer = trl_runs.build('SFT', sys.argv[1], sys.argv[2], max_steps=1, log_level='passive')\n"
+        "    trainer.is_world_process_zero = lambda: rank == 0\n"
+        "    print('rank', rank, file=sys.stderr)\n"
+        "    trainer.train()\n"
     )
-    for rank in "01":
-        command = [sys.executable, "-c", script, path_of["qwen3"], str(tmp_path), rank]
-        errors = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
-        ).stderr
-        assert errors.count("[liger_rl] SFTTrainer: 1") == (rank == "0")
+    command = [sys.executable, "-c", script, path_of["qwen3"], str(tmp_path)]
+    errors = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stderr
+    first, second = errors.split("rank 0")[1].split("rank 1")
+    assert (first.count("[liger_rl] SFTTrainer: 1"), second.count("[liger_rl]")) == (1, 0)
 
 
 # --- explain_trl ------------------------------------------------------------------------------------------------------
