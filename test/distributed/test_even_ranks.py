@@ -77,7 +77,8 @@ def exchange_on_rank(rank, change: str | None) -> tuple[list[int], list[dict]]:
     others = {"value": 1, "dtype": torch.tensor(1.0), "object": object(), "sparse": torch.eye(2).to_sparse()}
     if rank.index == 2 and change in others:
         batches[0][1, "none"] = others[change]
-    received = exchange(batches, None if change == "costs" and rank.index == 3 else costs, CPU)
+    owners, received = exchange(batches, None if change == "costs" and rank.index == 3 else costs, CPU)
+    assert received.keys() == {number for number, owner in enumerate(owners) if owner != rank.index}
     return sorted(received), [] if change else [received.get(number, batches[number]) for number in range(numbers)]
 
 

@@ -30,6 +30,7 @@ UNEVEN_CASES = (
     "GRPO, uneven, idle groups",
     "SFT, uneven",
     "SFT, uneven, averaged",
+    "SFT, uneven, not logged",
     "DPO, uneven",
     "KTO, uneven",
 )
@@ -88,6 +89,7 @@ def assert_same_runs(result, case):
 
 def assert_same_results(plain, patched):
     assert patched["weights"] == pytest.approx(plain["weights"], abs=1e-6)
+    assert patched["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-6, abs=1e-5)
     assert patched["log"].keys() - plain["log"].keys() == {report.TOKENS, report.SAVED}
     assert plain["log"].keys() <= patched["log"].keys()
     for name, values in plain["log"].items():
@@ -98,7 +100,7 @@ def assert_same_runs_in_even_time(results, case):
     """Micro-batches change ranks, which then have about equally many tokens."""
     for plain, patched in results:
         assert_same_results(plain, patched)
-        assert patched["calls"] == len(plain["log"]["loss"])
+        assert patched["calls"] == plain["calls"] / 4
         # Once in an optimizer step that gets faster; not at the end of KTO's epoch.
         assert 0 < patched["exchanges"] <= patched["calls"] - (case == "KTO, uneven")
         assert plain["exchanges"] == 0

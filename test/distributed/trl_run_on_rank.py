@@ -1,7 +1,8 @@
 """One rank's runs of TRL's trainers: `python trl_run_on_rank.py MODEL RESULT WRAPPER ...`.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. RESULT becomes a file of JSON:
-{wrapper: {case: [{"log", "weights", "tokens", "calls", "backwards", "exchanges"} without the patch, with it]}}.
+{wrapper: {case: [{"log", "train_loss", "weights", "tokens", "calls", "backwards", "exchanges"} without the patch, with
+it]}}.
 """
 
 import json
@@ -68,6 +69,11 @@ UNEVEN_CASES = {
         {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1, "average_tokens_across_devices": False},
     ),
     "SFT, uneven, averaged": ("SFT", {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1}),
+    # `train_loss` has the rank's own losses of the steps behind the last entry of the log.
+    "SFT, uneven, not logged": (
+        "SFT",
+        {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1, "logging_steps": 2},
+    ),
     "SFT, uneven, not exchanged": ("SFT", {**UNEVEN, "data": UNEVEN_ROWS, "per_device_train_batch_size": 1}),
     "DPO, uneven": ("DPO", {**UNEVEN, "data": UNEVEN_PAIRS, "per_device_train_batch_size": 1}),
     "KTO, uneven": ("KTO", {**UNEVEN, "data": VERDICTS, "per_device_train_batch_size": 2}),
@@ -168,12 +174,14 @@ def run_case(case: str, kind: str, options: dict, model: str, directory: str, pa
             torch.distributed, "all_to_all_single", wraps=torch.distributed.all_to_all_single
         ) as send:
             run = trl_runs.run(trainer)
-    assert len(run.log["loss"]) == (OPTIONS | options)["max_steps"]
+    options = OPTIONS | options
+    assert len(run.log["loss"]) == options["max_steps"] // options.get("logging_steps", 1)
     log = {name: values for name, values in run.log.items() if name not in trl_runs.CLOCKS}
     tokens = sum(forward.tokens for forward in run.forwards)
     weights = gather_weights(trainer.model).tolist()
     counts = {"calls": len(calls), "backwards": len(backwards), "exchanges": send.call_count}
-    return {"log": log, "weights": weights, "tokens": tokens, **counts}
+    train_loss = trainer.state.log_history[-1]["train_loss"]
+    return {"log": log, "train_loss": train_loss, "weights": weights, "tokens": tokens, **counts}
 
 
 @torch.no_grad()

@@ -168,11 +168,15 @@ def can_exchange(accelerator: Any, model: nn.Module) -> bool:
     return others == 1 and count_averaging_ranks(model) == accelerator.num_processes
 
 
-def exchange(batches: list[Values], costs: list[Cost] | None, device: torch.device) -> dict[int, Values]:
-    """A collective of all ranks: the micro-batches that this rank runs in place of its own, by number.
+def exchange(
+    batches: list[Values], costs: list[Cost] | None, device: torch.device
+) -> tuple[list[int], dict[int, Values]]:
+    """A collective of all ranks -> (the rank that each micro-batch of this rank comes from, the ones from other ranks
+    by number).
 
-    Nothing is exchanged if a rank has no costs, if the ranks have different numbers of micro-batches, or if a value is
-    neither a tensor nor a plain value that all micro-batches have.
+    Nothing is exchanged, and the first list is empty on all ranks, if a rank has no costs, if the ranks have different
+    numbers of micro-batches, if a value is neither a tensor nor a plain value that all micro-batches have, or if it
+    gains too little.
 
     Args:
         batches: of this rank.
@@ -185,13 +189,13 @@ def exchange(batches: list[Values], costs: list[Cost] | None, device: torch.devi
     buffer = torch.empty(0, dtype=torch.uint8, device=pick_device(group, device))
     ranks = gathered_objects((costs, templates) if can_move else None, group, buffer)
     if None in ranks or len({len(costs) for costs, _ in ranks}) > 1:
-        return {}
+        return [], {}
     if len({_list_kinds(template) for _, templates in ranks for template in templates}) > 1:
-        return {}
+        return [], {}
     rank, owners = torch.distributed.get_rank(), assign([costs for costs, _ in ranks])
     moves = [(owner, target, n) for target, row in enumerate(owners) for n, owner in enumerate(row) if owner != target]
     if not moves:
-        return {}
+        return [], {}
 
     outgoing, incoming = [0] * len(ranks), [0] * len(ranks)
     sent, received = [buffer], []
@@ -206,9 +210,23 @@ def exchange(batches: list[Values], costs: list[Cost] | None, device: torch.devi
     buffer = buffer.new_empty(sum(incoming))
     torch.distributed.all_to_all_single(buffer, torch.cat(sent), incoming, outgoing, group=group)
     pieces = buffer.split([_count_bytes(template) for _, template in received])
-    return {
+    values = {
         number: _unpack(piece, template, device) for (number, template), piece in zip(received, pieces, strict=True)
     }
+    return owners[rank], values
+
+
+def sum_own_losses(losses: Tensor, owners: list[int]) -> Tensor:
+    """() the sum of the losses of this rank's own micro-batches, from the losses (M,) of those that it runs.
+
+    A collective of all ranks. TRL logs the mean over the ranks, but `train_loss` ends with the rank's own losses.
+    """
+    group: Any = torch.distributed.group.WORLD
+    table = losses.new_zeros(torch.distributed.get_world_size(), len(owners))  # [owner, number]
+    table[owners, range(len(owners))] = losses
+    table = table.to(pick_device(group, losses.device))
+    torch.distributed.all_reduce(table, group=group)
+    return table[torch.distributed.get_rank()].sum().to(losses.device)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.integrations.trl.adapted_head import TRAINERS
-from liger_rl.integrations.trl.even_ranks import Rows, Values, can_exchange, can_share_prompts, exchange, read_costs
+from liger_rl.integrations.trl.even_ranks import (
+    Rows,
+    Values,
+    can_exchange,
+    can_share_prompts,
+    exchange,
+    read_costs,
+    sum_own_losses,
+)
 from liger_rl.integrations.trl.forward import (
     BUILT_BEFORE,
     WindowCall,
@@ -100,6 +108,7 @@ class Window:
         self.tokens: list[int] = []  # of each micro-batch, once they have run
         self.added = 0  # micro-batches, with those that run alone
         self._in_forward = False
+        self._owners: list[int] = []  # the rank of each micro-batch's data; empty if no rank has exchanged any
 
     def add(self, *arguments: Any, **options: Any) -> Tensor | None:
         """Keep a micro-batch. -> its loss if its calls do not run together with others', else None."""
@@ -120,15 +129,16 @@ class Window:
         if known and len(known) == self.added and not is_cut:
             shares = can_share_prompts(model, self.micro_batches[0].call)
             costs = read_costs([_read_rows(batch) for batch in self.micro_batches], shares)
+        self._owners, exchanged = exchange(known, costs, device)
         with self._caught_calls():
-            for number, received in exchange(known, costs, device).items():
+            for number, received in exchanged.items():
                 inputs, options = ({name: x for (i, name), x in received.items() if i == part} for part in (0, 1))
                 batch = _MicroBatch((model, inputs), options, self.micro_batches[number].is_last)
                 self.micro_batches[number] = batch
                 self._run(batch)
 
     def sum_losses(self) -> Tensor:
-        """The sum of the losses of all micro-batches, with a graph."""
+        """The sum of the losses of all micro-batches, with a graph. Its value is of the rank's own micro-batches."""
         with self._caught_calls():
             while waiting := [batch for batch in self.micro_batches if batch.loss is None]:
                 self._leader = waiting[0]
@@ -137,7 +147,10 @@ class Window:
                 for batch in waiting:
                     self._run(batch)
         losses = [batch.loss for batch in self.micro_batches if batch.loss is not None]
-        return functools.reduce(torch.add, losses)
+        total = functools.reduce(torch.add, losses)
+        if not self._owners:
+            return total
+        return sum_own_losses(torch.stack(losses).detach(), self._owners) + (total - total.detach())
 
     def _run(self, batch: _MicroBatch) -> None:
         """Run `compute_loss` up to a call that has not run, or to its end."""
