@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -50,6 +51,24 @@ def vlm():
     return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
     )
+
+
+GLM_4_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def experts(name):
+    if name == "Glm4Moe":
+        return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**trl_runs.SIZES, **GLM_4_MOE))
+    tokens = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    model = build(name, attention="eager" if name == "GptOss" else "sdpa", **tokens)
+    model.config.output_router_logits = False  # TRL turns it on. Generation with it raises
+    return model
 
 
 def train(kind, make, directory, *, scored=None, prepare=None, **options):
@@ -114,6 +133,13 @@ CASES = {
     ),
     "experts": case(moe, router_aux_loss_coef=0.0),
     "experts and a router loss": policy(moe, scored=half_without_advantage()),
+    "experts of Mixtral": case(partial(experts, "Mixtral"), max_steps=3),
+    "experts of OLMoE": case(partial(experts, "Olmoe"), kind="DPO", max_steps=3),
+    "experts of gpt-oss": case(partial(experts, "GptOss"), max_steps=3),
+    "experts of DeepSeek V3": case(partial(experts, "DeepseekV3"), max_steps=3),
+    "experts of GLM4-MoE": case(partial(experts, "Glm4Moe"), kind="KTO", max_steps=3),
+    "text alone of Llava": case(lambda: image_text_model("Llava", "sdpa"), max_steps=3),
+    "text alone of SmolVLM": case(lambda: image_text_model("SmolVLM", "sdpa"), kind="KTO", max_steps=3),
     "text alone of Gemma 3": case(lambda: image_text_model("Gemma3", "sdpa"), max_steps=3),
     "text alone of Qwen2.5-VL": case(lambda: image_text_model("Qwen2_5_VL", "sdpa"), kind="DPO", max_steps=3),
     "text alone of Qwen3-VL": case(lambda: image_text_model("Qwen3VL", "sdpa"), kind="SFT", max_steps=3),
