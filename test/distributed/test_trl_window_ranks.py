@@ -34,6 +34,8 @@ UNEVEN_CASES = (
     "DPO, uneven",
     "KTO, uneven",
 )
+DEEPSPEED_CASES = [(wrapper, case) for wrapper in ("zero1", "zero2", "zero3") for case in CASES]
+DEEPSPEED_CASES += [("zero3-offload", case) for case in ("SFT", "GRPO, checkpoints")]
 SHARED = {"DPO, LoRA", "GRPO", "GRPO, checkpoints"}  # each micro-batch has sequences of one prompt
 
 
@@ -65,15 +67,19 @@ def torch_results(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def deepspeed_results(tmp_path_factory):
+def run_deepspeed(tmp_path_factory):
+    """A wrapper -> its results of each rank. Each runs by itself, so that a machine under load has the time for it."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    return run_on_ranks(tmp_path_factory.mktemp("deepspeed"), "zero1", "zero2", "zero3")
+    known = {}
 
+    def run(wrapper):
+        if wrapper not in known:
+            known[wrapper] = None  # until its ranks have ended well
+            known[wrapper] = run_on_ranks(tmp_path_factory.mktemp(wrapper), wrapper)
+        assert known[wrapper] is not None, f"the ranks of {wrapper} have failed in another test"
+        return [results[wrapper] for results in known[wrapper]]
 
-@pytest.fixture(scope="module")
-def offloaded_results(tmp_path_factory):
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    return run_on_ranks(tmp_path_factory.mktemp("offloaded"), "zero3-offload")
+    return run
 
 
 def assert_same_runs(result, case):
@@ -136,19 +142,12 @@ def test_ranks_of_a_sharded_model_keep_their_micro_batches(torch_results):
         assert patched["exchanges"] == 0
 
 
-def test_uneven_runs_of_deepspeed_agree(deepspeed_results):
+def test_uneven_runs_of_deepspeed_agree(run_deepspeed):
     case = "GRPO, uneven, idle groups"
-    assert_same_runs_in_even_time([results["zero2"][case] for results in deepspeed_results], case)
+    assert_same_runs_in_even_time([results[case] for results in run_deepspeed("zero2")], case)
 
 
-@pytest.mark.parametrize("wrapper", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("case", CASES)
-def test_runs_of_deepspeed_agree(case, wrapper, deepspeed_results):
-    for results in deepspeed_results:
-        assert_same_runs(results[wrapper], case)
-
-
-@pytest.mark.parametrize("case", ["SFT", "GRPO, checkpoints"])
-def test_runs_of_deepspeed_with_offload_agree(case, offloaded_results):
-    for results in offloaded_results:
-        assert_same_runs(results["zero3-offload"], case)
+@pytest.mark.parametrize(("wrapper", "case"), DEEPSPEED_CASES)
+def test_runs_of_deepspeed_agree(case, wrapper, run_deepspeed):
+    for results in run_deepspeed(wrapper):
+        assert_same_runs(results, case)
