@@ -38,11 +38,14 @@ def find_router_module(model: Any) -> ModuleType | None:
 
 @contextmanager
 def recorded_router_calls(module: ModuleType | None) -> Iterator[list[RouterCall]]:
-    """Yields a list of the calls in this context of the function of a Python module. The calls return 0."""
+    """Yields a list of the calls in this context of the function of a Python module. The calls return 0.
+
+    Without a module no call is recorded, of any module that was recorded before.
+    """
     if module is not None:
         _install_recorder(module)
     calls: list[RouterCall] = []
-    token = _calls.set(calls)
+    token = _calls.set(None if module is None else calls)
     try:
         yield calls
     finally:

@@ -222,6 +222,15 @@ def made_paths(tmp_path_factory):
     return paths
 
 
+def test_the_router_loss_of_rows_that_run_alone_is_trls(tmp_path):
+    """Also behind a run whose micro-batches ran together."""
+    trl_runs.train("SFT", moe(), tmp_path, patch=True, **OPTIONS)
+    alone = OPTIONS | {"padding_free": True, "max_length": None}
+    plain, patched = (trl_runs.train("SFT", moe(), tmp_path, patch=patch, **alone) for patch in (False, True))
+    assert min(plain.log["aux_loss"]) > 0.1
+    trl_runs.assert_same_log(patched, plain)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_runs_agree(name, path_of, made_paths, tmp_path):
     kind, calls, options, model, backwards = CASES[name]
