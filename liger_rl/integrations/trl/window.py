@@ -147,10 +147,11 @@ class Window:
                 for batch in waiting:
                     self._run(batch)
         losses = [batch.loss for batch in self.micro_batches if batch.loss is not None]
-        total = functools.reduce(torch.add, losses)
-        if not self._owners:
-            return total
-        return sum_own_losses(torch.stack(losses).detach(), self._owners) + (total - total.detach())
+        total = functools.reduce(torch.add, losses).clone()
+        if self._owners:
+            with torch.no_grad():
+                total.copy_(sum_own_losses(torch.stack(losses), self._owners))
+        return total
 
     def _run(self, batch: _MicroBatch) -> None:
         """Run `compute_loss` up to a call that has not run, or to its end."""
