@@ -91,6 +91,10 @@ class Layout(NamedTuple):
         return self.text if self.reason is None else f"{self.text}: {self.reason}"
 
     @property
+    def live_tokens(self) -> int:
+        return sum(micro.tokens for micro in self.live)
+
+    @property
     def has_trees(self) -> bool:
         return any(micro.tree is not None for micro in (*self.live, *self.idle))
 

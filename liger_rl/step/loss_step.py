@@ -288,7 +288,7 @@ class LossSteps(Iterator[LossStep]):
         values = {name: value[:, -width:].to(device) for name, value in values.items()}
         return Output(values, output.aux_loss, calls[0] if calls else None)
 
-    def _run_with_graph(self, clauses: list[str], forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
+    def _run_with_graph(self, clauses: list[str], forward: Callable[[], Any], tokens: int) -> Any:
         outputs, clause = run_with_kept_layers(self._model, forward, tokens, share=self._memory, agree=self._agree)
         clauses.extend([] if clause is None else [clause])
         return outputs

@@ -1,6 +1,7 @@
 """Runs the micro-batches of a layout, and brings their outputs back to the tokens of the batch."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ class Output(NamedTuple):
 
 
 Forward = Callable[[dict[str, Any]], Output]  # of the inputs that `make_inputs` makes
-RunWithGraph = Callable[[Callable[[], list[Output]], int], list[Output]]
+RunWithGraph = Callable[[Callable[[], Any], int], Any]
 
 
 class Outputs(NamedTuple):
@@ -74,36 +75,42 @@ def run(
     `idle_runs`: number of forwards without a graph, so that every rank makes as many; the carrier runs in those that
     this rank does not need. None runs the idle micro-batches alone.
     `recomputes`: whether each live micro-batch keeps no activations, and runs again in the backward.
-    `with_graph`: (the forward of all live micro-batches, their number of tokens) -> the result of the forward. The
-    micro-batches' graphs are alive at once.
+    `with_graph`: (a function, the number of live tokens) -> the function's result. The function runs the live
+    micro-batches, whose graphs are alive at once, and what runs behind them.
     """
     idle, spare = layout.idle, (idle_runs or 0) - len(layout.idle)
-    # Before any forward: a copy to the device may wait for what runs there.
     live_inputs, idle_inputs = (
-        [make_inputs(micro, batch, layout.body) for micro in micros]
-        for micros in (layout.live, [*idle, *[layout.carrier] * spare])
+        _prepare_inputs(micros, batch, layout.body) for micros in (layout.live, [*idle, *[layout.carrier] * spare])
     )
-    live_tokens, idle_tokens = (sum(micro.tokens for micro in micros) for micros in (layout.live, idle))
+    run_micro = partial(checkpoint, _run, use_reentrant=False) if recomputes else _run
+
+    def run_live() -> list[Output]:
+        return [run_micro(forward, get_inputs()) for get_inputs in live_inputs]
 
     def run_idle() -> list[Output]:
         with no_graph():
-            return [_run(forward, inputs) for inputs in idle_inputs]
-
-    def run_live() -> list[Output]:
-        if recomputes:
-            return [checkpoint(_run, forward, inputs, use_reentrant=False) for inputs in live_inputs]
-        return [_run(forward, inputs) for inputs in live_inputs]
+            return [_run(forward, get_inputs()) for get_inputs in idle_inputs]
 
     # The host launches the shorter part while the device runs the longer one. Ranks have one order.
-    is_live_first = idle_runs is None and idle_tokens <= live_tokens
-    idle_outputs = [] if is_live_first else run_idle()
-    live_outputs = with_graph(run_live, live_tokens)
-    idle_outputs = run_idle() if is_live_first else idle_outputs
+    if idle_runs is None and sum(micro.tokens for micro in idle) <= layout.live_tokens:
+        live_outputs, idle_outputs = with_graph(lambda: (run_live(), run_idle()), layout.live_tokens)
+    else:
+        idle_outputs = run_idle()
+        live_outputs, _ = with_graph(lambda: (run_live(), []), layout.live_tokens)
     outputs = [*live_outputs, *idle_outputs[: len(idle)]]
     source = _index_outputs([*layout.live, *idle], batch.ids.shape)
     if source is None:
         return Outputs(outputs, None, batch.mask, torch.arange(batch.ids.numel()).view(batch.ids.shape))
     return Outputs(outputs, source.to(batch.ids.device, non_blocking=True), batch.mask, source)
+
+
+def _prepare_inputs(micros: Sequence[MicroBatch], batch: TokenBatch, body: Body) -> list[Callable[[], dict[str, Any]]]:
+    """Functions that give the inputs. On a GPU they are made here, because a copy may wait for forwards before it.
+    Elsewhere they are made for each forward: dense masks take memory."""
+    makers: list[Callable[[], dict[str, Any]]] = [partial(make_inputs, micro, batch, body) for micro in micros]
+    if not batch.ids.is_cuda:
+        return makers
+    return [partial(dict, make()) for make in makers]
 
 
 def _run(forward: Forward, inputs: dict[str, Any]) -> Output:

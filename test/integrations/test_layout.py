@@ -369,6 +369,18 @@ def test_the_part_with_more_tokens_runs_first(live_rows, expected):
     assert [(rows, has_graph) for (rows, _), has_graph, _ in calls] == expected
 
 
+def test_a_run_that_is_repeated_covers_what_runs_behind_it(monkeypatch):
+    """As after an error of memory: sequences without a gradient run while the others' activations are kept."""
+    model, batch = swap_lm_head(small_llama()), make_batch("both")
+    expected = loss_step(model, batch, FusedLinearGRPOLoss("grpo"), idle="forward")
+    calls = Calls(model)
+    twice = lambda model, forward, tokens, **_: (forward(), forward(), None)[1:]  # noqa: E731
+    monkeypatch.setattr("liger_rl.step.loss_step.run_with_kept_layers", twice)
+    step = loss_step(model, batch, FusedLinearGRPOLoss("grpo"), idle="forward")
+    assert [has_graph for _, has_graph, _ in calls] == [True, False] * 2
+    assert torch.equal(step.loss, expected.loss)
+
+
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "dapo", "cispo"])
 def test_log_probabilities_of_an_earlier_step_may_be_given_back(preset):
     """Those of a sequence that did not run are NaN, and it does not run again."""

@@ -19,9 +19,11 @@ from test_trl_window import half_without_advantage, moe
 import trl_runs
 from hf_models import assert_same_gradients, build
 from liger_rl import patch_trl
+from liger_rl.integrations.trl import forward as trl_forward
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import WindowCall, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.step.layout import MAX_DENSE_TOKENS
 from peaks import tensor_peak
 
 
@@ -217,6 +219,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
 
 # --- the forward ------------------------------------------------------------------------------------------------------
 
+apply_trial = trl_forward._apply_trial
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -272,6 +275,44 @@ def test_parts_keep_no_activations(checkpoints):
         assert_same_gradients(gradients, results[0][1])
     assert peaks[1] < 0.5 * peaks[0]
     assert peaks[1] < peaks[2] < 0.8 * peaks[0]
+
+
+def test_parts_that_fit_together_are_not_recomputed():
+    """Sequences of similar length in one part have less padding."""
+    patch_trl()
+    model = fused()
+    inputs = batch(shared=9, padding=0)
+    inputs["attention_mask"][1::2, 12:] = 0
+    inputs["labels"][1::2, 12:] = -100
+    forwards = trl_runs.watched(model)
+    with set_window_call(WindowCall(shapes=((2, 32),) * 2, max_tokens=90)):
+        _, gradients = solved(model, inputs, True)
+    assert [forward.tokens for forward in forwards] == [64, 24]
+    assert_same_gradients(gradients, solved(model, inputs, True)[1])
+
+
+def test_rows_without_padding_run_in_parts():
+    patch_trl()
+    model, inputs = fused(), batch(shared=9, padding=0)
+    forwards = trl_runs.watched(model)
+    with set_window_call(WindowCall(shapes=((2, 32),) * 2, max_tokens=64)):
+        _, gradients = solved(model, inputs, True)
+    assert [forward.tokens for forward in forwards] == [64] * 4
+    assert_same_gradients(gradients, solved(model, inputs, True)[1])
+
+
+def test_parts_that_are_trees_have_a_trial(monkeypatch):
+    """One row of all sequences is too long for a dense mask, but each part's is not."""
+    patch_trl()
+    model, inputs = fused(), batch()
+    monkeypatch.setitem(MAX_DENSE_TOKENS, "cpu", 60)
+    forwards, trials = trl_runs.watched(model), []
+    monkeypatch.setattr(trl_forward, "_apply_trial", lambda *args: (trials.append(args[-1]), apply_trial(*args))[1])
+    with set_window_call(WindowCall(shapes=((2, 32),) * 2, max_tokens=60)):
+        _, gradients = solved(model, inputs, True)
+    assert trials == ["trees"]
+    assert [forward.tree for forward in forwards] == [True] * 4
+    assert_same_gradients(gradients, solved(model, inputs, False)[1])
 
 
 FORWARDS = {

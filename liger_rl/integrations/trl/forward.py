@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -59,6 +59,7 @@ class WindowCall:
     # all ranks. (): one micro-batch.
     shapes: tuple[tuple[int, int], ...] = ()
     max_tokens: int | None = None  # how many live tokens may keep activations; None: any number
+    live_tokens: list[int] = field(default_factory=list)  # grows by those that a forward runs with a graph
 
     @property
     def micro_batches(self) -> int:
@@ -126,6 +127,7 @@ def _run_as_it_is(
     runs_once = runs_once or inputs.get("input_ids") is None or len({width for _, width in shapes}) <= 1
     body_tokens = padded if ids is None or not runs_once else ids.shape[:2].numel()
     record_call(model, padded, body_tokens, text, reason)
+    _note_live_tokens(body_tokens)
     if runs_once:
         with recorded_router_calls(_find_router(model, inputs) if shapes else None) as calls:
             output = fused_forward(*args, **inputs)
@@ -150,6 +152,12 @@ def _run_as_it_is(
 
     aux_loss = None if outputs[0].aux_loss is None else torch.stack([output.aux_loss for output in outputs])
     return replace(outputs[0], **{name: join(name) for name in (*PER_TOKEN, "label_mask")}, aux_loss=aux_loss)
+
+
+def _note_live_tokens(tokens: int) -> None:
+    call = get_window_call()
+    if call.shapes and torch.is_grad_enabled():
+        call.live_tokens.append(tokens)
 
 
 def _list_sizes(rows: int) -> list[int]:
@@ -218,8 +226,9 @@ def _run_live_tokens(
         return Output(values, type(output), calls[0] if calls else None)
 
     clauses, router = [layout.describe()], _find_router(model, inputs)
+    _note_live_tokens(layout.live_tokens)
 
-    def run_with_graph(forward: Callable[[], list[Output]], tokens: int) -> list[Output]:
+    def run_with_graph(forward: Callable[[], Any], tokens: int) -> Any:
         if has_parts:
             clauses.append(f"{len(layout.live)} parts, each recomputed: more tokens than fit together")
             return forward()
@@ -278,21 +287,27 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
         padded_groups = count_padded_groups(sequences, [rows for rows, _ in call.shapes])
     if is_sharded:
         return _lay_out_equally(model, device, sequences, body, padded_groups, call.micro_batches), False
-    layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
+    budget = math.inf if has_reentrant_checkpoints(model) else _find_budget(sequences)
+    layout = _lay_out_within(budget, sequences, body, padded_groups)
     if layout.has_trees and needs_tree_trial:
         body = _apply_trial(fused_forward, model, device, body, "trees")
-        layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
-    budget = _find_budget(sequences)
-    fits = layout.live[0].cells is None or sum(micro.tokens for micro in layout.live) <= budget
-    if fits or has_reentrant_checkpoints(model):
-        return layout, False
-    return lay_out(sequences, body, replace(LAYOUT_OPTIONS, max_tokens=int(budget))), True
+        layout = _lay_out_within(budget, sequences, body, padded_groups)
+    return layout, layout.live_tokens > budget
+
+
+def _lay_out_within(budget: float, sequences: Sequences, body: Body, padded_groups: int) -> Layout:
+    """The layout of a batch, whose live micro-batches have at most so many tokens each if they have more together."""
+    layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
+    if layout.live_tokens <= budget:
+        return layout
+    return lay_out(sequences, body, replace(LAYOUT_OPTIONS, max_tokens=int(budget)))
 
 
 def _find_budget(sequences: Sequences) -> float:
     """How many live tokens may keep activations: at least those of the largest micro-batch, as TRL would run it."""
     call, row, budget = get_window_call(), 0, math.inf
-    if call.max_tokens is not None and torch.is_grad_enabled():
+    is_window = len(call.shapes) > 1 and sequences.obstacle is None
+    if call.max_tokens is not None and is_window and torch.is_grad_enabled():
         budget = call.max_tokens
         for rows, _ in call.shapes:
             longest = max((span.length for span in sequences.spans[row : row + rows]), default=0)

@@ -106,6 +106,7 @@ class Window:
         self._number = 0  # of its next call
         self._leader: _MicroBatch | None = None  # in whose call a forward runs
         self.tokens: list[int] = []  # of each micro-batch, once they have run
+        self.live_tokens = 0  # that ran in the first call with a graph
         self.added = 0  # micro-batches, with those that run alone
         self._in_forward = False
         self._owners: list[int] = []  # the rank of each micro-batch's data; empty if no rank has exchanged any
@@ -193,8 +194,10 @@ class Window:
         calls = [batch.call for batch in waiting]
         idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
         shapes = tuple(call["input_ids"].shape for call in calls)
-        with set_window_call(WindowCall(idle_rows, shapes, self._max_tokens)):
+        call = WindowCall(idle_rows, shapes, self._max_tokens)
+        with set_window_call(call):
             output = self._run_model(model, _join_calls(calls))
+        self.live_tokens = self.live_tokens or sum(call.live_tokens)
         for batch, values in zip(waiting, _split_output(output, calls), strict=True):
             batch.values.append(values)
 
@@ -377,7 +380,7 @@ def _measured_memory(trainer: Any, model: nn.Module, state: _TrainerState) -> It
         assert memory is not None
         # Gradients stay, and do not grow with the number of tokens.
         peak = memory.peak - before.allocated - (gradients - count_missing_gradients(model))
-        state.token_bytes = max(peak, 1) / max(sum(state.finished.tokens), 1)
+        state.token_bytes = max(peak, 1) / max(state.finished.live_tokens, 1)
 
 
 def _set_size(trainer: Any, model: nn.Module, state: _TrainerState) -> None:
