@@ -63,7 +63,7 @@ CLIP = 0.2  # TRL's default, on both sides
 GRPO = {"loss_type": "dapo", "epsilon": CLIP, "epsilon_high": CLIP, "beta": 0.0, "mask_truncated_completions": False}
 OPTIMIZER = {"optim": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0}
 UNSLOTH = "UNSLOTH_PACKAGES"  # environment variable: the folder of Unsloth and the packages that it needs
-UNSLOTH_SECONDS = 240
+UNSLOTH_SECONDS = 420
 
 
 class Clock(TrainerCallback):

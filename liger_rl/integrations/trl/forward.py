@@ -105,7 +105,8 @@ def _run_forward(fused_forward: Callable, model: Any, *args: Any, **kwargs: Any)
 
 def find_wrapped(model: nn.Module) -> nn.Module | None:
     """The module inside `model` whose fused forward is `wrap_forward`'s; None if there is none."""
-    return next((module for module in list_modules(model) if module in WRAPPED_MODELS), None)
+    # Without `list_modules`: it is one of the first modules, and a trainer asks dozens of times in an optimizer step.
+    return next((module for module in model.modules() if module in WRAPPED_MODELS), None)
 
 
 def _count_padded_tokens(ids: Tensor) -> int:
