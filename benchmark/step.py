@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # it imports TRL, which the tables do not need
 
 PREFIX = "step-"
 NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "llama-3-8b", "toy")
-SHARDINGS = ("DDP", "FSDP2", "ZeRO-3")
+SHARDINGS = ("DDP", "FSDP2", "ZeRO-3", "ZeRO-3 offload")
 RANKS, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}
 ROWS = (
@@ -316,7 +316,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (RANKS > 1) != (arguments.sharding is not None):
         parser.error("--sharding is for several ranks, and several ranks need one; run it by torchrun")
-    if arguments.sharding == "ZeRO-3" and len(arguments.rows or ()) != 1:
+    if (arguments.sharding or "").startswith("ZeRO-3") and len(arguments.rows or ()) != 1:
         parser.error("with ZeRO-3 name one row of --rows: the weights of a process's second model would be others")
     # The last of these measures memory, and the third is the first in which layers are kept.
     if arguments.steps < 1 or arguments.settling < 3:

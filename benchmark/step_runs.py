@@ -194,6 +194,16 @@ def with_loss_steps(trainer: GRPOTrainer, _clock: Clock) -> None:
 
 
 LIGER = {"use_liger_kernel": True}
+ON_THE_HOST = {"device": "cpu", "pin_memory": True}
+
+
+def _make_zero3(**options: Any) -> dict[str, Any]:
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    # torch's optimizer, because DeepSpeed would have to compile its own.
+    deepspeed = {"zero_optimization": {"stage": 3, **options}, "zero_force_ds_cpu_optimizer": False}
+    return {"deepspeed": deepspeed | {"bf16": {"enabled": "auto"}} | dict.fromkeys(sizes, "auto")}
+
+
 # How ranks share a model -> options of a trainer's config.
 SHARDINGS: dict[str, dict[str, Any]] = {
     "DDP": {"ddp_find_unused_parameters": False},
@@ -201,16 +211,8 @@ SHARDINGS: dict[str, dict[str, Any]] = {
         "fsdp": "full_shard auto_wrap",
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
     },
-    "ZeRO-3": {
-        "deepspeed": {
-            "zero_optimization": {"stage": 3},
-            "bf16": {"enabled": "auto"},
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-        }
-    },
+    "ZeRO-3": _make_zero3(),
+    "ZeRO-3 offload": _make_zero3(offload_param=ON_THE_HOST, offload_optimizer=ON_THE_HOST),
 }
 TRL, TRL_LIGER, UNSLOTH_STEP = "trl", "trl-liger", "unsloth"
 WAYS = {

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from devices import NEEDS_GPU
 from quick_interpreter import hasten
 
+# Read when Liger's kernels for experts are imported. To tune each takes minutes.
+os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before any test imports a module of kernels.
     os.environ["TRITON_INTERPRET"] = "1"
