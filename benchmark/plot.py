@@ -145,15 +145,19 @@ def plot_step(results: dict[str, Any], path: Path) -> bool:
     if not batches:
         return False
     figure, panels = _panels(len(batches), sharey=True)
-    names = {"TRL": "TRL"} | {way: name.replace("`", "") for way, name in step.SUMMARY.items()}
+    names = {"TRL": "TRL", step.UNSLOTH: step.UNSLOTH} | {
+        way: name.replace("`", "") for way, name in step.SUMMARY.items()
+    }
     names["TRL, patch_trl(), use_liger_kernel"] = "patch_trl(), use_liger_kernel"
     names["TRL, patch_trl(memory=0), use_liger_kernel"] = "patch_trl(memory=0),\nuse_liger_kernel"
+    ways = [way for way in reversed(names) if any(way in rows for _, rows in batches)]
     for panel, (title, rows) in zip(panels, batches, strict=True):
-        ways = [way for way in reversed(names) if way in rows]
         colors = ["#1f6fb4" if "patch_trl" in way else "#b3b3b3" for way in ways]
-        values = [rows[way]["tokens_per_s"] / 1e3 for way in ways]
+        values = [rows[way]["tokens_per_s"] / 1e3 if way in rows else 0.0 for way in ways]
         texts = [
             f"{value:.0f} ({rows[way]['tokens_x_trl']:.1f} x), {rows[way]['peak_mib'] / 1024:.0f} GiB"
+            if way in rows
+            else "not run"
             for way, value in zip(ways, values, strict=True)
         ]
         panel.bar_label(panel.barh([names[way] for way in ways], values, color=colors), texts, padding=4, fontsize=10)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from liger_rl.integrations.trl.call_record import find_role, record_call
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.models.modules import list_modules, walked_once
+from liger_rl.models.modules import walked_once
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import ACTIVATED_LORA, Body, find_sharding, has_activated_lora, has_router_loss, read_body
 from liger_rl.step.layout import AS_IT_IS, Layout, LayoutOptions, count_padded_groups, lay_out
