@@ -23,19 +23,16 @@ SELECTED_SHARE = 0.05
 
 def one_pass_work(head: Head, terms: PolicyTerms, aligned: AlignedBatch, passes: Passes) -> Workload | None:
     """The workload of the call if one pass makes its gradients in the forward; None if another engine runs."""
-    reason = _reason_against_call(head, terms, aligned.segments)
-    if passes == "auto" and reason is not None:
-        return None
     tokens_per_gradient = 1  # the most tokens that the gradient of one of them depends on
     if terms.locality == "sequence":
         tokens_per_gradient = 2 * head.shape[-1] if aligned.pairs else head.shape[-1]
     elif terms.locality == "batch":
         tokens_per_gradient = head.shape.numel()
     work = Workload.of(head)._replace(
-        passes=passes, tokens_per_gradient=tokens_per_gradient, reason_against_loss=reason
+        passes=passes,
+        tokens_per_gradient=tokens_per_gradient,
+        reason_against_loss=_reason_against_call(head, terms, aligned.segments),
     )
-    if passes == "auto" and True not in work.needs:
-        return None
     return work if choose_engine(work) is OnePass else None
 
 

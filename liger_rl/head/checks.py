@@ -37,14 +37,13 @@ def check_chunk(name: str, value: int | None) -> None:
     check_count(name, value, least=1, optional=True)
 
 
-def check_extras(_name: str, extras: Collection[str]) -> frozenset[str]:
+def check_extras(_name: str, extras: Collection[str]) -> None:
     if isinstance(extras, str):
         raise TypeError(f"extras must be a collection of names, got the string {extras!r}")
     check_type("extras", extras, Collection, "a collection of names")
     unknown = [name for name in extras if name not in EXTRAS]
     if unknown:
         raise ValueError(f"extras must be among {', '.join(EXTRAS)}; got {', '.join(sorted(map(str, unknown)))}")
-    return frozenset(extras)
 
 
 def check_passes(passes: str) -> None:

@@ -147,8 +147,6 @@ class Head(NamedTuple):
 
     def with_weight_in(self, dtype: torch.dtype) -> "Head":
         """The head with its weight in `dtype`. A converted weight is contiguous, as our own product needs it."""
-        if self.weight.dtype == dtype:
-            return self
         copy = self.weight.to(dtype, memory_format=torch.contiguous_format)
         return self._replace(weight=copy, weight_dtype=self.weight.dtype)
 

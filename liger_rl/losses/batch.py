@@ -89,8 +89,7 @@ class AlignedBatch:
 
     def ratio(self, logps: Tensor) -> Tensor:
         """exp(logp - old), at most e^40, differentiable."""
-        old = logps.detach() if self.old_per_token_logps is None else self.old_per_token_logps
-        return (logps - old).clamp(max=MAX_LOG_RATIO).exp()
+        return bounded_exp(self.log_ratio(logps))
 
     @property
     def nll_tokens(self) -> Tensor:

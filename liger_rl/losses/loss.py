@@ -284,8 +284,7 @@ class PreparedLoss(NamedTuple):
             loss = loss - (tokens.logps * self.nll_weights).sum()
         bonus = self.terms.entropy_bonus
         if bonus.entropy_coef != 0.0:
-            if tokens.entropy is None:
-                raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
+            assert tokens.entropy is not None
             loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, self.entropy_count)
         if self.metrics == "none":
             return PolicyLoss(loss, {})

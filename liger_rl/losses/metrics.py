@@ -83,8 +83,7 @@ def policy_metrics(
     if level == "loss":
         return metrics
 
-    if batch.num_sequences is None:
-        raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
+    assert batch.num_sequences is not None
     # Sums to 1 over each sequence, on all ranks that hold parts of it.
     share = mask.to(dtype) / batch.sequence_length()
     sequences = divisor(batch.num_sequences)
@@ -117,8 +116,7 @@ def policy_metrics(
     if token_loss.outside is not None:
         metrics["clipped_ratio_fraction"] = weighted(token_loss.outside)
     if level == "with_entropy":
-        if batch.entropy is None:
-            raise ValueError('entropy must be given for metrics "with_entropy", got None')
+        assert batch.entropy is not None
         metrics["entropy"] = weighted(batch.entropy)
     return metrics
 

@@ -73,7 +73,7 @@ def run_one_pass(
             if buffer is None or n > buffer.values.shape[0]:
                 buffer = None  # frees it before the larger one is allocated
                 buffer = SavedExp.empty(n, vocab, device, head.dtype, BLOCK_VOCAB)
-            saved_exp = buffer if n == buffer.values.shape[0] else buffer.of_tokens(slice(0, n))
+            saved_exp = buffer.of_tokens(slice(0, n))
             # All tokens of the chunk at once: in a product's epilogue, or in tiles of the vocabulary.
             tiles = None if epilogue is not None else Tiles(n, tile_width)
             statistics = two_pass.fold_rows(rows, epilogue, saved_exp=saved_exp, tiles=tiles)

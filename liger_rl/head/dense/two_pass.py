@@ -53,7 +53,7 @@ def fold_rows(
     rows: Head,  # of `Head.take`
     epilogue: ModuleType | None,  # of the product that folds; None folds tiles of logits in memory
     *,
-    saved_exp: SavedExp | None = None,  # (n, V), written; `tiles` must hold whole tiles of it
+    saved_exp: SavedExp | None = None,  # (n, V), written; `tiles` must hold all n tokens, and whole tiles of it
     tiles: Tiles | None = None,  # of logits in memory; None chooses them
 ) -> TokenStatistics:
     """As `fold_head`. With `saved_exp` the statistics include the target's logit.
@@ -128,8 +128,7 @@ def fold_tiles(
                 extras=options.extras,
             )  # fmt: skip
             if saved_exp is not None:
-                of_tokens = saved_exp if len(token_spans) == 1 else saved_exp.of_tokens(tokens)
-                kernels.save_exponentials(logits, first, bias_tile, transform, of_tokens)
+                kernels.save_exponentials(logits, first, bias_tile, transform, saved_exp)
             for read_tile in readers:
                 read_tile(logits, tokens, first, bias_tile)
             del logits  # so that it is freed before the next tile is allocated

@@ -122,8 +122,6 @@ class DivergenceCall:
                 f"teacher_hidden must have the tokens {tuple(student.shape)} of hidden, got {tuple(hidden.shape)}"
             )
         check_dense("teacher_hidden", hidden, student.hidden, "hidden")
-        if self.vocab_parallel is None:
-            self.check_vocab(student.vocab, weight.shape[0])
         return student._replace(hidden=hidden.flatten(0, -2).detach(), weight=weight, bias=bias, dtype=dtype)
 
     def check_vocab(self, entries: int, teacher_entries: int) -> int:
