@@ -20,37 +20,13 @@ class Segments:
     all_reduce: AllReduce | None = None  # sums (count,) over the ranks that hold parts of the same sequences
 
     def __post_init__(self) -> None:
-        if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _is_integer(self.index):
+        index = self.index
+        is_vector = isinstance(index, Tensor) and index.dim() == 1
+        if not is_vector or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
             raise TypeError("segments.index must be a tensor of integers, (N,)")
         check_whole_number("segments.count", self.count, least=0)
         if self.all_reduce is not None:
             check_callable("segments.all_reduce", self.all_reduce)
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, *, all_reduce: AllReduce | None = None) -> "Segments":
-        """From cumulative lengths (S + 1,), as flash-attention takes them, of N = num_tokens.
-
-        The lengths start at 0 and never decrease, which is checked only in CPU memory. Tokens past the last length
-        belong to no sequence.
-        """
-        if not isinstance(cu_seqlens, Tensor) or not _is_integer(cu_seqlens):
-            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise TypeError(f"cu_seqlens must be a tensor of integers, got {kind}")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise ValueError(f"cu_seqlens must be (S + 1,) cumulative lengths, got {tuple(cu_seqlens.shape)}")
-        check_whole_number("num_tokens", num_tokens, least=0)
-        if cu_seqlens.device.type == "cpu":
-            if cu_seqlens[0] != 0:
-                raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}")
-            if (cu_seqlens[1:] < cu_seqlens[:-1]).any():
-                raise ValueError("cu_seqlens must never decrease, got lengths under 0")
-        positions = torch.arange(num_tokens, device=cu_seqlens.device)
-        index = torch.searchsorted(cu_seqlens[1:].contiguous(), positions.to(cu_seqlens.dtype), right=True)
-        return cls(index=index, count=cu_seqlens.numel() - 1, all_reduce=all_reduce)
-
-
-def _is_integer(values: Tensor) -> bool:
-    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def segment_sum(values: Tensor, segments: Segments) -> Tensor:

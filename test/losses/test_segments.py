@@ -13,19 +13,6 @@ from liger_rl.losses import KLPenalty, PPOClip, Segments, SequenceMean, Sequence
 from liger_rl.losses.segments import segment_sum
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("lengths", [[3, 0, 5, 1], [9], [0, 0, 4], [2, 2, 0]])
-def test_from_cu_seqlens(lengths, dtype):
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(dtype)
-    total = sum(lengths)
-    segments = Segments.from_cu_seqlens(cu_seqlens, total + 2)
-    expected = [s for s, length in enumerate(lengths) for _ in range(length)]
-    assert segments.count == len(lengths)
-    assert segments.index[:total].tolist() == expected
-    assert (segments.index[total:] >= segments.count).all()
-    assert not segments.index.is_floating_point()
-
-
 def test_twice_differentiable():
     """Ratios of sequences in any order, some of their tokens masked; means that leave no bound."""
     segments = Segments(index=torch.randint(5, (24,)), count=5)
@@ -89,10 +76,6 @@ def of(index, **more):
     return lambda: Segments(index=index, **{"count": 1} | more)
 
 
-def cumulative(cu_seqlens, num_tokens=3):
-    return lambda: Segments.from_cu_seqlens(cu_seqlens, num_tokens)
-
-
 ZEROS = torch.zeros(3, dtype=torch.long)
 
 
@@ -102,11 +85,6 @@ ZEROS = torch.zeros(3, dtype=torch.long)
         *(("index", TypeError, of(x)) for x in (ZEROS.double(), ZEROS[:, None], [0, 1], ZEROS.bool(), ZEROS.cfloat())),
         *(("count", ValueError, of(ZEROS, count=x)) for x in (-1, 1.0, True)),
         ("all_reduce", TypeError, of(ZEROS, all_reduce=1)),
-        *(("cu_seqlens", ValueError, cumulative(x)) for x in (ZEROS[:0], ZEROS[:, None])),
-        *(("cu_seqlens", TypeError, cumulative(x)) for x in ([0, 3], torch.tensor([0.0, 3.0]))),
-        *(("cu_seqlens must start at 0", ValueError, cumulative(torch.tensor([x, 3]))) for x in (1, -1)),
-        ("cu_seqlens must never", ValueError, cumulative(torch.tensor([0, 3, 2]))),
-        *(("num_tokens", ValueError, cumulative(torch.tensor([0, 3]), x)) for x in (-1, 3.0)),
     ],
 )
 def test_bad_segments_are_named(name, error, make):
