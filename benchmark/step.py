@@ -218,16 +218,17 @@ def summary(results: dict[str, Any], *patterns: str) -> str:
     """
     columns: Columns = {
         "TRL, ms": lambda row: f"{row['TRL']['step_ms']:,.0f}",
-        "TRL, GiB": lambda row: f"{row['TRL']['peak_mib'] / 1024:.1f}",
+        "TRL, GiB": lambda row: _gibibytes(row, "TRL"),
     }
     for way, name in ({UNSLOTH: UNSLOTH} | SUMMARY).items():
         columns[name] = lambda row, way=way: _relative(row, way, "tokens_per_s", "{:.1f} x")
-    recomputed = "TRL, patch_trl(memory=0), use_liger_kernel"
+    both, recomputed = list(SUMMARY)[-1], "TRL, patch_trl(memory=0), use_liger_kernel"
+    columns["both, GiB"] = lambda row: _gibibytes(row, both)
     columns["both, `memory=0`"] = lambda row: _relative(row, recomputed, "tokens_per_s", "{:.1f} x")
-    columns["its memory"] = lambda row: _relative(row, recomputed, "peak_mib", "{:.2f} x")
+    columns["`memory=0`, GiB"] = lambda row: _gibibytes(row, recomputed)
     columns["commit"] = lambda row: ", ".join(list_commits([x for x in row.values() if isinstance(x, dict)]))
     line = environment_line(results["environment"], ("trl", "liger_kernel", "transformers"), has_commit=False)
-    rows = [(name, by_way) for name, by_way in rows_beside_trl(results) if list(SUMMARY)[-1] in by_way]
+    rows = [(name, by_way) for name, by_way in rows_beside_trl(results) if both in by_way]
     rows = [
         (name, by_way) for name, by_way in rows if any(fnmatchcase(name, pattern) for pattern in patterns or ("*",))
     ]
@@ -251,6 +252,11 @@ def rows_beside_trl(results: dict[str, Any]) -> list[tuple[str, Row]]:
 def _relative(by_way: Row, way: str, field: str, form: str) -> str:
     row = by_way.get(way, {})
     return form.format(row[field] / by_way["TRL"][field]) if field in row else ""
+
+
+def _gibibytes(by_way: Row, way: str) -> str:
+    peak = by_way.get(way, {}).get("peak_mib")
+    return "" if peak is None else f"{peak / 1024:.1f}"
 
 
 def markdown(results: dict[str, Any], kind: str = "whole", *patterns: str) -> str:
