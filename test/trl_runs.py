@@ -15,6 +15,7 @@ from torch import Tensor
 
 import oracles
 from liger_rl.integrations.trl import distillation, patched_trl, patches, report
+from liger_rl.models.swap import CACHE
 from liger_rl.step import trial
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
@@ -200,7 +201,7 @@ def watched(model) -> list[Forward]:
     forwards = []
 
     def before(body, _args, kwargs) -> None:
-        if kwargs.get("past_key_values") is None and body.training and not trial._lock.locked():
+        if kwargs.get(CACHE) is None and body.training and not trial._lock.locked():
             mask = kwargs.get("attention_mask")
             tree = isinstance(mask, dict) or (mask is not None and mask.dim() == 4)
             ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")  # the latter from prompt tuning

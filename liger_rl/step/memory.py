@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
 
 Result = TypeVar("Result")
+Checkpoint = Callable[..., Any]  # (a function, its arguments) -> the function's result
 
 DEFAULT_SHARE = 0.8
 # A run of more than this many times the tokens of the measured one is measured again: attention with a mask of all
@@ -206,17 +206,22 @@ def _find_device(layers: list[nn.Module]) -> torch.device | None:
     return devices.pop() if len(devices) == 1 else None
 
 
-@contextmanager
-def keep_activations(layers: list[nn.Module]) -> Iterator[None]:
-    """Forwards inside the context do not recompute these layers.
+def keep_activations(layers: list[nn.Module]) -> AbstractContextManager[None]:
+    """Forwards inside the context do not recompute these layers."""
+    return _replaced_checkpoints(layers, lambda number, checkpoint: _call)
 
-    We replace the function that checkpoints a layer, and leave its switch `gradient_checkpointing` on. With the switch
-    off, the layer would also fill a cache of keys and values.
+
+@contextmanager
+def _replaced_checkpoints(layers: list[nn.Module], replace: Callable[[int, Checkpoint], Checkpoint]) -> Iterator[None]:
+    """In this context each layer has the checkpoint function that `replace` makes of its number and its own.
+
+    The layer's switch `gradient_checkpointing` stays on: with it off, the layer would also fill a cache of keys and
+    values.
     """
     functions = {layer: layer._gradient_checkpointing_func for layer in layers}
     try:
-        for layer in functions:
-            layer._gradient_checkpointing_func = _call  # type: ignore[assignment]
+        for number, (layer, function) in enumerate(functions.items()):
+            layer._gradient_checkpointing_func = replace(number, function)  # type: ignore[assignment,arg-type]
         yield
     finally:
         for layer, function in functions.items():
@@ -283,14 +288,10 @@ def _measure(
     model: nn.Module, forward: Callable[[], Result], tokens: int, layers: list[nn.Module], device: torch.device
 ) -> Result:
     """The result of `forward()`. Its backward, if one follows, stores a measurement of the model."""
-    previous = _recorders.pop(layers[-1], None)
-    if previous is not None:  # its run had no backward
-        previous.remove_hooks()
-    recorder = _Recorder(model, tokens, device)
-    # Otherwise a layer's recomputation may stop before the hook behind the layer.
-    with set_checkpoint_early_stop(False):
+    recorder = _Recorder(model, layers[-1], tokens, device)
+    # Otherwise a layer's recomputation may stop before its end.
+    with set_checkpoint_early_stop(False), _replaced_checkpoints(layers, recorder.watch):
         output = forward()
-    recorder.add_hooks(layers)
     _recorders[layers[-1]] = recorder
     return output
 
@@ -302,46 +303,54 @@ class _Recorder:
     gradients are not part of the measured peak: `count_missing_gradients` counts them for each run.
     """
 
-    def __init__(self, model: nn.Module, tokens: int, device: torch.device) -> None:
-        self.tokens, self.device = tokens, device
+    def __init__(self, model: nn.Module, key: nn.Module, tokens: int, device: torch.device) -> None:
+        self.key, self.tokens, self.device = ref(key), tokens, device
         self.without_gradient = [p for p in list_parameters(model) if p.requires_grad and p.grad is None]
         self.peak = self.entered = self.gradients = 0  # bytes
         # Bytes that each layer keeps, by its number. A layer runs once for each micro-batch.
         self.kept: Counter[int] = Counter()
         self.start = self._read().allocated
-        self.handles: list[Any] = []
         self.waits_for_end = False
 
-    def add_hooks(self, layers: list[nn.Module]) -> None:
-        """Hooks around the layers' own hooks would count the parameters that FSDP gathers."""
-        key = layers[-1]
-        for number, layer in enumerate(layers):
-            leave = partial(self._leave, number)
-            self.handles.append(layer.register_forward_pre_hook(lambda *_: self._enter(key)))
-            self.handles.append(layer.register_forward_hook(leave, prepend=True))
+    def watch(self, number: int, checkpoint: Checkpoint) -> Checkpoint:
+        """A layer's checkpoint function, whose recomputation is recorded.
 
-    def remove_hooks(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        transformers 5.24 recomputes a layer without its hooks, and earlier versions with them. So no hook can record.
+        """
+
+        def run_checkpoint(run: Callable[..., Any], *args: Any) -> Any:
+            def run_layer(*args: Any) -> Any:
+                if not (_is_in_backward() and self._is_current()):
+                    return run(*args)
+                self._enter()
+                output = run(*args)
+                self._leave(number, output)
+                return output
+
+            return checkpoint(run_layer, *args)
+
+        return run_checkpoint
+
+    def _is_current(self) -> bool:
+        """Whether no later forward of the model is measured."""
+        key = self.key()
+        return key is not None and _recorders.get(key) is self
 
     def _read(self) -> DeviceMemory:
         memory = read_memory(self.device, restart_peak=True)
         assert memory is not None
         return memory
 
-    def _enter(self, key: nn.Module) -> None:
-        if not _is_in_backward():
-            return
+    def _enter(self) -> None:
         if not self.waits_for_end:
             self.waits_for_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(key))
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self.entered = self._record_peak()
 
-    def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
-        if _is_in_backward():
-            hidden = output if isinstance(output, Tensor) else output[0]
-            # A recomputed layer's output is kept too, as the next layer's input.
-            self.kept[number] += self._record_peak() - self.entered - hidden.nbytes
+    def _leave(self, number: int, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        # A recomputed layer's output is kept too, as the next layer's input.
+        self.kept[number] += self._record_peak() - self.entered - hidden.nbytes
 
     def _record_peak(self) -> int:
         """Adds the peak since the last call. -> bytes in tensors"""
@@ -352,11 +361,12 @@ class _Recorder:
         self.gradients = _count_bytes(grad for grad in grads if grad.untyped_storage().nbytes() == grad.nbytes)
         return memory.allocated
 
-    def _finish(self, key: nn.Module) -> None:
+    def _finish(self) -> None:
         self._record_peak()
-        self.remove_hooks()
+        key, layer = self.key(), max(self.kept.values(), default=0)
+        if key is None:
+            return
         _recorders.pop(key, None)
-        layer = max(self.kept.values(), default=0)
         if layer > 0 and self.peak > 0:
             _measurements[key] = Measurement(
                 tokens=self.tokens, peak_bytes=self.peak / self.tokens, layer_bytes=layer / self.tokens

@@ -87,7 +87,10 @@ def map_masks(mask, function):
 
 def hide_shared_tokens(mask):
     place = torch.arange(mask.shape[-1])
-    return mask & ~((place[:, None] >= 28) & (place < 20))
+    hidden = (place[:, None] >= 28) & (place < 20)
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)  # of eager attention
 
 
 def without_mask(inputs):

@@ -20,6 +20,7 @@ import trl_runs
 from liger_rl import explain_trl, patch_trl
 from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
+from liger_rl.models.swap import CACHE
 from liger_rl.step import trial
 
 SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6}
@@ -57,7 +58,7 @@ def count_body_tokens(trainer) -> list[int]:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
 
         def before(body, args, inputs):
-            if body.training and inputs.get("past_key_values") is None and not trial._lock.locked():
+            if body.training and inputs.get(CACHE) is None and not trial._lock.locked():
                 tokens.append(inputs["input_ids"].numel())
 
         model.base_model.register_forward_pre_hook(before, with_kwargs=True)
