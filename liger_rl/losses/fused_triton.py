@@ -78,8 +78,8 @@ def _ppo_clip(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     grad = -tl.where(dual, _share_of_smaller(single, most, grad), grad)
     to_unclipped = _share_of_smaller(unclipped, clipped, grad) * advantage
     to_clipped = _share_of_smaller(clipped, unclipped, grad) * advantage
-    to_ratio = tl.where(_within(ratio, delta), to_unclipped, 0.0)
-    to_ratio += tl.where(_within(low, ratio) & _within(ratio, high), to_clipped, 0.0)
+    to_ratio = tl.where(ratio <= delta, to_unclipped, 0.0)
+    to_ratio += tl.where((ratio >= low) & (ratio <= high), to_clipped, 0.0)
     return loss, tl.zeros_like(logp), to_ratio, ratio < low, ratio > high
 
 

@@ -87,8 +87,9 @@ class PPOClip(Options):
         # The clipped product is the smaller one exactly where an indicator is true.
         smaller = ratio.masked_fill(clip_low, low).masked_fill(clip_high, high)
         if self.delta is not None:
-            at_most = smaller.clamp(max=max(self.delta, high)), smaller.clamp(max=self.delta)
-            smaller = torch.where(advantages < 0, *at_most)
+            cap = torch.where(advantages < 0, max(self.delta, high), self.delta).to(ratio)
+            # At the cap, as at the bounds, the gradient passes. A clamp's is 0 there since PyTorch 2.14.
+            smaller = torch.where(smaller > cap, cap, smaller)
         loss = smaller * -advantages
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)

@@ -243,6 +243,11 @@ class Columns(NamedTuple):
         return x[self.mask].sum() / max(int(self.mask.sum()), 1)
 
 
+def _bounded(x, low, high):
+    """x in [low, high], with a gradient at the bounds; a clamp's is 0 there since PyTorch 2.14."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def _clipped(loss: Tensor, ratio: Tensor, A: Tensor, low: float, high: float) -> tuple:
     return loss, ratio, (ratio < low) & (A < 0), (ratio > high) & (A > 0), (ratio < low) | (ratio > high)
 
@@ -261,8 +266,8 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
         if o.get("mean_advantages"):
             A = c.mean(A)
         low, high = 1 - o.get("epsilon_low", 0.2), 1 + o.get("epsilon_high", 0.2)
-        first = r if o.get("delta") is None else r.clamp(max=o["delta"])
-        loss = -torch.minimum(first * A, r.clamp(low, high) * A)
+        first = r if o.get("delta") is None else _bounded(r, -math.inf, o["delta"])
+        loss = -torch.minimum(first * A, _bounded(r, low, high) * A)
         if o.get("dual_clip") is not None:
             loss = torch.where(A < 0, torch.minimum(loss, -o["dual_clip"] * A), loss)
         found = _clipped(loss, r, A, low, high)
