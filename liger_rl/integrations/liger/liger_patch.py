@@ -28,7 +28,7 @@ LIGER = Framework(
         for module, losses in TARGETS.items()
         for loss in losses
     ),
-    gain="2% of the time of the chunked GRPO loss, without its defects in padding, masks and ratios",
+    gain="float32 logits, without the defects of the chunked losses in padding, masks and ratios",
     distributions=("liger-kernel", "liger-kernel-nightly"),
 )
 
