@@ -16,7 +16,9 @@ import oracles
 import trl_runs
 from head_calls import Products
 from liger_rl import patch_trl
-from liger_rl.integrations.trl import adapted_head, distillation, patched_trl, patches, unpatch_trl
+from liger_rl.integrations.trl import adapted_head, patched_trl, unpatch_trl
+from liger_rl.integrations.trl.patches import FusedLogProbs as OURS
+from liger_rl.integrations.trl.settings import get_settings
 
 NAME = "_ChunkedLogProbFunction"
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -54,10 +56,6 @@ def weighted(values):
     return loss if values[1] is None else loss + (values[1] * weights[1]).sum()
 
 
-def ours(**options):
-    return patches.FusedLogProbs(options)
-
-
 PARITY = {
     "plain": (PLAIN, ALL, {}),
     "without a bias": (PLAIN, ALL, {"bias": False}),
@@ -72,7 +70,7 @@ PARITY = {
 @pytest.mark.parametrize(("transform", "outputs", "options"), PARITY.values(), ids=PARITY)
 def test_float32_agrees_with_trls_op(transform, outputs, options, device):
     tensors = inputs(**options, device=device)
-    values, grads = solve(ours(), tensors, *transform, outputs, chunk_size=300)  # which ours does not use
+    values, grads = solve(OURS, tensors, *transform, outputs, chunk_size=300)  # which ours does not use
     expected, their_grads = solve(THEIRS, tensors, *transform, outputs)
     assert [x is None for x in values] == [x is None for x in expected]
     values, expected = ([x for x in five if x is not None] for five in (values, expected))
@@ -83,7 +81,7 @@ def test_float32_agrees_with_trls_op(transform, outputs, options, device):
 
 
 def test_outputs_default_to_all():
-    for op in (ours(), THEIRS):
+    for op in (OURS, THEIRS):
         assert all(x is not None for x in op.apply(*inputs(), 1.0, 64))
 
 
@@ -105,7 +103,7 @@ def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, de
     truth = (*exact, *torch.autograd.grad(weighted(exact), leaves))
     tensors = (*(t.float() for t in rounded[:3]), targets) if autocast else rounded
     errors = []
-    for op in (ours(), THEIRS):
+    for op in (OURS, THEIRS):
         with torch.autocast(device.type, dtype, enabled=autocast):
             values, grads = solve(op, tensors, *transform, ALL[:3])
         pairs = zip((*values[:4], *grads), truth, strict=True)
@@ -120,7 +118,7 @@ def test_the_dtype_of_the_hidden_states_is_that_of_the_products(dtypes):
     """TRL's float32-head mode hands over float32 hidden states, whatever the weight is."""
     hidden, weight, bias, targets = inputs(dtype=torch.bfloat16)
     tensors = (hidden.to(dtypes[0]), weight.to(dtypes[1]), bias.to(dtypes[1]), targets)
-    values, grads = solve(ours(), tensors, *PLAIN, ALL)
+    values, grads = solve(OURS, tensors, *PLAIN, ALL)
     if dtypes[0] == torch.float32:
         expected, their_grads = solve(THEIRS, tensors, *PLAIN, ALL)
         torch.testing.assert_close(values, expected, rtol=2e-6, atol=5e-6)
@@ -147,7 +145,7 @@ def test_what_would_be_computed_differently_is_refused_by_name(position, value, 
     arguments = [*inputs(), 1.0, 64, None, 1.0, ALL]
     arguments[position] = value
     with pytest.raises((TypeError, ValueError), match=rf"\b{message}\b"):
-        ours().apply(*arguments)
+        OURS.apply(*arguments)
 
 
 def test_the_head_is_gathered_for_each_direction(monkeypatch):
@@ -161,7 +159,7 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
     hidden, weight, bias, targets = inputs()
-    logps = ours().apply(hidden.requires_grad_(), weight, bias, targets, 1.0, 64)[0]
+    logps = OURS.apply(hidden.requires_grad_(), weight, bias, targets, 1.0, 64)[0]
     assert len(entered) == 1
     logps.sum().backward()
     assert len(entered) == 2
@@ -174,20 +172,16 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 
 
 def test_options_come_and_go_with_the_patch():
-    def options():
-        assert patches._op.options["chunk_vocab"] == distillation.chunks["chunk_vocab"]
-        return distillation.chunks["chunk_vocab"]
-
     patch_trl(chunk_vocab=64)
-    assert vars(trl_utils)[NAME] is patches._op
-    assert options() == 64
+    assert vars(trl_utils)[NAME] is OURS
+    assert get_settings().chunk_vocab == 64
     with patched_trl(chunk_vocab=32):
-        assert options() == 32
-    assert options() == 64
+        assert get_settings().chunk_vocab == 32
+    assert get_settings().chunk_vocab == 64
     with patched_trl():
-        assert options() is None
+        assert get_settings().chunk_vocab is None
         unpatch_trl()
-    assert options() == 64
+    assert get_settings().chunk_vocab == 64
 
 
 def test_options_reach_the_head():
@@ -207,7 +201,7 @@ def test_options_are_refused_before_anything_is_patched(options):
     patch_trl(chunk_vocab=64)
     with pytest.raises((TypeError, ValueError)):
         patch_trl(**options)
-    assert vars(trl_utils)[NAME].options["chunk_vocab"] == 64
+    assert get_settings().chunk_vocab == 64
 
 
 def test_without_peft_there_is_nothing_to_lift(monkeypatch):
@@ -216,7 +210,7 @@ def test_without_peft_there_is_nothing_to_lift(monkeypatch):
     before = [vars(module)["BaseTunerLayer"] for module in modules]
     patch_trl()
     assert [vars(module)["BaseTunerLayer"] for module in modules] == before
-    assert isinstance(vars(trl_utils)[NAME], patches.FusedLogProbs)
+    assert vars(trl_utils)[NAME] is OURS
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from trl import DistillationTrainer
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations.trl import distillation, patched_trl
+from liger_rl.integrations.trl import patched_trl, settings
 from liger_rl.integrations.trl.distillation import LOSS, METHOD_PATCH, CheckedStudentLayer
 from liger_rl.integrations.trl.distillation import _chunked_divergence_loss as patched_loss
 
@@ -112,7 +112,7 @@ def test_16_bit_heads_are_no_further_from_float64_than_trls():
 def test_the_loss_makes_its_gradients_in_the_forward(more, one, monkeypatch):
     """Where nothing stands in the way; of the tokens that count alone."""
     call = loss_call(bias=False)
-    monkeypatch.setattr(distillation, "chunks", more)
+    monkeypatch.setattr(settings, "_settings", settings.Settings(**more))
     with Products() as products:
         solve_loss(patched_loss, call, beta=0.5)
     tokens = int(call["completion_mask"].sum())
@@ -130,7 +130,7 @@ def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, chunk_vocab, e
     """As under ZeRO-3, which empties them again, and enters the context on all ranks together. In one pass the forward
     alone needs them. Whether a 16-bit head takes it depends on a rank's tokens elsewhere, and here it does not.
     """
-    monkeypatch.setattr(distillation, "chunks", {"chunk_vocab": chunk_vocab})
+    monkeypatch.setattr(settings, "_settings", settings.Settings(chunk_vocab=chunk_vocab))
     call, whole, entered = loss_call(dtype), {}, []
     expected = solve_loss(patched_loss, call, beta=0.5)
 

@@ -17,13 +17,12 @@ from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import adapted_head
+from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.local_tensors import is_zero_3
 
 TRAINER, LOSS = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
 SINCE = (1, 16)  # of TRL
-
-chunks: dict[str, int | None] = {}  # chunk_tokens and chunk_vocab of `patch_trl`
 
 
 def _chunked_divergence_loss(
@@ -55,7 +54,7 @@ def _chunked_divergence_loss(
     autocast = torch.is_autocast_enabled(student_hidden_states.device.type)
     compute_dtype = None if autocast or dtype != teacher_dtype else dtype
     sharded = any(map(is_zero_3, (weight, bias, teacher_weight, teacher_bias)))
-    hidden, head = student_hidden_states, adapted_head.get_adapted_head()
+    hidden, head, settings = student_hidden_states, adapted_head.get_adapted_head(), get_settings()
     if head is not None:
         (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
     mask = completion_mask != 0
@@ -79,8 +78,8 @@ def _chunked_divergence_loss(
             entropy=True,
             compute_dtype=compute_dtype,
             gather=adapted_head.gather_head if sharded else None,
-            chunk_tokens=chunks.get("chunk_tokens"),
-            chunk_vocab=chunks.get("chunk_vocab"),
+            chunk_tokens=settings.chunk_tokens,
+            chunk_vocab=settings.chunk_vocab,
         ),
     )
     count = mask.sum()

@@ -9,7 +9,6 @@ which trainers refuse LoRA adapters on the lm_head (`adapted_head`); and the los
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,14 +31,11 @@ NAME = "_ChunkedLogProbFunction"
 OUTPUTS = ("log_probs", "entropy", *EXTRAS)
 
 
-@dataclass
 class FusedLogProbs:
     """In place of `trl.trainer.utils._ChunkedLogProbFunction`. Trainers call its `apply`."""
 
-    options: dict[str, Any]  # of `linear_logprobs`, which TRL does not know
-
+    @staticmethod
     def apply(
-        self,
         hidden: Tensor,  # (N, H)
         weight: Tensor,  # (V, H)
         bias: Tensor | None,  # (V,)
@@ -64,7 +60,7 @@ class FusedLogProbs:
         local = localize(hidden, weight, bias=bias, targets=targets)
         check_floating("hidden", local.hidden)
         # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
-        under_autocast = torch.is_autocast_enabled(hidden.device.type)
+        under_autocast, settings = torch.is_autocast_enabled(hidden.device.type), get_settings()
         result = linear_logprobs(
             local.hidden,
             local.weight,
@@ -76,15 +72,17 @@ class FusedLogProbs:
             extras=[name for name in EXTRAS if name in outputs],
             compute_dtype=None if under_autocast else hidden.dtype,
             gather=adapted_head.gather_head,
-            **self.options,
+            chunk_tokens=settings.chunk_tokens,
+            chunk_vocab=settings.chunk_vocab,
         )
         constant = (None if value is None else value.detach() for value in result[2 : len(OUTPUTS)])
         return *result[:2], *constant
 
 
-_op = FusedLogProbs({})
 # TRL passes the arguments by position. TRL 1.15 has the op only where Triton is.
-_op_patch = Patch(f"trl.trainer.utils:{NAME}", _op, f"ctx {list_parameters(_op.apply)}", checked=f"{NAME}.forward")
+_op_patch = Patch(
+    f"trl.trainer.utils:{NAME}", FusedLogProbs, f"ctx {list_parameters(FusedLogProbs.apply)}", checked=f"{NAME}.forward"
+)
 # A new version is supported once its trainers pass the tests.
 TRL = Framework(
     "trl",
@@ -131,18 +129,17 @@ def patch_trl(
         RuntimeError: a function of TRL to be replaced is not there, or takes other parameters.
         TypeError, ValueError: a bad option. Nothing is patched then.
     """
-    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
+    chunks: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_flag("whole_step", whole_step)
     check_flag("even_ranks", even_ranks)
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, least=1)
     check_share("memory", memory)
-    settings = Settings(whole_step=whole_step, even_ranks=even_ranks, max_tokens=max_tokens, memory=memory)
+    settings = Settings(whole_step=whole_step, even_ranks=even_ranks, max_tokens=max_tokens, memory=memory, **chunks)
     TRL.version()
     # A call without tokens raises for an option that is refused.
-    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **options)
+    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **chunks)
     TRL.patch()
-    _set_options(options)
     set_settings(settings)
 
 
@@ -157,16 +154,10 @@ def is_patched() -> bool:
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards the state before it."""
-    before = _op.options, get_settings()
+    before = get_settings()
     with TRL.within():
         patch_trl(**options)
         try:
             yield
         finally:
-            _set_options(before[0])
-            set_settings(before[1])
-
-
-def _set_options(options: dict[str, Any]) -> None:
-    _op.options = options
-    distillation.chunks = options
+            set_settings(before)
