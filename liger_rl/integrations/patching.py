@@ -145,11 +145,6 @@ class Framework:
                 version = version or metadata.version(distribution)
         return check_version(self.name, version, self.lowest, self.below)
 
-    def original(self, name: str) -> Any:
-        """The object that the patch `name`, such as "Actor.forward", replaced."""
-        (patch,) = (patch for patch in self.patches if patch.name == name)
-        return patch.original
-
     def patch(self, *groups: str) -> None:
         """Apply the rows without a group and those of `groups`: all of them or none. Applied rows stay.
 

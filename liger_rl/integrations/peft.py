@@ -3,7 +3,6 @@
 `patch_trl()` does this too.
 """
 
-import functools
 import importlib
 from typing import Any
 
@@ -16,7 +15,6 @@ __all__ = ["patch_peft", "patched_peft", "unpatch_peft"]
 def _make_patch(target: str) -> Patch:
     """The patch of the `forward` of a class of layers, "module:Class"."""
 
-    @functools.wraps(forward_lora_layer)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return forward_lora_layer(patch.original, self, x, *args, **kwargs)
 
@@ -38,7 +36,7 @@ PATCHES = (
     _make_patch("peft.tuners.lora.bnb:Linear4bit"),
     _make_patch("peft.tuners.lora.bnb:Linear8bitLt"),
 )
-PEFT = Framework("peft", (0, 15), (0, 22), *PATCHES, gain="a LoRA layer is one autograd Function")
+PEFT = Framework("peft", (0, 17), (0, 22), *PATCHES, gain="a LoRA layer is one autograd Function")
 
 
 def patch_peft() -> None:

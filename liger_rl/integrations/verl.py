@@ -91,7 +91,7 @@ def inputs_with_teacher(self: Any, micro_batch: Any) -> tuple[dict[str, Any], di
 
     verl's fused forwards pass `shift_labels` on, so the head gets 1 + K ids for each token.
     """
-    inputs, output_args = VERL.original("FSDPEngineWithLMHead.prepare_model_inputs")(self, micro_batch)
+    inputs, output_args = INPUTS.original(self, micro_batch)
     teacher = _read_teacher(self, micro_batch)
     if teacher is not None:
         if "shift_labels" not in inputs:
@@ -111,9 +111,7 @@ def outputs_with_losses(
         output.log_probs = logps[..., 0]
         settings = logits_processor_func.keywords["distillation_config"].distillation_loss
         output.fused_linear_aux = forward_kl_topk(logps[..., 1:], teacher[1].float(), settings.log_prob_min_clamp)
-    return VERL.original("FSDPEngineWithLMHead.prepare_model_outputs")(
-        self, output, output_args, micro_batch, logits_processor_func
-    )
+    return OUTPUTS.original(self, output, output_args, micro_batch, logits_processor_func)
 
 
 def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
@@ -141,6 +139,8 @@ def _read_teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None
 
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+INPUTS = Patch(f"{ENGINE}.prepare_model_inputs", inputs_with_teacher, group="distillation", since=(0, 8))
+OUTPUTS = Patch(f"{ENGINE}.prepare_model_outputs", outputs_with_losses, group="distillation", since=(0, 8))
 VERL = Framework(
     "verl",
     (0, 5),
@@ -152,8 +152,8 @@ VERL = Framework(
         checked="LinearCrossEntropy.forward",
     ),
     Patch("verl.utils.experimental.torch_functional:FusedLinearForPPO.forward", fused_linear_for_ppo),
-    Patch(f"{ENGINE}.prepare_model_inputs", inputs_with_teacher, group="distillation", since=(0, 8)),
-    Patch(f"{ENGINE}.prepare_model_outputs", outputs_with_losses, group="distillation", since=(0, 8)),
+    INPUTS,
+    OUTPUTS,
     gain="float32 logits and entropies on every device, whichever fused backend is set",
 )
 

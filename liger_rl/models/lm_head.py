@@ -25,7 +25,7 @@ from liger_rl.kernels import reference
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.adapters import HeadParts, read_head
-from liger_rl.models.local_tensors import is_dtensor, is_fsdp, plain_type
+from liger_rl.models.local_tensors import is_dtensor, plain_type, reshard
 
 # HuggingFace's names. The probe finds out whether a model multiplies by its scale or divides.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -47,11 +47,6 @@ FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 def _is_defined_in(function: Any, modules: tuple[str, ...]) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(modules)
-
-
-def is_gathered(model: nn.Module) -> bool:
-    """Whether `fully_shard` gathers parameters of the model and reduces their gradients."""
-    return any(map(is_fsdp, model.modules()))
 
 
 def _is_sharded(linear: nn.Module) -> bool:
@@ -348,9 +343,7 @@ def _run_two_tokens(
     except Exception as error:
         name = type(model).__name__
         raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
-    for module in filter(is_fsdp, model.modules()):
-        # The root stays gathered after a forward. An optimizer made now would get the gathered parameters.
-        cast(Any, module).reshard()
+    reshard(model)  # an optimizer made now would get the gathered parameters
     hidden: Any = request.hidden
     return output, hidden.full_tensor() if is_dtensor(hidden) else hidden
 

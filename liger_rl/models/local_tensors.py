@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,12 @@ def is_fsdp(module: nn.Module) -> bool:
     """Whether `fully_shard` was called with this module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def reshard(model: nn.Module) -> None:
+    """Shard FSDP2's parameters again. The root's stay gathered after a forward without a backward."""
+    for module in filter(is_fsdp, model.modules()):
+        cast(Any, module).reshard()
 
 
 def plain_type(layer: nn.Module) -> type:

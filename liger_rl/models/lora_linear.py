@@ -157,7 +157,7 @@ def _find_adapter(layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
     if len(names) != 1:
         return None, "several adapters, or none, are active"
     (name,) = names
-    if name in getattr(layer, "lora_variant", {}):
+    if name in layer.lora_variant:
         return None, f"{type(layer.lora_variant[name]).__name__} is no plain LoRA"
     a, b, base, dtype = layer.lora_A[name], layer.lora_B[name], layer.base_layer, _product_dtype(x)
     if b.bias is not None:

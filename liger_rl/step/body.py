@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.kernels.public_call import hint
-from liger_rl.models.lm_head import is_gathered
 from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
 from liger_rl.models.swap import (
@@ -336,10 +335,3 @@ def no_graph() -> Iterator[None]:
     with torch.no_grad():
         yield
     torch.clear_autocast_cache()
-
-
-def reshard(model: nn.Module) -> None:
-    """Shard FSDP2's parameters again. The root's stay gathered after a forward without a backward."""
-    if is_gathered(model):
-        for module in model.modules():
-            getattr(module, "reshard", lambda: None)()

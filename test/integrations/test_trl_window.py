@@ -51,7 +51,7 @@ class Recorder(transformers.TrainerCallback):
 
     def after_forward(self, model, args, output):
         if "log_probs" in output:
-            self.sizes.append((torch.is_grad_enabled(), get_window_call().micro_batches))
+            self.sizes.append((torch.is_grad_enabled(), max(len(get_window_call().shapes), 1)))
         if torch.is_grad_enabled():
             forward = SimpleNamespace(idle=get_window_call().idle_rows, output_gradients={})
             self.forwards.append(forward)

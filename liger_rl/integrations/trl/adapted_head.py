@@ -79,8 +79,6 @@ class CheckedLayer(metaclass=_LayerCheck):
     No layer is an instance of it. `isinstance` raises for a layer that `read_head` refuses.
     """
 
-    accepted = False  # whether a trainer has accepted an adapter
-
 
 def make_layer_patch(trainer: str, replacement: type = CheckedLayer, *, since: Version = (0, 0)) -> Patch:
     """The patch of PEFT's class in one trainer's module."""

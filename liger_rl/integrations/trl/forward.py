@@ -61,10 +61,6 @@ class WindowCall:
     max_tokens: int | None = None  # how many live tokens may keep activations; None: any number
     live_tokens: list[int] = field(default_factory=list)  # grows by those that a forward runs with a graph
 
-    @property
-    def micro_batches(self) -> int:
-        return max(len(self.shapes), 1)
-
 
 _NO_WINDOW = WindowCall()
 _window_call: ContextVar[WindowCall] = ContextVar("liger_rl_trl_window_call", default=_NO_WINDOW)
@@ -287,7 +283,7 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     if not (has_reentrant_checkpoints(model) or sequences.obstacle is not None):
         padded_groups = count_padded_groups(sequences, [rows for rows, _ in call.shapes])
     if is_sharded:
-        return _lay_out_equally(model, device, sequences, body, padded_groups, call.micro_batches), False
+        return _lay_out_equally(model, device, sequences, body, padded_groups), False
     budget = math.inf if has_reentrant_checkpoints(model) else _find_budget(sequences)
     layout = _lay_out_within(budget, sequences, body, padded_groups)
     if layout.has_trees and needs_tree_trial:
@@ -316,11 +312,9 @@ def _find_budget(sequences: Sequences) -> float:
     return budget
 
 
-def _lay_out_equally(
-    model: Any, device: torch.device, sequences: Sequences, body: Body, padded_groups: int, micro_batches: int
-) -> Layout:
+def _lay_out_equally(model: Any, device: torch.device, sequences: Sequences, body: Body, padded_groups: int) -> Layout:
     """The layout of a rank of a sharded model: one micro-batch, or the same number of padded groups on each rank."""
-    groups = find_rank_groups(model, None) if micro_batches > 1 else []
+    groups = find_rank_groups(model, None) if len(get_window_call().shapes) > 1 else []
     if groups:
         with agree_on_counts(groups, device) as counts:
             counts[0] = padded_groups

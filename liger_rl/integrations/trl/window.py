@@ -412,8 +412,6 @@ def _find_limit(trainer: Any, model: nn.Module, state: _TrainerState) -> int | N
 def _uses_window(trainer: Any, model: Any) -> bool:
     if not get_settings().whole_step or trainer.args.gradient_accumulation_steps == 1:
         return False
-    if not is_trl_trainer(trainer):
-        return False
     with walked_once():
         reason = find_refusal(trainer, model)
     if reason is not None:
