@@ -6,7 +6,6 @@ registered for this kind, and the wrapper calls flex attention if it gets a `Blo
 changes, so activation checkpointing recomputes the same. On a CPU the mask is dense.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import cache, wraps
 from types import FunctionType
@@ -30,8 +29,6 @@ DENSE_ATTENTION = ("sdpa", "eager")  # kinds of attention that take a dense mask
 def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device) -> Reason | None:
     """Why rows of this model cannot be trees; None if its attention allows them. `config`: the text model's."""
     name, kind, modules = type(model).__name__, config._attn_implementation, list_modules(model)
-    if not {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters):
-        return Reason(f"the forward of {name} takes no position_ids or no attention_mask")
     layers = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if layers:
         return Reason(f"{name} has layers of type {', '.join(sorted(layers))}, which take no mask of prefixes")
@@ -74,7 +71,7 @@ def _name_dropouts(config: Any) -> str:
 
 def make_masks(
     config: Any,
-    ends: Tensor,  # (n,) int64 in CPU memory
+    ends: Tensor,  # (n,) int64 in CPU memory; whole blocks unless `dense`
     positions: Tensor,  # (n,) int64 in CPU memory, in each token's sequence
     device: torch.device,
     dtype: torch.dtype,  # of an eager mask
@@ -107,26 +104,17 @@ def make_masks(
 
 def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device: torch.device) -> BlockMask:
     """Everything but the number of blocks is computed on the device, so that the host does not wait for itself."""
-    n = ends.numel()
-    blocks = -(-n // BLOCK)
-    padding = (0, blocks * BLOCK - n)
-    # Padded tokens see nothing and are not seen.
-    seen = nn.functional.pad(ends.to(device, torch.int32, non_blocking=True), padding)
-    at = nn.functional.pad(positions.to(device, torch.int32, non_blocking=True), padding, value=int(positions[-1]))
-    place = torch.arange(blocks * BLOCK, dtype=torch.int32, device=device).view(blocks, BLOCK)
-    first, last = place[:, :1], place[:, -1:].clamp(max=n - 1)
-    by_block = seen.view(blocks, BLOCK)
-    least = by_block.amin(1)
-    least[-1] = by_block[-1, : BLOCK - padding[1]].amin()
+    n, blocks = ends.numel(), ends.numel() // BLOCK
+    seen, at = (x.to(device, torch.int32, non_blocking=True) for x in (ends, positions))
+    place = torch.arange(n, dtype=torch.int32, device=device).view(blocks, BLOCK)
+    first, last, by_block = place[:, :1], place[:, -1:], seen.view(blocks, BLOCK)
     earlier = first > first.T
     visible = (earlier & (by_block.amax(1) > first)) | torch.eye(blocks, dtype=torch.bool, device=device)
-    whole = earlier & (least > last)
+    whole = earlier & (by_block.amin(1) > last)
     if window is not None:
         low, high = (extreme(at.view(blocks, BLOCK), 1) for extreme in (torch.amin, torch.amax))
         visible &= low[:, None] - high < window
         whole &= high[:, None] - low < window
-    if padding[1]:  # a kernel may not check whether the keys of a whole block exist
-        whole[-1] = whole[:, -1] = False
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < seen[key])
@@ -189,10 +177,9 @@ def _run_flex_attention(
     query, key, value = (x.to(dtype) for x in (query, key, value))
     for x in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(x, 2)
-    heads, has_whole_blocks = (query.shape[1], key.shape[1]), query.shape[2] % BLOCK == 0
-    widths, kind = (query.shape[3], value.shape[3]), mask.mask_mod.__name__
-    attend = _compile_attention(dtype, *heads, *widths, scale, softcap, has_whole_blocks, kind)
-    return attend(query, key, value, mask, scale, softcap, has_whole_blocks)
+    heads, widths = (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3])
+    attend = _compile_attention(dtype, *heads, *widths, scale, softcap, mask.mask_mod.__name__)
+    return attend(query, key, value, mask, scale, softcap)
 
 
 @cache
@@ -205,9 +192,7 @@ def _compile_attention(*shape: Any) -> Callable:
     return torch.compile(FunctionType(_attend.__code__.replace(co_name=name), globals(), name))
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: Any, softcap: Any, has_whole_blocks: bool
-) -> Any:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: Any, softcap: Any) -> Any:
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
@@ -217,5 +202,5 @@ def _attend(
     return flex_attention(
         query, key, value, score_mod=None if softcap is None else capped, block_mask=mask, scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],
-        kernel_options=cast(Any, {"IS_DIVISIBLE": True} if has_whole_blocks else None),
+        kernel_options=cast(Any, {"IS_DIVISIBLE": True}),  # the row has whole blocks
     )  # fmt: skip

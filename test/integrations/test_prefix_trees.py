@@ -73,21 +73,19 @@ def test_repeated_tokens_fill_the_row(multiple):
         assert not sees[: tree.tokens, tree.tokens :].any()
 
 
-@pytest.mark.parametrize("multiple", [1, 128])
 @pytest.mark.parametrize("window", [None, 50, 300])
-def test_blocks_of_the_mask(window, multiple):
+def test_blocks_of_the_mask(window):
     """None that is left out has a pair that sees each other, and each whole one has them all."""
     for _ in range(8):
         starts = [torch.randint(3, 9, (int(length),)) for length in torch.randint(20, 400, (3,))]
         sequences = [torch.cat([starts[n % 3], torch.randint(3, 99, (90 + 20 * n,))]) for n in range(7)]
         lengths = [len(tokens) for tokens in sequences]
-        tree = prefix_tree.build_prefix_tree(lengths, prefix_tree.sort_sequences(sequences, [0] * 7), multiple)
+        tree = prefix_tree.build_prefix_tree(lengths, prefix_tree.sort_sequences(sequences, [0] * 7), 128)
         mask = attention._make_block_mask(tree.ends, tree.offsets, window, torch.device("cpu"))
         q, k = torch.meshgrid(torch.arange(tree.tokens), torch.arange(tree.tokens), indexing="ij")
         dense = (k <= q) & (q < tree.ends) & (tree.offsets[q] - tree.offsets[k] < (window or 10**6))
         assert torch.equal(mask.mask_mod(0, 0, q, k), dense)
-        edge = -tree.tokens % 128
-        blocks = torch.nn.functional.pad(dense, (0, edge, 0, edge)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        blocks = dense.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
         partial_, whole = (
             listed(*lists[:2], len(blocks))
             for lists in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))

@@ -11,7 +11,8 @@ import torch
 import oracles
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build
 from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head
-from liger_rl.step import attention
+from liger_rl.step import attention, layout, trial
+from liger_rl.step.prefix_tree import build_prefix_tree
 from step_calls import Calls, assert_same_metrics, run, small_llama, with_columns
 from threads import in_threads
 
@@ -433,6 +434,8 @@ def test_blocks_in_place_of_another_attention(name, monkeypatch):
     functions, make_masks = attention.ALL_ATTENTION_FUNCTIONS, attention.make_masks
     monkeypatch.setitem(functions, "sdpa", functions["sdpa"])
     monkeypatch.setattr(attention, "make_masks", lambda *args, dense: make_masks(*args, dense=False))
+    for module in (layout, trial):
+        monkeypatch.setattr(module, "build_prefix_tree", lambda *given: build_prefix_tree(*given[:2], attention.BLOCK))
     monkeypatch.setattr(attention, "_compile_attention", lambda *shape: attention._attend)
     attention._install_flex_attention.cache_clear()
     model, loss = build(name, **ARCHITECTURES.get(name, {})).requires_grad_(False), FusedLinearGRPOLoss("dapo")
