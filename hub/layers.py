@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_rl.head.logprobs import logits_logprobs
-from liger_rl.integrations.liger import liger_patch as liger
+from liger_rl.integrations import liger
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):

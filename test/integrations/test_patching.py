@@ -50,7 +50,7 @@ class System(NamedTuple):
 
 
 def system_of(name: str) -> System:
-    home = {"liger": "liger.liger_patch", "trl": "trl.patches"}.get(name, name)
+    home = {"trl": "trl.patches"}.get(name, name)
     module = importlib.import_module(f"liger_rl.integrations.{home}")
     (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
     functions = [getattr(module, f"{verb}_{name}") for verb in ("patch", "unpatch", "patched")]
