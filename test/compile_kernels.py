@@ -192,22 +192,15 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         ref_per_token_logps=ones(N),
         importance_ratio=ones(N) if entropy else None,
     )
-    indicators = itertools.cycle(("active", "range", "helion"))
     penalties = itertools.cycle((KLPenalty(), *(KLPenalty(beta=0.1, kl_estimator=name) for name in ("k1", "k2", "k3"))))
-    for objective, kl, indicator in zip(
-        (*policy_terms_triton.FORMULAS, PPOClip, PPOClip), penalties, indicators, strict=False
-    ):
+    for objective, kl in zip((*policy_terms_triton.FORMULAS, PPOClip, PPOClip), penalties, strict=False):
         kl = replace(kl, importance_weighted=entropy)
         terms = PolicyTerms(objective=objective(), reduction=TokenSum(), kl=kl)
         prepared = terms.prepare(terms.check(batch, torch.Size([N]), CPU), torch.float32)
         policy_terms_triton.launch(prepared, ones(N), outputs=("slopes", "sums") if entropy else ("sums",))
         policy_terms_triton.launch(prepared, ones(N), outputs=("slopes",))
-        policy_terms_triton.launch(
-            prepared._replace(weights=None),
-            ones(N),
-            outputs=("losses", "slopes", "kls", "clipped"),
-            indicator=indicator,
-        )
+        outputs = ("losses", "slopes", "kls", "clipped")
+        policy_terms_triton.launch(prepared._replace(weights=None), ones(N), outputs=outputs)
 
 
 def several_ids(transform: LogitTransform, entropy: bool) -> None:

@@ -15,8 +15,6 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses import fused
 from liger_rl.losses.batch import PolicyBatch, make_batch
 from liger_rl.losses.loss import PreparedLoss
-from liger_rl.losses.objectives import TokenLoss
-from liger_rl.losses.options import check_choice
 from liger_rl.losses.presets import ObjectiveKeywords, build_loss, show_options
 from liger_rl.losses.segments import Segments
 
@@ -29,22 +27,10 @@ class PerTokenLoss(NamedTuple):
 
     loss: Tensor  # float32, differentiable
     kl: Tensor | None  # float32 in nats, without gradient; None without a KL penalty
-    is_clipped: Tensor | None  # bool, by `clip_indicator`; None if the objective does not clip
+    is_clipped: Tensor | None  # bool: the gradient is cut; None if the objective does not clip
 
 
-CLIP_INDICATORS = ("active", "range", "helion")
 IDS = "selected_token_ids"
-
-
-def clip_indicator_of(name: str, token_loss: TokenLoss, advantages: Tensor) -> Tensor | None:
-    """bool for each token, or None if the objective does not clip."""
-    low, high, outside = token_loss.clip_low, token_loss.clip_high, token_loss.outside
-    if low is None or high is None or outside is None:
-        return None
-    if name == "range":
-        return outside
-    # "helion" is r A < clip(r) A: out of bounds, on the side where the sign of A cuts no gradient.
-    return low | high if name == "active" else outside & ~(low | high) & (advantages != 0)
 
 
 @outside_of_graphs
@@ -56,7 +42,6 @@ def grpo_loss_from_logits(
     mask: Tensor | None = None,
     *,
     loss_type: str = "grpo",
-    clip_indicator: str = "active",
     temperature: float = 1.0,
     beta: float = 0.0,
     kl_estimator: str = "k3",
@@ -77,18 +62,15 @@ def grpo_loss_from_logits(
             sampling log-probabilities and divisors change nothing here.
         mask: (B, T) or (N,), the tokens that count.
         loss_type: the name of a preset, such as "gspo" for one ratio per sequence.
-        clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
-            is out of bounds (Fast-LLM). "helion": r A < clip(r) A, out of bounds where no gradient is cut (Helion).
         temperature: divides the logits, > 0.
         beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
         old_per_token_logps, ref_per_token_logps, importance_ratio, segments: the columns of `PolicyBatch`.
         options: the fields of the preset's objective, such as `epsilon_high`.
 
     Raises:
-        ValueError: as `logits_logprobs`; also for an unknown loss_type, option or clip_indicator, a `reduction`,
-            and a mask or column together with a `PolicyBatch`.
+        ValueError: as `logits_logprobs`; also for an unknown loss_type or option, a `reduction`, and a mask or column
+            together with a `PolicyBatch`.
     """
-    check_choice("clip_indicator", clip_indicator, CLIP_INDICATORS)
     batch = make_batch(
         "grpo_loss_from_logits", advantages, mask=mask, old_per_token_logps=old_per_token_logps,
         ref_per_token_logps=ref_per_token_logps, importance_ratio=importance_ratio, segments=segments,
@@ -102,13 +84,13 @@ def grpo_loss_from_logits(
     raise_if_wrong = start_selection(ids, mask, logits.shape[-1], "logits", targets_name=IDS)
     logps, _, lse = LogitRows.apply(logits, ids, mask, transform, False)
     logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
-    columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)
+    columns = fused.per_token(PreparedLoss(terms, aligned, None), logps)
     if columns is None:
         prepared = terms.prepare(aligned, torch.float32)
         values = prepared.per_token(logps)
         with torch.no_grad():
-            is_clipped = clip_indicator_of(clip_indicator, values.token_loss, prepared.batch.advantages)
-            is_clipped = None if is_clipped is None else is_clipped & aligned.mask
+            low, high = values.token_loss.clip_low, values.token_loss.clip_high
+            is_clipped = None if low is None or high is None else (low | high) & aligned.mask
             kl_values = None if values.kl is None else torch.where(aligned.mask, values.kl.detach(), 0.0)
             columns = values.loss, kl_values, is_clipped
     raise_if_wrong()

@@ -28,7 +28,7 @@ def evaluate(
 
 
 def _launch(prepared: PreparedLoss, logps: Tensor, kernel: ModuleType) -> PolicyLoss:
-    loss, *_, sums = _Launch.apply(logps, prepared, kernel, ("sums",), "active")
+    loss, *_, sums = _Launch.apply(logps, prepared, kernel, ("sums",))
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
 
@@ -61,9 +61,7 @@ def with_gradients(
     return result, gradients
 
 
-def per_token(
-    prepared: PreparedLoss, logps: Tensor, clip_indicator: str
-) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+def per_token(prepared: PreparedLoss, logps: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Unreduced loss, differentiable once, KL and clip indicator; None if there is no kernel.
 
     Masked entries of the columns may have any value.
@@ -71,16 +69,16 @@ def per_token(
     kernel = find_kernel(prepared, logps, reduces=False)
     if kernel is None:
         return None
-    return _Launch.apply(logps, prepared, kernel, ("losses", "kls", "clipped"), clip_indicator)[:3]
+    return _Launch.apply(logps, prepared, kernel, ("losses", "kls", "clipped"))[:3]
 
 
 class _Launch(torch.autograd.Function):
     """log-probabilities -> loss, KL, clip indicator and sums of the kernel. Only the loss is differentiable."""
 
     @staticmethod
-    def forward(ctx, logps, prepared, kernel, outputs, clip_indicator):
+    def forward(ctx, logps, prepared, kernel, outputs):
         slopes = ("slopes",) if ctx.needs_input_grad[0] else ()
-        out = kernel.launch(prepared, logps, outputs=(*outputs, *slopes), indicator=clip_indicator)
+        out = kernel.launch(prepared, logps, outputs=(*outputs, *slopes))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logps, out.slopes)
         constants = out.kls, out.clipped, out.sums
@@ -92,7 +90,7 @@ class _Launch(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, saved, grad, *_):
         _, slopes = saved
-        return None if grad is None else grad * slopes, None, None, None, None
+        return None if grad is None else grad * slopes, None, None, None
 
 
 def find_kernel(prepared: PreparedLoss, logps: Tensor, *, reduces: bool = True) -> ModuleType | None:

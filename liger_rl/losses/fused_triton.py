@@ -166,7 +166,6 @@ def _policy_terms_kernel(
     OBJECTIVE: tl.constexpr,
     ESTIMATOR: tl.constexpr,
     IMPORTANCE_WEIGHTED: tl.constexpr,
-    INDICATOR: tl.constexpr,
     METRICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -209,12 +208,7 @@ def _policy_terms_kernel(
     if out.kls is not None:
         tl.store(out.kls + position, tl.where(counts, kl, 0.0), mask=inside)
     if out.clipped is not None:
-        clipped = low | high
-        if INDICATOR == "range":
-            clipped = below | above
-        elif INDICATOR == "helion":
-            clipped = (below | above) & ~clipped & (advantage != 0.0)
-        tl.store(out.clipped + position, clipped & counts, mask=inside)
+        tl.store(out.clipped + position, (low | high) & counts, mask=inside)
     if out.sums is not None:
         programs = tl.num_programs(0)
         sums = out.sums + program
@@ -232,7 +226,7 @@ class Outputs(NamedTuple):
     slopes: Tensor | None = None  # d loss / d logp
     losses: Tensor | None = None  # before the weights
     kls: Tensor | None = None
-    clipped: Tensor | None = None  # bool, by the clip indicator
+    clipped: Tensor | None = None  # bool: the gradient is cut
     # (5, programs): weighted loss, KL, clip_low, clip_high and either of these. (1, programs) without metrics: the loss
     sums: Tensor | None = None
 
@@ -274,7 +268,6 @@ def launch(
     logps: Tensor,  # (B, T) or (N,)
     *,
     outputs: Collection[str],  # names of `Outputs`
-    indicator: str = "active",
 ) -> Outputs:
     """The outputs by name, None for a KL or clip indicator that the loss does not have. `sums` is (5,) or (1,).
 
@@ -317,7 +310,6 @@ def launch(
                 OBJECTIVE=formula.function,
                 ESTIMATOR=ESTIMATORS[terms.kl.kl_estimator] if penalised else None,
                 IMPORTANCE_WEIGHTED=terms.kl.importance_weighted,
-                INDICATOR=indicator,
                 METRICS=with_metrics,
                 BLOCK=BLOCK,
                 num_warps=WARPS,

@@ -1,4 +1,4 @@
-"""grpo_loss_from_logits: layouts, clip indicators, and the kernel of the loss."""
+"""grpo_loss_from_logits: layouts, the clip indicator, and the kernel of the loss."""
 
 import math
 
@@ -48,21 +48,18 @@ def kernel(monkeypatch):
         run_triton(monkeypatch)
 
 
-def test_clip_indicators(device, kernel):
+def test_clip_indicator(device, kernel):
     logits, ids, columns = problem(device=device)
-    results = {name: solve(logits, ids, columns, clip_indicator=name)[0] for name in ("active", "range", "helion")}
-    assert (results["range"].loss.grad_fn.name() == "_LaunchBackward") == runs_triton(device)
-    found = {name: result.is_clipped for name, result in results.items()}
+    result, _ = solve(logits, ids, columns)
+    assert (result.loss.grad_fn.name() == "_LaunchBackward") == runs_triton(device)
     now = torch.log_softmax(logits[:, :-1].double(), -1).gather(-1, ids[..., None]).squeeze(-1)
-    for name, indicator in found.items():
-        assert indicator.any(), name
-        for b in range(B):
-            for t in range(T):
-                ratio = (now[b, t] - columns["old_per_token_logps"][b, t]).exp().item()
-                advantage = columns["advantages"][b].item()
-                first, second = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
-                expected = {"active": first > second, "range": not 0.8 <= ratio <= 1.2, "helion": first < second}
-                assert indicator[b, t].item() == (expected[name] and bool(columns["mask"][b, t])), (name, b, t)
+    assert result.is_clipped.any()
+    for b in range(B):
+        for t in range(T):
+            ratio = (now[b, t] - columns["old_per_token_logps"][b, t]).exp().item()
+            advantage = columns["advantages"][b].item()
+            is_cut = ratio * advantage > min(max(ratio, 0.8), 1.2) * advantage
+            assert result.is_clipped[b, t].item() == (is_cut and bool(columns["mask"][b, t])), (b, t)
 
 
 def test_agrees_with_an_independent_triton_kernel(device):
@@ -118,8 +115,7 @@ def test_one_kernel_takes_columns_of_any_layout(device, kernel):
     ]  # fmt: skip
     for batch in (*given, {k: v[:1] for k, v in columns.items()}):
         size = len(batch["advantages"])
-        options = {"beta": 0.0, "clip_indicator": "range"}
-        found, expected = (by(logits[:size], ids[:size], batch, **options) for by in (solve, solve_by_formulas))
+        found, expected = (by(logits[:size], ids[:size], batch, beta=0.0) for by in (solve, solve_by_formulas))
         assert_near(found, expected)
 
 

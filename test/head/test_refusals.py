@@ -116,14 +116,12 @@ LOSSES = [
 ]
 # Message, options.
 FROM_LOGITS = [
-    ("clip_indicator", {"clip_indicator": "passive"}),
     ("ref_per_token_logps", {"ref_per_token_logps": None}),
     ("temperature", {"temperature": 0.0}),
     ("epsilon", {"epsilon": 0.2}),
     ("reduction.*reduce its result", {"reduction": TokenMean()}),
     ("no option per_token", {"per_token": False}),
     ("entropy_coef", {"entropy_coef": 0.1}),
-    ("clip_indicator", {"clip_indicator": ["active"]}),
     ("loss_type", {"loss_type": PPOClip()}),
     ("dro_beta", {"loss_type": "dro"}),
 ]

@@ -280,7 +280,7 @@ def test_an_option_of_no_part_is_named_with_all_that_there_are():
         for known in (*own, "beta", "entropy_coef", *(("epsilon_low", "world_size") if reduction is None else ())):
             assert re.search(rf"\b{known}\b", str(error.value).partition(". It has")[2]), known
         assert "sequence_local" not in str(error.value)  # an attribute of the class, which is no option
-    with pytest.raises(ValueError, match=r"temprature \(did you mean temperature\?\).*clip_indicator"):
+    with pytest.raises(ValueError, match=r"temprature \(did you mean temperature\?\).*kl_estimator"):
         grpo_loss_from_logits(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), torch.ones(1), temprature=0.7)
     for name in ("temperature", "softcap", "scale"):
         with pytest.raises(TypeError, match=rf"'{name}'; write transform=LogitTransform\({name}=0.7\)"):
