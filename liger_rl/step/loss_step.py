@@ -37,7 +37,7 @@ from liger_rl.step.body import (
     router_loss,
 )  # fmt: skip
 from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_packing
-from liger_rl.step.memory import DEFAULT_SHARE, check_share, run_with_kept_layers, without_idle_checkpoints
+from liger_rl.step.memory import DEFAULT_SHARE, check_memory, run_with_kept_layers, without_idle_checkpoints
 from liger_rl.step.ranks import (
     agree_on_counts,
     agree_on_minimum,
@@ -181,7 +181,7 @@ class LossSteps(Iterator[LossStep]):
             # The swap comes first: it runs the model, which has collectives if it is sharded.
             self._swapped = swapped = get_swapped_model(model)
             row_options = LayoutOptions(**options)
-            check_share("memory", memory)
+            check_memory(memory)
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
             _check_loss(loss, swapped)

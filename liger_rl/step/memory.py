@@ -74,11 +74,7 @@ def run_with_kept_layers(
         share: the share of the free memory that a run may take, 0 to 1.
         agree: a collective of the ranks that run the model together: the number of layers that this rank could keep ->
             the smallest such number. Called once for each run, except where the clause is None.
-
-    Raises:
-        ValueError: a share outside 0 to 1.
     """
-    check_share("share", share)
     layers = find_layers(model) if share and torch.is_grad_enabled() else []
     # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
     # backward reads next.
@@ -126,7 +122,6 @@ def count_fitting_tokens(model: nn.Module, share: float = DEFAULT_SHARE) -> int 
 
     None if no run of the model has been measured, or with share 0.
     """
-    check_share("share", share)
     stack = _find_body(model)
     measurement = _measurements.get(stack[-1]) if stack else None
     device = _find_device(stack)
@@ -137,10 +132,10 @@ def count_fitting_tokens(model: nn.Module, share: float = DEFAULT_SHARE) -> int 
     return max(0, math.floor(share * spare / measurement.peak_bytes))
 
 
-def check_share(name: str, share: Any) -> None:
-    """ValueError unless the argument `name` is a share."""
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"{name} must be a number from 0 to 1, got {share!r}")
+def check_memory(memory: Any) -> None:
+    """ValueError unless the argument `memory` is a share."""
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory <= 1:
+        raise ValueError(f"memory must be a number from 0 to 1, got {memory!r}")
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

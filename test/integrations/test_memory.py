@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import step_calls
 from hf_models import build, state_of
-from liger_rl import FusedLinearGRPOLoss, loss_step
+from liger_rl import FusedLinearGRPOLoss, loss_step, patch_trl
 from liger_rl.models.swap import CACHE
 from liger_rl.step import memory
 from liger_rl.step.memory import (
@@ -490,12 +490,12 @@ def test_memory_of_a_cpu_is_not_read():
     assert count_fitting_tokens(model) is None
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, True, "0.8", float("nan")])
-def test_a_share_is_a_number_from_0_to_1(share):
-    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got "):
-        run_with_kept_layers(nn.Linear(2, 2), lambda: None, 1, share=share)
-    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got "):
-        count_fitting_tokens(nn.Linear(2, 2), share)
+@pytest.mark.parametrize("memory", [-0.1, 1.1, True, "0.8", float("nan")])
+def test_a_share_is_a_number_from_0_to_1(memory):
+    with pytest.raises(ValueError, match=r"memory must be a number from 0 to 1, got "):
+        loss_step(checkpointed(), {}, FusedLinearGRPOLoss(), memory=memory)
+    with pytest.raises(ValueError, match=r"memory must be a number from 0 to 1, got "):
+        patch_trl(memory=memory)
 
 
 def test_layers_of_other_stacks_are_left_alone():

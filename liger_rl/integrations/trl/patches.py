@@ -23,7 +23,7 @@ from liger_rl.integrations.trl.settings import Settings, get_settings, set_setti
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.local_tensors import localize
-from liger_rl.step.memory import DEFAULT_SHARE, check_share
+from liger_rl.step.memory import DEFAULT_SHARE, check_memory
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
 
@@ -134,7 +134,7 @@ def patch_trl(
     check_flag("even_ranks", even_ranks)
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, least=1)
-    check_share("memory", memory)
+    check_memory(memory)
     settings = Settings(whole_step=whole_step, even_ranks=even_ranks, max_tokens=max_tokens, memory=memory, **chunks)
     TRL.version()
     # A call without tokens raises for an option that is refused.
