@@ -83,7 +83,7 @@ def whole_step(results):
     window = [row["tokens_x_trl"] for (_, b, v), row in rows.items() if b == "window" and v == both]
     yield f"and {min(window):.1f} to {max(window):.1f} times with `use_liger_kernel=True`**"
     yield f"LoRA {gains('window LoRA', both)} times"
-    yield f"SFT {gains('sft', both)} and DPO {gains('dpo', both)} times (beside TRL with Liger's kernels)"
+    yield f"SFT {gains('sft', both)} times (beside TRL with Liger's kernels)"
     unsloth, ours = (rows["qwen3-1.7b", "window", variant] for variant in ("Unsloth", both))
     lora, our_lora = (rows["qwen3-1.7b", "window LoRA", variant] for variant in ("Unsloth", both))
     yield f"Unsloth takes {unsloth['step_ms'] / ours['step_ms']:.1f} times as long"

@@ -207,8 +207,8 @@ def keep_activations(layers: list[nn.Module]) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _replaced_checkpoints(layers: list[nn.Module], replace: Callable[[int, Checkpoint], Checkpoint]) -> Iterator[None]:
-    """In this context each layer has the checkpoint function that `replace` makes of its number and its own.
+def _replaced_checkpoints(layers: list[nn.Module], make: Callable[[int, Checkpoint], Checkpoint]) -> Iterator[None]:
+    """In this context each layer has the checkpoint function that `make` gives for its number and its own.
 
     The layer's switch `gradient_checkpointing` stays on: with it off, the layer would also fill a cache of keys and
     values.
@@ -216,7 +216,7 @@ def _replaced_checkpoints(layers: list[nn.Module], replace: Callable[[int, Check
     functions = {layer: layer._gradient_checkpointing_func for layer in layers}
     try:
         for number, (layer, function) in enumerate(functions.items()):
-            layer._gradient_checkpointing_func = replace(number, function)  # type: ignore[assignment,arg-type]
+            layer._gradient_checkpointing_func = make(number, function)  # type: ignore[assignment,arg-type]
         yield
     finally:
         for layer, function in functions.items():
