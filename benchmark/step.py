@@ -83,7 +83,9 @@ DEFAULT_ROWS = {"GRPO": ROWS[:-3], "SFT": ("trl-liger", "patch-liger"), "DPO": (
 BASELINES = ("TRL", "TRL, use_liger_kernel")  # the first that a batch has is what others are compared with
 UNSLOTH = "Unsloth"
 MOST_NATS = 1.5  # of a learnt policy's entropy
-DPO_LOSS_SCALE = 10.0  # a margin of DPO sums the rounding of the log-probabilities of a thousand tokens
+# A margin of DPO sums the rounding of the log-probabilities of a thousand tokens. At 1.7B on an H200 TRL's own loss in
+# bfloat16 is 0.048 off that of the same weights in float32 (0.058 with Liger's kernels).
+DPO_LOSS_SCALE = {"float32": 10.0, "bfloat16": 50.0}
 # Of the loss in shares of its scale (the mean |advantage|, of SFT the loss itself), and of the norm in shares of TRL's.
 # Logits and hidden states in bfloat16 move a token's log-probability by some hundredths.
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-3, 5e-2)}
@@ -148,7 +150,9 @@ def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
         if "loss_difference" not in row or about["lora_dropout"]:  # dropout differs from row to row
             continue
         name, trl = f"{label(row)}, {row['variant']}", row["loss"] - row["loss_difference"]
-        scale = DPO_LOSS_SCALE if about.get("trainer") == "DPO" else about.get("mean_advantage", abs(trl))
+        scale = about.get("mean_advantage", abs(trl))
+        if about.get("trainer") == "DPO":
+            scale = DPO_LOSS_SCALE[about["dtype"]]
         if not abs(row["loss_difference"]) <= of_loss * scale:
             found.append(f"{name}: the loss is {row['loss']:.6f}, TRL's is {trl:.6f}")
         if not abs(row["grad_norm_x_trl"] - 1) <= of_norm:

@@ -143,7 +143,6 @@ class Forward(NamedTuple):
 
     tokens: int
     tree: bool  # its mask is that of shared prefixes
-    graph: bool  # it has a backward
 
 
 @contextmanager
@@ -206,8 +205,7 @@ def watched(model) -> list[Forward]:
             mask = kwargs.get("attention_mask")
             tree = isinstance(mask, dict) or (mask is not None and mask.dim() == 4)
             ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")  # the latter from prompt tuning
-            tokens = embeddings[..., 0].numel() if ids is None else ids.numel()
-            forwards.append(Forward(tokens, tree, torch.is_grad_enabled()))
+            forwards.append(Forward(embeddings[..., 0].numel() if ids is None else ids.numel(), tree))
 
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     model.base_model.register_forward_pre_hook(before, with_kwargs=True)

@@ -142,16 +142,6 @@ def test_ranks_of_a_sharded_model_keep_their_micro_batches(torch_results):
         assert patched["exchanges"] == 0
 
 
-def test_sequences_without_advantage_have_no_backward_on_ranks_of_a_sharded_model(torch_results):
-    """Rank 0 has some, and rank 1 makes a forward for each of rank 0's."""
-    for results in torch_results:
-        _plain, patched = results["fsdp2"]["GRPO"]
-        assert patched["idle_forwards"] == len(patched["log"]["loss"])
-        plain, patched = results["fsdp2"]["GRPO, whole on one rank"]
-        assert_same_results(plain, patched)
-        assert (patched["idle_forwards"], patched["calls"]) == (0, plain["calls"] / 2)
-
-
 def test_uneven_runs_of_deepspeed_agree(run_deepspeed):
     case = "GRPO, uneven, idle groups"
     assert_same_runs_in_even_time([results[case] for results in run_deepspeed("zero2")], case)

@@ -1,8 +1,8 @@
 """One rank's runs of TRL's trainers: `python trl_run_on_rank.py MODEL RESULT WRAPPER ...`.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. RESULT becomes a file of JSON:
-{wrapper: {case: [{"log", "train_loss", "weights", "tokens", "idle_forwards", "calls", "backwards", "exchanges"} without
-the patch, with it]}}.
+{wrapper: {case: [{"log", "train_loss", "weights", "tokens", "calls", "backwards", "exchanges"} without the patch, with
+it]}}.
 """
 
 import json
@@ -78,14 +78,7 @@ UNEVEN_CASES = {
     "DPO, uneven": ("DPO", {**UNEVEN, "data": UNEVEN_PAIRS, "per_device_train_batch_size": 1}),
     "KTO, uneven": ("KTO", {**UNEVEN, "data": VERDICTS, "per_device_train_batch_size": 2}),
 }
-SHARDED_CASES = CASES | {
-    "GRPO, uneven, idle groups": UNEVEN_CASES["GRPO, uneven, idle groups"],
-    # Rank 1 has no padding, so its batch stays as it is.
-    "GRPO, whole on one rank": (
-        "GRPO",
-        {**SCORED, "beta": 0.0, "data": {"prompt": [f"w{n} w1 w2" for n in range(4)]}},
-    ),
-}
+SHARDED_CASES = CASES | {"GRPO, uneven, idle groups": UNEVEN_CASES["GRPO, uneven, idle groups"]}
 # Parameters and the optimizer's state wait on the host, and fewer than one layer's are fetched ahead.
 OFFLOAD = {
     "offload_param": {"device": "cpu"},
@@ -157,17 +150,6 @@ def cut_completions(trainer) -> None:
     trainer._generate_single_turn = cut_turn
 
 
-def fix_completions(trainer) -> None:
-    """To four tokens on rank 1."""
-    generate, is_fixed = trainer._generate_single_turn, trainer.accelerator.process_index == 1
-
-    def fix_turn(*args):
-        turn = generate(*args)
-        return [[5, 6, 7, 8] for _ in turn[0]] if is_fixed else turn[0], *turn[1:]
-
-    trainer._generate_single_turn = fix_turn
-
-
 def run_case(case: str, kind: str, options: dict, model: str, directory: str, patch: bool) -> dict:
     with patched_trl(even_ranks="not exchanged" not in case) if patch else nullcontext():
         trainer = trl_runs.build(kind, model, directory, **OPTIONS | options)
@@ -176,8 +158,6 @@ def run_case(case: str, kind: str, options: dict, model: str, directory: str, pa
                 take_advantages(trainer)
             if "uneven" in case:
                 cut_completions(trainer)
-            if "whole" in case:
-                fix_completions(trainer)
         calls, backwards, backward = [], [], trainer.accelerator.backward
 
         def count_backward(*args, **kwargs):
@@ -197,14 +177,11 @@ def run_case(case: str, kind: str, options: dict, model: str, directory: str, pa
     options = OPTIONS | options
     assert len(run.log["loss"]) == options["max_steps"] // options.get("logging_steps", 1)
     log = {name: values for name, values in run.log.items() if name not in trl_runs.CLOCKS}
+    tokens = sum(forward.tokens for forward in run.forwards)
     weights = gather_weights(trainer.model).tolist()
     counts = {"calls": len(calls), "backwards": len(backwards), "exchanges": send.call_count}
     train_loss = trainer.state.log_history[-1]["train_loss"]
-    counts |= {
-        "tokens": sum(forward.tokens for forward in run.forwards),
-        "idle_forwards": sum(not forward.graph for forward in run.forwards),
-    }
-    return {"log": log, "train_loss": train_loss, "weights": weights, **counts}
+    return {"log": log, "train_loss": train_loss, "weights": weights, "tokens": tokens, **counts}
 
 
 @torch.no_grad()

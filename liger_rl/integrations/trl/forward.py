@@ -206,7 +206,7 @@ def _run_live_tokens(
     """TRL's output of the batch."""
     counted = labels[:, 1:] != IGNORE_INDEX
     batch = TokenBatch(input_ids, nn.functional.pad(counted, (1, 0)), inputs)
-    layout, has_parts, idle_runs = _lay_out(fused_forward, model, batch, labels)
+    layout, has_parts = _lay_out(fused_forward, model, batch, labels)
     if layout.live[0].cells is None:  # the batch as it is, whose labels may not be its ids
         log_once(model, layout.describe())
         inputs |= {"input_ids": input_ids, "labels": labels, "num_items_in_batch": num_items_in_batch}
@@ -235,7 +235,7 @@ def _run_live_tokens(
         clauses.extend([] if clause is None else [clause])
         return outputs
 
-    outputs = run(layout, batch, run_rows, idle_runs=idle_runs, recomputes=has_parts, with_graph=run_with_graph)
+    outputs = run(layout, batch, run_rows, recomputes=has_parts, with_graph=run_with_graph)
     aux_loss = outputs.compute_router_losses(inputs.get("attention_mask"), _list_sizes(len(input_ids)))
     outputs = outputs.take((slice(None), slice(1, None)))
     log_once(model, "; ".join(clauses))
@@ -261,16 +261,14 @@ def _make_agreement(model: nn.Module, device: torch.device) -> Callable[[int], i
     return lambda number: agree_on_minimum(groups, number, device)
 
 
-def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Tensor) -> tuple[Layout, bool, int | None]:
-    """The layout of a call, whether its live micro-batches are parts that do not fit into memory together, and how many
-    forwards without a graph every rank makes (None for any number).
+def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Tensor) -> tuple[Layout, bool]:
+    """The layout of a call, and whether its live micro-batches are parts that do not fit into memory together.
 
     A trial of trees runs before it if it has trees, and before all else in a sharded model.
     """
     obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
     body = read_body(model, model, batch.inputs, batch.ids, obstacle)
-    sharding, device, call = find_sharding(model), batch.ids.device, get_window_call()
-    is_sharded = sharding is not None
+    is_sharded, device, call = find_sharding(model) is not None, batch.ids.device, get_window_call()
     if tries_rows(model):
         body = _apply_trial(fused_forward, model, device, body, "rows")
     needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
@@ -278,25 +276,20 @@ def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Ten
     if body.no_tree is None and (is_sharded or not needs_tree_trial):
         body, needs_tree_trial = _apply_trial(fused_forward, model, device, body, "trees"), False
     weights, idle = None, call.idle_rows
-    # ZeRO-3 fetches parameters ahead by the order of the step before, which a forward without a graph would break.
-    may_skip = torch.is_grad_enabled() and sharding in (None, "DTensor")
-    if may_skip and idle is not None and idle.shape == batch.ids.shape[:1]:
+    if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:
         weights = (~idle).to(device)[:, None]
     sequences = read_sequences(batch, body, weights=weights, labels=labels)
     padded_groups = 1
     if not (has_reentrant_checkpoints(model) or sequences.obstacle is not None):
         padded_groups = count_padded_groups(sequences, [rows for rows, _ in call.shapes])
     if is_sharded:
-        knows_others = len(call.shapes) > 1 or weights is not None
-        groups = find_rank_groups(model, None) if knows_others else []
-        layout, idle_runs = _lay_out_equally(groups, device, sequences, body, padded_groups)
-        return layout, False, idle_runs
+        return _lay_out_equally(model, device, sequences, body, padded_groups), False
     budget = math.inf if has_reentrant_checkpoints(model) else _find_budget(sequences)
     layout = _lay_out_within(budget, sequences, body, padded_groups)
     if layout.has_trees and needs_tree_trial:
         body = _apply_trial(fused_forward, model, device, body, "trees")
         layout = _lay_out_within(budget, sequences, body, padded_groups)
-    return layout, layout.live_tokens > budget, None
+    return layout, layout.live_tokens > budget
 
 
 def _lay_out_within(budget: float, sequences: Sequences, body: Body, padded_groups: int) -> Layout:
@@ -319,27 +312,19 @@ def _find_budget(sequences: Sequences) -> float:
     return budget
 
 
-def _lay_out_equally(
-    groups: list[Any], device: torch.device, sequences: Sequences, body: Body, padded_groups: int
-) -> tuple[Layout, int]:
-    """The layout of a rank of a sharded model, and the number of forwards without a graph.
-
-    All ranks of the groups have as many live micro-batches and as many such forwards. Without groups no rank knows of
-    the others, so there is one live micro-batch and no such forward.
-    """
+def _lay_out_equally(model: Any, device: torch.device, sequences: Sequences, body: Body, padded_groups: int) -> Layout:
+    """The layout of a rank of a sharded model: one micro-batch, or the same number of padded groups on each rank."""
+    groups = find_rank_groups(model, None) if len(get_window_call().shapes) > 1 else []
     if groups:
         with agree_on_counts(groups, device) as counts:
             counts[0] = padded_groups
-        for most in dict.fromkeys((counts[0], 1)):
-            with agree_on_counts(groups, device) as counts:
-                layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=most)
-                counts[:] = len(layout.live) != most, len(layout.idle), layout.live[0].cells is None
-            # A batch that stays as it is has one forward.
-            are_others, idle_runs, stays = counts
-            if not (are_others or (idle_runs and stays)):
-                return layout, idle_runs
-    spans = [span._replace(has_gradient=span.has_targets) for span in sequences.spans]
-    return lay_out(sequences._replace(spans=spans), body, LAYOUT_OPTIONS), 0
+        most = counts[0]
+        with agree_on_counts(groups, device) as counts:
+            layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=most)
+            counts[0] = len(layout.live) != most
+        if not counts[0]:
+            return layout
+    return lay_out(sequences, body, LAYOUT_OPTIONS)
 
 
 def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body, layout: str) -> Body:
