@@ -64,9 +64,9 @@ def run_with_kept_layers(
     """The result of `forward()`, and a clause such as "24 of 28 layers kept".
 
     As many layers keep their activations as fit. The clause is None, and the forward runs as it is, without a graph,
-    without checkpointed layers, on other devices than CUDA, for a compiled model, with DeepSpeed's ZeRO-3 and with
-    share 0. If the forward runs out of memory and `agree` is None, it runs once more with every layer recomputed, and
-    later runs keep fewer layers.
+    without checkpointed layers, on other devices than CUDA, for a compiled model, with DeepSpeed's ZeRO-3, inside a
+    context that keeps activations elsewhere (TRL's `activation_offloading`) and with share 0. If the forward runs out
+    of memory and `agree` is None, it runs once more with every layer recomputed, and later runs keep fewer layers.
 
     Args:
         model: a model of transformers, or a wrapper of one (PEFT, DDP, FSDP).
@@ -75,7 +75,8 @@ def run_with_kept_layers(
         agree: a collective of the ranks that run the model together: the number of layers that this rank could keep ->
             the smallest such number. Called once for each run, except where the clause is None.
     """
-    layers = find_layers(model) if share and torch.is_grad_enabled() else []
+    may_keep = share and torch.is_grad_enabled() and not _are_saved_tensors_hooked()
+    layers = find_layers(model) if may_keep else []
     # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
     # backward reads next.
     if layers and is_zero_3(next(layers[-1].parameters(), None)):
@@ -109,6 +110,11 @@ def run_with_kept_layers(
         _measurements[key] = replace(measurement, layer_bytes=2 * measurement.layer_bytes)
         clause = f"0 of {len(layers)} layers kept: memory ran out with {kept}"
     return forward(), clause
+
+
+def _are_saved_tensors_hooked() -> bool:
+    """Whether a context keeps the tensors that a forward saves elsewhere, as `save_on_cpu` does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def choose_kept_layers(spare: int, tokens: int, measurement: Measurement, layers: int, share: float) -> int:

@@ -511,6 +511,17 @@ def test_layers_of_other_stacks_are_left_alone():
     assert find_layers(nn.ModuleList([nn.Linear(2, 2)])) == []
 
 
+def test_no_layer_is_kept_where_activations_are_offloaded(device_memory):
+    """Kept ones would be copied to the host."""
+    model = checkpointed()
+    step(model)
+    runs = LayerRuns(model)
+    with torch.autograd.graph.save_on_cpu():
+        assert step(model)[2] is None
+    assert runs.take() == [2] * LAYERS
+    assert step(model)[2] == "4 of 4 layers kept"
+
+
 def test_reentrant_layers_with_a_router_loss_are_left_alone(device_memory):
     """transformers gives their router loss no gradient; a kept layer would give it one."""
     model = checkpointed("Qwen3Moe", use_reentrant=True)
