@@ -12,9 +12,10 @@ from liger_rl.head.live_tokens import find_counted, scatter_rows, start_selectio
 from liger_rl.head.plan import choose_engine
 from liger_rl.head.record import Head, LogProbs
 from liger_rl.head.workload import Workload
+from liger_rl.kernels.statistics import map_fields
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.fused import evaluate, with_gradients
-from liger_rl.losses.loss import NOTHING, PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
 # If more than this share of the tokens cannot have a gradient, each chunk picks its rows with one. That is a host sync.
@@ -100,13 +101,12 @@ def loss_in_one_pass(
     def gradients_of(chunk: slice, values: LogProbs) -> LogProbs:
         nonlocal prepared, result
         if prepared is None:  # only now, because the first product has been launched
-            prepared = terms.prepare(aligned, torch.float32, find_counted(ids, head.mask))
+            prepared = prepare_loss(terms, aligned, head)
         if len(chunks) > 1:
             tokens = prepared.take(chunk if live is None else live[chunk])
             return LogProbs(**with_gradients(tokens, values.logps, values.entropy, other_values(terms, values))[1])
-        values = LogProbs._make([None if value is None else scatter_rows(value, live, shape) for value in values])
-        others = other_values(terms, values) if terms.reads else NOTHING
-        result, grads = with_gradients(prepared, values.logps, values.entropy, others)
+        values = map_fields(values, lambda value: scatter_rows(value, live, shape))
+        result, grads = with_gradients(prepared, values.logps, values.entropy, other_values(terms, values))
         for name, grad in grads.items():
             grads[name] = take_rows(grad.flatten(), live)
         return LogProbs(**grads)
@@ -115,7 +115,7 @@ def loss_in_one_pass(
     values, gradients = run_one_pass(head, chunks, plan.sum_dtype, gradients_of, work.needs, select=selects)
     if result is None:
         prepared = prepared or prepare_loss(terms, aligned, head)
-        values = LogProbs._make([None if value is None else scatter_rows(value, live, shape) for value in values])
+        values = map_fields(values, lambda value: scatter_rows(value, live, shape))
         result = evaluate(prepared, values.logps, values.entropy, other_values(terms, values))
     loss, _ = WithGradients.apply(result.loss.detach(), head.hidden, head.weight, head.bias, gradients)
     return PolicyLoss(loss, result.metrics)

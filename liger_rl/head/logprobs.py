@@ -17,6 +17,7 @@ from liger_rl.head.record import Head, LogProbs, gather_head
 from liger_rl.head.support import Support
 from liger_rl.head.workload import Workload
 from liger_rl.kernels.public_call import public
+from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
 
 __all__ = ["LogProbs", "linear_logprobs", "logits_logprobs"]
@@ -103,7 +104,7 @@ def log_probs(head: Head) -> LogProbs:
     values = run_engine(engine, head._replace(live=live), wants_gradient=True in work.needs)
     if live is None and len(head.shape) == 1:
         return values
-    result = LogProbs._make([None if value is None else scatter_rows(value, live, head.shape) for value in values])
+    result = map_fields(values, lambda value: scatter_rows(value, live, head.shape))
     if values.topk_ids is None or live is None:
         return result
     # -1 at tokens that do not count.

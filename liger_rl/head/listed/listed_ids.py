@@ -22,7 +22,7 @@ from liger_rl.head.live_tokens import start_selection
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.support import ListedIds, Support
 from liger_rl.kernels.devices import runs_triton
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics, map_fields
 
 
 def kernels_for(device: torch.device) -> ModuleType:
@@ -56,7 +56,7 @@ def log_probs_over_support(head: Head, support: Support) -> LogProbs:
     values = values._replace(missing_target=slots.missing)
     if len(head.shape) == 1:
         return values
-    return LogProbs._make(None if value is None else value.view(head.shape) for value in values)
+    return map_fields(values, lambda value: value.view(head.shape))
 
 
 class Listed(Engine):
@@ -100,8 +100,8 @@ class Listed(Engine):
 
 def _contiguous_factors(head: Head) -> Factors:
     """The head's tensors with contiguous rows, as kernels read them."""
-    tensors = head.hidden, head.weight, head.bias
-    return Factors._make(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    factors = Factors(head.hidden, head.weight, head.bias)
+    return map_fields(factors, lambda x: x if x.stride(-1) == 1 else x.contiguous())
 
 
 def _sum_slot_gradients(
