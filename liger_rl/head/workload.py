@@ -46,16 +46,11 @@ class Workload(NamedTuple):
         return self.weight_dtype != self.compute_dtype
 
     @property
-    def reason_against_epilogue(self) -> str | None:
-        """The first thing that one pass needs of a product with an epilogue; None if it applies."""
-        return self._reason_against_product(self.tokens)
-
-    @property
     def reason_against_fold(self) -> str | None:
         """The first thing that the forward of two passes needs of a product with an epilogue; None if it applies."""
         return (
             ("a token" if self.tokens == 0 else None)
-            or self._reason_against_product(max(self.tokens, LIMITS.product_tokens))
+            or self.reason_against_product(max(self.tokens, LIMITS.product_tokens))
             or ("no chunk to be named" if self.options.names_chunk else None)
             or ("topk = None" if self.options.topk is not None else None)
         )
@@ -63,9 +58,11 @@ class Workload(NamedTuple):
     @property
     def reason_against_grad(self) -> str | None:
         """The first thing that the backward of two passes needs of a product with an epilogue; None if it applies."""
-        return self.reason_against_epilogue or ("no chunk to be named" if self.options.names_chunk else None)
+        reason = self.reason_against_product(self.tokens)
+        return reason or ("no chunk to be named" if self.options.names_chunk else None)
 
-    def _reason_against_product(self, tokens: int) -> str | None:
+    def reason_against_product(self, tokens: int) -> str | None:
+        """The first thing that a product of so many tokens with an epilogue needs; None if it applies."""
         dtype = self.compute_dtype  # the weight's too, or that of its copy
         return (
             devices.reason_against_device(self.device)

@@ -255,8 +255,9 @@ def chunks_of(work: Workload) -> Chunks:
 
 def reason_against_epilogue(work: Workload) -> str | None:
     """The first need of the epilogue in one pass, which copies no weight, that a call does not meet."""
-    if work.reason_against_epilogue is not None:
-        return work.reason_against_epilogue
+    reason = work.reason_against_product(work.tokens)
+    if reason is not None:
+        return reason
     if work.casts_weight:
         return "a weight in the products' dtype in one pass"
     if chunks_of(work).tokens < LIMITS.product_tokens:
