@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_count, check_flag, check_floating
+from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations import peft
 from liger_rl.integrations.patching import Framework, Patch, list_parameters
@@ -122,7 +123,7 @@ def patch_trl(
             elsewhere any number.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
             layers as fit are not recomputed. 0 recomputes all, and so does ZeRO-3.
-        chunk_tokens, chunk_vocab: as in `linear_logprobs`, which checks them here.
+        chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
     Raises:
         ImportError: TRL is not installed, or its version is not supported.
@@ -135,10 +136,8 @@ def patch_trl(
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, least=1)
     check_memory(memory)
+    HeadOptions(**chunks)
     settings = Settings(whole_step=whole_step, even_ranks=even_ranks, max_tokens=max_tokens, memory=memory, **chunks)
-    TRL.version()
-    # A call without tokens raises for an option that is refused.
-    linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **chunks)
     TRL.patch()
     set_settings(settings)
 
@@ -148,7 +147,7 @@ unpatch_trl = TRL.unpatch
 
 def is_patched() -> bool:
     """Whether `patch_trl` is in place now."""
-    return bool(_op_patch.patched)
+    return _op_patch.patched  # `TRL.is_patched` is also true after `patch_peft`, whose rows are in the table
 
 
 @contextmanager

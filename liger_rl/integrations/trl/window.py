@@ -47,7 +47,7 @@ from liger_rl.integrations.trl.forward import (
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.modules import walked_once
 from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, read_static_positions
+from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, is_plain, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
@@ -236,7 +236,7 @@ def _is_text(inputs: Mapping[str, Any]) -> bool:
     if not all(isinstance(inputs.get(name), Tensor) and inputs[name].dim() == 2 for name in COLUMNS):
         return False
     others = inputs.keys() - COLUMNS.keys() - {"num_items_in_batch"}
-    return all(isinstance(inputs[name], bool | int | float | str | None) for name in others)
+    return all(is_plain(inputs[name]) for name in others)
 
 
 def _join_calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
