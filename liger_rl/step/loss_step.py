@@ -470,7 +470,7 @@ def _check_loss(loss: Any, swapped: Any) -> None:
 
 def _check_world_size(loss: FusedLinearLoss, ranks: int) -> None:
     """ValueError if the average over the ranks would not be the gradient of all ranks' tokens."""
-    size = getattr(getattr(loss.terms, "reduction", None), "world_size", ranks)
+    size = getattr(loss.terms.reduction, "world_size", ranks)
     if ranks > 1 and size != ranks:
         raise ValueError(
             f"world_size must be {ranks} in the loss, the number of ranks whose gradients are averaged, because "

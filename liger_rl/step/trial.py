@@ -52,7 +52,7 @@ def find_known_row_reader(model: Any) -> Reason | None:
 
 
 @no_graph()
-def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str, *, again: bool) -> Body:
+def apply_trial(run: RunModel, model: Any, body: Body, device: torch.device, layout: str, *, again: bool) -> Body:
     """The body with the result of a trial: a reason against packing or trees if sequences of one row see each other.
 
     `layout` is "packing", eight forwards, or "trees", ten, of at most 56 tokens; on a GPU trees have 256. "rows" are
@@ -71,14 +71,14 @@ def apply_trial(run: RunModel, model: Any, body: Body, device: Any, layout: str,
 
 
 def _run_trial_once(
-    run: RunModel, model: Any, body: Body, device: Any, layout: str, *, again: bool
+    run: RunModel, model: Any, body: Body, device: torch.device, layout: str, *, again: bool
 ) -> tuple[Reason | None, bool]:
     with _lock:
         trials = _trials.setdefault(model, {})
         key, name = _trial_key(model, body, layout), type(model).__name__
         if again or key not in trials:
             try:
-                with _without_randomness(model, torch.device(device)):
+                with _without_randomness(model, device):
                     if layout == "rows":
                         trials[key] = _try_rows(run, model, body, device), True
                     else:
@@ -219,7 +219,7 @@ class _Comparison:
 # --- the trials -------------------------------------------------------------------------------------------------------
 
 
-def _try_rows(run: RunModel, model: Any, body: Body, device: Any) -> Reason | None:
+def _try_rows(run: RunModel, model: Any, body: Body, device: torch.device) -> Reason | None:
     """The layer that keeps values of two short rows."""
     length = min(TRIAL_TOKENS, body.positions or TRIAL_TOKENS)
     ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % body.config.vocab_size
@@ -227,7 +227,7 @@ def _try_rows(run: RunModel, model: Any, body: Body, device: Any) -> Reason | No
     return find_kept_values(find_unknown_layers(model), lambda: run({"input_ids": ids, "counted": counted}))
 
 
-def _try_packing(run: RunModel, model: Any, body: Body, device: Any) -> tuple[str | None, bool]:
+def _try_packing(run: RunModel, model: Any, body: Body, device: torch.device) -> tuple[str | None, bool]:
     """(what the model does wrong with packed sequences, whether positions may be shifted).
 
     Runs the second of two sequences packed, packed behind another first sequence, alone, and in one row with the first.
@@ -262,7 +262,7 @@ def _try_packing(run: RunModel, model: Any, body: Body, device: Any) -> tuple[st
     return problem, comparison.are_close(moved, alone[1])
 
 
-def _try_trees(run: RunModel, model: Any, body: Body, device: Any) -> tuple[str | None, bool]:
+def _try_trees(run: RunModel, model: Any, body: Body, device: torch.device) -> tuple[str | None, bool]:
     """(what the model does wrong with two sequences in a tree, whether positions may be shifted).
 
     The values of the second sequence do not depend on the tokens of the first alone. They depend on the shared tokens,
@@ -283,13 +283,12 @@ def _try_trees(run: RunModel, model: Any, body: Body, device: Any) -> tuple[str 
     other_first = torch.where(index < shared, first, (first + 1 + tail) % vocab)
     other_prefix = [torch.where(in_prefix, (x + 1 + shared) % vocab, x) for x in (first, second)]
     # Two blocks: Dynamo would compile flex attention for a single one, and again for the first batch.
-    multiple = 2 * BLOCK if torch.device(device).type == "cuda" else 1
+    multiple = 2 * BLOCK if device.type == "cuda" else 1
     tree = build_prefix_tree((length, length), SortedSequences([0, 1], [0, shared]), multiple)
     places, counted = torch.stack(tree.places).to(device), torch.arange(length, device=device).expand(2, length) != 0
 
     def run_tree(*sequences: Tensor, ends: Tensor = tree.ends, positions: Tensor = tree.offsets) -> Tensor:
-        dense = torch.device(device).type == "cpu"
-        mask = make_masks(body.config, ends, tree.offsets, torch.device(device), body.dtype, dense=dense)
+        mask = make_masks(body.config, ends, tree.offsets, device, body.dtype, dense=device.type == "cpu")
         row = torch.stack(sequences)[tree.sequences, tree.offsets][None].to(device)
         inputs = {"input_ids": row, "counted": tree.follows[None].to(device), "attention_mask": mask}
         return run(inputs | {"position_ids": positions[None].to(device)})[0][places][:, 1:]
