@@ -126,13 +126,13 @@ def choose_kept_layers(spare: int, tokens: int, measurement: Measurement, layers
 def count_fitting_tokens(model: nn.Module, share: float = DEFAULT_SHARE) -> int | None:
     """The number of tokens of one run that take `share` of the free memory if every layer is recomputed.
 
-    None if no run of the model has been measured, or with share 0.
+    None if no run of the model has been measured.
     """
     stack = _find_body(model)
     measurement = _measurements.get(stack[-1]) if stack else None
     device = _find_device(stack)
     memory = None if device is None else read_memory(device)
-    if not share or measurement is None or memory is None:
+    if measurement is None or memory is None:
         return None
     spare = memory.spare - count_missing_gradients(model)
     return max(0, math.floor(share * spare / measurement.peak_bytes))

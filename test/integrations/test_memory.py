@@ -331,7 +331,6 @@ def test_fitting_tokens(device_memory):
     device_memory.spare = 100_000
     expected = int(0.5 * 100_000 / measurement_of(model).peak_bytes)
     assert count_fitting_tokens(model, 0.5) == count_fitting_tokens(model.eval(), 0.5) == expected
-    assert count_fitting_tokens(model, 0) is None
     model.zero_grad()
     assert count_fitting_tokens(model, 0.5) == 0  # the gradients take more
 
