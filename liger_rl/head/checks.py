@@ -25,16 +25,15 @@ def check_flag(name: str, value: bool) -> None:
     check_type(name, value, bool, "a bool")
 
 
-def check_count(name: str, value: Any, *, least: int, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    check_type(name, value, int, f"an int{' or None' * optional}")
+def check_count(name: str, value: Any, *, least: int, expected: str = "an int") -> None:
+    check_type(name, value, int, expected)
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def check_chunk(name: str, value: int | None) -> None:
-    check_count(name, value, least=1, optional=True)
+def check_optional_count(name: str, value: Any) -> None:
+    if value is not None:
+        check_count(name, value, least=1, expected="an int or None")
 
 
 def check_extras(_name: str, extras: Collection[str]) -> None:

@@ -101,12 +101,12 @@ CHECKS: dict[str, tuple[Any, Callable[[str, Any], object]]] = {
     "transform": (IDENTITY, lambda _, value: checks.check_transform(value)),
     "entropy": (False, checks.check_flag),
     "lse": (False, checks.check_flag),
-    "topk": (None, checks.check_chunk),
+    "topk": (None, checks.check_optional_count),
     "extras": ((), checks.check_extras),
     "compute_dtype": (None, checks.check_compute_dtype),
     "gather": (None, checks.check_gather),
-    "chunk_tokens": (None, checks.check_chunk),
-    "chunk_vocab": (None, checks.check_chunk),
+    "chunk_tokens": (None, checks.check_optional_count),
+    "chunk_vocab": (None, checks.check_optional_count),
 }
 # Options that change how a result is computed, not which result. Frameworks pass them on.
 COMPUTE_OPTIONS = ("chunk_tokens", "chunk_vocab")

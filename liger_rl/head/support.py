@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.head.checks import check_count, check_dense, check_flag, check_floating
+from liger_rl.head.checks import check_count, check_dense, check_flag, check_floating, check_optional_count
 from liger_rl.head.listed import segment_sums as segments
 from liger_rl.head.listed.segment_sums import Slots
 from liger_rl.kernels.transform import check_number, check_type
@@ -134,7 +134,7 @@ class Support:
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
             raise ValueError(f"logits must be (N, V) or (B, T, V) with V of at least 1, got {tuple(logits.shape)}")
-        check_count("top_k", top_k, least=1, optional=True)
+        check_optional_count("top_k", top_k)
         limits = ("temperature", temperature, math.inf), ("top_p", top_p, 1.0), ("min_p", min_p or None, 1.0)
         for name, value, most in limits:
             if value is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from liger_rl.head.checks import check_count
+from liger_rl.head.checks import check_optional_count
 from liger_rl.losses.options import Options
 from liger_rl.step.attention import BLOCK
 from liger_rl.step.body import Body
@@ -44,8 +44,7 @@ class LayoutOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_tokens is not None:
-            check_count("max_tokens", self.max_tokens, least=1)
+        check_optional_count("max_tokens", self.max_tokens)
 
 
 class MicroBatch(NamedTuple):

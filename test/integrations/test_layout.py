@@ -521,7 +521,7 @@ TOGETHER = "max_tokens must be None or at least {} here, got {}: "
 BAD_OPTIONS = {
     "a long sequence": ("Llama", "grpo", {"max_tokens": 12}, r"max_tokens must be at least 13, the longest"),
     "no tokens": ("Llama", "grpo", {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-    "words": ("Llama", "grpo", {"max_tokens": "all"}, "max_tokens must be an int, got str"),
+    "words": ("Llama", "grpo", {"max_tokens": "all"}, "max_tokens must be an int or None, got str"),
     "clip_cov": ("Llama", "clip_cov", {"max_tokens": 64}, TOGETHER.format(65, 64)),
     "kl_cov": ("Llama", "kl_cov", {"max_tokens": 64}, TOGETHER.format(65, 64)),
     "quantile": ("Llama", "quantile", {"max_tokens": 64}, TOGETHER.format(65, 64)),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
-from liger_rl.head.checks import check_chunk, check_dense
+from liger_rl.head.checks import check_dense, check_optional_count
 from liger_rl.integrations.liger.liger_head import check_shape, prepare_head
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.objectives import SAPO, VESPO
@@ -146,7 +146,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             )
         if self.beta != 0.0 and not self.use_ref_model:
             raise ValueError(f"use_ref_model must be True with beta = {self.beta}, or beta 0.0: a KL needs a reference")
-        check_chunk("chunk_size", self.chunk_size)
+        check_optional_count("chunk_size", self.chunk_size)
         SAPO(sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg)
         preset = PRESETS[self.loss_type]
         known = {field.name for term in (preset.objective, preset.reduction) for field in fields(term)}
