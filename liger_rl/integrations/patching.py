@@ -24,7 +24,7 @@ logger = logging.getLogger("liger_rl")
 LOCK = threading.RLock()
 
 
-def list_parameters(function: Callable) -> str:
+def join_parameters(function: Callable) -> str:
     """The names of the function's parameters, in order."""
     return " ".join(inspect.signature(function).parameters)
 
@@ -51,7 +51,7 @@ class Patch:
     ) -> None:
         self.module, _, self.name = target.partition(":")
         self.replacement, self.checked = replacement, checked or self.name
-        self.parameters = list_parameters(replacement) if parameters == "" else parameters
+        self.parameters = join_parameters(replacement) if parameters == "" else parameters
         self.group, self.since, self.needed = group, since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
         self._original: Any = None  # None while nothing is replaced
@@ -81,7 +81,7 @@ class Patch:
             function: Any = module
             for name in self.checked.split("."):
                 function = getattr(function, name, None)
-            names = list_parameters(function).split() if callable(function) else [str(function)]
+            names = join_parameters(function).split() if callable(function) else [str(function)]
             expected = self.parameters.split()
             if names != expected:
                 raise RuntimeError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.logprobs import linear_logprobs
-from liger_rl.integrations.patching import Framework, Patch, list_parameters
+from liger_rl.integrations.patching import Framework, Patch, join_parameters
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.local_tensors import localize
 
@@ -148,7 +148,7 @@ VERL = Framework(
     Patch(
         "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy",
         linear_cross_entropy,
-        f"ctx {list_parameters(linear_cross_entropy)}",
+        f"ctx {join_parameters(linear_cross_entropy)}",
         checked="LinearCrossEntropy.forward",
     ),
     Patch("verl.utils.experimental.torch_functional:FusedLinearForPPO.forward", fused_linear_for_ppo),

@@ -45,7 +45,7 @@ class TwoPasses(Engine):
 
 def fold_head(head: Head) -> TokenStatistics:
     """Statistics of every token that counts, in 2 n H V operations."""
-    rows = _with_factor(head.take(head.live))
+    rows = _convert_weight(head.take(head.live))
     return fold_rows(rows, fold_epilogue(rows))
 
 
@@ -82,11 +82,11 @@ def head_gradients(
         live, gradients = select_live(live, selected), gradients.take(selected)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return tile_gradients(
-        _with_factor(head.take(live), least=LIMITS.product_tokens), gradients, needs
+        _convert_weight(head.take(live), least=LIMITS.product_tokens), gradients, needs
     ).of_all_tokens(live, head)  # fmt: skip
 
 
-def _with_factor(rows: Head, *, least: int = 1) -> Head:
+def _convert_weight(rows: Head, *, least: int = 1) -> Head:
     """`rows`; if only the weight's dtype rules out our own product, with a copy of the weight in the rows' dtype.
 
     With fewer than `least` rows it stays as it is. Rounding a float32 weight in the registers of that product is

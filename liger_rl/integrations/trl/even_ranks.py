@@ -98,7 +98,7 @@ def sum_costs(costs: list[Cost]) -> int:
     return sum(cost.own for cost in costs) + sum(prompts.values())
 
 
-_Row = list[tuple[int, Cost]]  # a rank's micro-batches: the rank that has them, and their costs
+_Load = list[tuple[int, Cost]]  # a rank's micro-batches: the rank that has them, and their costs
 
 
 def assign(costs: list[list[Cost]]) -> list[list[int]]:
@@ -107,32 +107,32 @@ def assign(costs: list[list[Cost]]) -> list[list[int]]:
     The slowest rank swaps one or two micro-batches with the fastest rank that makes the pair faster, and so on. Nothing
     moves if the slowest rank does not get faster by `MIN_GAIN`.
     """
-    rows = [[(rank, cost) for cost in row] for rank, row in enumerate(costs)]
-    sums, tries = [sum_costs(row) for row in costs], 0
+    loads = [[(rank, cost) for cost in load] for rank, load in enumerate(costs)]
+    sums, tries = [sum_costs(load) for load in costs], 0
     before, is_done = max(sums), False
     while not is_done and tries < MAX_TRIES:
-        *others, slowest = sorted(range(len(rows)), key=sums.__getitem__)
+        *others, slowest = sorted(range(len(loads)), key=sums.__getitem__)
         is_done = True
         for other in others:
-            pair, pair_sums = _swap_best(rows[slowest], rows[other])
+            pair, pair_sums = _swap_best(loads[slowest], loads[other])
             tries += len(costs[0]) * (len(costs[0]) + 1) // 2
             if max(pair_sums) < (1 - MIN_SWAP_GAIN) * sums[slowest]:
-                rows[slowest], rows[other] = pair
+                loads[slowest], loads[other] = pair
                 sums[slowest], sums[other] = pair_sums
                 is_done = False
                 break
     gains = max(sums) <= (1 - MIN_GAIN) * before
-    return [[owner if gains else rank for owner, _ in row] for rank, row in enumerate(rows)]
+    return [[owner if gains else rank for owner, _ in load] for rank, load in enumerate(loads)]
 
 
-def _swap_best(first: _Row, second: _Row) -> tuple[list[_Row], list[int]]:
-    """Both rows after the swap of one or two micro-batches that makes the larger sum least, and their sums."""
+def _swap_best(first: _Load, second: _Load) -> tuple[list[_Load], list[int]]:
+    """Both loads after the swap of one or two micro-batches that makes the larger sum least, and their sums."""
     results = []
     for swapped in (*itertools.combinations(range(len(first)), 1), *itertools.combinations(range(len(first)), 2)):
         pair = list(first), list(second)
         for number in swapped:
             pair[0][number], pair[1][number] = second[number], first[number]
-        results.append(([*pair], [sum_costs([cost for _, cost in row]) for row in pair]))
+        results.append(([*pair], [sum_costs([cost for _, cost in load]) for load in pair]))
     return min(results, key=lambda result: max(result[1]))
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.head.checks import check_count, check_flag, check_floating
+from liger_rl.head.checks import check_flag, check_floating, check_optional_count
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations import peft
-from liger_rl.integrations.patching import Framework, Patch, list_parameters
+from liger_rl.integrations.patching import Framework, Patch, join_parameters
 from liger_rl.integrations.trl import adapted_head, distillation, report, scored_sequences
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.kernels.statistics import EXTRAS
@@ -82,7 +82,7 @@ class FusedLogProbs:
 
 # TRL passes the arguments by position. TRL 1.15 has the op only where Triton is.
 _op_patch = Patch(
-    f"trl.trainer.utils:{NAME}", FusedLogProbs, f"ctx {list_parameters(FusedLogProbs.apply)}", checked=f"{NAME}.forward"
+    f"trl.trainer.utils:{NAME}", FusedLogProbs, f"ctx {join_parameters(FusedLogProbs.apply)}", checked=f"{NAME}.forward"
 )
 # A new version is supported once its trainers pass the tests.
 TRL = Framework(
@@ -133,8 +133,7 @@ def patch_trl(
     chunks: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_flag("whole_step", whole_step)
     check_flag("even_ranks", even_ranks)
-    if max_tokens is not None:
-        check_count("max_tokens", max_tokens, least=1)
+    check_optional_count("max_tokens", max_tokens)
     check_memory(memory)
     HeadOptions(**chunks)
     settings = Settings(whole_step=whole_step, even_ranks=even_ranks, max_tokens=max_tokens, memory=memory, **chunks)

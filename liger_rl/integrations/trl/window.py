@@ -49,6 +49,7 @@ from liger_rl.models.modules import walked_once
 from liger_rl.models.swap import IGNORE_INDEX
 from liger_rl.step.body import COMPILED, DYNAMIC_ROPE, is_plain, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
+from liger_rl.step.ranks import agree_on_minimum
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
 from liger_rl.step.trial import find_known_row_reader
@@ -389,11 +390,9 @@ def _set_size(trainer: Any, model: nn.Module, state: _TrainerState) -> None:
     if limit is None:
         return
     # A rank without a window so far takes part in the collective, too.
-    state.size = max(1, limit // state.largest) if state.largest else 1
-    if trainer.accelerator.num_processes > 1:
-        size = torch.tensor(state.size, device=trainer.args.device)
-        torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MIN)
-        state.size = int(size)
+    size = max(1, limit // state.largest) if state.largest else 1
+    groups: list[Any] = [torch.distributed.group.WORLD] if trainer.accelerator.num_processes > 1 else []
+    state.size = agree_on_minimum(groups, size, trainer.args.device)
 
 
 def _find_limit(trainer: Any, model: nn.Module, state: _TrainerState) -> int | None:
