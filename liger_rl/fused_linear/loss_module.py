@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, other_values, prepare_loss
-from liger_rl.head.checks import Passes, check_passes
+from liger_rl.head.checks import PASSES, Passes
 from liger_rl.head.head_options import COMPUTE_OPTIONS, MOST_IDS, HeadOptions
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.record import Head
 from liger_rl.head.support import Support
+from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -47,7 +48,7 @@ class FusedLinearLoss(nn.Module):
 
     def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
         super().__init__()
-        check_passes(passes)
+        check_choice("passes", passes, PASSES)
         self.passes, self.terms = passes, terms
         FusedLinearLoss.check_vocabulary(self, MOST_IDS)
         how: dict[str, Any] = {name: value for name, value in head.items() if name in COMPUTE_OPTIONS}

@@ -12,13 +12,14 @@ from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, bui
 from liger_rl.head.checks import Passes, check_constant, check_dense, check_head, check_integers, check_shape
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.record import Head
+from liger_rl.kernels.argument_checks import check_choice, check_type
 from liger_rl.kernels.public_call import public
-from liger_rl.kernels.transform import LogitTransform, check_type
+from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PreferenceBatch
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.options import check_choice, check_interval
+from liger_rl.losses.options import check_interval
 from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, show_options
 from liger_rl.losses.reductions import Reduction, SequenceMean, check_divisors
 from liger_rl.losses.segments import Segments
@@ -319,8 +320,7 @@ class FusedLinearUnpairedLoss(_Judged):
 
 
 def _segments(segments: Any) -> Segments:
-    if not isinstance(segments, Segments):
-        raise TypeError(f"segments must be Segments for packed (N,) targets, got {type(segments).__name__}")
+    check_type("segments", segments, Segments, "Segments for packed (N,) targets")
     return segments
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from liger_rl.kernels.argument_checks import check_type
 from liger_rl.kernels.statistics import EXTRAS
-from liger_rl.kernels.transform import LogitTransform, check_type
+from liger_rl.kernels.transform import LogitTransform
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -43,11 +44,6 @@ def check_extras(_name: str, extras: Collection[str]) -> None:
     unknown = [name for name in extras if name not in EXTRAS]
     if unknown:
         raise ValueError(f"extras must be among {', '.join(EXTRAS)}; got {', '.join(sorted(map(str, unknown)))}")
-
-
-def check_passes(passes: str) -> None:
-    if not isinstance(passes, str) or passes not in PASSES:
-        raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
 
 
 def check_compute_dtype(name: str, value: torch.dtype | None) -> None:

@@ -19,6 +19,7 @@ from liger_rl.head.dense.two_pass import TwoPasses
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.tiles import Tiles
 from liger_rl.head.workload import NO_GRADIENT, Workload
+from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.kernels.devices import family_of, gpu_of
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
@@ -160,7 +161,7 @@ def plan_linear_logprobs(
     flags = {"aligned": aligned, "needs[0]": needs[0], "needs[1]": needs[1]}
     for name, flag in flags.items():
         checks.check_flag(name, flag)
-    checks.check_passes(passes)
+    check_choice("passes", passes, checks.PASSES)
     head_options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
         gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,

@@ -12,8 +12,8 @@ from liger_rl.head.head_options import MOST_IDS, HeadOptions
 from liger_rl.head.live_tokens import take_rows
 from liger_rl.head.support import ListedIds, Support
 from liger_rl.kernels import reference
+from liger_rl.kernels.argument_checks import check_type
 from liger_rl.kernels.devices import align_rows
-from liger_rl.kernels.transform import check_type
 
 
 class LogProbs(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_rl.head.checks import check_count, check_dense, check_flag, check_floating, check_optional_count
 from liger_rl.head.listed import segment_sums as segments
 from liger_rl.head.listed.segment_sums import Slots
-from liger_rl.kernels.transform import check_number, check_type
+from liger_rl.kernels.argument_checks import check_number, check_type
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from liger_rl.head.logprobs import log_probs
 from liger_rl.head.pair.pair_call import BETA, make_measure
 from liger_rl.head.pair.pair_reference import FORWARD, REVERSE, Measure
 from liger_rl.head.record import Head, LogProbs, gather_head
+from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY
 from liger_rl.kernels.transform import LogitTransform
@@ -169,14 +170,12 @@ def list_divergence(
 
 
 def _check_formula(kind: str, beta: float, tail: str) -> Measure:
-    if not isinstance(tail, str) or tail not in TAILS:
-        raise ValueError(f"tail must be one of {list(TAILS)}, got {tail!r}")
+    check_choice("tail", tail, TAILS)
     return make_measure(kind, beta)
 
 
 def _check_lists(lists: str, topk: int | None, teacher_ids: Tensor | None, teacher_logps: Any, hidden: Tensor) -> None:
-    if not isinstance(lists, str) or lists not in LISTS:
-        raise ValueError(f"lists must be one of {list(LISTS)}, got {lists!r}")
+    check_choice("lists", lists, LISTS)
     if lists != "teacher" and topk is None:
         raise ValueError(f"topk must be the length of the student's lists with lists={lists!r}, got None")
     if (teacher_ids is None) != (lists == "student"):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from liger_rl.kernels.argument_checks import check_number
+
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # positive normal numbers of float32
 
 
@@ -37,16 +39,6 @@ class LogitTransform:
             check_number(name, value)
             if not (fits_float32(value) and value >= SMALLEST):
                 raise ValueError(f"{name} must be positive and finite in float32, got {value}")
-
-
-def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Raise TypeError unless `value` is of one of `kinds`. A bool counts as a number only if `kinds` is bool."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
-
-
-def check_number(name: str, value: object) -> None:
-    check_type(name, value, (int, float), "a number")
 
 
 def fits_float32(value: float) -> bool:

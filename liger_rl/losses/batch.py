@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from liger_rl.kernels.argument_checks import check_type
 from liger_rl.losses.options import check_number
 from liger_rl.losses.segments import Segments, segment_sum
 
@@ -207,8 +208,7 @@ class PreferenceBatch(PolicyBatch):
 def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> None:
     if len(shape) != 1:
         raise ValueError(f"segments belong to packed (N,) tokens; the log-probabilities are {tuple(shape)}")
-    if not isinstance(segments, Segments):
-        raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
+    check_type("segments", segments, Segments, "Segments")
     index = segments.index
     if index.shape != shape or index.device != device:
         raise ValueError(
@@ -235,8 +235,7 @@ def _align_column(name: str, column: Tensor, shape: torch.Size, device: torch.de
 
 def check_dense(name: str, column: Any) -> Tensor:
     """Returns the column. Raises TypeError unless it is a dense tensor of real numbers."""
-    if not isinstance(column, Tensor):
-        raise TypeError(f"{name} must be a real tensor, got {type(column).__name__}")
+    check_type(name, column, Tensor, "a real tensor")
     if column.layout != torch.strided or column.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested tensor or one of {column.layout}")
     if column.is_complex():

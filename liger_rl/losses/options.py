@@ -2,10 +2,11 @@
 
 import sys
 import warnings
-from collections.abc import Iterable
 from inspect import get_annotations
 from types import NoneType
 from typing import Annotated, Any, ClassVar, get_args, get_origin
+
+from liger_rl.kernels.argument_checks import check_choice, check_type
 
 
 class Options:
@@ -53,8 +54,7 @@ def check_interval(name: str, value: Any, interval: str) -> None:
 
 def check_number(name: str, value: Any) -> float:
     """The number as a float, which may be NaN or infinite. Raises for another type, and an int beyond float's range."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    check_type(name, value, (int, float), "a number")
     try:
         return float(value)
     except OverflowError:
@@ -64,12 +64,6 @@ def check_number(name: str, value: Any) -> float:
 def check_whole_number(name: str, value: Any, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
-
-
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    choices = list(choices)
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def check_callable(name: str, value: Any) -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.metrics import Metric, MetricsLevel, sequence_means
 from liger_rl.losses.objectives import TokenLoss
-from liger_rl.losses.options import Options, check_choice, check_interval
+from liger_rl.losses.options import Options, check_interval
 
 MAX_EXPONENT = 80.0  # exp of it is finite in float32, and so is a difference of two; TRL's bound
 LARGEST_MEAN_LOGP = -1e-7  # the odds of a sequence with probability 1 would be infinite

@@ -8,11 +8,12 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.kernels.public_call import hint
 from liger_rl.losses import objectives
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip
-from liger_rl.losses.options import check_callable, check_choice
+from liger_rl.losses.options import check_callable
 from liger_rl.losses.penalties import EntropyBonus, KLPenalty
 from liger_rl.losses.preference import BCO, CPO, DPO, KTO, ORPO, PAIR_LOSSES, APOZeroUnpaired
 from liger_rl.losses.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, SequenceSum, TokenMean

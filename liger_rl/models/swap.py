@@ -20,6 +20,7 @@ from transformers.utils import TransformersKwargs
 from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.head.logprobs import LogProbs, linear_logprobs
 from liger_rl.head.support import Support
+from liger_rl.kernels.argument_checks import check_type
 from liger_rl.models.adapters import unwrap_peft
 from liger_rl.models.lm_head import (
     install_hooks,
@@ -101,8 +102,7 @@ def swap_lm_head(model: Model) -> Model:
             reproduce. The model's class and the reason are named, and the model is left as it was.
     """
     swapped: Any = unwrap_peft(model)
-    if not isinstance(swapped, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}")
+    check_type("model", swapped, PreTrainedModel, "a transformers PreTrainedModel")
     with _swap_lock:
         if not is_swapped(model):
             _swap(swapped)
@@ -281,8 +281,7 @@ def _fused_forward(
     name = "labels" if shift_labels is None else "shift_labels"
     targets = _check_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
     if support is not None:
-        if not isinstance(support, Support):
-            raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+        check_type("support", support, Support, "a Support or None")
         support.to(targets.device).check_targets(targets, name)
     if shift_labels is None:
         targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -364,8 +363,7 @@ def check_arguments(model: Any, names: Iterable[str]) -> None:
 
 
 def _check_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(labels).__name__}")
+    check_type(name, labels, Tensor, "a tensor")
     ids = kwargs.get("input_ids", args[0] if args else None)
     if labels.dim() != 2 or (ids is not None and labels.shape != ids.shape):
         expected = "(B, T)" if ids is None else f"(B, T) = {tuple(ids.shape)} from input_ids"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.checks import check_dense, check_integers, check_shape
 from liger_rl.head.support import Support
-from liger_rl.kernels.transform import check_type
+from liger_rl.kernels.argument_checks import check_type
 from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
@@ -182,8 +182,7 @@ class LossSteps(Iterator[LossStep]):
             self._swapped = swapped = get_swapped_model(model)
             row_options = LayoutOptions(**options)
             check_memory(memory)
-            if not isinstance(batch, Mapping):
-                raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
+            check_type("batch", batch, Mapping, "a mapping of columns by name")
             _check_loss(loss, swapped)
             inputs = read_model_inputs(model, swapped, batch, loss, extra_inputs, [*options, "memory", "group"])
             ids, mask = _read_tokens(batch)
@@ -424,8 +423,7 @@ def _align_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, m
 def _read_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """input_ids (B, T), and their mask as bool, False in the first column."""
     for name in ("input_ids", "mask"):
-        if not isinstance(batch.get(name), Tensor):
-            raise TypeError(f"{name} must be a tensor in the batch, got {type(batch.get(name)).__name__}")
+        check_type(name, batch.get(name), Tensor, "a tensor in the batch")
     ids, mask = batch["input_ids"], batch["mask"]
     check_integers("input_ids", ids)
     if ids.dim() != 2 or not ids.numel():
@@ -456,8 +454,7 @@ def _check_inputs(inputs: Mapping[str, Any], ids: Tensor) -> None:
 
 
 def _check_loss(loss: Any, swapped: Any) -> None:
-    if not isinstance(loss, FusedLinearLoss):
-        raise TypeError(f"loss must be a fused loss, such as FusedLinearGRPOLoss, got {type(loss).__name__}")
+    check_type("loss", loss, FusedLinearLoss, "a fused loss, such as FusedLinearGRPOLoss")
     for name, unset in (("softcap", None), ("scale", 1.0)):
         value, model_value = getattr(loss.transform, name), getattr(swapped._fused_transform, name)
         if value not in (unset, model_value):

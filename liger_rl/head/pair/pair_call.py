@@ -28,6 +28,7 @@ from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure
 from liger_rl.head.pair.two_heads import Pair
 from liger_rl.head.record import Gradients, Head, gather_head
 from liger_rl.kernels import gemm
+from liger_rl.kernels.argument_checks import check_choice, check_number
 from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.transform import LogitTransform
 
@@ -52,10 +53,8 @@ class Divergence(NamedTuple):
 
 def make_measure(kind: str, beta: float) -> Measure:
     """The measure of a kind. "jsd" with beta 0 is the forward KL divergence, with beta 1 the reverse."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
-    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
-        raise TypeError(f"beta must be a number, got {type(beta).__name__}")
+    check_choice("kind", kind, KINDS)
+    check_number("beta", beta)
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must be in [0, 1], got {beta}")
     if kind != "jsd":

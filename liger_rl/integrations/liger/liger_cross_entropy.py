@@ -12,8 +12,8 @@ from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.checks import check_dense, check_integers, check_shape
 from liger_rl.head.record import Head
 from liger_rl.integrations.liger.liger_head import make_targets, prepare_head
+from liger_rl.kernels.argument_checks import check_choice, check_type
 from liger_rl.kernels.public_call import outside_of_graphs
-from liger_rl.kernels.transform import check_type
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.metrics import Metric, MetricsLevel
@@ -98,8 +98,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return self.ce_weight is not None and bool(self.label_smoothing)
 
     def _fused(self) -> FusedLinearLoss:
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {self.reduction!r}")
+        check_choice("reduction", self.reduction, REDUCTIONS)
         if self._smooths_classes and self.use_token_scaling:
             raise ValueError("use_token_scaling must be False with ce_weight and label_smoothing together")
         extra_reads = ("is_top1",) * self.return_token_accuracy + ("topk_ids",) * self.return_predicted_tokens
