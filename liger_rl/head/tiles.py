@@ -40,7 +40,7 @@ def plan_tiles(
     return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
 
 
-def free_tile_vocab(vocab: int) -> int:
+def default_tile_vocab(vocab: int) -> int:
     """Width of a tile if no chunk is named: V / VOCAB_TILES, rounded up to a multiple of CHUNK_ALIGNMENT."""
     return -(-vocab // (VOCAB_TILES * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 

@@ -24,10 +24,8 @@ def evaluate(
 ) -> PolicyLoss:
     """`prepared.evaluate` of (B, T) or (N,) log-probabilities, differentiable once."""
     kernel = find_kernel(prepared, logps)
-    return prepared.evaluate(logps, entropy, others) if kernel is None else _launch(prepared, logps, kernel)
-
-
-def _launch(prepared: PreparedLoss, logps: Tensor, kernel: ModuleType) -> PolicyLoss:
+    if kernel is None:
+        return prepared.evaluate(logps, entropy, others)
     loss, *_, sums = _Launch.apply(logps, prepared, kernel, ("sums",))
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
@@ -48,8 +46,7 @@ def with_gradients(
     for name in ("lse", "mean_logits"):
         if name in values:
             values[name] = leaves[name] = values[name].detach().requires_grad_()
-    kernel = find_kernel(prepared, logps)
-    result = prepared.evaluate(logps, entropy, values) if kernel is None else _launch(prepared, logps, kernel)
+    result = evaluate(prepared, logps, entropy, values)
     gradients: dict[str, Tensor] = {}
     if result.loss.requires_grad:
         grads = torch.autograd.grad(result.loss, tuple(leaves.values()), allow_unused=True)

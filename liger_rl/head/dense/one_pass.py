@@ -16,7 +16,7 @@ from liger_rl.head.autograd import Engine, has_gradient, index_of, token_gradien
 from liger_rl.head.dense import two_pass
 from liger_rl.head.dense.totals import Totals
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
-from liger_rl.head.tiles import Tiles, free_tile_vocab, kind_of, spans
+from liger_rl.head.tiles import Tiles, default_tile_vocab, kind_of, spans
 from liger_rl.head.workload import NO_GRADIENT, Workload
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import runs_triton
@@ -62,7 +62,7 @@ def run_one_pass(
     """
     weight, device, vocab = head.weight, head.hidden.device, head.weight.shape[0]
     totals, chunk_values = Totals(head, sum_dtype, needs), list[LogProbs]()
-    tile_width, buffer = min(free_tile_vocab(vocab), vocab), None
+    tile_width, buffer = min(default_tile_vocab(vocab), vocab), None
     # One tile of all V entries, if no step makes a temporary of the tile's width.
     one_tile = gemm.ADDS_TO_FLOAT32 and weight.dtype == head.dtype and runs_triton(device)
     with gemm.without_autocast(device):

@@ -32,7 +32,7 @@ from liger_rl.head.pair.pair_reference import (
     Tile,
 )
 from liger_rl.head.record import Gradients, Head, Needs
-from liger_rl.head.tiles import Tiles, free_tile_vocab, kind_of, plan_tiles, spans
+from liger_rl.head.tiles import Tiles, default_tile_vocab, kind_of, plan_tiles, spans
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.limits import LIMITS
@@ -167,7 +167,7 @@ def _copies_tiles(head: Head) -> bool:
 
 def _product_columns(head: Head, vocab: int) -> int:
     """Columns of a product, if products cover the whole vocabulary one after the other."""
-    return vocab if gemm.ADDS_TO_FLOAT32 and not _copies_tiles(head) else free_tile_vocab(vocab)
+    return vocab if gemm.ADDS_TO_FLOAT32 and not _copies_tiles(head) else default_tile_vocab(vocab)
 
 
 def _compute_logits(head: Head, tokens: slice, vocab: int) -> Tensor:
