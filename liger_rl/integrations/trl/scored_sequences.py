@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import window
-from liger_rl.integrations.trl.forward import WindowCall, find_wrapped, set_window_call
+from liger_rl.integrations.trl.forward import WindowCall, find_wrapped, get_window_call, set_window_call
 from liger_rl.integrations.trl.settings import get_settings
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
@@ -57,15 +57,13 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
     ) -> Any:
         has_images = any(options.get(name) is not None for name in options.keys() - OPTIONS)
         may_join = applies(self) and not (has_images or torch.is_grad_enabled())
+        call = get_window_call()
         if batch_size is not None and may_join and window.find_trained_row_reader(self) is None:
             shape, size = (batch_size, input_ids.shape[1]), window.get_size(self)
             batch_size = int(min(batch_size * size, len(input_ids)))
             call = WindowCall(shapes=(shape,) * -(-batch_size // shape[0]))
-            with set_window_call(call):
-                return logps.original(
-                    self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options
-                )
-        return logps.original(self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options)
+        with set_window_call(call):
+            return logps.original(self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options)
 
     loss = Patch(f"{trainer}._compute_loss", _compute_loss)
     logps = Patch(f"{trainer}._get_per_token_logps_and_entropies", _get_per_token_logps_and_entropies, None)
