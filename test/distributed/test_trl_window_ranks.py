@@ -151,3 +151,13 @@ def test_uneven_runs_of_deepspeed_agree(run_deepspeed):
 def test_runs_of_deepspeed_agree(case, wrapper, run_deepspeed):
     for results in run_deepspeed(wrapper):
         assert_same_runs(results, case)
+
+
+def test_lora_layers_under_zero_3(run_deepspeed):
+    """One Function, with PEFT's values to the rounding of bfloat16."""
+    for results in run_deepspeed("zero3"):
+        plain, patched = results["SFT, LoRA in bfloat16"]
+        assert (plain["lora_calls"], patched["calls"]) == (0, plain["calls"] / 2)
+        assert patched["lora_calls"] >= patched["calls"]
+        for name in ("loss", "grad_norm"):
+            assert patched["log"][name] == pytest.approx(plain["log"][name], rel=2**-7), name
