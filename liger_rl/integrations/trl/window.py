@@ -401,7 +401,7 @@ def _find_limit(trainer: Any, model: nn.Module, state: _TrainerState) -> int | N
     memory = read_memory(trainer.args.device)
     if settings.max_tokens is not None or memory is None:
         return settings.max_tokens
-    share = settings.memory or DEFAULT_SHARE
+    share = settings.memory or DEFAULT_SHARE  # without kept layers, too, a window takes what is free
     count = count_fitting_tokens(model, share)
     if count is None and state.token_bytes:  # no layer is recomputed, or none has transformers' switch
         count = int(share * (memory.spare - count_missing_gradients(model)) / state.token_bytes)
