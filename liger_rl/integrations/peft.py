@@ -35,6 +35,8 @@ PATCHES = (
     _make_patch("peft.tuners.lora.layer:Linear"),
     _make_patch("peft.tuners.lora.bnb:Linear4bit"),
     _make_patch("peft.tuners.lora.bnb:Linear8bitLt"),
+    _make_patch("peft.tuners.lora.gptq:GPTQLoraLinear"),
+    _make_patch("peft.tuners.lora.awq:AwqLoraLinear"),
 )
 PEFT = Framework("peft", (0, 17), (0, 22), *PATCHES, gain="a LoRA layer is one autograd Function")
 

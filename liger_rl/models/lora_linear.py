@@ -129,7 +129,7 @@ def forward_lora_layer(original: Callable[..., Tensor], layer: Any, x: Tensor, *
     x = x.to(_product_dtype(x))
     dropout = layer.lora_dropout[name]
     dropped = dropout(x) if layer.training and not isinstance(dropout, nn.Identity) else None
-    if type(base) is nn.Linear:
+    if _is_plain(base):
         inputs = _flatten(x), None if dropped is None else _flatten(dropped)
         y = LoraLinear.apply(*inputs, base.weight, base.bias, a, b, scaling)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -165,14 +165,19 @@ def _find_adapter(layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
     if dtype not in HALF:
         return None, "the products are not of a 16-bit dtype"
     # Without autocast PEFT computes in the adapter's dtype, and a linear layer in its weight's.
-    weights = [a.weight, *([base.weight] if type(base) is nn.Linear else [])]
+    weights = [a.weight, *([base.weight] if _is_plain(base) else [])]
     if not torch.is_autocast_enabled(x.device.type) and any(weight.dtype != dtype for weight in weights):
         return None, "without autocast, the adapter or its layer has another dtype than the input"
     if not all(type(factor) is nn.Linear and not _has_hooks(factor) for factor in (a, b)):
         return None, "a factor of the adapter is sharded on its own, or has hooks"
-    if type(base) is nn.Linear and (base.weight.requires_grad or _has_hooks(base)):
+    if _is_plain(base) and (base.weight.requires_grad or _has_hooks(base)):
         return None, "the adapted layer is trained, or has hooks"
     return name, ""
+
+
+def _is_plain(base: nn.Module) -> bool:
+    """Whether the adapted layer is linear with a plain weight. torchao keeps the layer and quantizes its weight."""
+    return type(base) is nn.Linear and type(base.weight) in (Tensor, nn.Parameter)
 
 
 def _has_hooks(module: nn.Module) -> bool:

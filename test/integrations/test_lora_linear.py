@@ -11,6 +11,8 @@ from torch import nn
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.awq import AwqLoraLinear
+from peft.tuners.lora.gptq import GPTQLoraLinear
 
 import oracles
 from devices import on_gpu
@@ -26,6 +28,20 @@ class Quantized(nn.Linear):
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class QuantizedWeight(torch.Tensor):
+    """A weight as torchao makes it: a linear layer takes it, and no other function."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            x, weight, *bias = args
+            return function(x, weight.as_subclass(torch.Tensor), *bias)
+        allowed = (torch.Tensor.as_subclass, torch.Tensor.detach, torch.Tensor.requires_grad_)
+        if function in allowed or "__get__" in str(function):
+            return super().__torch_function__(function, types, args, kwargs or {})
+        raise NotImplementedError(str(function))
 
 
 def layer(*, base=nn.Linear, base_dtype=torch.bfloat16, dtype=torch.float32, bias=False, device="cpu", **options):
@@ -78,6 +94,43 @@ def test_errors_are_peft_s(name, device):
     for mine, other, truth in zip(ours, theirs, exact, strict=True):
         assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
         assert oracles.relative_error(mine, truth) <= 1.5 * oracles.relative_error(other, truth) + 2**-9
+
+
+def quantize_weight(adapted):
+    weight = adapted.base_layer.weight.detach().as_subclass(QuantizedWeight)
+    adapted.base_layer.weight = nn.Parameter(weight, requires_grad=False)
+    return adapted
+
+
+def of_class(kind):
+    """The layer of another class of PEFT, around a layer with that class's kind of base."""
+
+    def convert(adapted):
+        config = LoraConfig(r=RANK, init_lora_weights=False)
+        torch.manual_seed(0)
+        return kind(Quantized(IN, OUT, bias=False).to(torch.bfloat16), "default", config=config, r=RANK, lora_alpha=2)
+
+    return convert
+
+
+@pytest.mark.parametrize("convert", [quantize_weight, of_class(GPTQLoraLinear), of_class(AwqLoraLinear)])
+def test_the_base_of_a_quantized_model_runs_as_it_is(convert, monkeypatch):
+    added = []
+    monkeypatch.setattr(
+        lora_linear.AddedLora,
+        "apply",
+        lambda *args, apply=lora_linear.AddedLora.apply: (added.append(1), apply(*args))[1],
+    )
+    adapted, results = convert(layer()), []
+    for patch in (True, False):
+        x = torch.randn(6, IN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with patched_peft() if patch else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+            y = adapted(x)
+        factors = [parameter for name, parameter in adapted.named_parameters() if "lora_" in name]
+        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *factors])])
+    assert added == [1]
+    for mine, other in zip(*results, strict=True):
+        assert oracles.relative_error(mine, other) < 2**-6
 
 
 @pytest.mark.parametrize("base", [nn.Linear, Quantized])
