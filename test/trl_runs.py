@@ -333,7 +333,9 @@ def parted_at_a_bound(patched: Run, plain: Run) -> bool:
 def _differs(a: Run, b: Run, name: str, by_step: bool = False) -> list[bool]:
     values, expected = torch.tensor([a.log[name], b.log[name]], dtype=torch.float64)
     sizes = expected.abs() if by_step else expected.abs().max()
-    same = (values - expected).abs() <= 1e-5 * sizes.clamp(min=1.0)
+    # Before its version 5 transformers rounds a logged loss to four digits.
+    rounding = 1e-4 if name == "loss" and transformers.__version__.startswith("4.") else 0.0
+    same = (values - expected).abs() <= 1e-5 * sizes.clamp(min=1.0) + rounding
     return (~same).tolist()  # a NaN is not the same
 
 

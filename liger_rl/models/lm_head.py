@@ -7,6 +7,7 @@
 them must be one of the transforms that its config names.
 """
 
+import inspect
 import math
 import threading
 from collections import OrderedDict
@@ -337,6 +338,9 @@ def _run_two_tokens(
         return logits.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
 
     ids = torch.tensor([[1, last]], device=model.device) % head.linear.weight.shape[0]
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        # Doge of transformers 4.57 is causal without a mask alone.
+        inputs["attention_mask"] = torch.ones_like(ids)
     try:
         with _fork_random_state(model), _without_checkpoints(model), intercept_logits(head.module, answer) as request:
             output = model(input_ids=ids, use_cache=False, return_dict=True, **inputs)

@@ -11,6 +11,11 @@ import oracles  # noqa: E402
 from liger_rl import swap_lm_head  # noqa: E402
 from liger_rl.models.swap import FusedCausalLMOutput, is_swapped  # noqa: E402
 
+# Transformers 4.57 lacks some models, and some of its models make an attention mask of their own.
+BEFORE_5 = transformers.__version__.startswith("4.")
+NEEDS_TREES_OF_GPT2 = pytest.mark.skipif(
+    BEFORE_5, reason="in transformers 4.57 GPT-2 makes an attention mask of its own"
+)
 VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 14
 SIZES = {
     "vocab_size": VOCAB,
@@ -130,11 +135,17 @@ def randomised(model: nn.Module) -> nn.Module:
     return model
 
 
+def make_config(name: str, **options) -> "transformers.PretrainedConfig":
+    if BEFORE_5 and not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return getattr(transformers, f"{name}Config")(**options)
+
+
 def build(name: str, device="cpu", attention: str = "sdpa", **overrides) -> "transformers.PreTrainedModel":
     torch.manual_seed(0)
     options = {**(CONFIGS.get(name) or HYBRIDS[name]), **overrides}
     attention = options.pop("attention", attention)
-    config = getattr(transformers, f"{name}Config")(**options)
+    config = make_config(name, **options)
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except ValueError:  # transformers 5.23 has no "sdpa" for Gemma 2

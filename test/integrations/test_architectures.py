@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import oracles
 from hf_models import (
     BATCH,
+    BEFORE_5,
     CONFIGS,
     HEADS,
     HIDDEN,
@@ -23,6 +24,7 @@ from hf_models import (
     fused_logps,
     gradients,
     make_batch,
+    make_config,
     randomised,
     transformers,
 )
@@ -66,7 +68,7 @@ def image_text_model(name: str, attention: str) -> transformers.PreTrainedModel:
         if name == "Qwen3VL":
             vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
             options["text_config"] = {**HEADS, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-    config = getattr(transformers, f"{name}Config")(vision_config=vision, **options)
+    config = make_config(name, vision_config=vision, **options)
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     return randomised(model_class._from_config(config, attn_implementation=attention)).eval()
 
@@ -78,7 +80,8 @@ def make_image_batch(name: str) -> dict[str, Tensor]:
         pixels = torch.randn(BATCH * 4, 3 * 2 * 14 * 14, generator=generator)
         batch |= {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]] * BATCH)}
         batch["input_ids"][:, :3] = torch.tensor([7, IMAGE, 8])
-        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
+        if not BEFORE_5:
+            batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
     else:
         batch["pixel_values"] = torch.randn(BATCH, 3, 28, 28, generator=generator)
         batch["input_ids"][:, :4] = IMAGE
@@ -92,7 +95,10 @@ def make_image_batch(name: str) -> dict[str, Tensor]:
 @on_both_attentions
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture(name, attention, device):
-    fused = assert_same_as_full_logits(build(name, device, attention), make_batch(device))
+    model, batch = build(name, device, attention), make_batch(device)
+    if name == "RecurrentGemma" and BEFORE_5:  # a forward without a cache fails after one of another number of rows
+        swap_lm_head(model)
+    fused = assert_same_as_full_logits(model, batch)
     assert (fused.aux_loss is not None) == (name in ROUTED)
 
 

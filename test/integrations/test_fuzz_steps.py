@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 import oracles
-from hf_models import CONFIGS, VOCAB, assert_same_gradients, build, gradients
+from hf_models import BEFORE_5, CONFIGS, VOCAB, assert_same_gradients, build, gradients
 from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, loss_steps
 
 CASES = max(1, round(0.06 * int(os.environ.get("FUZZ_CASES", "500"))))
@@ -65,6 +65,8 @@ def logps_of_rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_rows_by_themselves(seed):
     draw = random.Random(seed)
     name, pairs, left = draw.choice(sorted(CONFIGS)), draw.random() < 0.5, draw.random() < 0.5
+    if name == "RecurrentGemma" and BEFORE_5:
+        pytest.skip("in transformers 4.57 a RecurrentGemma without a cache keeps the graph of the forward before")
     model = model_of(name)
     batch = draw_batch(draw, pairs, left)
     if name == "GPT2":  # its default positions are columns

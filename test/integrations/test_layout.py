@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 import oracles
 from devices import NEEDS_GPU
-from hf_models import CONFIGS, HEADS, HYBRIDS, VOCAB, assert_same_gradients, build, gradients, transformers
+from hf_models import (
+    BEFORE_5,
+    CONFIGS,
+    HEADS,
+    HYBRIDS,
+    VOCAB,
+    assert_same_gradients,
+    build,
+    gradients,
+    transformers,
+)
 from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head
 from liger_rl.losses import PRESETS, TopEntropyMask
 from liger_rl.models.swap import is_swapped
@@ -115,14 +125,20 @@ def test_layers_of_a_state_run_without_padding(name, padding):
     steps = assert_as_padded(model, with_columns(model, make_batch(padding)), loss, max_tokens=budget)
     count = {"right": 40, "left": 46, "both": 31}[padding]
     assert budget is None or steps.layout.startswith(f"{count} tokens in padded rows; no prefix is shared")
-    with pytest.raises(ValueError, match="share_prefixes must not be True here"):
-        loss_steps(model, make_batch(padding), loss, share_prefixes=True)
+    for option in ("share_prefixes", "packing"):
+        with pytest.raises(ValueError, match=f"{option} must not be True here"):
+            loss_steps(model, make_batch(padding), loss, **{option: True})
 
 
 @pytest.mark.parametrize("padding", SPANS)
 def test_a_state_that_feels_padding_keeps_it(padding):
-    model = build("RecurrentGemma", attention="eager")
-    assert_as_padded(model, with_columns(model, make_batch(padding)), FusedLinearGRPOLoss("gspo"))
+    model, loss = build("RecurrentGemma", attention="eager"), FusedLinearGRPOLoss("gspo")
+    batch = with_columns(model, make_batch(padding))
+    if BEFORE_5:  # without a cache it keeps the state of the rows before
+        with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM cannot be swapped: its forward failed on two"):
+            loss_steps(model, batch, loss)
+        return
+    assert_as_padded(model, batch, loss)
 
 
 @pytest.mark.parametrize("padding", SPANS)
@@ -263,6 +279,10 @@ OF_BOTH_SIDES = {
     "XLNet": {"vocab_size": VOCAB, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48},
 }
 
+CAUSAL_IN_SOME = {"Doge": "transformers 5.23"} | (
+    {"Llama": "transformers 4.57, whatever is_causal is"} if BEFORE_5 else {}
+)
+
 
 @pytest.mark.parametrize("name", OF_BOTH_SIDES)
 def test_models_that_are_not_causal_are_refused(name):
@@ -276,8 +296,8 @@ def test_models_that_are_not_causal_are_refused(name):
     others = torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1)
     with torch.no_grad():
         before, after = (model(row, attention_mask=batch["attention_mask"]).logits[:, :-1] for row in (ids, others))
-    if name == "Doge" and torch.allclose(before, after, atol=1e-6):
-        pytest.skip("Doge is causal in transformers 5.23")
+    if name in CAUSAL_IN_SOME and torch.allclose(before, after, atol=1e-6):
+        pytest.skip(f"{name} is causal in {CAUSAL_IN_SOME[name]}")
     assert not torch.allclose(before, after, atol=1e-6)
     with pytest.raises(ValueError, match=f"must be a causal LM; a token of this {type(model).__name__} changes"):
         swap_lm_head(model)
@@ -445,6 +465,10 @@ def tables_of(batch: dict) -> dict[str, Tensor]:
 def test_packed_rows(name):
     model, loss = build(name, **ARCHITECTURES.get(name, {})), FusedLinearGRPOLoss("gspo", metrics="basic")
     batch = with_columns(model, make_batch("both", positions=name == "GPT2"))
+    if name == "GraniteMoe" and BEFORE_5:  # its mask is causal alone
+        with pytest.raises(ValueError, match="packing must not be True here: GraniteMoeForCausalLM lets a sequence"):
+            loss_steps(model, batch, loss, packing=True)
+        return
     assert_as_padded(model, batch, loss, packing=True)
     if name != "Mixtral":
         calls = Calls(model)
@@ -551,7 +575,7 @@ def test_the_least_budget_and_the_total_before_the_last_step():
 @pytest.mark.parametrize(
     ("name", "message", "how"),
     [
-        ("FalconH1", "FalconH1ForCausalLM has layers of type hybrid", ""),
+        ("Lfm2", "Lfm2ForCausalLM has layers of type conv", ""),
         ("Llama", "trim=False keeps rows as they are", "untrimmed"),
         ("Llama", "row 0 of input_ids has padding between tokens", "holes"),
         ("GPT2", "row 1 of input_ids has padding between tokens", ""),
@@ -559,10 +583,10 @@ def test_the_least_budget_and_the_total_before_the_last_step():
 )
 def test_packing_that_cannot_be(name, message, how):
     batch, loss = make_batch(), FusedLinearGRPOLoss("grpo")
-    model = swap_lm_head(build(name, num_hidden_layers=1) if name != "GPT2" else build(name))
+    model = swap_lm_head(build(name, num_hidden_layers=1) if name == "Llama" else build(name))
     if how == "holes":
         batch["attention_mask"][0, 3] = 0
-    if how != "untrimmed" and name != "FalconH1":
+    if how != "untrimmed" and name != "Lfm2":
         loss_step(model, make_batch("right"), loss, packing=True)  # tries out the model
     trim = {"trim": False} if how == "untrimmed" else {}
     refused(model, batch, loss, f"packing must not be True here: {message}", packing=True, **trim)

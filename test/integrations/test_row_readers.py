@@ -7,12 +7,12 @@ import pytest
 import torch
 from test_trials import LOSS, batch_of
 from torch import nn
-from transformers.integrations import neftune
 
-from hf_models import build
+from hf_models import BEFORE_5, build, transformers
 from liger_rl import loss_step, loss_steps, swap_lm_head
 from liger_rl.step.row_readers import find_row_reader
 
+NEFTUNE_HOME = transformers.trainer_utils if BEFORE_5 else transformers.integrations.neftune
 AS_IT_IS = "the batch as it is: "
 
 
@@ -106,7 +106,7 @@ def around(kind):
 
 def add_neftune(model):
     model.get_input_embeddings().neftune_noise_alpha = 5.0
-    model.get_input_embeddings().register_forward_hook(neftune.neftune_post_forward_hook)
+    model.get_input_embeddings().register_forward_hook(NEFTUNE_HOME.neftune_post_forward_hook)
 
 
 def add_hook(model):

@@ -17,6 +17,7 @@ from test_trl_step import gpt2
 from test_trl_window import subclass_with
 
 import trl_runs
+from hf_models import NEEDS_TREES_OF_GPT2
 from liger_rl import explain_trl, patch_trl
 from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
@@ -280,7 +281,11 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
     ("options", "text"),
     [
         ({"model": with_attention_dropout}, "no prefix shared: dropout draws for each sequence (to change that: att"),
-        ({"model": with_dropout_of_a_residual}, "for each sequence (to change that: resid_pdrop=0)"),
+        pytest.param(
+            {"model": with_dropout_of_a_residual},
+            "for each sequence (to change that: resid_pdrop=0)",
+            marks=NEEDS_TREES_OF_GPT2,
+        ),
         ({"max_tokens": 100}, "optimizer step: 1 of its 2 micro-batches in one forward"),
         (
             {"label_smoothing_factor": 0.1},
