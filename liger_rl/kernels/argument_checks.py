@@ -11,10 +11,12 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], expecte
 
 
 def check_number(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is an int or a float."""
     check_type(name, value, (int, float), "a number")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is one of the strings `choices`."""
     choices = list(choices)
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")

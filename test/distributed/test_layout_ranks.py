@@ -5,14 +5,13 @@ from functools import cache, partial
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
-from test_models import VOCAB, shard, tiny_llama  # noqa: E402
+from test_models import VOCAB, shard, tiny_llama, wrap  # noqa: E402
 
 import oracles  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head  # noqa: E402
@@ -255,14 +254,7 @@ def trl_steps(rank, wrapper, whole_step, long, micro_batches=1, steps=range(2)):
         model.model.register_forward_pre_hook(
             lambda _, args, inputs: runs.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
         )
-        if wrapper == "ddp":
-            wrapped = DistributedDataParallel(model, process_group=rank.group)
-        elif wrapper == "fsdp1":
-            policy = ModuleWrapPolicy({type(model.model.layers[0])})
-            options = {"use_orig_params": True, "device_id": torch.device("cpu")}
-            wrapped = FullyShardedDataParallel(model, rank.group, auto_wrap_policy=policy, **options)
-        else:
-            wrapped = shard(model, rank.mesh(), wrapper)
+        wrapped = wrap(model, rank, wrapper)
         for step in steps:
             inputs, weights = trl_batch(rank, step, long=long)
             with forward.set_window_call(forward.WindowCall(weights == 0, ((2, 1),) * micro_batches)):

@@ -4,14 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 from test_layout_ranks import gradients  # noqa: E402
-from test_models import VOCAB, shard, tiny_llama  # noqa: E402
+from test_models import VOCAB, tiny_llama, wrap  # noqa: E402
 
 from liger_rl.step import memory  # noqa: E402
 from liger_rl.step.memory import DeviceMemory, run_with_kept_layers  # noqa: E402
@@ -24,15 +21,7 @@ def steps_of(rank, wrapper):
     """-> (clause, loss, gradients) of a run with share 0, a measured run, and one with kept layers."""
     model = tiny_llama().to(rank.device).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if wrapper == "ddp":
-        model = DistributedDataParallel(model, process_group=rank.group)
-    elif wrapper == "fsdp1":
-        policy = ModuleWrapPolicy({type(model.model.layers[0])})
-        model = FullyShardedDataParallel(
-            model, rank.group, auto_wrap_policy=policy, use_orig_params=True, device_id=rank.device
-        )
-    else:
-        model = shard(model, rank.mesh(), wrapper)
+    model = wrap(model, rank, wrapper)
     ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(rank.index)).to(rank.device)
     layers = memory.find_layers(model)
     allocated, results = 0, []

@@ -6,10 +6,12 @@ from functools import cache
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
@@ -114,6 +116,18 @@ def shard(model, mesh, unit, policy=None):
         layers[1].set_modules_to_forward_prefetch([model.lm_head])
         model.lm_head.set_modules_to_backward_prefetch([layers[1]])
     return model
+
+
+def wrap(model, rank, wrapper):
+    """The model in DDP, in FSDP1, or sharded by FSDP2 (the `unit` of `shard`)."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, process_group=rank.group)
+    if wrapper == "fsdp1":
+        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        return FullyShardedDataParallel(
+            model, rank.group, auto_wrap_policy=policy, use_orig_params=True, device_id=rank.device
+        )
+    return shard(model, rank.mesh(), wrapper)
 
 
 def train_shares(model, rows, mesh):
