@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
+from liger_rl.step.host_inputs import HostInputs
 
 Result = TypeVar("Result")
 Checkpoint = Callable[..., Any]  # (a function, its arguments) -> the function's result
@@ -63,27 +64,30 @@ def run_with_kept_layers(
 ) -> tuple[Result, str | None]:
     """The result of `forward()`, and a clause such as "24 of 28 layers kept".
 
-    As many layers keep their activations as fit. The clause is None, and the forward runs as it is, without a graph,
-    without checkpointed layers, on other devices than CUDA, for a compiled model, with DeepSpeed's ZeRO-3, inside a
-    context that keeps activations elsewhere (TRL's `activation_offloading`) and with share 0. If the forward runs out
-    of memory and `agree` is None, it runs once more with every layer recomputed, and later runs keep fewer layers.
+    As many layers keep their activations as fit. With share 0 none does, and their inputs are kept in CPU memory. The
+    clause is None, and the forward runs as it is, without a graph, without checkpointed layers, on other devices than
+    CUDA, for a compiled model, with DeepSpeed's ZeRO-3 and a share above 0, and inside a context that keeps activations
+    elsewhere (TRL's `activation_offloading`). If the forward runs out of memory and `agree` is None, it runs once more
+    with every layer recomputed, and later runs keep fewer layers.
 
     Args:
         model: a model of transformers, or a wrapper of one (PEFT, DDP, FSDP).
         forward: runs the model, on `tokens` tokens in all, padding included. One backward is through all of them.
         share: the share of the free memory that a run may take, 0 to 1.
         agree: a collective of the ranks that run the model together: the number of layers that this rank could keep ->
-            the smallest such number. Called once for each run, except where the clause is None.
+            the smallest such number. Called once for each run, except where the clause is None or the share 0.
     """
-    may_keep = share and torch.is_grad_enabled() and not _are_saved_tensors_hooked()
-    layers = find_layers(model) if may_keep else []
-    # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
-    # backward reads next.
-    if layers and is_zero_3(next(layers[-1].parameters(), None)):
-        return forward(), None
+    layers = find_layers(model) if torch.is_grad_enabled() and not _are_saved_tensors_hooked() else []
     device = _find_device(layers)
     memory = None if device is None else read_memory(device)
     if device is None or memory is None:
+        return forward(), None
+    if not share:
+        with _keep_inputs_on_host(layers, device):
+            return forward(), f"{len(layers)} layers recomputed, their inputs in CPU memory"
+    # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
+    # backward reads next.
+    if is_zero_3(next(layers[-1].parameters(), None)):
         return forward(), None
     key, tokens, kept = layers[-1], max(tokens, 1), 0
     measurement = _measurements.get(key)
@@ -210,6 +214,15 @@ def _find_device(layers: list[nn.Module]) -> torch.device | None:
 def keep_activations(layers: list[nn.Module]) -> AbstractContextManager[None]:
     """Forwards inside the context do not recompute these layers."""
     return _replaced_checkpoints(layers, lambda number, checkpoint: _call)
+
+
+@contextmanager
+def _keep_inputs_on_host(layers: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """Forwards inside the context recompute these layers, and keep the layers' inputs in CPU memory."""
+    inputs = HostInputs(device)
+    with _replaced_checkpoints(layers, inputs.wrap_checkpoint):
+        yield
+    inputs.finish_forward()
 
 
 @contextmanager

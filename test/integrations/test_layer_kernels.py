@@ -1,4 +1,4 @@
-"""liger-kernel's kernels for norms, MLPs and rotary embeddings (`use_liger_kernel`) beside the patch: on a GPU."""
+"""What TRL does on a GPU alone, beside the patch: liger-kernel's kernels for layers, and activations in CPU memory."""
 
 import sys
 
@@ -12,6 +12,7 @@ import trl_runs
 from devices import NEEDS_GPU
 from hf_models import CONFIGS, transformers
 from liger_rl.integrations.trl import patched_trl
+from liger_rl.step.memory import DEFAULT_SHARE
 
 # A layout needs 1,024 tokens on a GPU, and flex attention heads of 16 numbers.
 LARGER = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 512, "vocab_size": len(trl_runs.TOKENS)}
@@ -66,11 +67,12 @@ def train(kind: str, directory, rollouts: list[dict]) -> list[dict[str, float]]:
 
 
 @NEEDS_GPU
+@pytest.mark.parametrize("memory", [DEFAULT_SHARE, 0], ids=["kept", "on the host"])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3Text", "Mistral", "Qwen3Moe"], indirect=True)
-def test_a_run_with_ligers_layers_is_the_same_and_shares_prompts(kind, tmp_path):
+def test_a_run_with_ligers_layers_is_the_same_and_shares_prompts(kind, memory, tmp_path):
     rollouts: list[dict] = []
     plain = train(kind, tmp_path, rollouts)
-    with patched_trl():
+    with patched_trl(memory=memory):
         patched = train(kind, tmp_path, rollouts)
     assert len(plain) == len(patched) == OPTIONS["max_steps"]
     # Four completions of each prompt, of a few tokens. The first step runs its micro-batches apart, to measure memory.
@@ -78,3 +80,14 @@ def test_a_run_with_ligers_layers_is_the_same_and_shares_prompts(kind, tmp_path)
     for before, after in zip(plain, patched, strict=True):
         for name in ("loss", "grad_norm", "entropy"):
             assert after[name] == pytest.approx(before[name], rel=2e-3, abs=1e-5), name
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_run_with_trls_activation_offloading_is_the_same(kind, path_of, tmp_path):
+    options = {"activation_offloading": True, "use_cpu": False, "gradient_accumulation_steps": 2, "max_steps": 3}
+    options |= {"per_device_train_batch_size": 2, "learning_rate": 0.0}
+    path = path_of["qwen3"]
+    plain, patched = (trl_runs.train(kind, path, tmp_path, patch=patch, **options) for patch in (False, True))
+    for name in ("loss", "grad_norm"):
+        assert patched.log[name] == pytest.approx(plain.log[name], rel=1e-4, abs=1e-5), name

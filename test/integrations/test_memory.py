@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ TOKENS = ROWS * LENGTH
 PLENTY = 1 << 50
 CHECKPOINTS = [("Qwen3", False), ("Qwen3", True), ("Llama", False), ("Llama", True), ("Qwen3Moe", False)]
 MEASURED = "0 of 4 layers kept: this run is measured"
+ON_HOST = "4 layers recomputed, their inputs in CPU memory"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -77,15 +79,25 @@ class Memory:
     real_read = staticmethod(memory.read_memory)
 
 
+class CpuStream:
+    """A stream on which all has run already."""
+
+    wait_stream = wait_event = lambda self, other: None
+    record_event = lambda self: self  # noqa: E731
+
+
 @pytest.fixture
 def device_memory(request, monkeypatch):
-    """Replaces the reading of memory: of the CPU's, except in a test that takes a device."""
+    """Replaces the reading of memory: of the CPU's, except in a test that takes a device. Copies are there then."""
     device = request.getfixturevalue("device") if "device" in request.fixturenames else torch.device("cpu")
     fake = Memory(device)
     monkeypatch.setattr(memory, "read_memory", fake.read)
     if device.type == "cuda":
         yield fake
         return
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: CpuStream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CpuStream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     with fake.live:
         yield fake
 
@@ -112,8 +124,11 @@ def step(model, *, rows=ROWS, **options):
     loss, clause = run_with_kept_layers(model, lambda: model(input_ids=ids, labels=ids).loss, ids.numel(), **options)
     if loss.requires_grad:
         loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), grads, clause
+    return loss.detach(), gradients_of(model), clause
+
+
+def gradients_of(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def measurement_of(model) -> Measurement:
@@ -162,18 +177,22 @@ def test_every_number_of_layers_gives_the_same_bits(name, use_reentrant, adapter
     options = {"attention_dropout": 0.1} if name == "Llama" else {}
     model = checkpointed(name, device, use_reentrant=use_reentrant, adapter=adapter, **options)
     torch.manual_seed(3)
-    expected_loss, expected, clause = step(model, share=0)
-    assert clause is None
+    ids = tokens_of(device)
+    expected_loss = model(input_ids=ids, labels=ids).loss
+    expected_loss.backward()
+    expected = gradients_of(model)
     runs, before = LayerRuns(model), state_of(model)
-    for kept in (None, *range(LAYERS + 1)):
+    cases = [({"share": 0}, 0, ON_HOST), ({}, 0, MEASURED)]
+    cases += [({}, kept, f"{kept} of {LAYERS} layers kept") for kept in range(LAYERS + 1)]
+    for options, kept, expected_clause in cases:
         model.zero_grad()
         torch.manual_seed(3)
-        loss, grads, clause = step(model, agree=lambda _, kept=kept: kept or 0)
+        loss, grads, clause = step(model, agree=lambda _, kept=kept: kept, **options)
         assert torch.equal(loss, expected_loss)
         assert grads.keys() == expected.keys()
         assert all(torch.equal(grads[name], expected[name]) for name in grads)
-        assert runs.take() == [2] * (LAYERS - (kept or 0)) + [1] * (kept or 0)
-        assert clause == (MEASURED if kept is None else f"{kept} of {LAYERS} layers kept")
+        assert runs.take() == [2] * (LAYERS - kept) + [1] * kept
+        assert clause == expected_clause
         assert state_of(model) == before
 
 
@@ -197,6 +216,47 @@ def test_gradients_accumulate(device_memory):
     step(model)
     _, grads, clause = step(model)
     assert clause == "4 of 4 layers kept"
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+def test_inputs_on_the_host_take_no_memory_of_the_device(device, device_memory):
+    """Of four layers' inputs the device holds those of two: of one that runs, and of one that is copied."""
+    model, ids = checkpointed(device=device, hidden_size=256), tokens_of(device, rows=16)
+    step(model, rows=16, share=0)  # gradients
+
+    def run(**options) -> tuple[int, int]:
+        start = device_memory.read(device, restart_peak=True).allocated
+        loss, _ = run_with_kept_layers(model, lambda: model(input_ids=ids, labels=ids).loss, ids.numel(), **options)
+        held = device_memory.read(device).allocated - start
+        loss.backward()
+        return held, device_memory.read(device).peak - start
+
+    held, peak = run(share=0)
+    all_held, highest = run(agree=lambda kept: 0)
+    size = ids.numel() * 256 * 4
+    if device.type == "cuda":  # on a CPU the copies are in the same memory
+        assert all_held - held == pytest.approx(LAYERS * size, rel=0.05)
+        assert highest - peak >= 1.8 * size
+    else:
+        assert all_held == pytest.approx(held, rel=0.05)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_two_forwards_with_inputs_on_the_host_and_two_backwards(use_reentrant, device, device_memory):
+    """Backwards may come in the forwards' order, and may run twice."""
+    model = checkpointed(device=device, use_reentrant=use_reentrant)
+    ids = tokens_of(device, rows=4).split(1)
+    for part in (0, 3, 1, 0):
+        model(input_ids=ids[part], labels=ids[part]).loss.backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    losses, _ = run_with_kept_layers(
+        model, lambda: [model(input_ids=part, labels=part).loss for part in ids], TOKENS, share=0
+    )
+    for part in (0, 3, 1):
+        losses[part].backward(retain_graph=not part)
+    losses[0].backward()
+    grads = gradients_of(model)
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
@@ -340,10 +400,12 @@ def test_fitting_tokens(device_memory):
 
 def test_loss_steps_keep_layers(device_memory):
     model, batch, loss = checkpointed("Llama"), step_calls.make_batch(), FusedLinearGRPOLoss("dapo")
-    plain, expected = step_calls.run(model, batch, loss, max_tokens=30, memory=0)
-    for clause in ("0 of 4 layers kept: this run is measured", "4 of 4 layers kept"):
+    model.gradient_checkpointing_disable()
+    plain, expected = step_calls.run(model, batch, loss, max_tokens=30)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for clause, options in ((ON_HOST, {"memory": 0}), (MEASURED, {}), ("4 of 4 layers kept", {})):
         # The micro-batches have different sizes, the largest comes first.
-        steps, grads = step_calls.run(model, batch, loss, max_tokens=30)
+        steps, grads = step_calls.run(model, batch, loss, max_tokens=30, **options)
         assert len(steps) > 1
         assert steps.total.layout == f"{plain.total.layout}; {clause}"
         assert torch.equal(steps.total.loss, plain.total.loss)
@@ -453,11 +515,11 @@ def test_a_rank_without_tokens_agrees_too(device_memory):
     assert asked == [LAYERS]
 
 
-@pytest.mark.parametrize("case", ["eval", "no_grad", "share 0", "no checkpointing", "compiled", "ZeRO-3"])
+@pytest.mark.parametrize("case", ["eval", "no_grad", "no checkpointing", "compiled", "ZeRO-3"])
 def test_nothing_changes(case, device_memory):
     model = checkpointed()
     step(model)
-    options, layers = {}, find_layers(model)
+    layers = find_layers(model)
     before = [layer._gradient_checkpointing_func for layer in layers]
     if case == "eval":
         model.eval()
@@ -466,8 +528,6 @@ def test_nothing_changes(case, device_memory):
             layer.gradient_checkpointing = False
     elif case == "compiled":
         model = torch.compile(model)
-    elif case == "share 0":
-        options["share"] = 0
     elif case == "ZeRO-3":
         for number, parameter in enumerate(model.parameters()):
             parameter.ds_id = number
@@ -477,9 +537,7 @@ def test_nothing_changes(case, device_memory):
         return "output"
 
     with torch.set_grad_enabled(case != "no_grad"):
-        result = run_with_kept_layers(
-            model, forward, TOKENS, agree=lambda kept: pytest.fail("the ranks agree"), **options
-        )
+        result = run_with_kept_layers(model, forward, TOKENS, agree=lambda kept: pytest.fail("the ranks agree"))
     assert result == ("output", None)
 
 
