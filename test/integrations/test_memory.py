@@ -224,15 +224,18 @@ def test_inputs_on_the_host_take_no_memory_of_the_device(device, device_memory):
     model, ids = checkpointed(device=device, hidden_size=256), tokens_of(device, rows=16)
     step(model, rows=16, share=0)  # gradients
 
-    def run(**options) -> tuple[int, int]:
+    def forward() -> torch.Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    def run(forward) -> tuple[int, int]:
         start = device_memory.read(device, restart_peak=True).allocated
-        loss, _ = run_with_kept_layers(model, lambda: model(input_ids=ids, labels=ids).loss, ids.numel(), **options)
+        loss = forward()
         held = device_memory.read(device).allocated - start
         loss.backward()
         return held, device_memory.read(device).peak - start
 
-    held, peak = run(share=0)
-    all_held, highest = run(agree=lambda kept: 0)
+    held, peak = run(lambda: run_with_kept_layers(model, forward, ids.numel(), share=0)[0])
+    all_held, highest = run(forward)
     size = ids.numel() * 256 * 4
     if device.type == "cuda":  # on a CPU the copies are in the same memory
         assert all_held - held == pytest.approx(LAYERS * size, rel=0.05)
