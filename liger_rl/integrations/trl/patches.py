@@ -122,7 +122,8 @@ def patch_trl(
             as the longest so far, and runs in parts if they turn out longer. None: on a GPU as free memory allows,
             elsewhere any number.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
-            layers as fit are not recomputed. 0 recomputes all, and so does ZeRO-3.
+            layers as fit are not recomputed; ZeRO-3 recomputes all. 0 recomputes all, and keeps their inputs in pinned
+            CPU memory.
         chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
     Raises:
