@@ -18,7 +18,8 @@ from benchmark.environment import first_line
 from benchmark.peers.trl_chunked import CHUNK_VOCAB
 from benchmark.peers.verl_triton import verl_module
 from benchmark.table import environment_line
-from liger_rl import LogitTransform, Support, linear_logprobs
+from liger_rl import linear_logprobs
+from liger_rl.head import LogitTransform, Support
 
 PREFIX = "conformance-"
 DTYPES = ("float32", "bfloat16")

@@ -87,7 +87,8 @@ def _dpo(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 
 def _our_dpo() -> Step:
-    from liger_rl import FusedLinearPreferenceLoss, ReferenceHead
+    from liger_rl import FusedLinearPreferenceLoss
+    from liger_rl.fused_linear import ReferenceHead
 
     loss = FusedLinearPreferenceLoss("dpo", beta=BETA)
 

@@ -148,7 +148,7 @@ def _liger(in_place: bool) -> LossOf:
 
 
 def _ours() -> LossOf:
-    from liger_rl import grpo_loss_from_logits
+    from liger_rl.fused_linear import grpo_loss_from_logits
 
     def loss(logits: Tensor, batch: Batch) -> Tensor:
         return grpo_loss_from_logits(

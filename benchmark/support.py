@@ -27,7 +27,8 @@ from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
-from liger_rl import Support, linear_logprobs
+from liger_rl import linear_logprobs
+from liger_rl.head import Support
 
 PREFIX = "support-"
 FIELD = "field"

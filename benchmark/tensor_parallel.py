@@ -28,7 +28,8 @@ from torch import Tensor
 from benchmark.environment import describe
 from benchmark.memory import PeakMemory
 from benchmark.timing import once_ms
-from liger_rl import VocabParallel, linear_logprobs
+from liger_rl import linear_logprobs
+from liger_rl.distributed import VocabParallel
 
 WARM_UP, REPEATS = 3, 11
 # Of the sharded results beside the whole head's, Frobenius. A gradient in bfloat16 is rounded on both sides.

@@ -22,7 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from liger_rl import LogitTransform, linear_divergence
+from liger_rl import linear_divergence
+from liger_rl.head import LogitTransform
 
 
 def small_model(hidden_size: int, layers: int, vocab: int) -> LlamaForCausalLM:

@@ -19,7 +19,8 @@ import torch
 from tqdm import trange
 from train_grpo import sample, small_policy, warm_start
 
-from liger_rl import FusedLinearGRPOLoss, Support, loss_step, swap_lm_head
+from liger_rl import FusedLinearGRPOLoss, loss_step, swap_lm_head
+from liger_rl.head import Support
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

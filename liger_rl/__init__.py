@@ -1,23 +1,18 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits.
 
-The functions and modules that a caller types first. `liger_rl.losses` has the parts of a loss.
+The functions and modules that a caller types first. `liger_rl.head`, `liger_rl.losses`, `liger_rl.fused_linear` and
+`liger_rl.distributed` have their arguments, and the others of each room.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.cross_entropy import FusedLinearCrossEntropyLoss
-from liger_rl.fused_linear.from_logits import grpo_loss_from_logits
 from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
-from liger_rl.fused_linear.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
+from liger_rl.fused_linear.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
 from liger_rl.head.divergence import linear_divergence
-from liger_rl.head.logprobs import linear_logprobs, logits_logprobs
-from liger_rl.head.plan import plan_linear_logprobs
-from liger_rl.head.support import Support
+from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.head.topk import topk_divergence
-from liger_rl.kernels.transform import LogitTransform
-from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.loss import ppo_loss_fn
 
 __version__ = "0.2.0"
@@ -27,24 +22,16 @@ __all__ = [
     "FusedLinearGRPOLoss",
     "FusedLinearPreferenceLoss",
     "FusedLinearUnpairedLoss",
-    "LogitTransform",
-    "PolicyBatch",
-    "ReferenceHead",
-    "Support",
-    "VocabParallel",
     "completion_logps",
     "explain_trl",
-    "grpo_loss_from_logits",
     "linear_divergence",
     "linear_logprobs",
-    "logits_logprobs",
     "loss_step",
     "loss_steps",
     "patch_liger",
     "patch_peft",
     "patch_trl",
     "patch_verl",
-    "plan_linear_logprobs",
     "ppo_loss_fn",
     "swap_lm_head",
     "topk_divergence",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["merge_over", "sum_over"]
+__all__ = ["VocabParallel", "merge_over", "sum_over"]
 
 # A row index after the last row of any shard. No kernel's last tile reaches it.
 BEYOND = torch.iinfo(torch.int32).max

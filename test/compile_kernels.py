@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from liger_rl import LogitTransform, PolicyBatch
+from liger_rl.head import LogitTransform
 from liger_rl.head.listed import segment_sums_triton, slots_triton
 from liger_rl.head.listed.segment_sums import Entries, Factors, Segments
 from liger_rl.head.pair import tiles_triton
@@ -40,7 +40,7 @@ from liger_rl.head.pair.pair_reference import (
 from liger_rl.kernels import compiled, devices, epilogue, softmax_triton
 from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import BLOCK_VOCAB, EXTRAS, TokenGradients, TokenStatistics
-from liger_rl.losses import KLPenalty, PPOClip, TokenSum
+from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, TokenSum
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
 

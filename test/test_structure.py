@@ -183,14 +183,18 @@ def exported(tree: ast.AST) -> dict[str, str]:
     return {alias.name: node.module for node in found for alias in node.names}
 
 
-@pytest.mark.parametrize("module", ["__init__", "losses"])
+@pytest.mark.parametrize("module", ["__init__", "head", "losses", "fused_linear"])
 def test_public_names_are_complete(module):
-    package = liger_rl if module == "__init__" else liger_rl.losses
+    package = liger_rl if module == "__init__" else getattr(liger_rl, module)
     assert set(package.__all__) == exported(MODULES[module]).keys()
 
 
-def test_a_part_of_a_loss_has_one_home():
-    assert set(liger_rl.__all__) & set(liger_rl.losses.__all__) == {"PolicyBatch", "ppo_loss_fn"}
+def test_a_public_name_has_one_home():
+    rooms = [liger_rl.head, liger_rl.losses, liger_rl.fused_linear]
+    names = [name for room in rooms for name in room.__all__]
+    assert len(set(names)) == len(names)
+    front = set(liger_rl.__all__) - liger_rl._LAZY.keys()
+    assert front <= set(names)
 
 
 def test_front_names_that_need_other_libraries():

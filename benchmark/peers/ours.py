@@ -9,7 +9,8 @@ from benchmark.inputs import Inputs
 from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs
+from liger_rl.head import LogitTransform
 
 
 class Head(Base):

@@ -137,7 +137,7 @@ def loss_steps(
         idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, in the
             first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
             NaN.
-        memory: the share of a GPU's free memory for layers' activations; 0: none, and layers' inputs in CPU memory.
+        memory: the share of a GPU's free memory for layers' activations; 0: none, inputs in CPU memory.
         group: process group whose ranks run the model together. None finds that of DDP, FSDP2, ZeRO-3 and tensor
             parallelism. Other wrappers need it.
         extra_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.

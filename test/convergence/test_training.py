@@ -20,8 +20,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 tokenizers = pytest.importorskip("tokenizers", reason="the text is cut into tokens by tokenizers")
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch, ppo_loss_fn, swap_lm_head  # noqa: E402
-from liger_rl.losses import KLPenalty, PPOClip, SequenceMean  # noqa: E402
+from liger_rl import FusedLinearGRPOLoss, ppo_loss_fn, swap_lm_head  # noqa: E402
+from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, SequenceMean  # noqa: E402
 
 pytestmark = pytest.mark.convergence
 

@@ -14,7 +14,8 @@ transformers = pytest.importorskip("transformers", reason="the models are transf
 from test_models import VOCAB, shard, tiny_llama, wrap  # noqa: E402
 
 import oracles  # noqa: E402
-from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head  # noqa: E402
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head  # noqa: E402
+from liger_rl.head import Support  # noqa: E402
 from liger_rl.losses import GlobalTokenMean, TokenLoss  # noqa: E402
 from ranks import message_of  # noqa: E402
 

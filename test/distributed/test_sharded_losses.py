@@ -7,13 +7,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from liger_rl import (
-    FusedLinearCrossEntropyLoss,
-    FusedLinearGRPOLoss,
-    FusedLinearPreferenceLoss,
-    ReferenceHead,
-    VocabParallel,
-)
+from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearGRPOLoss, FusedLinearPreferenceLoss
+from liger_rl.distributed import VocabParallel
+from liger_rl.fused_linear import ReferenceHead
 from liger_rl.models.local_tensors import localize
 from oracles import relative_error
 from ranks import assert_whole, message_of

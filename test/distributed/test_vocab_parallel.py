@@ -14,15 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import oracles
 from devices import skip_without_interpreter
 from head_calls import Products, run_triton
-from liger_rl import (
-    FusedLinearGRPOLoss,
-    LogitTransform,
-    Support,
-    VocabParallel,
-    linear_divergence,
-    linear_logprobs,
-    topk_divergence,
-)
+from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, topk_divergence
+from liger_rl.distributed import VocabParallel
+from liger_rl.head import LogitTransform, Support
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.models.local_tensors import localize
 from ranks import assert_whole, message_of, sent

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from head_calls import Products
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch
-from liger_rl.losses import OffPolicySequenceMask, PPOClip, SamplerCorrection, TokenLoss, TokenMean
+from liger_rl import FusedLinearGRPOLoss
+from liger_rl.losses import OffPolicySequenceMask, PolicyBatch, PPOClip, SamplerCorrection, TokenLoss, TokenMean
 from loss_calls import Batch, assert_same, batch, step, taken
 
 

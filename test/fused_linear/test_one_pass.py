@@ -11,7 +11,8 @@ from torch import nn
 
 from head_calls import Products
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, linear_logprobs, plan_linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs
+from liger_rl.head import plan_linear_logprobs
 from liger_rl.losses import OffPolicySequenceMask, Segments, TokenLoss, TokenMean, TopEntropyMask
 from loss_calls import HIDDEN, VOCAB, Batch, Step, assert_same, batch, loss_of, step, taken
 from oracles import relative_error

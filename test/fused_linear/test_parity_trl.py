@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from liger_rl import PolicyBatch, ppo_loss_fn
-from liger_rl.losses import OffPolicySequenceMask, TopEntropyMask
+from liger_rl import ppo_loss_fn
+from liger_rl.losses import OffPolicySequenceMask, PolicyBatch, TopEntropyMask
 from liger_rl.losses.presets import build_loss
 
 LENGTHS = torch.tensor([9, 4, 7, 1, 9, 5, 0, 8, 6, 2, 9, 3])  # one token, and none

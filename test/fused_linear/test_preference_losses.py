@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import oracles
-from liger_rl import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
+from liger_rl import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
+from liger_rl.fused_linear import ReferenceHead
 from liger_rl.losses import Segments
 
 PAIRS, LENGTH, HIDDEN, VOCAB, BETA = 4, 9, 12, 53, 0.2

@@ -7,7 +7,8 @@ from torch import Tensor
 
 import oracle
 from cases import HeadCase, LogitsCase
-from liger_rl import LogitTransform, Support, linear_logprobs
+from liger_rl import linear_logprobs
+from liger_rl.head import LogitTransform, Support
 
 
 def within(name: str, found: Tensor, expected: Tensor, budget: Tensor | float, case) -> None:

@@ -9,8 +9,18 @@ from torch import Tensor
 import oracle
 from cases import F32, OBJECTIVES, PolicyCase, fused_cases, fuzz, given_logits_cases, policy_cases
 from checks import Call, GivenLogits, check_gradients, same, within
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch, grpo_loss_from_logits, losses, ppo_loss_fn
-from liger_rl.losses import PRESETS, EntropyBonus, KLPenalty, PolicyLoss, SamplerCorrection, Segments, reduce_metrics
+from liger_rl import FusedLinearGRPOLoss, losses, ppo_loss_fn
+from liger_rl.fused_linear import grpo_loss_from_logits
+from liger_rl.losses import (
+    PRESETS,
+    EntropyBonus,
+    KLPenalty,
+    PolicyBatch,
+    PolicyLoss,
+    SamplerCorrection,
+    Segments,
+    reduce_metrics,
+)
 
 
 def part_named(name: str, value: float):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from head_calls import run_pytorch, run_triton
-from liger_rl import PolicyBatch, grpo_loss_from_logits
+from liger_rl.fused_linear import grpo_loss_from_logits
 from liger_rl.kernels.devices import runs_triton
+from liger_rl.losses import PolicyBatch
 
 B, T, V = 4, 9, 131
 

@@ -7,7 +7,7 @@ import torch
 
 from devices import NEEDS_GPU
 from head_calls import functional, run_triton
-from liger_rl import logits_logprobs
+from liger_rl.head import logits_logprobs
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU compiles what the interpreter would run")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_rl import grpo_loss_from_logits
+from liger_rl.fused_linear import grpo_loss_from_logits
 
 helion_rows = pytest.importorskip(
     "benchmark.peers.helion_rows", reason="the benchmark is not part of an installed package"

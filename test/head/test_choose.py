@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from head_calls import Products
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs, plan_linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs
+from liger_rl.head import LogitTransform, plan_linear_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import BLOCK_VOCAB

@@ -13,7 +13,8 @@ import torch
 import oracles
 from devices import skip_without_interpreter
 from head_calls import CALLS, Products, batch, call, eager, problem, run_triton, solve, truth
-from liger_rl import FusedLinearCrossEntropyLoss, LogitTransform, Support, linear_logprobs, logits_logprobs
+from liger_rl import FusedLinearCrossEntropyLoss, linear_logprobs
+from liger_rl.head import LogitTransform, Support, logits_logprobs
 from liger_rl.losses import TokenSum
 
 OFFSET_TRANSFORMS = [{}, {"temperature": 0.7}, {"softcap": 3e4, "temperature": 2.0}]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import oracles
 from head_calls import functional, problem
-from liger_rl import LogitTransform, linear_logprobs, topk_divergence
+from liger_rl import linear_logprobs, topk_divergence
+from liger_rl.head import LogitTransform
 from liger_rl.head.topk import list_divergence
 
 TAILS = ["bucket", "none", "renormalized"]

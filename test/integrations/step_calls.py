@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_models import VOCAB, assert_same_gradients, build, full, gradients
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch, loss_steps, ppo_loss_fn
+from liger_rl import FusedLinearGRPOLoss, loss_steps, ppo_loss_fn
+from liger_rl.losses import PolicyBatch
 
 BATCH, LENGTH = 6, 13
 # First attended token, first completion token, end, of each row. The last row has no completion token that counts.

@@ -22,7 +22,8 @@ from hf_models import (
     gradients,
     transformers,
 )
-from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head
+from liger_rl.head import Support
 from liger_rl.losses import PRESETS, TopEntropyMask
 from liger_rl.models.swap import is_swapped
 from step_calls import (

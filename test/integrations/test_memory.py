@@ -2,9 +2,9 @@
 
 import logging
 import weakref
-from contextlib import nullcontext
 
 import pytest
+import streams
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -79,13 +79,6 @@ class Memory:
     real_read = staticmethod(memory.read_memory)
 
 
-class CpuStream:
-    """A stream on which all has run already."""
-
-    wait_stream = wait_event = lambda self, other: None
-    record_event = lambda self: self  # noqa: E731
-
-
 @pytest.fixture
 def device_memory(request, monkeypatch):
     """Replaces the reading of memory: of the CPU's, except in a test that takes a device. Copies are there then."""
@@ -95,10 +88,7 @@ def device_memory(request, monkeypatch):
     if device.type == "cuda":
         yield fake
         return
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: CpuStream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CpuStream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    with fake.live:
+    with fake.live, streams.on_device(device):
         yield fake
 
 

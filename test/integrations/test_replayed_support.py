@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch
-from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, swap_lm_head
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_head
+from liger_rl.head import Support
 from liger_rl.losses import Segments
 from step_calls import assert_same_metrics, expected_step, packed
 

@@ -10,7 +10,8 @@ import torch
 
 import oracles
 from hf_models import BEFORE_5, CONFIGS, HEADS, NEEDS_TREES_OF_GPT2, VOCAB, assert_same_gradients, build
-from liger_rl import FusedLinearGRPOLoss, Support, completion_logps, loss_step, loss_steps, swap_lm_head
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head
+from liger_rl.head import Support
 from liger_rl.step import attention, layout, trial
 from liger_rl.step.prefix_tree import build_prefix_tree
 from step_calls import Calls, assert_same_metrics, run, small_llama, with_columns

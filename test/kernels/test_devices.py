@@ -11,14 +11,10 @@ import torch
 
 from devices import NEEDS_GPU
 from head_calls import run_pytorch
-from liger_rl import (
-    FusedLinearGRPOLoss,
-    grpo_loss_from_logits,
-    linear_logprobs,
-    logits_logprobs,
-    plan_linear_logprobs,
-)
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs
 from liger_rl import kernels as rooms
+from liger_rl.fused_linear import grpo_loss_from_logits
+from liger_rl.head import logits_logprobs, plan_linear_logprobs
 from liger_rl.kernels import devices as limits
 from liger_rl.kernels import reference
 from liger_rl.kernels.devices import HOPPER, Gpu, reason_against_gpu

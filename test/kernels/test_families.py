@@ -6,7 +6,8 @@ import torch
 import oracles
 from devices import NEEDS_GPU, on_gpu
 from head_calls import run_triton
-from liger_rl import LogitTransform, Support, linear_logprobs, logits_logprobs
+from liger_rl import linear_logprobs
+from liger_rl.head import LogitTransform, Support, logits_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
 from liger_rl.kernels.reference import SavedExp

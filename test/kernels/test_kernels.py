@@ -9,7 +9,8 @@ import torch
 import oracles
 from devices import NEEDS_GPU
 from head_calls import assert_close, call, problem, run_triton, solve, truth
-from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
+from liger_rl import linear_logprobs
+from liger_rl.head import LogitTransform, logits_logprobs
 from liger_rl.kernels import reference
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import EXTRAS

@@ -11,7 +11,8 @@ import torch
 import oracles
 from devices import TRUNCATES, skip_where_misread, skip_without_interpreter
 from head_calls import problem, run_triton
-from liger_rl import FusedLinearGRPOLoss, LogitTransform
+from liger_rl import FusedLinearGRPOLoss
+from liger_rl.head import LogitTransform
 from liger_rl.head.dense import one_pass
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.record import DIFFERENTIABLE, Head, LogProbs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from head_calls import run_pytorch, run_triton
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch
+from liger_rl import FusedLinearGRPOLoss
 from liger_rl.losses import (
     CISPO,
     DPPO,
@@ -23,6 +23,7 @@ from liger_rl.losses import (
     EntropyBonus,
     KLPenalty,
     OffPolicySequenceMask,
+    PolicyBatch,
     PPOClip,
     Reinforce,
     TokenMean,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from liger_rl import PolicyBatch, ppo_loss_fn
-from liger_rl.losses import SAPO, KLPenalty, Metric, PPOClip, TokenMean, reduce_metrics
+from liger_rl import ppo_loss_fn
+from liger_rl.losses import SAPO, KLPenalty, Metric, PolicyBatch, PPOClip, TokenMean, reduce_metrics
 
 LOSS_NAMES = {"kl_ref", "clip_low", "clip_high", "clip_ratio"}
 BASIC_NAMES = LOSS_NAMES | {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_rl import FusedLinearGRPOLoss, PolicyBatch, ppo_loss_fn
+from liger_rl import FusedLinearGRPOLoss, ppo_loss_fn
 from liger_rl.losses import (
     CISPO,
     DPPO,
@@ -28,6 +28,7 @@ from liger_rl.losses import (
     KLCov,
     KLPenalty,
     OffPolicySequenceMask,
+    PolicyBatch,
     PPOClip,
     Reinforce,
     SamplerCorrection,

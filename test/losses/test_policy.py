@@ -12,18 +12,9 @@ from typing import Annotated, get_args, get_origin
 import pytest
 import torch
 
-from liger_rl import (
-    FusedLinearGRPOLoss,
-    LogitTransform,
-    PolicyBatch,
-    grpo_loss_from_logits,
-    linear_divergence,
-    linear_logprobs,
-    logits_logprobs,
-    plan_linear_logprobs,
-    ppo_loss_fn,
-    topk_divergence,
-)
+from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, ppo_loss_fn, topk_divergence
+from liger_rl.fused_linear import grpo_loss_from_logits
+from liger_rl.head import LogitTransform, logits_logprobs, plan_linear_logprobs
 from liger_rl.head.head_options import COMPUTE_OPTIONS, HeadOptions
 from liger_rl.losses import (
     PRESETS,
@@ -31,6 +22,7 @@ from liger_rl.losses import (
     GlobalTokenMean,
     KLPenalty,
     OffPolicySequenceMask,
+    PolicyBatch,
     PPOClip,
     SamplerCorrection,
     Segments,

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from liger_rl import PolicyBatch, ppo_loss_fn
-from liger_rl.losses import KLPenalty, PPOClip, Segments, SequenceMean, SequenceSum
+from liger_rl import ppo_loss_fn
+from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, Segments, SequenceMean, SequenceSum
 from liger_rl.losses.segments import segment_sum
 
 

@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 
 import oracles
 from head_calls import Products
-from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, ReferenceHead
+from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
+from liger_rl.fused_linear import ReferenceHead
 from liger_rl.losses import DFT, CrossEntropy, Reinforce, Segments, SequenceMean, TokenMean, TokenSum
 
 BATCH, LENGTH, HIDDEN, VOCAB = 4, 10, 12, 37
