@@ -2,6 +2,7 @@
 
     pip install trl liger-kernel cut-cross-entropy
     pip download --no-deps verl==0.9.1    # unpack the wheel on PYTHONPATH: its requirements are not needed
+    export OMP_NUM_THREADS=1              # CCE's compiled loop ends a process of several threads at a bad id
 
 Each function below is an adapter.
 """
