@@ -14,11 +14,19 @@ class HostInputs:
 
     Copies run on a stream of their own. The device holds two inputs: that of the layer that runs, and its neighbour's,
     which is copied meanwhile. Before an input's memory is used again, the layers' stream waits for the copy's end.
+    `record_stream` would do without these waits, but the memory of many inputs would be free only later: the host may
+    be many layers ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
         self._inputs: list[_Input] = []
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def __del__(self) -> None:
+        # Nobody has read these: a forward or a backward has failed, or one of two backwards never ran.
+        for entry in self._inputs:
+            if entry.tensor is not None:
+                entry.owner.wait_event(entry.copied)
 
     def wrap_checkpoint(self, number: int, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's checkpoint function, whose input is kept on the host."""
@@ -66,7 +74,8 @@ class HostInputs:
     def _copy(self, entry: "_Input", *, to_host: bool) -> None:
         assert entry.tensor is not None
         # Until now the layers' stream writes the input, or uses what had this memory before.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        entry.owner = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(entry.owner)
         target, source = (entry.host, entry.tensor) if to_host else (entry.tensor, entry.host)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -84,4 +93,5 @@ class HostInputs:
 class _Input:
     host: Tensor
     tensor: Tensor | None  # on the device, while a copy may run
+    owner: Any = None  # torch.cuda.Stream of the layers, in whose memory the tensor is
     copied: Any = None  # torch.cuda.Event at the end of the last copy

@@ -1,5 +1,6 @@
 """Layers that keep their activations: the same bits for every number of layers, and the memory that was foreseen."""
 
+import gc
 import logging
 import weakref
 
@@ -251,6 +252,23 @@ def test_two_forwards_with_inputs_on_the_host_and_two_backwards(use_reentrant, d
     losses[0].backward()
     grads = gradients_of(model)
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("backwards", [0, 1, 2])
+def test_memory_of_a_copy_that_nobody_reads_waits_for_its_end(backwards, device_memory, monkeypatch):
+    """The first backward begins a copy for the second, which may not come."""
+    waits = []
+    monkeypatch.setattr(streams.CpuStream, "wait_event", lambda stream, event: waits.append(event))
+    model, ids = checkpointed(), tokens_of().split(1)
+    losses, _ = run_with_kept_layers(
+        model, lambda: [model(input_ids=part, labels=part).loss for part in ids], TOKENS, share=0
+    )
+    assert len(waits) == 2 * LAYERS  # each input has been copied to the host
+    for _ in range(backwards):
+        losses.pop().backward()
+    del losses
+    gc.collect()
+    assert len(waits) == (2 * LAYERS, 3 * LAYERS + 1, 4 * LAYERS)[backwards]
 
 
 # --- the number of layers ---------------------------------------------------------------------------------------------
