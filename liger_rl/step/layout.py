@@ -103,6 +103,9 @@ class Layout(NamedTuple):
         return self._replace(live=[live], idle=self.idle if number == 0 else [])
 
 
+Groups = list[tuple[int, list[int]]]  # (number of tokens, rows) of each micro-batch
+
+
 def lay_out(
     sequences: Sequences,
     body: Body,
@@ -123,56 +126,27 @@ def lay_out(
     for name, reason in (("packing", body.no_packing), ("share_prefixes", body.no_tree)):
         if getattr(options, name) and (obstacle or reason):
             raise ValueError(f"{name} must not be True here: {obstacle or reason}")
-    (batch, width), budget = sequences.ids.shape, options.max_tokens
+    batch, budget = len(sequences.ids), options.max_tokens
     if sequences.obstacle is not None:
-        if budget is not None and budget < batch * width:
-            raise ValueError(
-                f"max_tokens must be None or at least B T = {batch * width} for a batch that stays as it is, got "
-                f"{budget}: {sequences.obstacle}"
-            )
-        whole = MicroBatch(None, (width,) * batch, rows=tuple(range(batch)))
-        return Layout([whole], [], (), whole, AS_IT_IS, sequences.obstacle, body)
+        return _keep_batch(sequences, body, budget)
     half = batch // 2 if pairs else batch
-    spans = sequences.spans
     if pairs:
-        spans = [s._replace(has_gradient=s.has_gradient or spans[r - half].has_gradient) for r, s in enumerate(spans)]
+        spans = [
+            span._replace(has_gradient=span.has_gradient or sequences.spans[row - half].has_gradient)
+            for row, span in enumerate(sequences.spans)
+        ]
         sequences = sequences._replace(spans=spans)
-    every_row = body.has_router_loss or options.idle == "backward"
-    live = [r for r, span in enumerate(spans) if span.has_gradient or every_row]
-    no_gradient = [r for r, span in enumerate(spans) if span.has_targets and not (span.has_gradient or every_row)]
-    if not live:  # a loss needs a graph to call backward on
-        shortest = min(no_gradient or range(batch), key=lambda r: spans[r].length)
-        live = sorted({shortest, (shortest + half) % batch})
-        no_gradient = [r for r in no_gradient if r not in live]
+    live, no_gradient = _select_rows(sequences, half, every_row=body.has_router_loss or options.idle == "backward")
     idle, left_out = (no_gradient, []) if runs_idle else ([], no_gradient)
     selected = sorted([*live, *idle])
-    longest = max(selected, key=lambda r: spans[r].length)
-    if budget is not None and budget < spans[longest].length:
+    longest = max(selected, key=sequences.length)
+    if budget is not None and budget < sequences.length(longest):
         raise ValueError(
-            f"max_tokens must be at least {spans[longest].length}, the longest sequence (row {longest} of input_ids, "
-            f"without its padding), got {budget}"
+            f"max_tokens must be at least {sequences.length(longest)}, the longest sequence (row {longest} of "
+            f"input_ids, without its padding), got {budget}"
         )
     rows = _Rows(sequences, body, half, _can_pack(sequences, selected, body, options), padded_groups)
-    planner: _Rows | _Trees = rows
-    groups = [planner.make_groups(selection, budget) for selection in (live, idle)]
-    count = _sum_tokens(groups)
-    text = f"{count:,} tokens in {'packed' if rows.packed else 'padded'} rows; no prefix is shared"
-    reason = _find_tree_obstacle(sequences, selected, body, options)
-    if reason is None:
-        trees = _Trees(sequences, body, half)
-        tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
-        tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
-        # With a dense mask, padding is no worse than the other sequences of a row.
-        other_count = count if sequences.device == "cuda" else sum(sequences.lengths(selected))
-        # On a GPU one row in place of several groups of rows saves the launches of their layers, too.
-        saves_runs = sequences.device == "cuda" and len(tree_groups[0]) < len(groups[0]) and tree_count <= other_count
-        pays = saves_runs or tree_count <= MAX_TREE_SHARE * other_count
-        pays = pays and tree_count >= MIN_TREE_TOKENS.get(sequences.device, 0)
-        if options.share_prefixes or (pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most)):
-            planner, groups = trees, tree_groups
-            text = f"{tree_count:,} tokens in trees of shared prefixes, of {count:,}"
-        else:
-            reason = _describe_small_gain(sequences.device, tree_count, other_count, most)
+    planner, groups, text, reason = _choose_planner(rows, live, idle, options)
     most, group = max((entry for part in groups for entry in part), key=lambda entry: entry[0])
     if budget is not None and most > budget:
         raise ValueError(
@@ -186,8 +160,62 @@ def lay_out(
         )
     without_backward = set(range(batch)) - set(live)
     live_micros[0] = live_micros[0]._replace(rows=tuple(sorted(without_backward.union(live_micros[0].rows))))
-    carrier = rows.make_micro_batch([min(live, key=lambda r: spans[r].length)])
+    carrier = rows.make_micro_batch([min(live, key=sequences.length)])
     return Layout(live_micros, idle_micros, tuple(left_out), carrier, text, reason, body)
+
+
+def _keep_batch(sequences: Sequences, body: Body, budget: int | None) -> Layout:
+    """The batch as it is, in one micro-batch."""
+    batch, width = sequences.ids.shape
+    if budget is not None and budget < batch * width:
+        raise ValueError(
+            f"max_tokens must be None or at least B T = {batch * width} for a batch that stays as it is, got "
+            f"{budget}: {sequences.obstacle}"
+        )
+    whole = MicroBatch(None, (width,) * batch, rows=tuple(range(batch)))
+    return Layout([whole], [], (), whole, AS_IT_IS, sequences.obstacle, body)
+
+
+def _select_rows(sequences: Sequences, half: int, *, every_row: bool) -> tuple[list[int], list[int]]:
+    """-> the rows that run with a graph, those with a gradient or every row; the other rows with completion tokens."""
+    live, others = [], []
+    for row, span in enumerate(sequences.spans):
+        if span.has_gradient or every_row:
+            live.append(row)
+        elif span.has_targets:
+            others.append(row)
+    if live:
+        return live, others
+    # A loss needs a graph to call backward on.
+    shortest = min(others or range(len(sequences.spans)), key=sequences.length)
+    live = sorted({shortest, (shortest + half) % len(sequences.spans)})
+    return live, [row for row in others if row not in live]
+
+
+def _choose_planner(
+    rows: "_Rows", live: list[int], idle: list[int], options: LayoutOptions
+) -> tuple["_Rows | _Trees", list[Groups], str, Reason | None]:
+    """-> `rows` or trees, the groups of the live and of the idle rows, their description, why no prefix is shared."""
+    sequences, budget = rows.sequences, options.max_tokens
+    groups = [rows.make_groups(selection, budget) for selection in (live, idle)]
+    count = _sum_tokens(groups)
+    text = f"{count:,} tokens in {'packed' if rows.packed else 'padded'} rows; no prefix is shared"
+    selected = sorted([*live, *idle])
+    reason = _find_tree_obstacle(sequences, selected, rows.body, options)
+    if reason is not None:
+        return rows, groups, text, reason
+    trees = _Trees(sequences, rows.body, rows.half)
+    tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
+    tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
+    # With a dense mask, padding is no worse than the other sequences of a row.
+    other_count = count if sequences.device == "cuda" else sum(sequences.lengths(selected))
+    # On a GPU one row in place of several groups of rows saves the launches of their layers, too.
+    saves_runs = sequences.device == "cuda" and len(tree_groups[0]) < len(groups[0]) and tree_count <= other_count
+    pays = saves_runs or tree_count <= MAX_TREE_SHARE * other_count
+    pays = pays and tree_count >= MIN_TREE_TOKENS.get(sequences.device, 0)
+    if options.share_prefixes or (pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most)):
+        return trees, tree_groups, f"{tree_count:,} tokens in trees of shared prefixes, of {count:,}", None
+    return rows, groups, text, _describe_small_gain(sequences.device, tree_count, other_count, most)
 
 
 def _describe_small_gain(device: str, tree_count: int, other_count: int, most: int) -> Reason:
@@ -202,7 +230,7 @@ def _describe_small_gain(device: str, tree_count: int, other_count: int, most: i
     return Reason(f"a row would have {most:,} tokens, and attention on a {device} takes {longest:,} at most")
 
 
-def _sum_tokens(groups: list[list[tuple[int, list[int]]]]) -> int:
+def _sum_tokens(groups: list[Groups]) -> int:
     return sum(tokens for part in groups for tokens, _ in part)
 
 
@@ -238,7 +266,7 @@ class _Rows(NamedTuple):
     packed: bool
     padded_groups: int
 
-    def make_groups(self, selected: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
+    def make_groups(self, selected: list[int], budget: int | None) -> Groups:
         """(number of tokens, rows) of each micro-batch, rows in the batch's order. The longest rows come first."""
         groups: list[list[int]] = []
         for part in self._split_by_length(selected):
@@ -352,7 +380,7 @@ class _Trees(NamedTuple):
     body: Body
     half: int  # rows r and r + half stay together
 
-    def make_groups(self, selected: list[int], budget: int | None) -> list[tuple[int, list[int]]]:
+    def make_groups(self, selected: list[int], budget: int | None) -> Groups:
         """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
         if budget is not None and self.half < len(self.sequences.spans):
             # A pair has one prompt. Pairs fill the micro-batches in order.

@@ -41,8 +41,11 @@ class Sequences(NamedTuple):
     device: str  # the type of the batch's device
     obstacle: Reason | None = None  # why the batch stays as it is
 
+    def length(self, row: int) -> int:
+        return self.spans[row].length
+
     def lengths(self, rows: Iterable[int]) -> list[int]:
-        return [self.spans[row].length for row in rows]
+        return [self.length(row) for row in rows]
 
     def starts(self, rows: Iterable[int]) -> list[int]:
         """The flat index into the (B, T) batch of each row's first token."""
