@@ -20,8 +20,8 @@ trl-liger             with Liger's kernels for norms, MLPs and rotary embeddings
 head                  patch_trl(whole_step=False): this library's head alone
 memory-0, patch       patch_trl(memory=0), patch_trl(): this library's step
 *-liger               the same with Liger's kernels
-uneven-liger          patch_trl(even_ranks=False) with Liger's kernels
 loss-steps            one's own loop: `loss_steps` of the whole batch, with TRL's metrics
+uneven-liger          patch_trl(even_ranks=False) with Liger's kernels
 full-logits           TRL with all completions' logits, in float32, as accelerate returns them
 unsloth               Unsloth's GRPOTrainer, in a process of its own (`benchmark.peers.unsloth_step`)
 

@@ -1,7 +1,7 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits.
 
-The functions and modules that a caller types first. `liger_rl.head`, `liger_rl.losses`, `liger_rl.fused_linear` and
-`liger_rl.distributed` have their arguments, and the others of each room.
+The functions and modules that a caller types first. The classes of their arguments are in `liger_rl.head`,
+`liger_rl.losses`, `liger_rl.fused_linear` and `liger_rl.distributed`.
 """
 
 from importlib import import_module

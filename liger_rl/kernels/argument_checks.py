@@ -1,4 +1,4 @@
-"""Checks of a plain argument, for all rooms. An error names the argument, the expected value and the value it got."""
+"""Checks of a plain argument. An error names the argument, the expected value and the value it got."""
 
 from collections.abc import Iterable
 from typing import Any
