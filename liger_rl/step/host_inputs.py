@@ -1,5 +1,6 @@
 """Inputs of recomputed layers in CPU memory: copied there while the forward runs, and back while the backward runs."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,32 +13,43 @@ from torch.autograd.graph import saved_tensors_hooks
 class HostInputs:
     """Keeps the inputs of checkpointed layers, of forwards through which one backward runs.
 
-    Copies run on a stream of their own. The device holds two inputs: that of the layer that runs, and its neighbour's,
-    which is copied meanwhile. Before an input's memory is used again, the layers' stream waits for the copy's end.
-    `record_stream` would do without these waits, but the memory of many inputs would be free only later: the host may
-    be many layers ahead of the device.
+    Copies run on a stream of their own. The device holds the inputs of two layers: of the layer that runs, and of its
+    neighbour, whose inputs are copied meanwhile. Before an input's memory is used again, the layers' stream waits for
+    the copy's end. `record_stream` would do without these waits, but the memory of many inputs would be free only
+    later: the host may be many layers ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._inputs: list[_Input] = []
+        self._runs: list[list[_Input]] = []  # of each layer's forward
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def __del__(self) -> None:
         # Nobody has read these: a forward or a backward has failed, or one of two backwards never ran.
-        for entry in self._inputs:
+        for entry in itertools.chain(*self._runs):
             if entry.tensor is not None:
                 entry.owner.wait_event(entry.copied)
 
     def wrap_checkpoint(self, number: int, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's checkpoint function, whose input is kept on the host."""
+        """A layer's checkpoint function, whose inputs are kept on the host."""
 
         def run_checkpoint(run: Callable[..., Any], *args: Any) -> Any:
+            # A checkpoint around the layer counts the tensors that it saves, and runs it again without these hooks.
+            if are_saved_tensors_hooked():
+                return checkpoint(run, *args)
             # The hooks get tensors without `requires_grad`. Other arguments may be one tensor for all layers.
             own = [x for x in args if type(x) is Tensor and x.device == self._device and x.requires_grad]
             pointers = {x.data_ptr() for x in own}
+            inputs: list[_Input] = []
 
-            def pack(tensor: Tensor) -> Tensor | int:
-                return self._push(tensor) if tensor.data_ptr() in pointers else tensor
+            def pack(tensor: Tensor) -> Tensor | tuple[int, int]:
+                if tensor.data_ptr() not in pointers:
+                    return tensor
+                if not inputs:
+                    self.finish_forward()
+                    self._runs.append(inputs)
+                inputs.append(_Input(torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda), tensor))
+                self._copy(inputs[-1], to_host=True)
+                return len(self._runs) - 1, len(inputs) - 1
 
             with saved_tensors_hooks(pack, self._unpack):
                 return checkpoint(run, *args)
@@ -45,25 +57,20 @@ class HostInputs:
         return run_checkpoint
 
     def finish_forward(self) -> None:
-        """Frees the last input's memory on the device."""
-        if self._inputs:
-            self._take(self._inputs[-1])
+        """Frees the last layer's inputs on the device."""
+        for entry in self._runs[-1] if self._runs else ():
+            self._take(entry)
 
-    def _push(self, tensor: Tensor) -> int:
-        self.finish_forward()
-        self._inputs.append(_Input(torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda), tensor))
-        self._copy(self._inputs[-1], to_host=True)
-        return len(self._inputs) - 1
-
-    def _unpack(self, packed: Tensor | int) -> Tensor:
+    def _unpack(self, packed: Tensor | tuple[int, int]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        entry = self._inputs[packed]
+        number, index = packed
+        entry = self._runs[number][index]
         self._fetch(entry)
         tensor = self._take(entry)
         assert tensor is not None
-        if packed:
-            self._fetch(self._inputs[packed - 1])  # of the layer that the backward visits next
+        for neighbour in self._runs[number - 1] if number else ():  # the layer that the backward visits next
+            self._fetch(neighbour)
         return tensor
 
     def _fetch(self, entry: "_Input") -> None:
@@ -87,6 +94,11 @@ class HostInputs:
         if tensor is not None:
             torch.cuda.current_stream(self._device).wait_event(entry.copied)
         return tensor
+
+
+def are_saved_tensors_hooked() -> bool:
+    """Whether a context keeps the tensors that a forward saves elsewhere, as `save_on_cpu` does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @dataclass

@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
-from liger_rl.step.host_inputs import HostInputs
+from liger_rl.step.host_inputs import HostInputs, are_saved_tensors_hooked
 
 Result = TypeVar("Result")
 Checkpoint = Callable[..., Any]  # (a function, its arguments) -> the function's result
@@ -77,7 +77,7 @@ def run_with_kept_layers(
         agree: a collective of the ranks that run the model together: the number of layers that this rank could keep ->
             the smallest such number. Called once for each run, except where the clause is None or the share 0.
     """
-    layers = find_layers(model) if torch.is_grad_enabled() and not _are_saved_tensors_hooked() else []
+    layers = find_layers(model) if torch.is_grad_enabled() and not are_saved_tensors_hooked() else []
     device = _find_device(layers)
     memory = None if device is None else read_memory(device)
     if device is None or memory is None:
@@ -114,11 +114,6 @@ def run_with_kept_layers(
         _measurements[key] = replace(measurement, layer_bytes=2 * measurement.layer_bytes)
         clause = f"0 of {len(layers)} layers kept: memory ran out with {kept}"
     return forward(), clause
-
-
-def _are_saved_tensors_hooked() -> bool:
-    """Whether a context keeps the tensors that a forward saves elsewhere, as `save_on_cpu` does."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def choose_kept_layers(spare: int, tokens: int, measurement: Measurement, layers: int, share: float) -> int:

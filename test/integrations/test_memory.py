@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from functools import partial
 
 import pytest
 import streams
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import step_calls
 from hf_models import build, state_of
@@ -269,6 +272,66 @@ def test_memory_of_a_copy_that_nobody_reads_waits_for_its_end(backwards, device_
     del losses
     gc.collect()
     assert len(waits) == (2 * LAYERS, 3 * LAYERS + 1, 4 * LAYERS)[backwards]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_each_input_is_copied_once_in_each_direction(use_reentrant, device_memory, monkeypatch):
+    """Layers with several inputs too, which the backward asks for in the order of the forward."""
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, hidden, gate):
+            return hidden + gate * self.linear(hidden).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gates = nn.Linear(8, 8 * LAYERS)
+            self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+            for layer in self.layers:
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=use_reentrant)
+
+        def forward(self, hidden):
+            gates = self.gates(hidden).unflatten(-1, (8, LAYERS))
+            for number, layer in enumerate(self.layers):
+                hidden = layer(hidden, gates[..., number])
+            return hidden.sum()
+
+    copies = []
+    monkeypatch.setattr(streams.CpuStream, "record_event", lambda stream: copies.append(stream))
+    model, hidden = Model(), torch.randn(TOKENS, 8, requires_grad=True)
+    model(hidden).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    loss, clause = run_with_kept_layers(model, lambda: model(hidden), TOKENS, share=0)
+    assert clause == ON_HOST
+    assert len(copies) == 2 * LAYERS
+    loss.backward()
+    assert len(copies) == 4 * LAYERS
+    grads = gradients_of(model)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+def test_inputs_of_layers_inside_another_checkpoint_are_its_own(device_memory, monkeypatch):
+    """It runs the layers again without the hooks, and checks that as many tensors are saved."""
+    copies = []
+    monkeypatch.setattr(streams.CpuStream, "record_event", lambda stream: copies.append(stream))
+    model, ids = checkpointed(), tokens_of()
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+
+    def forward() -> torch.Tensor:
+        return checkpoint(lambda: model(input_ids=ids, labels=ids).loss, use_reentrant=False)
+
+    run_with_kept_layers(model, forward, TOKENS, share=0)[0].backward()
+    grads = gradients_of(model)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert copies == []
 
 
 # --- the number of layers ---------------------------------------------------------------------------------------------
