@@ -21,7 +21,7 @@ from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
 from liger_rl import linear_logprobs, topk_divergence
-from liger_rl.head.topk import list_divergence
+from liger_rl.head import list_divergence
 
 PREFIX = "targets-"
 SAMPLED, ENTRIES = 48, 8192  # tokens and vocabulary entries that are compared with float64

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_rl.head.logprobs import logits_logprobs
+from liger_rl.head import logits_logprobs
 from liger_rl.integrations import liger
 
 

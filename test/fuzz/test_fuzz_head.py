@@ -8,8 +8,7 @@ from hypothesis import given
 import oracle
 from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, several_cases
 from checks import Call, GivenLogits, check_gradients, same, within
-from liger_rl.head import LogitTransform, logits_logprobs
-from liger_rl.head.logprobs import LogProbs
+from liger_rl.head import LogitTransform, LogProbs, logits_logprobs
 from liger_rl.kernels.statistics import EXTRAS
 
 DIFFERENTIABLE = ("logps", "entropy", "lse", "mean_logits")

@@ -12,8 +12,7 @@ import oracles
 from cases import Numbers, fuzz, one, rarely
 from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, topk_divergence
 from liger_rl.fused_linear import ReferenceHead
-from liger_rl.head import LogitTransform
-from liger_rl.head.topk import list_divergence
+from liger_rl.head import LogitTransform, list_divergence
 from liger_rl.losses import Segments, SequenceMean, TokenSum
 
 SEEDS = st.integers(0, 2**62)

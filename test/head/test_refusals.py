@@ -8,8 +8,7 @@ import torch
 from head_calls import Products
 from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, topk_divergence
 from liger_rl.fused_linear import grpo_loss_from_logits
-from liger_rl.head import LogitTransform, Support, logits_logprobs
-from liger_rl.head.topk import list_divergence
+from liger_rl.head import LogitTransform, Support, list_divergence, logits_logprobs
 from liger_rl.losses import PPOClip, TokenMean
 
 IDS, NAN = torch.zeros(3, 5, dtype=torch.int64), math.nan

@@ -9,8 +9,7 @@ from torch import Tensor
 import oracles
 from head_calls import functional, problem
 from liger_rl import linear_logprobs, topk_divergence
-from liger_rl.head import LogitTransform
-from liger_rl.head.topk import list_divergence
+from liger_rl.head import LogitTransform, list_divergence
 
 TAILS = ["bucket", "none", "renormalized"]
 CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3}
