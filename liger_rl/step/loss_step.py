@@ -175,29 +175,18 @@ class LossSteps(Iterator[LossStep]):
         memory: float = 0,
         logps_alone: bool = False,
     ) -> None:
-        self._model, self._loss = model, loss
+        self._model, self._loss, self._memory = model, loss, memory
         groups, device = find_rank_groups(model, group), first_device(model)
+        self._agree = partial(agree_on_minimum, groups, device=device) if groups else None
         with agree_on_counts(groups, device) as counts:
             # The swap comes first: it runs the model, which has collectives if it is sharded.
             self._swapped = swapped = get_swapped_model(model)
             row_options = LayoutOptions(**options)
             check_memory(memory)
-            check_type("batch", batch, Mapping, "a mapping of columns by name")
-            _check_loss(loss, swapped)
-            inputs = read_model_inputs(model, swapped, batch, loss, extra_inputs, [*options, "memory", "group"])
-            ids, mask = _read_tokens(batch)
-            _check_inputs(inputs, ids)
-            if inputs.get("support") is not None:
-                check_type("support", inputs["support"], Support, "a Support or None")
-            aligned = None if logps_alone else _align_batch(batch, loss, ids, mask)
-            if aligned is not None and batch.get("num_items_in_batch") is not None:
-                _check_world_size(loss, count_averaging_ranks(model))
-            if aligned is not None and aligned.nll_mask is not None:  # the NLL term has tokens of its own
-                mask = aligned.mask.view(ids.shape) != 0
-            self._batch = TokenBatch(ids, mask, inputs)
+            aligned = self._read_batch(batch, extra_inputs, [*options, "memory", "group"], logps_alone=logps_alone)
             has_segments = batch.get("segments") is not None
             obstacle = Reason("its segments are one packed row") if has_segments else None
-            body = read_body(model, swapped, inputs, ids, obstacle)
+            body = read_body(model, swapped, self._batch.inputs, self._batch.ids, obstacle)
             packs = wants_packing(body, row_options)
             counts[0] = packs and needs_trial(swapped, body, "packing")
             counts[1] = tries_rows(swapped) and needs_trial(swapped, body, "rows")
@@ -208,29 +197,48 @@ class LossSteps(Iterator[LossStep]):
             body = self._apply_trial(body, "packing", again=bool(groups) and counts[0] > 0)
         if aligned is None:
             body = replace(body, has_router_loss=False)  # nobody reads the router loss
-        is_tried = body.no_tree is not None or not needs_trial(swapped, body, "trees")
+        self._layout, (self._steps, idle_runs) = self._agree_on_layout(groups, device, body, aligned, row_options)
+        self.layout = self._layout.describe()
+        # On ranks so many forwards run without a graph, in the first step.
+        self._idle_runs = idle_runs if groups else None
+        # An earlier step may have given NaN for rows that do not run.
+        self._aligned = None if aligned is None else _clear_logps(aligned, self._layout.left_out, self._batch.ids)
+        self._steps_taken = 0
+        self._total: LossStep | None = None
+
+    def _read_batch(
+        self, batch: Mapping[str, Any], extra_inputs: dict[str, Any], options: list[str], *, logps_alone: bool
+    ) -> AlignedBatch | None:
+        """Checks and keeps the tokens and the model's inputs. -> the loss's columns, None without a loss"""
+        check_type("batch", batch, Mapping, "a mapping of columns by name")
+        _check_loss(self._loss, self._swapped)
+        inputs = read_model_inputs(self._model, self._swapped, batch, self._loss, extra_inputs, options)
+        ids, mask = _read_tokens(batch)
+        _check_inputs(inputs, ids)
+        if inputs.get("support") is not None:
+            check_type("support", inputs["support"], Support, "a Support or None")
+        aligned = None if logps_alone else _align_batch(batch, self._loss, ids, mask)
+        if aligned is not None and batch.get("num_items_in_batch") is not None:
+            _check_world_size(self._loss, count_averaging_ranks(self._model))
+        if aligned is not None and aligned.nll_mask is not None:  # the NLL term has tokens of its own
+            mask = aligned.mask.view(ids.shape) != 0
+        self._batch = TokenBatch(ids, mask, inputs)
+        return aligned
+
+    def _agree_on_layout(
+        self, groups: list[Any], device: torch.device, body: Body, aligned: AlignedBatch | None, options: LayoutOptions
+    ) -> tuple[Layout, tuple[int, int]]:
+        """The layout, and the most live and idle micro-batches of a rank. A trial of trees runs if a rank needs it."""
+        is_tried = body.no_tree is not None or not needs_trial(self._swapped, body, "trees")
         if is_tried and body.no_tree is None:
             body = self._apply_trial(body, "trees", again=False)
         while True:
             with agree_on_counts(groups, device) as counts:
-                layout = self._lay_out(body, aligned, row_options)
+                layout = self._lay_out(body, aligned, options)
                 counts[:] = len(layout.live), len(layout.idle), layout.has_trees and not is_tried
             if not counts[2]:
-                break
+                return layout, (counts[0], counts[1])
             body, is_tried = self._apply_trial(body, "trees", again=bool(groups)), True
-        self.layout = layout.describe()
-        self._memory, self._agree = memory, partial(agree_on_minimum, groups, device=device) if groups else None
-        # On ranks `_idle_runs` forwards run without a graph, in the first step.
-        self._steps, self._idle_runs = counts[0], counts[1] if groups else None
-        if aligned is not None and layout.left_out:
-            # An earlier step may have given NaN for rows that do not run.
-            left_out = _mask_rows(layout.left_out, ids)
-            logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
-            filled = {name: column.masked_fill(left_out, 0.0) for name, column in logps.items() if column is not None}
-            aligned = replace(aligned, **filled)
-        self._aligned, self._layout = aligned, layout
-        self._steps_taken = 0
-        self._total: LossStep | None = None
 
     def __len__(self) -> int:
         return self._steps
@@ -394,6 +402,17 @@ def completion_logps(
     """
     options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes}
     return LossSteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
+
+
+def _clear_logps(aligned: AlignedBatch, rows: tuple[int, ...], ids: Tensor) -> AlignedBatch:
+    """The batch with log-probabilities of 0 in these rows."""
+    if not rows:
+        return aligned
+    cleared = _mask_rows(rows, ids)
+    logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
+    return replace(
+        aligned, **{n: column.masked_fill(cleared, 0.0) for n, column in logps.items() if column is not None}
+    )
 
 
 def _mask_rows(rows: tuple[int, ...], ids: Tensor) -> Tensor:
