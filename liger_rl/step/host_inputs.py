@@ -36,7 +36,7 @@ class HostInputs:
             # A checkpoint around the layer counts the tensors that it saves, and runs it again without these hooks.
             if are_saved_tensors_hooked():
                 return checkpoint(run, *args)
-            # The hooks get tensors without `requires_grad`. Other arguments may be one tensor for all layers.
+            # Arguments without a gradient may be one tensor for all layers. The hooks may get other objects of a tensor.
             own = [x for x in args if type(x) is Tensor and x.device == self._device and x.requires_grad]
             pointers = {x.data_ptr() for x in own}
             inputs: list[_Input] = []
@@ -47,7 +47,9 @@ class HostInputs:
                 if not inputs:
                     self.finish_forward()
                     self._runs.append(inputs)
-                inputs.append(_Input(torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda), tensor))
+                # The graph holds these hooks: an input with its graph would be a cycle that nobody collects.
+                host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                inputs.append(_Input(host, tensor.detach()))
                 self._copy(inputs[-1], to_host=True)
                 return len(self._runs) - 1, len(inputs) - 1
 

@@ -275,6 +275,23 @@ def test_memory_of_a_copy_that_nobody_reads_waits_for_its_end(backwards, device_
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_that_fails_leaves_no_input_behind(use_reentrant, device_memory, monkeypatch):
+    """The last layer's input is free too, after its copy."""
+    waits = []
+    monkeypatch.setattr(streams.CpuStream, "wait_event", lambda stream, event: waits.append(event))
+    model, ids = checkpointed(use_reentrant=use_reentrant), tokens_of()
+
+    def forward() -> None:
+        model(input_ids=ids)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        run_with_kept_layers(model, forward, TOKENS, share=0)
+    gc.collect()
+    assert len(waits) == LAYERS
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_each_input_is_copied_once_in_each_direction(use_reentrant, device_memory, monkeypatch):
     """Layers with several inputs too, which the backward asks for in the order of the forward."""
 
