@@ -36,9 +36,9 @@ class HostInputs:
             # A checkpoint around the layer counts the tensors that it saves, and runs it again without these hooks.
             if are_saved_tensors_hooked():
                 return checkpoint(run, *args)
-            # Arguments without a gradient may be one tensor for all layers. The hooks may get other objects of a tensor.
-            own = [x for x in args if type(x) is Tensor and x.device == self._device and x.requires_grad]
-            pointers = {x.data_ptr() for x in own}
+            # Arguments without a gradient may be one tensor for all layers. The hooks may get other objects.
+            tensors = [x for x in args if type(x) is Tensor and x.requires_grad]
+            pointers = {x.data_ptr() for x in tensors if x.device == self._device}
             inputs: list[_Input] = []
 
             def pack(tensor: Tensor) -> Tensor | tuple[int, int]:
