@@ -278,18 +278,12 @@ def _fused_forward(
         raise ValueError("return_dict=False has no meaning with fused=True, which returns a FusedCausalLMOutput")
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
-    name = "labels" if shift_labels is None else "shift_labels"
-    targets = _check_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
-    if support is not None:
-        check_type("support", support, Support, "a Support or None")
-        support.to(targets.device).check_targets(targets, name)
-    if shift_labels is None:
-        targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
-        support = None if support is None else _shift_support(support)
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    targets, support = _read_targets(labels, shift_labels, support, ids)
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = read_current_head(model, model._fused_head_type)
-    kinds: dict[str, tuple[int, torch.dtype]] = {}  # name of a result -> its columns and dtype
+    kinds: dict[str, tuple[int, torch.dtype]] = {}  # of `_pack_results`
 
     def per_token(hidden: Tensor) -> Tensor:
         """(..., H) -> (..., columns). It runs within the head's call, around which FSDP gathers the weight."""
@@ -306,24 +300,15 @@ def _fused_forward(
             support=None if support is None else support.to(hidden.device),
             **options,
         )
-        columns = []
-        for name in LogProbs._fields:
-            value = getattr(result, name)
-            if value is not None:
-                # float64 holds ids exactly.
-                wide = options.get("topk") is not None
-                value = value.to(torch.float64 if wide else torch.float32)
-                columns.append(value if name in LIST_RESULTS else value[..., None])
-                kinds[name] = columns[-1].shape[-1], getattr(result, name).dtype
-        return torch.cat(columns, -1)
+        # float64 holds ids exactly.
+        packed, found = _pack_results(result, torch.float32 if options.get("topk") is None else torch.float64)
+        kinds.update(found)
+        return packed
 
     with intercept_logits(head.module, per_token) as request:
         output = plain_forward(model, *args, return_dict=True, **kwargs)
     assert request.output is not None  # the probe at the swap has seen that the forward calls its head
-    split = request.output.split([width for width, _ in kinds.values()], -1)
-    values = {}
-    for (name, (_, dtype)), columns in zip(kinds.items(), split, strict=True):
-        values[name] = (columns if name in LIST_RESULTS else columns[..., 0]).to(dtype)
+    values = _unpack_results(request.output, kinds)
     logps = values.pop("logps")
     if num_items_in_batch is None:
         num_items_in_batch = (targets >= 0).sum().clamp(min=1)
@@ -345,6 +330,37 @@ def _fused_forward(
     )
 
 
+def _read_targets(
+    labels: Tensor | None, shift_labels: Tensor | None, support: Support | None, ids: Any
+) -> tuple[Tensor, Support | None]:
+    """(B, T) ids that each position predicts, and the support of each position."""
+    name, targets = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    targets = _check_labels(name, targets, ids)
+    if support is not None:
+        check_type("support", support, Support, "a Support or None")
+        support.to(targets.device).check_targets(targets, name)
+    if shift_labels is not None:
+        return targets, support
+    targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return targets, None if support is None else _shift_support(support)
+
+
+def _pack_results(result: LogProbs, dtype: torch.dtype) -> tuple[Tensor, dict[str, tuple[int, torch.dtype]]]:
+    """(..., columns) all results, as one answer of a head. Name of a result -> its number of columns and its dtype."""
+    values = {name: value for name, value in result._asdict().items() if value is not None}
+    columns = [value if name in LIST_RESULTS else value[..., None] for name, value in values.items()]
+    kinds = {name: (x.shape[-1], x.dtype) for name, x in zip(values, columns, strict=True)}
+    return torch.cat([x.to(dtype) for x in columns], -1), kinds
+
+
+def _unpack_results(packed: Tensor, kinds: dict[str, tuple[int, torch.dtype]]) -> dict[str, Any]:
+    split = packed.split([width for width, _ in kinds.values()], -1)
+    return {
+        name: (columns if name in LIST_RESULTS else columns[..., 0]).to(dtype)
+        for (name, (_, dtype)), columns in zip(kinds.items(), split, strict=True)
+    }
+
+
 def _check_plain_arguments(model: Any, names: Iterable[str]) -> None:
     """TypeError for arguments that say something with fused=True alone, which many plain forwards would ignore."""
     lost = [name for name in names if name in (*HEAD_RESULTS, "fuse") and name not in model._fused_arguments]
@@ -362,9 +378,8 @@ def check_arguments(model: Any, names: Iterable[str]) -> None:
         )
 
 
-def _check_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
+def _check_labels(name: str, labels: Any, ids: Tensor | None) -> Tensor:
     check_type(name, labels, Tensor, "a tensor")
-    ids = kwargs.get("input_ids", args[0] if args else None)
     if labels.dim() != 2 or (ids is not None and labels.shape != ids.shape):
         expected = "(B, T)" if ids is None else f"(B, T) = {tuple(ids.shape)} from input_ids"
         raise ValueError(f"{name} must be {expected}, got {tuple(labels.shape)}")
