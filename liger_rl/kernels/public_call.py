@@ -1,5 +1,6 @@
 """What public functions share: the error for an unknown keyword, and the break in a graph of torch.compile."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
@@ -32,7 +33,8 @@ def _boundary(function: Callable[Arguments, Result], known: Sequence[str] | None
     def checked(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
         if known_names is not None and not known_names.issuperset(keywords):
             raise TypeError(_unknown_keyword(function.__qualname__, keywords, known or ()))
-        if torch.compiler.is_compiling():
+        # Dynamo of torch 2.8 runs a frame without operations as it is, and compiles what it calls.
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
             from liger_rl.kernels.graph_break import run_in_eager_mode
 
             result: Result = run_in_eager_mode(function, *args, **keywords)

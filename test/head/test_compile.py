@@ -66,6 +66,7 @@ def test_the_graph_breaks_around_a_call(name):
     expected = solve(x, name, CALLS[name].function)
     torch.testing.assert_close(solve(x, name, CALLS[name].function, backend=graphs), expected, rtol=0.0, atol=0.0)
     assert graphs.doublings
+    torch._dynamo.reset()  # torch 2.8 would run the function as it ran it behind the graph's break
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         torch.compile(CALLS[name].function, fullgraph=True, backend="eager")(x)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oracles
-from devices import NEEDS_GPU, on_gpu
+from devices import NEEDS_GPU, on_gpu, skip_where_misread
 from head_calls import run_triton
 from liger_rl import linear_logprobs
 from liger_rl.head import LogitTransform, Support, logits_logprobs
@@ -86,6 +86,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def made_with_tma():
+    skip_where_misread(CASES[0][0][-1])
     with pytest.MonkeyPatch.context() as patch:
         use(HOPPER, patch)
         return [made(*sizes, *options)[-1] for sizes, *options in CASES]
