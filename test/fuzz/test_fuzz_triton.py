@@ -20,6 +20,7 @@ from cases import (
     logits_cases,
     several_cases,
 )
+from devices import skip_where_misread
 from head_calls import in_short_pieces, run_triton
 from liger_rl import linear_logprobs
 from liger_rl.kernels import epilogue
@@ -75,6 +76,9 @@ SHARES = {"listed ids": 0.008, "loss of logits": 0.1, EPILOGUE: 0.04}
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_in_triton(kind) -> None:
+    if kind == EPILOGUE:
+        skip_where_misread(1)  # a tile of gradients has any number of columns
+
     @fuzz(SHARES.get(kind, 0.015))
     @given(case=KINDS[kind].filter(is_for_the_interpreter))
     def check(case) -> None:
