@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.argument_checks import check_type
-from liger_rl.losses.options import check_number
+from liger_rl.losses.options import read_number
 from liger_rl.losses.segments import Segments, segment_sum
 
 # A ratio of e^40 is 2e17. The bound keeps products of two ratios finite in float32, and 0 * ratio from being NaN.
@@ -218,9 +218,9 @@ def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> N
 
 
 def _align_column(name: str, column: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-    # This is asked of every column of every call, so `check_dense` runs only if it may have something to say.
+    # This is asked of every column of every call, so `check_column` runs only if it may have something to say.
     if type(column) is not Tensor or column.layout != torch.strided or column.is_nested or column.is_complex():
-        check_dense(name, column)
+        check_column(name, column)
     if column.device != device:
         raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
     if column.shape == shape:
@@ -233,7 +233,7 @@ def _align_column(name: str, column: Tensor, shape: torch.Size, device: torch.de
     raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")
 
 
-def check_dense(name: str, column: Any) -> Tensor:
+def check_column(name: str, column: Any) -> Tensor:
     """Returns the column. Raises TypeError unless it is a dense tensor of real numbers."""
     check_type(name, column, Tensor, "a real tensor")
     if column.layout != torch.strided or column.is_nested:
@@ -255,10 +255,10 @@ def check_mask_values(mask: Tensor | None) -> None:
 def _check_divisor(name: str, value: Any, device: torch.device) -> Any:
     """Returns the divisor, without gradient. Raises TypeError or ValueError unless it is a number of at least 1."""
     if not isinstance(value, Tensor):
-        if not 1 <= check_number(name, value) < math.inf:
+        if not 1 <= read_number(name, value) < math.inf:
             raise ValueError(f"{name} must be at least 1 and finite, got {value}")
         return value
-    check_dense(name, value)
+    check_column(name, value)
     if value.numel() != 1:
         raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
     if value.dtype == torch.bool:

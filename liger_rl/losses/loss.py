@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.public_call import outside_of_graphs
-from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_mask_values
+from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_column, check_mask_values
 from liger_rl.losses.corrections import Correction, OffPolicySequenceMask, SamplerCorrection
 from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.losses.objectives import Objective, TokenLoss
@@ -339,7 +339,7 @@ def ppo_loss_fn(
     for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
         if column is None and name != "per_token_logps":
             continue
-        column = check_dense(name, column)
+        column = check_column(name, column)
         if not column.is_floating_point():
             raise TypeError(f"{name} must be a floating tensor, got {column.dtype}")
         if column.shape != per_token_logps.shape:

@@ -47,12 +47,12 @@ class Options:
 def check_interval(name: str, value: Any, interval: str) -> None:
     """Raises for a value outside an interval such as "[0, inf)". NaN is outside of each."""
     low, high = map(float, interval[1:-1].split(","))
-    x = check_number(name, value)
+    x = read_number(name, value)
     if not (low < x < high or (x == low and interval[0] == "[") or (x == high and interval[-1] == "]")):
         raise ValueError(f"{name} must be in {interval}, got {value}")
 
 
-def check_number(name: str, value: Any) -> float:
+def read_number(name: str, value: Any) -> float:
     """The number as a float, which may be NaN or infinite. Raises for another type, and an int beyond float's range."""
     check_type(name, value, (int, float), "a number")
     try:
