@@ -20,12 +20,12 @@ class HostInputs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._runs: list[list[_Input]] = []  # of each layer's forward
+        self.runs: list[list[_Input]] = []  # of each layer's forward
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def __del__(self) -> None:
         # Nobody has read these: a forward or a backward has failed, or one of two backwards never ran.
-        for entry in itertools.chain(*self._runs):
+        for entry in itertools.chain(*self.runs):
             if entry.tensor is not None:
                 entry.owner.wait_event(entry.copied)
 
@@ -46,12 +46,12 @@ class HostInputs:
                     return tensor
                 if not inputs:
                     self.finish_forward()
-                    self._runs.append(inputs)
+                    self.runs.append(inputs)
                 # The graph holds these hooks: an input with its graph would be a cycle that nobody collects.
                 host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 inputs.append(_Input(host, tensor.detach()))
                 self._copy(inputs[-1], to_host=True)
-                return len(self._runs) - 1, len(inputs) - 1
+                return len(self.runs) - 1, len(inputs) - 1
 
             with saved_tensors_hooks(pack, self._unpack):
                 return checkpoint(run, *args)
@@ -60,18 +60,18 @@ class HostInputs:
 
     def finish_forward(self) -> None:
         """Frees the last layer's inputs on the device."""
-        for entry in self._runs[-1] if self._runs else ():
+        for entry in self.runs[-1] if self.runs else ():
             self._take(entry)
 
     def _unpack(self, packed: Tensor | tuple[int, int]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         number, index = packed
-        entry = self._runs[number][index]
+        entry = self.runs[number][index]
         self._fetch(entry)
         tensor = self._take(entry)
         assert tensor is not None
-        for neighbour in self._runs[number - 1] if number else ():  # the layer that the backward visits next
+        for neighbour in self.runs[number - 1] if number else ():  # the layer that the backward visits next
             self._fetch(neighbour)
         return tensor
 

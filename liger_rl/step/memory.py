@@ -83,8 +83,11 @@ def run_with_kept_layers(
     if device is None or memory is None:
         return forward(), None
     if not share:
-        with _keep_inputs_on_host(layers, device):
-            return forward(), f"{len(layers)} layers recomputed, their inputs in CPU memory"
+        inputs = HostInputs(device)
+        with _replaced_checkpoints(layers, inputs.wrap_checkpoint):
+            output = forward()
+        inputs.finish_forward()
+        return output, f"{len(layers)} layers recomputed" + (", their inputs in CPU memory" if inputs.runs else "")
     # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
     # backward reads next.
     if is_zero_3(next(layers[-1].parameters(), None)):
@@ -209,15 +212,6 @@ def _find_device(layers: list[nn.Module]) -> torch.device | None:
 def keep_activations(layers: list[nn.Module]) -> AbstractContextManager[None]:
     """Forwards inside the context do not recompute these layers."""
     return _replaced_checkpoints(layers, lambda number, checkpoint: _call)
-
-
-@contextmanager
-def _keep_inputs_on_host(layers: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Forwards inside the context recompute these layers, and keep the layers' inputs in CPU memory."""
-    inputs = HostInputs(device)
-    with _replaced_checkpoints(layers, inputs.wrap_checkpoint):
-        yield
-    inputs.finish_forward()
 
 
 @contextmanager

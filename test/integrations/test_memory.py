@@ -345,10 +345,12 @@ def test_inputs_of_layers_inside_another_checkpoint_are_its_own(device_memory, m
     def forward() -> torch.Tensor:
         return checkpoint(lambda: model(input_ids=ids, labels=ids).loss, use_reentrant=False)
 
-    run_with_kept_layers(model, forward, TOKENS, share=0)[0].backward()
+    loss, clause = run_with_kept_layers(model, forward, TOKENS, share=0)
+    loss.backward()
     grads = gradients_of(model)
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
     assert copies == []
+    assert clause == f"{LAYERS} layers recomputed"
 
 
 # --- the number of layers ---------------------------------------------------------------------------------------------
