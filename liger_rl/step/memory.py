@@ -8,7 +8,8 @@ memory for most layers' activations. So `run_with_kept_layers` recomputes only s
    activations, the others are recomputed. The backward visits the last layers first, so their memory is free again
    before most gradients exist.
 
-Values and gradients have the same bits for every k.
+With a share of 0 no layer keeps activations, and the layers' inputs are in CPU memory. Values and gradients have the
+same bits in each case.
 """
 
 import gc
