@@ -171,5 +171,4 @@ def test_recipes_that_patch_liger(run, name):
     recipe = run(name, {"axolotl.integrations.base": {"BasePlugin": object}})
     if name == "Axolotl":
         recipe.LigerRL().pre_model_load({})
-    for built in (loss.LigerFusedLinearGRPOLoss, loss.LigerFusedLinearJSDLoss):
-        assert built.__module__.startswith("liger_rl.")
+    assert loss.LigerFusedLinearGRPOLoss.__module__.startswith("liger_rl.")

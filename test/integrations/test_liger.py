@@ -1,4 +1,4 @@
-"""The drop-ins for liger-kernel's chunked losses against liger-kernel itself, and the places where that is wrong."""
+"""The drop-in for liger-kernel's GRPO losses against liger-kernel itself, and the places where that is wrong."""
 
 import inspect
 
@@ -8,11 +8,9 @@ import torch
 pytest.importorskip("liger_kernel.chunked_loss", reason="the integration needs liger-kernel")
 
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as THEIRS
-from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss as THEIR_JSD
 
 import oracles
-from head_calls import Products
-from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
+from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss
 
 BATCH, LENGTH, HIDDEN, VOCAB = 6, 7, 12, 61
 LENGTHS = torch.tensor([7, 3, 5, 1, 0, 6])
@@ -65,16 +63,15 @@ def ratios(call):
     return {"none": None, "(B, T)": torch.where(mask, ratio, 1.0), "(B, 1)": ratio[:, :1], "(B,)": ratio[:, 0]}
 
 
-LEAVES = ("_input", "lin_weight", "bias", "student_input", "student_weight", "student_bias")
+LEAVES = ("_input", "lin_weight", "bias")
 
 
-def run(loss_class, options, call, factor=1.0):
-    """-> loss, gradients of hidden, weight and bias, and the other results: metrics, or a JSD's two parts."""
+def run(loss_class, options, call):
+    """-> loss, gradients of hidden, weight and bias, and metrics."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in LEAVES if call.get(name) is not None}
-    result = loss_class(**{"compiled": False, **options})(**{**call, **leaves})
-    loss, *others = result if isinstance(result, tuple) else (result,)
-    grads = torch.autograd.grad(loss * factor, list(leaves.values()))
-    return loss.detach(), grads, tuple(part.detach() for part in (others[0] if len(others) == 1 else others))
+    loss, metrics = loss_class(**{"compiled": False, **options})(**{**call, **leaves})
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return loss.detach(), grads, tuple(value.detach() for value in metrics)
 
 
 def both(options, call):
@@ -82,27 +79,24 @@ def both(options, call):
     return run(LigerFusedLinearGRPOLoss, options, call), run(THEIRS, options, call)
 
 
-def assert_same(result, expected, atol=0.0):
+def assert_same(result, expected):
     assert expected[0].abs() > 1e-3
     torch.testing.assert_close(result[0], expected[0], rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(result[1], expected[1], strict=True):
         assert theirs.any()
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
-    torch.testing.assert_close(result[2], expected[2], rtol=1e-5, atol=atol)
+    torch.testing.assert_close(result[2], expected[2], rtol=1e-5, atol=0)
 
 
-PAIRS = [(LigerFusedLinearGRPOLoss, THEIRS), (LigerFusedLinearJSDLoss, THEIR_JSD)]
-
-
-@pytest.mark.parametrize(("mine", "theirs"), PAIRS)
-def test_signatures_are_theirs(mine, theirs):
+def test_the_signature_is_theirs():
     for name in ("__init__", "forward"):
         parameters = [
             [(p.name, p.default, p.kind) for p in inspect.signature(getattr(loss, name)).parameters.values()]
-            for loss in (mine, theirs)
+            for loss in (LigerFusedLinearGRPOLoss, THEIRS)
         ]
         assert parameters[0] == parameters[1]
-    assert {n: v for n, v in vars(theirs()).items() if not n.startswith("_")}.items() <= vars(mine()).items()
+    theirs = {name: value for name, value in vars(THEIRS()).items() if not name.startswith("_")}
+    assert theirs.items() <= vars(LigerFusedLinearGRPOLoss()).items()
 
 
 # KL, importance ratios, the argument that is left out.
@@ -257,6 +251,15 @@ def test_options_are_read_at_every_call():
         ours(**call)
 
 
+def test_the_loss_is_built_once(monkeypatch):
+    built, build = [], LigerFusedLinearGRPOLoss._build_loss
+    monkeypatch.setattr(LigerFusedLinearGRPOLoss, "_build_loss", lambda *args: built.append(1) or build(*args))
+    call, loss = problem(), LigerFusedLinearGRPOLoss(**options_of("grpo"))
+    for _ in range(3):
+        loss(**call)
+    assert built == [1]
+
+
 @pytest.fixture
 def two_ranks(monkeypatch):
     """-> the values that were all-reduced, as if another rank had the same."""
@@ -404,124 +407,17 @@ def test_bad_arguments(name, error, arguments):
         LigerFusedLinearGRPOLoss(**options_of("dapo"))(**{**problem(), **arguments})
 
 
-# --- distillation -----------------------------------------------------------------------------------------------------
-
-SIZES = (12, 20, 61)  # H, H', V
-
-
-def jsd_problem(shape=(23,), dtype=torch.float32, device="cpu", *, ignored=-100, bias=True):
-    generator = torch.Generator().manual_seed(2)
-    hidden, teacher_hidden, vocab = SIZES
-
-    def random(*size):
-        return torch.randn(*size, generator=generator)
-
-    call = {
-        "student_input": random(*shape, hidden),
-        "student_weight": random(vocab, hidden) / hidden**0.5,
-        "teacher_input": random(*shape, teacher_hidden),
-        "teacher_weight": random(vocab, teacher_hidden) / teacher_hidden**0.5,
-        "student_bias": random(vocab) if bias else None,
-        "teacher_bias": random(vocab) if bias else None,
-    }
-    call = {name: None if part is None else part.to(device, dtype) for name, part in call.items()}
-    labels = torch.randint(vocab, shape, generator=generator)
-    labels.view(-1)[::4] = ignored
-    return call | {"true_labels": labels.to(device)}
-
-
-@pytest.mark.parametrize(
-    ("beta", "weights", "temperature"),
-    [
-        (0.3, (0.5, 0.5), 1.0),
-        (0.3, (0.5, 0.5), 1.8),
-        (0.3, (1.7, 0.0), 1.0),
-        (0.0, (0.0, 1.0), 1.8),
-        (1.0, (-0.2, 0.9), 1.0),
-    ],
-)
-def test_jsd_has_the_same_numbers(beta, weights, temperature, device):
-    """Whole and in parts, over several of Liger's chunks; a label that is ignored may be an id."""
-    for more in ({}, {"return_soft_hard_loss": True, "ignore_index": 7}):
-        options = {"weight_hard_loss": weights[0], "weight_soft_loss": weights[1], "beta": beta, **more}
-        options |= {"temperature": temperature, "chunk_size": 5}
-        call = jsd_problem(device=device, ignored=options.get("ignore_index", -100))
-        result, expected = (run(loss, options, call, factor=3.0) for loss in (LigerFusedLinearJSDLoss, THEIR_JSD))
-        assert_same(result, expected, atol=1e-6)
-        assert len(result[2]) == (2 if more else 0)
-
-
-def test_jsd_of_other_shapes_no_bias_and_nothing_that_counts():
-    nothing = jsd_problem((6,)) | {"true_labels": torch.full((6,), -100)}
-    for call in (jsd_problem((3, 5)), jsd_problem(bias=False), nothing):
-        result, expected = (run(loss, {}, call) for loss in (LigerFusedLinearJSDLoss, THEIR_JSD))
-        if call is nothing:
-            assert result[0] == expected[0] == 0
-            assert not any(grad.any() for grad in result[1])
-        else:
-            assert_same(result, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(("options", "dtype"), [({}, torch.bfloat16), ({"temperature": 0.7}, torch.float16)])
-def test_16_bit_inputs_of_a_jsd_are_no_further_from_float64_than_theirs(options, dtype):
-    call = jsd_problem((96,), dtype)
-    wide = {name: part.double() if isinstance(part, torch.Tensor) else part for name, part in call.items()}
-    truth = run(THEIR_JSD, options, wide | {"true_labels": call["true_labels"]})
-    result, theirs = (run(loss, options, call) for loss in (LigerFusedLinearJSDLoss, THEIR_JSD))
-    assert abs(result[0] - truth[0]) < 1e-5
-    for mine, other, gold in zip(result[1], theirs[1], truth[1], strict=True):
-        assert oracles.norm_error(mine, gold) <= oracles.norm_budget(other, gold, dtype)
-
-
-@pytest.mark.parametrize(("options", "units"), [({}, 3), ({"weight_hard_loss": 0.0}, 3), ({"temperature": 2.0}, 7)])
-def test_products_of_a_jsd(options, units):
-    """One pass, of the tokens that count; a hard loss at another temperature takes two passes of the student's head."""
-    call = jsd_problem(bias=False)
-    with Products() as products:
-        run(LigerFusedLinearJSDLoss, options, call)
-    hidden, teacher_hidden, vocab = SIZES
-    tokens = int((call["true_labels"] != -100).sum())
-    assert products.flops == tokens * 2 * vocab * (units * hidden + teacher_hidden)
-    with Products() as products, torch.no_grad():
-        LigerFusedLinearJSDLoss(compiled=False)(**call)
-    assert products.flops == tokens * 2 * vocab * (hidden + teacher_hidden)
-
-
-@pytest.mark.parametrize("kind", ["dapo", "dapo of sequences", "JSD"])
-def test_zero3_empties_the_heads_after_the_forward(kind):
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_zero3_empties_the_heads_after_the_forward(level):
     """DeepSpeed gathers a parameter for the forward alone, marks it with an id, and gathers another where it was."""
-    if kind == "JSD":  # in 16 bits, which take two passes
-        loss_class, call, options = LigerFusedLinearJSDLoss, jsd_problem(dtype=torch.float16), {}
-    else:
-        loss_class, call = LigerFusedLinearGRPOLoss, problem()
-        options = options_of("dapo", "sequence" if "sequences" in kind else "token")
-    expected = run(loss_class, options, call)
-    leaves = {name: torch.nn.Parameter(call[name].clone()) for name in LEAVES if name in call}
-    call |= leaves
-    heads = [part for name, part in call.items() if name.endswith(("weight", "bias"))]
-    for part in heads:
-        part.ds_id = 1
-    result = loss_class(**{"compiled": False, **options})(**call)
-    for part in heads:
-        part.data.fill_(torch.nan)
-        part.data = torch.empty(0, dtype=part.dtype)
-    grads = torch.autograd.grad(result[0] if isinstance(result, tuple) else result, list(leaves.values()))
+    call, options = problem(), options_of("dapo", level)
+    expected = run(LigerFusedLinearGRPOLoss, options, call)
+    leaves = {name: torch.nn.Parameter(call[name].clone()) for name in LEAVES}
+    for name in ("lin_weight", "bias"):
+        leaves[name].ds_id = 1
+    loss, _ = LigerFusedLinearGRPOLoss(**options)(**{**call, **leaves})
+    for name in ("lin_weight", "bias"):
+        leaves[name].data.fill_(torch.nan)
+        leaves[name].data = torch.empty(0)
+    grads = torch.autograd.grad(loss, list(leaves.values()))
     torch.testing.assert_close(grads, expected[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "changed", "error", "message"),
-    [
-        ({"beta": 1.5}, {}, ValueError, r"beta must be in \[0, 1\]"),
-        ({"weight_hard_loss": float("inf")}, {}, ValueError, r"weight_hard_loss must be in \(-inf, inf\)"),
-        ({"weight_soft_loss": "half"}, {}, TypeError, "weight_soft_loss must be a number"),
-        ({}, {"teacher_weight": torch.zeros(70, 20)}, ValueError, "teacher_weight must have the 61 .*to padding"),
-        ({}, {"true_labels": torch.zeros(22, dtype=torch.int64)}, ValueError, "true_labels must be integers of shape"),
-        ({}, {"true_labels": torch.full((23,), 61)}, ValueError, "true_labels must be token ids"),
-        ({}, {"student_weight": None}, TypeError, "student_weight must be a tensor"),
-    ],
-)
-def test_bad_input_of_a_jsd(options, changed, error, message):
-    call = jsd_problem() | ({"teacher_bias": None} if "teacher_weight" in changed else {})
-    with pytest.raises(error, match=message):
-        LigerFusedLinearJSDLoss(**options)(**{**call, **changed})

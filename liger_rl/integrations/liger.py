@@ -1,6 +1,7 @@
-"""liger-kernel's chunked GRPO losses on this package's head and losses: docs/liger.md."""
+"""liger-kernel's fused linear GRPO losses on this package's head and losses: docs/liger.md."""
 
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -8,15 +9,17 @@ from torch import Tensor, nn
 
 from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_dense, check_optional_count
-from liger_rl.integrations.liger.liger_head import check_shape, prepare_head
+from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.objectives import SAPO, VESPO
 from liger_rl.losses.options import warn_caller
 from liger_rl.losses.presets import PRESETS
 from liger_rl.losses.reductions import GlobalTokenMean
-from liger_rl.models.local_tensors import localize
+from liger_rl.models.local_tensors import is_zero_3, localize
 
-__all__ = ["LigerFusedLinearGRPOLoss"]
+__all__ = ["LigerFusedLinearGRPOLoss", "is_patched", "patch_liger", "patched_liger", "unpatch_liger"]
+
+TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # Options that some losses do not read -> the value that is accepted there.
@@ -30,7 +33,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     The numbers are Liger's, except where Liger's are wrong: in the padding of luspo, with (B, T) advantages, and with
     -inf at masked tokens. docs/liger.md lists all differences, and the options without effect.
 
-    Options are Liger's. They are attributes of the same names, checked here and at every call.
+    Options are Liger's. They are attributes of the same names, and may be changed between calls.
     """
 
     beta: float = 0.04
@@ -54,7 +57,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._fused()  # checks the options
+        self._built: tuple[tuple[Any, ...], FusedLinearGRPOLoss] | None = None  # the options, and their loss
+        self._find_loss()  # checks the options
 
     @outside_of_graphs
     def forward(
@@ -86,16 +90,16 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             loss: () in float32.
             metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
         """
-        fused = self._fused()
+        fused = self._find_loss()
         local = localize(_input, lin_weight, bias=bias, targets=selected_token_ids, mask=attention_mask)
         _input, selected_token_ids, attention_mask = local.hidden, local.targets, local.mask
         if check_dense("_input", _input).dim() != 3:
             raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
         rows, columns = _input.shape[:2]
-        check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
-        check_shape("attention_mask", attention_mask, _input, (rows, columns))
+        _check_shape("selected_token_ids", selected_token_ids, _input, (rows, columns))
+        _check_shape("attention_mask", attention_mask, _input, (rows, columns))
         if vllm_is_ratio is not None:
-            check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
+            _check_shape("vllm_is_ratio", vllm_is_ratio, _input, (rows, columns), (rows, 1), (rows,))
         check_dense("lin_weight", local.weight, _input, "_input")
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
         global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
@@ -114,12 +118,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             reference = localize(ref_input, ref_weight, bias=ref_bias)
             check_dense("ref_input", reference.hidden, _input, "_input")
             check_dense("ref_weight", reference.weight, _input, "_input")
-            ref_input, ref_weight, ref_bias = prepare_head(reference.hidden, reference.weight, reference.bias)
+            ref_input, ref_weight, ref_bias = _prepare_head(reference.hidden, reference.weight, reference.bias)
             ref_per_token_logps = fused.reference_logps(
                 ref_input, ref_weight, selected_token_ids, attention_mask, bias=ref_bias,
                 vocab_parallel=reference.vocab_parallel,
             )  # fmt: skip
-        hidden, weight, bias = prepare_head(_input, local.weight, local.bias)
+        hidden, weight, bias = _prepare_head(_input, local.weight, local.bias)
         loss, metrics = fused(
             hidden,
             weight,
@@ -137,8 +141,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
         return loss, (*values, clipped)
 
-    def _fused(self) -> FusedLinearGRPOLoss:
-        """The fused loss of the current options."""
+    def _find_loss(self) -> FusedLinearGRPOLoss:
+        """The fused loss of the current options. It is built again only if one of them has changed."""
+        ranks = _count_ranks()
+        options = (ranks, *(getattr(self, field.name) for field in fields(self)))
+        if self._built is None or self._built[0] != options:
+            self._built = options, self._build_loss(ranks)
+        return self._built[1]
+
+    def _build_loss(self, ranks: int) -> FusedLinearGRPOLoss:
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"loss_type must be one of {list(LOSS_TYPES)}, as in liger-kernel, got {self.loss_type!r}; "
@@ -155,7 +166,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 raise ValueError(f"{name} must be {off!r} with loss_type {self.loss_type!r}, got {getattr(self, name)}")
         options = {name: value for name, value in vars(self).items() if name in known}
         if "world_size" in known:
-            options["world_size"] = _count_ranks()
+            options["world_size"] = ranks
         return FusedLinearGRPOLoss(
             self.loss_type,
             beta=self.beta,
@@ -189,3 +200,49 @@ def _spread_ratios(ratio: Tensor, counted: Tensor) -> Tensor:
         return ratio
     first = counted & (counted.cumsum(-1) == 1)
     return torch.where(first, ratio.reshape(-1, 1), 1.0)
+
+
+def _check_shape(name: str, value: Any, hidden: Tensor, *shapes: tuple[int, ...]) -> None:
+    if check_dense(name, value, hidden, "_input").shape not in shapes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, shapes))} from _input, got {tuple(value.shape)}")
+
+
+def _prepare_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """hidden, weight and bias: hidden in float32 if the weight is, and parameters that ZeRO-3 will empty as copies."""
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if weight.dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16) and not autocast:
+        hidden = hidden.float()
+    return hidden, _copy_under_zero_3(weight), _copy_under_zero_3(bias)
+
+
+def _copy_under_zero_3(parameter: TensorT) -> TensorT:
+    """A copy if ZeRO-3 empties the parameter after the forward."""
+    return parameter.clone() if parameter is not None and is_zero_3(parameter) else parameter
+
+
+LIGER = Framework(
+    "liger-kernel",
+    (0, 8),
+    (0, 9),
+    Patch(
+        "liger_kernel.chunked_loss:LigerFusedLinearGRPOLoss",
+        LigerFusedLinearGRPOLoss,
+        None,
+        modules=("liger_kernel", "trl", "swift"),
+    ),
+    gain="float32 logits, without the defects of the chunked loss in padding, masks and ratios",
+    distributions=("liger-kernel", "liger-kernel-nightly"),
+)
+
+
+def patch_liger() -> None:
+    """Put `LigerFusedLinearGRPOLoss` of this module in place of liger-kernel's, in liger-kernel, TRL and ms-swift.
+
+    Objects that exist keep their class. liger-kernel's functional form, `liger_fused_linear_grpo`, is not replaced.
+    """
+    LIGER.patch()
+
+
+unpatch_liger = LIGER.unpatch
+patched_liger = LIGER.within
+is_patched = LIGER.is_patched
