@@ -328,73 +328,6 @@ class IcePop(_KeptTokens, Options):
         return ratio < self.ratio_min, ratio > self.ratio_max
 
 
-@dataclass(frozen=True, kw_only=True)
-class DRO(Options):
-    """-(A logp - dro_beta / 2 (logp - old)^2), direct reward optimisation. arXiv:2405.19107, verl's `dro`.
-
-    The paper's A is the reward minus a learned value.
-    """
-
-    dro_beta: Annotated[float, "(0, inf)"]  # strength of the penalty for leaving the old policy; it has no default
-    token_local: ClassVar[bool] = True
-
-    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        penalty = self.dro_beta / 2 * batch.log_ratio(logps).square()
-        return TokenLoss(penalty - batch.advantages * logps, batch.ratio(logps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipCov(Options):
-    """`PPOClip`, with loss 0 for a few tokens of high covariance. arXiv:2505.22617, verl's `clip_cov`.
-
-    A token is eligible if clip_cov_lb < (A - mean A)(logp - mean logp) < clip_cov_ub in nats and PPO does not clip it.
-    max(1, floor(clip_cov_ratio * tokens)) of the eligible tokens are drawn, and get loss 0.
-    """
-
-    epsilon_low: Annotated[float, "[0, inf)"] = 0.2
-    epsilon_high: Annotated[float, "[0, inf)"] = 0.2
-    clip_cov_ratio: Annotated[float, "(0, 1]"] = 0.0002
-    clip_cov_lb: Annotated[float, "[-inf, inf]"] = 1.0
-    clip_cov_ub: Annotated[float, "[-inf, inf]"] = 5.0
-    generator: Annotated[torch.Generator | None, torch.Generator] = None  # on the log-probabilities' device
-    token_local: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.clip_cov_lb < self.clip_cov_ub:
-            raise ValueError(f"clip_cov_lb must be under clip_cov_ub = {self.clip_cov_ub}, got {self.clip_cov_lb}")
-
-    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        plain = PPOClip(epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)(logps, batch)
-        assert plain.clip_low is not None
-        assert plain.clip_high is not None
-        covariance = _covariance(logps, batch)
-        eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & batch.mask
-        eligible = eligible & ~(plain.clip_low | plain.clip_high)
-        lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device, dtype=torch.float32)
-        cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _count_share(self.clip_cov_ratio, batch))
-        return plain._replace(loss=torch.where(cut, 0.0, plain.loss))
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLCov(Options):
-    """-r A, plus ppo_kl_coef |logp - old| on the tokens of highest covariance. arXiv:2505.22617, verl's `kl_cov`.
-
-    The covariance is (A - mean A)(logp - mean logp). max(1, floor(kl_cov_ratio * tokens)) tokens get the penalty.
-    """
-
-    kl_cov_ratio: Annotated[float, "(0, 1]"] = 0.0002
-    ppo_kl_coef: Annotated[float, "[0, inf)"] = 1.0
-    token_local: ClassVar[bool] = False
-
-    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio = batch.ratio(logps)
-        covariance = torch.where(batch.mask, _covariance(logps, batch), -math.inf)
-        penalised = (_rank(-covariance) < _count_share(self.kl_cov_ratio, batch)) & batch.mask
-        penalty = torch.where(penalised, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)
-        return TokenLoss(-ratio * batch.advantages + penalty, ratio)
-
-
 def _select_by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
     # `where` of two numbers is of torch's default dtype.
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
@@ -402,20 +335,3 @@ def _select_by_sign(positive: Tensor, if_positive: float, otherwise: float, like
 
 def _add_indicators(loss: Tensor, ratio: Tensor, advantages: Tensor, under: Tensor, over: Tensor) -> TokenLoss:
     return TokenLoss(loss, ratio, under & (advantages < 0), over & (advantages > 0), under | over)
-
-
-@torch.no_grad()
-def _covariance(logps: Tensor, batch: AlignedBatch) -> Tensor:
-    """(A - mean A)(logp - mean logp), the means over the tokens that count."""
-    count = batch.mask.sum().clamp(min=1)
-    return (batch.advantages - batch.advantages.sum() / count) * (logps - logps.sum() / count)
-
-
-def _rank(keys: Tensor) -> Tensor:
-    """Each element's rank in ascending order, ties by position. Unlike a selection by index, it needs no host sync."""
-    return keys.flatten().argsort(stable=True).argsort().view(keys.shape)
-
-
-def _count_share(share: float, batch: AlignedBatch) -> Tensor:
-    # The count is cast first: an int64 tensor times a number is of torch's default dtype.
-    return (batch.mask.sum().to(batch.advantages.dtype) * share).floor().clamp(min=1)

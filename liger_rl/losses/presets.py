@@ -6,8 +6,6 @@ from inspect import Parameter, signature
 from itertools import chain
 from typing import Any, TypedDict, TypeVar
 
-import torch
-
 from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.kernels.public_call import hint
 from liger_rl.losses import objectives
@@ -44,9 +42,6 @@ PRESETS: Mapping[str, Preset] = {
     "dppo_kl": Preset(objectives.DPPOKL, GlobalTokenMean),
     "ipo": Preset(objectives.IPO, GlobalTokenMean),
     "icepop": Preset(objectives.IcePop, GlobalTokenMean),
-    "dro": Preset(objectives.DRO, GlobalTokenMean),
-    "clip_cov": Preset(objectives.ClipCov, TokenMean),
-    "kl_cov": Preset(objectives.KLCov, TokenMean),
 }
 """The names that a loss_type may have."""
 PREFERENCES: Mapping[str, Preset] = {
@@ -102,13 +97,6 @@ class ObjectiveKeywords(TypedDict, total=False):
     ratio_cap: float
     ipo_threshold: float
     ratio_max: float
-    dro_beta: float
-    clip_cov_ratio: float
-    clip_cov_lb: float
-    clip_cov_ub: float
-    generator: torch.Generator | None
-    kl_cov_ratio: float
-    ppo_kl_coef: float
 
 
 class PreferenceKeywords(TypedDict, total=False):

@@ -111,7 +111,6 @@ IDLE_CASES = [  # preset, its options, whether tokens without an advantage are l
     ("ipo", {}, True),
     ("icepop", {}, True),
     ("cispo", {"ratio_min": 0.1}, True),
-    ("dro", {"dro_beta": 0.3}, False),
     ("grpo", {"beta": 0.1}, False),
     ("grpo", {"entropy_coef": 0.1}, False),
     ("grpo", {"metrics": "basic"}, False),
@@ -120,8 +119,6 @@ IDLE_CASES = [  # preset, its options, whether tokens without an advantage are l
     ("gspo", {}, False),
     ("vespo", {}, False),
     ("gmpo", {}, False),
-    ("clip_cov", {}, False),
-    ("kl_cov", {}, False),
 ]
 
 

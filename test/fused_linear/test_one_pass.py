@@ -262,7 +262,6 @@ class Scaled(nn.Module):
         ("a token_local or sequence_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),
         ("room in one chunk for 9 tokens that the gradient of one .* it holds 8,", "gspo", {"chunk_tokens": 8}, {}),
-        ("room in one chunk for 54 tokens that the .* it holds 53,", "kl_cov", {"chunk_tokens": 53}, {}),
     ],
 )
 def test_what_one_pass_needs_is_named(message, loss_type, options, call):

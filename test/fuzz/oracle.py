@@ -239,9 +239,6 @@ class Columns(NamedTuple):
     def mean(self, x: Tensor) -> Tensor:
         return self.total(x) / self.total(self.mask.double()).clamp(min=1)
 
-    def batch_mean(self, x: Tensor) -> Tensor:
-        return x[self.mask].sum() / max(int(self.mask.sum()), 1)
-
 
 def _bounded(x, low, high):
     """x in [low, high], with a gradient at the bounds; a clamp's is 0 there since PyTorch 2.14."""
@@ -257,7 +254,7 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
     old, A = (logp.detach() if c.old is None else c.old), c.advantages
     d = logp - old
     r = d.exp()
-    if name in ("PPOClip", "ClipCov"):
+    if name == "PPOClip":
         level = o.get("importance_sampling_level", "token")
         if level != "token":
             r = c.mean(d).exp()
@@ -270,13 +267,7 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
         loss = -torch.minimum(first * A, _bounded(r, low, high) * A)
         if o.get("dual_clip") is not None:
             loss = torch.where(A < 0, torch.minimum(loss, -o["dual_clip"] * A), loss)
-        found = _clipped(loss, r, A, low, high)
-        if name == "ClipCov":  # at a ratio of 1 the lottery has no blanks
-            assert o["clip_cov_ratio"] == 1.0
-            cov = covariance(logp, c)
-            cut = (cov > o["clip_cov_lb"]) & (cov < o["clip_cov_ub"]) & ~found[2] & ~found[3]
-            found = (torch.where(cut, 0.0, loss), *found[1:])
-        return found
+        return _clipped(loss, r, A, low, high)
     if name == "CISPO":
         low, high = o.get("ratio_min", 0.0), o.get("epsilon_high", 0.2)
         return _clipped(-r.detach().clamp(low, high) * A * logp, r, A, low, high)
@@ -314,30 +305,8 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
         if name == "IcePop":
             x, low, high = r.detach(), o.get("ratio_min", 0.2), o.get("ratio_max", 5.0)
         return (torch.where((x < low) | (x > high), 0.0, -r * A), r, *_clipped(r, x, A, low, high)[2:])
-    if name == "DRO":
-        return o["dro_beta"] / 2 * d * d - A * logp, r, None, None, None
-    if name == "KLCov":
-        cov = covariance(logp, c).masked_fill(~c.mask, -torch.inf)
-        held = torch.zeros_like(c.mask)
-        held[cov.argsort(descending=True)[: held_back(o, int(c.mask.sum()))]] = True
-        return -r * A + torch.where(held & c.mask, o.get("ppo_kl_coef", 1.0) * d.abs(), 0.0), r, None, None, None
     assert name == "Reinforce"
     return -A * logp, r, None, None, None
-
-
-def covariance(logp: Tensor, c: Columns) -> Tensor:
-    x = logp.detach()
-    return (c.advantages - c.batch_mean(c.advantages)) * (x - c.batch_mean(x))
-
-
-def undecided(case, logps: Tensor) -> bool:
-    """Whether rounding decides which tokens have the highest covariance."""
-    if case.objective != "KLCov":
-        return False
-    c = case.columns()
-    cov = covariance(logps.reshape(-1).masked_fill(~c.mask, 0.0), c)[c.mask].sort(descending=True).values
-    count = held_back(case.objective_options, cov.numel())
-    return count < cov.numel() and bool(cov[count - 1] - cov[count] < 1e-4)
 
 
 def ranks_undecided(case, entropy: Tensor, move: Tensor) -> bool:
@@ -351,10 +320,6 @@ def ranks_undecided(case, entropy: Tensor, move: Tensor) -> bool:
             if dropped.numel() and bool((known - move)[kept].min() <= dropped.max()):
                 return True
     return False
-
-
-def held_back(o: dict, tokens: int) -> int:
-    return max(1, int(o.get("kl_cov_ratio", 0.0002) * tokens))
 
 
 def weights(name: str | None, o: dict, c: Columns) -> Tensor:
@@ -413,10 +378,6 @@ def policy(case, logps: Tensor, entropy: Tensor) -> tuple[dict[str, Tensor], tup
         kl = torch.where(c.mask, kl, 0.0)
     of_policy = torch.where(c.mask, loss * factor, 0.0) * w
     of_kl = torch.zeros_like(of_policy) if kl is None else case.beta * kl * w
-    if case.objective == "DRO":  # its penalty is a term of its own, because the two may cancel
-        distance = logp - (logp.detach() if c.old is None else c.old)
-        penalised = torch.where(c.mask, case.objective_options["dro_beta"] / 2 * distance.square() * factor, 0.0) * w
-        of_policy, of_kl = of_policy - penalised, of_kl + penalised
     bonus = torch.where(counted, entropy, 0.0) * (-case.entropy_coef / max(int(counted.sum()), 1))
     found = {"per_token": of_policy + of_kl, "loss": (of_policy + of_kl + bonus).sum()}
     found |= metrics(case, c, logp, entropy, kl, ratio, low, high, outside)

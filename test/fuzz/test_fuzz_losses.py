@@ -119,7 +119,7 @@ def check_micro_batches(case: PolicyCase, expected: oracle.PolicyResult) -> None
     """Sequences in two calls that share the divisors of the whole; a packed part counts the segments of all."""
     divided = case.reduction in ("SequenceMean", "SequenceSum", "FixedLengthMean", "TokenSum")
     divided = divided or (case.reduction == "GlobalTokenMean" and case.items is not None)
-    of_batch = case.objective in ("ClipCov", "KLCov") or any(name == "TopEntropyMask" for name, _ in case.corrections)
+    of_batch = any(name == "TopEntropyMask" for name, _ in case.corrections)
     if not divided or of_batch or case.entropy_coef:
         return
     sequences = case.rows if case.num_sequences is None else case.num_sequences

@@ -115,7 +115,6 @@ FROM_LOGITS = [
     ("no option per_token", {"per_token": False}),
     ("entropy_coef", {"entropy_coef": 0.1}),
     ("loss_type", {"loss_type": PPOClip()}),
-    ("dro_beta", {"loss_type": "dro"}),
 ]
 # Arguments that replace good ones, type, message.
 SEVERAL = [

@@ -44,10 +44,7 @@ from step_calls import (
 
 OPTIONS = {
     "dr_grpo": {"max_completion_length": 10},
-    "dro": {"dro_beta": 0.3},
     "cispo": {"epsilon_high": 2.0},
-    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -0.5},
-    "kl_cov": {"kl_cov_ratio": 0.2},
 }
 
 
@@ -60,12 +57,10 @@ def test_every_preset(name, device):
     model = small_llama(device)
     loss = FusedLinearGRPOLoss(name, metrics="basic", **OPTIONS.get(name, {}))
     batch = with_columns(model, make_batch(device=device))
-    together = loss.terms.locality == "batch"
-    assert together == (name in ("clip_cov", "kl_cov"))
     calls = Calls(swap_lm_head(model))
-    steps = assert_as_padded(model, batch, loss, max_tokens=None if together else 20)
-    assert len(steps) == {"clip_cov": 1, "kl_cov": 1, "dro": 4}.get(name, 3)
-    assert len([call for call in calls if not call[1]]) == (0 if name in ("dro", "clip_cov", "kl_cov") else 1)
+    steps = assert_as_padded(model, batch, loss, max_tokens=20)
+    assert len(steps) == 3
+    assert len([call for call in calls if not call[1]]) == 1
     assert steps.total.per_token_logps.isfinite().all()
     torch.manual_seed(5)
     step = loss_step(model, batch, loss)
@@ -364,7 +359,6 @@ def test_completion_logps_are_those_of_the_padded_batch():
         ("skip", "grpo", {}, [((4, 13), True)]),
         ("backward", "grpo", {}, [((6, 13), True)]),
         ("skip", "grpo", {"entropy_coef": 0.1}, [((5, 13), True)]),
-        ("skip", "dro", {"dro_beta": 0.1}, [((5, 13), True)]),
     ],
 )
 def test_sequences_without_a_gradient_are_skipped_or_run_without_a_graph(idle, preset, options, expected):
@@ -542,13 +536,12 @@ def refused(model, batch, loss, message, error=ValueError, **options):
     hook.remove()
 
 
+QUANTILE = {"corrections": [TopEntropyMask(top_entropy_quantile=0.5)]}
 TOGETHER = "max_tokens must be None or at least {} here, got {}: "
 BAD_OPTIONS = {
     "a long sequence": ("Llama", "grpo", {"max_tokens": 12}, r"max_tokens must be at least 13, the longest"),
     "no tokens": ("Llama", "grpo", {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
     "words": ("Llama", "grpo", {"max_tokens": "all"}, "max_tokens must be an int or None, got str"),
-    "clip_cov": ("Llama", "clip_cov", {"max_tokens": 64}, TOGETHER.format(65, 64)),
-    "kl_cov": ("Llama", "kl_cov", {"max_tokens": 64}, TOGETHER.format(65, 64)),
     "quantile": ("Llama", "quantile", {"max_tokens": 64}, TOGETHER.format(65, 64)),
     "router": ("Mixtral", "grpo", {"max_tokens": 77}, TOGETHER.format(78, 77) + "the router's loss is of all tokens"),
     "idle": ("Llama", "grpo", {"idle": "run"}, r"idle must be one of \['skip', 'forward', 'backward'\], got 'run'"),
@@ -559,14 +552,13 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize(("name", "preset", "options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
 def test_bad_options(name, preset, options, message):
-    quantile = {"corrections": [TopEntropyMask(top_entropy_quantile=0.5)]} if preset == "quantile" else {}
-    loss = FusedLinearGRPOLoss("grpo" if quantile else preset, **quantile)
+    loss = FusedLinearGRPOLoss("grpo", **QUANTILE) if preset == "quantile" else FusedLinearGRPOLoss(preset)
     refused(build(name, num_hidden_layers=1), make_batch(), loss, message, (TypeError, ValueError), **options)
 
 
 def test_the_least_budget_and_the_total_before_the_last_step():
     model, batch = small_llama(), make_batch()
-    assert loss_steps(model, batch, FusedLinearGRPOLoss("kl_cov"), max_tokens=65)
+    assert loss_steps(model, batch, FusedLinearGRPOLoss("grpo", **QUANTILE), max_tokens=65)
     steps = loss_steps(model, batch, FusedLinearGRPOLoss("grpo"), max_tokens=20)
     next(steps)
     with pytest.raises(RuntimeError, match="total is known after all 3 steps, 1 were taken"):

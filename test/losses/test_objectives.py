@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -14,18 +13,15 @@ from liger_rl.losses import (
     CISPO,
     DPPO,
     DPPOKL,
-    DRO,
     GMPO,
     IPO,
     PRESETS,
     SAPO,
     VESPO,
-    ClipCov,
     EntropyBonus,
     FixedLengthMean,
     GlobalTokenMean,
     IcePop,
-    KLCov,
     KLPenalty,
     OffPolicySequenceMask,
     PolicyBatch,
@@ -85,14 +81,6 @@ def assert_same(found, expected, tolerance=1e-11):
 # --- per token --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta", [0.3, 4])
-def test_dro(beta):
-    c = columns()
-    d = c.logps - c.old
-    expected = beta / 2 * d.square() - c.advantages * c.logps, beta * d - c.advantages
-    assert_same(solve(DRO(dro_beta=beta), c), [torch.where(c.mask, x, 0.0) for x in expected])
-
-
 def test_ipo_and_icepop():
     c = columns()
     p, q, r = c.logps.exp(), c.old.exp(), (c.logps - c.old).exp()
@@ -120,45 +108,6 @@ def test_the_binary_divergence_near_a_probability_of_one(dtype):
         batch = PolicyBatch(advantages=torch.ones(1, dtype=dtype), old_per_token_logps=old)
         found = ppo_loss_fn(logps, batch, DPPOKL(divergence_high=factor * divergence), None).loss
         assert (found.item() == 0) == dropped
-
-
-# --- covariance -------------------------------------------------------------------------------------------------------
-
-
-COV_BOUNDS = {"clip_cov_lb": 0.1, "clip_cov_ub": 0.9}
-
-
-@pytest.mark.parametrize(("share", "bounds"), [*product([1e-4, 0.1, 0.2, 1.0], [(0.1, 0.9)]), (0.1, (1e6, 1e7))])
-def test_clip_cov(share, bounds):
-    """A lottery among the tokens between the bounds: as many as there should be, or all that there are."""
-    c = columns()
-    plain = solve(PPOClip(), c)
-    ratio = (c.logps - c.old).exp()
-    clipped = ((ratio < 0.8) & (c.advantages < 0)) | ((ratio > 1.2) & (c.advantages > 0))
-    covariance = (c.advantages - c.advantages[c.mask].mean()) * (c.logps - c.logps[c.mask].mean())
-    eligible = (covariance > bounds[0]) & (covariance < bounds[1]) & c.mask & ~clipped
-    assert 3 < eligible.sum() < c.mask.sum() - 4 or bounds[0] > 1
-    loss, grad = solve(ClipCov(clip_cov_ratio=share, clip_cov_lb=bounds[0], clip_cov_ub=bounds[1]), c)
-    cut = (loss == 0) & c.mask
-    assert cut.sum() == min(max(1, math.floor(share * int(c.mask.sum()))), int(eligible.sum()))
-    assert not (cut & ~eligible).any()
-    assert not grad[cut].any()
-    assert torch.equal(loss[~cut], plain[0][~cut])
-    assert torch.equal(grad[~cut], plain[1][~cut])
-
-
-def test_clip_covs_choice_is_the_generators():
-    c = columns()
-
-    def choices(seed):
-        objective = ClipCov(clip_cov_ratio=0.1, generator=torch.Generator().manual_seed(seed), **COV_BOUNDS)
-        return [solve(objective, c)[0] for _ in range(4)]
-
-    before = torch.get_rng_state()
-    first = choices(1)
-    assert all(torch.equal(mine, again) for mine, again in zip(first, choices(1), strict=True))
-    assert not all(torch.equal(first[0], later) for later in first[1:])  # another choice every step
-    assert torch.equal(torch.get_rng_state(), before)  # the global generator is not touched
 
 
 # --- penalties and corrections ----------------------------------------------------------------------------------------
@@ -203,12 +152,9 @@ OBJECTIVES = [
     GMPO(),
     Reinforce(),
     DPPO(),
-    ClipCov(clip_cov_ratio=0.2, **COV_BOUNDS),
-    KLCov(kl_cov_ratio=0.2),
     CISPO(ratio_min=0.8, epsilon_high=1.2),
     GMPO(mean_importance_ratio=True),
     DPPOKL(),
-    DRO(dro_beta=0.5),
     IPO(),
     IcePop(),
 ]
@@ -266,14 +212,6 @@ BAD_OPTIONS = [
     (IPO, "ipo_threshold", (-0.1, 1.1, math.nan), ("0.3",)),
     (IcePop, "ratio_min", (-0.1, 5.1, math.nan), ()),
     (IcePop, "ratio_max", (0.0, 0.1, math.inf, math.nan), ()),
-    (DRO, "dro_beta", (0.0, -1.0, math.inf, math.nan), ()),
-    *((ClipCov, name, (-0.1,), ()) for name in ("epsilon_low", "epsilon_high")),
-    (ClipCov, "clip_cov_ratio", (0.0, 1.5, math.nan), ()),
-    (ClipCov, "clip_cov_lb", (5.0, math.nan), ("1",)),
-    (ClipCov, "clip_cov_ub", (math.nan, 10**400), (None,)),
-    (ClipCov, "generator", (), (3,)),
-    (KLCov, "kl_cov_ratio", (0.0,), ()),
-    (KLCov, "ppo_kl_coef", (-1.0,), ()),
     (KLPenalty, "beta", (-0.1, math.inf, math.nan), (True,)),
     (KLPenalty, "kl_estimator", ("k4", ["k3"]), ()),
     (KLPenalty, "importance_weighted", (), (1,)),
@@ -363,9 +301,6 @@ OPTIONS = {
     "dppo_kl": {"divergence_low": 0.01, "divergence_high": 0.02},
     "ipo": {"ipo_threshold": 0.06},
     "icepop": {"ratio_min": 0.8, "ratio_max": 1.3},
-    "dro": {"dro_beta": 0.3},
-    "clip_cov": {"clip_cov_ratio": 0.2, **COV_BOUNDS},
-    "kl_cov": {"kl_cov_ratio": 0.2},
 }
 
 
@@ -376,8 +311,8 @@ def preset_of(name, **options):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("seed", range(3))
 def test_without_an_advantage_gradients_are_exactly_zero(name, seed):
-    """0.0 without a penalty, so that such rows can be skipped. KLCov and DRO hold tokens back for their drift. A loss
-    that is 0 too says so, and then such tokens are not projected at all."""
+    """0.0 without a penalty, so that such rows can be skipped. A loss that is 0 too says so, and then such tokens are
+    not projected at all."""
     objective = preset_of(name).objective
     c = columns(2 + seed, 6 - seed % 5, seed=seed, noise=(0.1, 0.5, 1.5)[seed % 3], masked=seed % 2 == 0)
     idle = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
@@ -385,11 +320,8 @@ def test_without_an_advantage_gradients_are_exactly_zero(name, seed):
         idle = idle[:, :1].expand_as(idle)
     loss, grad = solve(objective, c._replace(advantages=torch.where(idle, 0.0, c.advantages)))
     says_zero = getattr(objective, "zero_without_advantage", False)
-    assert says_zero == (objective.token_local and name != "dro")
-    if name not in ("kl_cov", "dro"):
-        assert (grad[idle] == 0.0).all()
-    elif name == "dro":
-        assert (grad[idle & c.mask] != 0.0).all()
+    assert says_zero == objective.token_local
+    assert (grad[idle] == 0.0).all()
     if says_zero:
         assert (loss[idle] == 0.0).all()
 
@@ -399,9 +331,7 @@ def test_sequences_without_advantages_that_need_not_run(name):
     """Nothing depends on their log-probabilities: no gradient, no loss, no clip indicator."""
     parts = preset_of(name)
     terms = PolicyTerms(objective=parts.objective, reduction=parts.reduction)
-    assert terms.idle_without_advantages == (name not in ("dro", "clip_cov", "kl_cov"))
-    if not terms.idle_without_advantages:
-        return
+    assert terms.idle_without_advantages
     c = columns(6, 5, noise=0.8, masked=False)
     c.advantages[1::2] = 0.0
 
@@ -422,7 +352,7 @@ def test_sequences_without_advantages_that_need_not_run(name):
     assert replace(terms, corrections=[OffPolicySequenceMask(threshold=0.1)]).idle_without_advantages
 
 
-CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, ClipCov, DPPO, DPPOKL)]
+CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, DPPO, DPPOKL)]
 
 
 @pytest.mark.parametrize("name", CLIPPED)
