@@ -45,14 +45,13 @@ class Patch:
         *,
         checked: str = "",  # the name in the module whose parameters are checked; the target by default
         modules: Collection[str] = (),  # packages and modules with the function; the target's package by default
-        group: str = "",  # the row is applied if `Framework.patch` names this group; "" is always applied
         since: Version = (0, 0),  # the lowest version of the package that has the target
         needed: Callable[[], bool] = lambda: True,  # whether to apply the row, called at each `Framework.patch`
     ) -> None:
         self.module, _, self.name = target.partition(":")
         self.replacement, self.checked = replacement, checked or self.name
         self.parameters = join_parameters(replacement) if parameters == "" else parameters
-        self.group, self.since, self.needed = group, since, needed
+        self.since, self.needed = since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
         self._original: Any = None  # None while nothing is replaced
         self._owner: Any = None  # the class of a method
@@ -145,20 +144,15 @@ class Framework:
                 version = version or metadata.version(distribution)
         return check_version(self.name, version, self.lowest, self.below)
 
-    def patch(self, *groups: str) -> None:
-        """Apply the rows without a group and those of `groups`: all of them or none. Applied rows stay.
+    def patch(self) -> None:
+        """Apply the rows: all of them or none. Applied rows stay, and a row that needs a later version is left out.
 
-        A row that needs a later version is left out, or raises ImportError if its group is named. New patches are
-        logged to "liger_rl", at the level INFO.
+        New patches are logged to "liger_rl", at the level INFO.
         """
         with LOCK:
             version, originals = self.version(), []
             for patch in self.patches:
-                if patch.group not in ("", *groups) or not patch.needed():
-                    continue
-                if _parse_version(version) < patch.since:
-                    if patch.group:
-                        check_version(self.name, version, patch.since, self.below)
+                if not patch.needed() or _parse_version(version) < patch.since:
                     continue
                 originals.append((patch, patch.original if patch.patched else patch.find()))
             added = [patch.name for patch, _ in originals if not patch.patched]
@@ -174,11 +168,11 @@ class Framework:
                 patch.undo()
 
     @contextmanager
-    def within(self, *groups: str) -> Iterator[None]:
+    def within(self) -> Iterator[None]:
         """Patch for the length of a `with` block, then restore the state before it."""
         with LOCK:
             before = [(patch, patch.patched) for patch in self.patches]
-            self.patch(*groups)
+            self.patch()
         try:
             yield
         finally:

@@ -119,7 +119,7 @@ def test_patching_and_undoing_twice(system):
 
 def test_every_row_is_put_in_place_and_taken_back(system):
     before, framework = system.state(), system.framework
-    with framework.within(*{patch.group for patch in framework.patches}):
+    with framework.within():
         for patch in framework.patches:
             assert patch.replacement in system.state().values()
             assert any(patch.original is value for value in before.values())
@@ -165,8 +165,8 @@ def test_modules_that_import_the_name(system, before, monkeypatch):
     """Those of the package, under whatever name, before the patch or while it is there; others keep what they hold."""
     for patch in system.framework.patches:
         home, name, package = sys.modules[patch.module], patch.name, patch.module.split(".")[0]
-        if name not in vars(home) or package not in patch.home or patch.group:
-            continue  # a method, a name that is replaced in other modules, a row that is not applied
+        if name not in vars(home) or package not in patch.home:
+            continue  # a method, a name that is replaced in other modules
         original, modules = vars(home)[name], {}
         for place in (f"{package}.trainer.another", "user_code", f"{package}_user_code"):
             modules[place] = ModuleType(place)
@@ -221,7 +221,7 @@ def test_a_row_that_is_not_what_its_version_says_leaves_all(name, monkeypatch):
                 delattr(vars(sys.modules[patch.module])[owner] if owner else sys.modules[patch.module], attribute)
             before = system.state()
             with pytest.raises(RuntimeError, match=f"{message}; nothing was patched"):
-                system.framework.patch(patch.group)
+                system.patch()
             assert system.state() == before
 
 
@@ -266,11 +266,3 @@ def test_supported_versions(name, monkeypatch):
         say(monkeypatch, framework, version)
         with system.patched():
             assert system.replaced(before)
-
-
-def test_a_group_of_a_later_version_is_refused(monkeypatch):
-    system = stand_in("verl", monkeypatch)
-    say(monkeypatch, system.framework, "0.7.1")
-    with pytest.raises(ImportError, match=r"verl >= 0\.8"):
-        system.framework.patch("distillation")
-    system.patch()
