@@ -29,7 +29,7 @@ from liger_rl.losses.reductions import (
     TokenSum,
 )
 from liger_rl.losses.segments import Segments
-from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
+from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy
 
 __all__ = [
     "BCO",
@@ -55,7 +55,6 @@ __all__ = [
     "CrossEntropy",
     "EntropyBonus",
     "FixedLengthMean",
-    "Focal",
     "GlobalTokenMean",
     "IcePop",
     "KLPenalty",

@@ -15,7 +15,7 @@ from liger_rl.losses.options import check_callable
 from liger_rl.losses.penalties import EntropyBonus, KLPenalty
 from liger_rl.losses.preference import BCO, CPO, DPO, KTO, ORPO, PAIR_LOSSES, APOZeroUnpaired
 from liger_rl.losses.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, SequenceSum, TokenMean
-from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy, Focal
+from liger_rl.losses.supervised import DFT, EAFT, CrossEntropy
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ UNPAIRED: Mapping[str, Preset] = {
 """The names that the loss_type of a `FusedLinearUnpairedLoss` may have."""
 SUPERVISED: Mapping[str, Preset] = {
     "nll": Preset(CrossEntropy, GlobalTokenMean),
-    "focal": Preset(Focal, GlobalTokenMean),
     "dft": Preset(DFT, GlobalTokenMean),
     "eaft": Preset(EAFT, GlobalTokenMean),
 }
@@ -134,7 +133,6 @@ class SupervisedKeywords(TypedDict, total=False):
 
     label_smoothing: float
     z_loss: float
-    gamma: float
     eaft_alpha: float
     eaft_k: int | None
     eaft_scale: float
@@ -225,4 +223,6 @@ def _explain_option(option: str, choices: Sequence[str]) -> str:
     if option == "importance_sampling_level":
         clipping = [name for name, preset in PRESETS.items() if preset.objective is PPOClip]
         return f": a ratio per sequence has a meaning where the ratio carries the gradient, in {', '.join(clipping)}"
+    if option == "class_weights":
+        return ": give class_weights[targets.clamp(min=0)] as token_weights, and their sum as num_items_in_batch"
     return hint(option, choices)

@@ -73,18 +73,6 @@ class CrossEntropy(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Focal(CrossEntropy):
-    """(1 - p)^gamma times the cross entropy, p with gradient. arXiv:1708.02002."""
-
-    gamma: Annotated[float, "[0, inf)"] = 2.0
-
-    def compute_loss(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
-        # A power of 0 has an infinite gradient for gamma < 1.
-        complement = -torch.expm1(logps.clamp(max=-torch.finfo(logps.dtype).tiny))
-        return complement.pow(self.gamma) * super().compute_loss(logps, batch)
-
-
-@dataclass(frozen=True, kw_only=True)
 class DFT(CrossEntropy):
     """p times the cross entropy, p without gradient. arXiv:2508.05629; TRL's `loss_type="dft"`."""
 

@@ -98,14 +98,12 @@ def unpaired_losses(name: str, o: dict, logps: Tensor, ref: Tensor, mask: Tensor
 
 
 def supervised_losses(name: str, o: dict, logits: Tensor, targets: Tensor) -> Tensor:
-    """(S, T) of logits (S, T, V) and ids that may be negative, without class weights."""
+    """(S, T) of logits (S, T, V) and ids that may be negative."""
     log_p = logits.log_softmax(-1)
     nll = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     s = o.get("label_smoothing", 0.0)
     loss, p = (1 - s) * nll - s * log_p.mean(-1), (-nll).exp()
-    if name == "focal":
-        loss = (1 - p) ** o.get("gamma", 2.0) * loss
-    elif name == "dft":
+    if name == "dft":
         loss = p.detach() * loss
     elif name == "eaft":
         k = o.get("eaft_k", 20)
@@ -113,12 +111,3 @@ def supervised_losses(name: str, o: dict, logits: Tensor, targets: Tensor) -> Te
         entropy = -(known.exp() * known).sum(-1)
         loss = (entropy / o.get("eaft_scale", 3.0)) ** o.get("eaft_alpha", 1.0) * loss
     return loss + o.get("z_loss", 0.0) * logits.logsumexp(-1) ** 2
-
-
-def weighted_cross_entropy(logits: Tensor, targets: Tensor, classes: Tensor, s: float, token_weights: Tensor) -> Tensor:
-    """() of tokens that count; torch's weighted mean, each token with a factor."""
-    log_p, live = logits.log_softmax(-1), targets >= 0
-    ids = targets.clamp(min=0)
-    nll = -log_p.gather(-1, ids[..., None])[..., 0] * classes[ids]
-    loss = (1 - s) * nll - s * (log_p * classes).mean(-1)
-    return torch.where(live, token_weights * loss, 0.0).sum() / torch.where(live, classes[ids], 0.0).sum()

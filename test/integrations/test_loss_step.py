@@ -171,7 +171,6 @@ def test_columns_are_the_losss_own():
 
 
 EAFT, ORPO = FusedLinearCrossEntropyLoss("eaft", eaft_k=VOCAB + 1), FusedLinearPreferenceLoss("orpo")
-WEIGHTED = FusedLinearCrossEntropyLoss(class_weights=torch.ones(VOCAB), label_smoothing=0.1)
 BAD_INPUT = {
     "mask of halves": (lambda batch: {"mask": batch["mask"] * 0.5}, {}, "mask must be 0 or 1 at each token; 63 of"),
     "mask of NaN": (lambda batch: {"mask": torch.where(batch["mask"], torch.nan, 0.0)}, {}, "mask must be 0 or 1"),
@@ -188,10 +187,6 @@ BAD_INPUT = {
     "max_tokens": (lambda batch: {}, {"max_tokens": 99}, "max_tokens must be given to loss_steps"),
     "group": (lambda batch: {}, {"group": "world"}, "group must be a process group"),
     "eaft_k": (lambda batch: {}, {"loss": EAFT}, f"eaft_k must be at most {VOCAB}, the {VOCAB} ids of the vocabulary"),
-    "class weights": (
-        lambda batch: {}, {"loss": FusedLinearCrossEntropyLoss(class_weights=torch.ones(5))}, "class_weights must be .V"
-    ),
-    "both": (lambda batch: {}, {"loss": WEIGHTED}, "class_weights must be None with label_smoothing here"),
     "one pass": (lambda batch: {}, {"loss": FusedLinearPreferenceLoss("orpo", passes="one")}, 'passes must be "auto"'),
 }  # fmt: skip
 
