@@ -62,7 +62,7 @@ def check_dense(name: str, tensor: Any, like: Tensor | None = None, source: str 
         check_type(name, tensor, Tensor, "a tensor")
         if hasattr(tensor, "device_mesh"):
             raise TypeError(
-                f"{name} must be a plain tensor, got a DTensor; localize of models.local_tensors gives this rank's"
+                f"{name} must be a plain tensor, got a DTensor; localize of models.tensors gives this rank's"
             )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")

@@ -15,7 +15,7 @@ from liger_rl.losses.objectives import SAPO, VESPO
 from liger_rl.losses.options import warn_caller
 from liger_rl.losses.presets import PRESETS
 from liger_rl.losses.reductions import GlobalTokenMean
-from liger_rl.models.local_tensors import is_zero_3, localize
+from liger_rl.models.tensors import is_zero_3, localize
 
 __all__ = ["LigerFusedLinearGRPOLoss", "is_patched", "patch_liger", "patched_liger", "unpatch_liger"]
 
@@ -91,8 +91,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
         """
         fused = self._find_loss()
-        local = localize(_input, lin_weight, bias=bias, targets=selected_token_ids, mask=attention_mask)
-        _input, selected_token_ids, attention_mask = local.hidden, local.targets, local.mask
+        local = localize(_input, lin_weight, bias=bias)
+        _input = local.hidden
         if check_dense("_input", _input).dim() != 3:
             raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
         rows, columns = _input.shape[:2]

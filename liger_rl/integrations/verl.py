@@ -9,7 +9,7 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.integrations.patching import Framework, Patch, join_parameters
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.models.local_tensors import localize
+from liger_rl.models.tensors import localize
 
 __all__ = ["is_patched", "linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
 
@@ -39,8 +39,8 @@ def linear_cross_entropy(
     if dist_process_group is not None and dist.get_world_size(dist_process_group) > 1:
         start = dist.get_rank(dist_process_group) * weight.shape[0]
         vocab_parallel = VocabParallel(dist_process_group, start, sum_hidden_grad=False)
-    local = localize(hidden, weight, targets=labels, vocab_parallel=vocab_parallel)
-    hidden, labels = local.hidden, local.targets
+    local = localize(hidden, weight, vocab_parallel=vocab_parallel)
+    hidden = local.hidden
     for name, tensor in (("hidden", hidden), ("labels", labels)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")

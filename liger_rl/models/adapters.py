@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.models.local_tensors import has_dtensor, plain_type
+from liger_rl.models.tensors import has_dtensor, plain_type
 
 COLUMN_MULTIPLE = 8  # so that 16-bit rows start at multiples of 16 bytes, as matmul kernels need it
 

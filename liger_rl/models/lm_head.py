@@ -26,7 +26,7 @@ from liger_rl.kernels import reference
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.adapters import HeadParts, read_head
-from liger_rl.models.local_tensors import is_dtensor, plain_type, reshard
+from liger_rl.models.tensors import is_dtensor, plain_type, reshard
 
 # HuggingFace's names. The probe finds out whether a model multiplies by its scale or divides.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")

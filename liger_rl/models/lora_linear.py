@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels.gemm import matmul
-from liger_rl.models.local_tensors import is_zero_3
+from liger_rl.models.tensors import is_zero_3
 
 HALF = (torch.bfloat16, torch.float16)
 

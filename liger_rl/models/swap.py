@@ -32,8 +32,8 @@ from liger_rl.models.lm_head import (
     rebind_forward,
     remove_hooks,
 )
-from liger_rl.models.local_tensors import localize, plain_type
 from liger_rl.models.modules import list_modules
+from liger_rl.models.tensors import localize, plain_type
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 

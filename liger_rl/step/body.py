@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.kernels.public_call import hint
-from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
 from liger_rl.models.swap import (
     FUSED_OPTIONS,
@@ -28,6 +27,7 @@ from liger_rl.models.swap import (
     swap_lm_head,
 )
 from liger_rl.models.swap import router_loss as router_loss
+from liger_rl.models.tensors import is_dtensor, is_zero_3
 from liger_rl.step.attention import find_attention_obstacle
 from liger_rl.step.reason import Reason
 from liger_rl.step.router import find_router_module

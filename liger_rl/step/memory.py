@@ -28,8 +28,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_rl.models.local_tensors import is_dtensor, is_zero_3
 from liger_rl.models.modules import list_modules, list_parameters
+from liger_rl.models.tensors import is_dtensor, is_zero_3
 from liger_rl.step.host_inputs import HostInputs, are_saved_tensors_hooked
 
 Result = TypeVar("Result")

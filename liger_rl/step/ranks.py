@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from liger_rl.distributed import gathered_objects
-from liger_rl.models.local_tensors import is_dtensor, reshard
 from liger_rl.models.modules import list_modules
+from liger_rl.models.tensors import is_dtensor, reshard
 from liger_rl.step.body import find_sharding, iterate_wrappers
 
 

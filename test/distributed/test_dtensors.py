@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from liger_rl import FusedLinearGRPOLoss, linear_logprobs
-from liger_rl.models.local_tensors import localize
+from liger_rl.models.tensors import localize
 from ranks import message_of, sent
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
@@ -22,9 +23,9 @@ def problem(device="cpu"):
 
 
 def local_logprobs(hidden, weight, targets, bias=None, **options):
-    local = localize(hidden, weight, bias=bias, targets=targets)
+    local = localize(hidden, weight, bias=bias)
     return linear_logprobs(
-        local.hidden, local.weight, local.targets, bias=local.bias, vocab_parallel=local.vocab_parallel, **options
+        local.hidden, local.weight, targets, bias=local.bias, vocab_parallel=local.vocab_parallel, **options
     )
 
 
@@ -62,26 +63,12 @@ def fully_sharded(rank, shape, names):
     """Other tokens on each rank of data's dimensions; gradients are means over them, as FSDP's."""
     mesh = rank.mesh(*names, shape=shape if len(shape) > 1 else None)
     hidden, weight, bias, targets, upstream = problem(rank.device)
-    data = [d for d, name in enumerate(names) if name != "tp"]
-    ours, parts = 0, 1
-    for d in data:
-        ours, parts = ours * shape[d] + mesh.get_local_rank(d), parts * shape[d]
+    ours, parts = 0, math.prod(shape)
+    for d, size in enumerate(shape):
+        ours = ours * size + mesh.get_local_rank(d)
     tokens = slice(ours * BATCH // parts, (ours + 1) * BATCH // parts)
     placements = [Replicate() if name == "replicate" else Shard(0) for name in names]
-    if "tp" in names:
-        # As parameters of a tensor-parallel model lie after fully_shard: cut over tp first.
-        tp = mesh["tp"]
-        cut = [distribute_tensor(value, tp, [Shard(0)]).to_local() for value in (weight, bias)]
-        from torch.distributed.tensor.placement_types import _StridedShard
-
-        placements[-2] = _StridedShard(0, split_factor=shape[-1])
-        locals_ = [distribute_tensor(value, mesh[names[-2]], [Shard(0)]).to_local() for value in cut]
-        weight, bias = (
-            DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
-            for value, whole in zip(locals_, (weight, bias), strict=True)
-        )
-    else:
-        weight, bias = (distribute_tensor(value, mesh, placements) for value in (weight, bias))
+    weight, bias = (distribute_tensor(value, mesh, placements) for value in (weight, bias))
     results = solve(hidden[tokens].clone(), weight, bias, targets[tokens], upstream[tokens])
     return ours, results
 
@@ -91,10 +78,8 @@ def fully_sharded(rank, shape, names):
     [
         ((2,), ("dp",)),
         ((2, 2), ("replicate", "fsdp_shard")),
-        ((2, 2), ("dp", "tp")),
-        ((2, 1, 2), ("replicate", "dp_shard", "tp")),
     ],
-    ids=["fsdp", "hsdp", "fsdp and tp", "hsdp and tp"],
+    ids=["fsdp", "hsdp"],
 )
 def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
     results = ranks.run(fully_sharded, shape, names, world=math.prod(shape))
@@ -136,9 +121,15 @@ def refused(rank):
     columns = distribute_tensor(weight, mesh, [Shard(1)])
     rows = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
     unnamed = distribute_tensor(weight, rank.mesh(), [Shard(0)])
+    cut = distribute_tensor(hidden, mesh, [Shard(1)])
+    strided = DTensor.from_local(weight[:19], mesh, [_StridedShard(0, split_factor=2)])
     loss = FusedLinearGRPOLoss("grpo")
     return [
         message_of(lambda: localize(hidden, columns)),
+        message_of(lambda: localize(hidden, strided)),
+        message_of(lambda: localize(cut, weight)),
+        message_of(lambda: localize(DTensor.from_local(hidden, mesh, [Partial()]), rows)),
+        message_of(lambda: localize(hidden, weight, bias=columns)),
         message_of(lambda: localize(hidden, unnamed)),
         message_of(lambda: linear_logprobs(hidden, rows, targets)),
         message_of(lambda: loss(hidden, rows, targets, torch.ones(BATCH))),
@@ -151,8 +142,13 @@ def test_what_cannot_be_is_named(ranks):
     results = ranks.run(refused)
     assert results[0][:-1] == results[1][:-1]
     assert [result[-1] for result in results] == [0, 19]
-    placement, names, *heads, targets = results[0][:-1]
-    assert placement.startswith("ValueError: weight must be Shard(0) or Replicate")
+    columns, strided, cut, partial, bias, names, *heads, targets = results[0][:-1]
+    for message, name in ((columns, "weight"), (strided, "weight"), (bias, "bias")):
+        assert message.startswith(f"ValueError: {name} must be Shard(0) or Replicate on a mesh for data")
+    assert "got (Shard(dim=1),) on" in columns
+    assert "got (_StridedShard(dim=0, sf=2),) on" in strided
+    for message in (cut, partial):
+        assert message.startswith("ValueError: hidden must be a plain tensor or Replicate on its mesh, got (")
     assert names.startswith("ValueError: weight must be sharded on a mesh whose dimensions have names")
     for head in heads:
         assert head.startswith("TypeError: weight must be a plain tensor, got a DTensor")

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearGRPOLoss, FusedLinearPreferenceLoss
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear import ReferenceHead
-from liger_rl.models.local_tensors import localize
+from liger_rl.models.tensors import localize
 from oracles import relative_error
 from ranks import assert_whole, message_of
 
@@ -38,7 +38,7 @@ def solve_loss(rank, loss_type, sharded, passes="auto"):
     elif rank is not None:
         mesh = rank.mesh("tp")
         weight = distribute_tensor(weight, mesh, [Shard(0)])
-        hidden, teacher_hidden = (distribute_tensor(part, mesh, [Shard(1)]) for part in (hidden, teacher_hidden))
+        hidden, teacher_hidden = (distribute_tensor(part, mesh, [Replicate()]) for part in (hidden, teacher_hidden))
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     loss = FusedLinearGRPOLoss(
         loss_type, beta=0.05, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes
@@ -85,7 +85,7 @@ def solve_other_loss(rank, kind, sharded):
         loss = FusedLinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3, metrics="with_entropy")
         result = loss(*tensors, vocab_parallel=place)
     else:
-        reference = ReferenceHead(hidden=other_hidden, weight=localize(other_hidden, other, student=local).weight)
+        reference = ReferenceHead(hidden=other_hidden, weight=localize(other_hidden, other).weight)
         loss = FusedLinearPreferenceLoss("dpo", nll_coef=0.2)
         result = loss(*tensors, reference=reference, vocab_parallel=place)
     grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(result.loss, leaves))

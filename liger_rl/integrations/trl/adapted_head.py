@@ -25,7 +25,7 @@ from liger_rl.integrations.trl.forward import WRAPPED_MODELS, wrap_forward
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.lm_head import check_bypassed_modules
-from liger_rl.models.local_tensors import is_zero_3
+from liger_rl.models.tensors import is_zero_3
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
 

@@ -19,7 +19,7 @@ from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import adapted_head
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.models.local_tensors import is_zero_3
+from liger_rl.models.tensors import is_zero_3
 
 TRAINER, LOSS = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
 SINCE = (1, 16)  # of TRL

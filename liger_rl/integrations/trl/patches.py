@@ -23,7 +23,7 @@ from liger_rl.integrations.trl import adapted_head, distillation, report, scored
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.models.local_tensors import localize
+from liger_rl.models.tensors import localize
 from liger_rl.step.memory import DEFAULT_SHARE, check_memory
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
@@ -58,14 +58,14 @@ class FusedLogProbs:
         head = adapted_head.get_adapted_head()
         if head is not None:
             (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
-        local = localize(hidden, weight, bias=bias, targets=targets)
+        local = localize(hidden, weight, bias=bias)
         check_floating("hidden", local.hidden)
         # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
         under_autocast, settings = torch.is_autocast_enabled(hidden.device.type), get_settings()
         result = linear_logprobs(
             local.hidden,
             local.weight,
-            local.targets,
+            targets,
             bias=local.bias,
             vocab_parallel=local.vocab_parallel,
             transform=LogitTransform(temperature=temperature, softcap=final_logit_softcapping, scale=logit_scale),
