@@ -32,7 +32,7 @@ LOGPS_AND_ENTROPY = "logps and entropy"
 BETA = 0.04
 
 # Of what a CPU has.
-ON_CPU = ("eager", "liger_chunked", "trl_chunked", "torch_linear_ce", "ours", "ours-one-pass")
+ON_CPU = ("eager", "liger_chunked", "trl_chunked", "torch_linear_ce", "ours")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,8 @@ POINTS = tuple(name for name in SWEEP if name != "verl_triton")
 VOCABULARIES = tuple(name for name in POINTS if name != "liger_sm90")
 # What holds no copy of the logits, 31 GiB each at 131072 tokens; and where a step takes seconds.
 LONG = ("ours", "trl_chunked")
-LONG_BATCH = (*LONG, "ours-one-pass", "liger_triton", "cce")
-FROZEN_HEADS = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
+LONG_BATCH = (*LONG, "liger_triton", "cce")
+FROZEN_HEADS = ("ours", "trl_chunked", "liger_triton", "cce")
 LLAMA, QWEN, SMALL_QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "qwen3-0.6b", "gemma-2-2b"
 HEADS: dict[str, dict[str, Any]] = {
     LLAMA: {"hidden_size": 4096, "vocab": 128256},

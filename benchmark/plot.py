@@ -16,7 +16,7 @@ from benchmark import step
 from benchmark.cases import ITEM_BYTES, RL, TOKENS, VOCABULARY
 from benchmark.environment import RESULTS, read_results
 from benchmark.table import gradient_error
-from benchmark.variants import LABELS, OURS, SPECIAL, VARIANTS
+from benchmark.variants import LABELS, OURS
 
 STYLES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#8c8c8c", "marker": "s"},
@@ -29,11 +29,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "torch_linear_ce": {"color": "#c0392b", "marker": "X"},
     "verl_triton": {"color": "#16a085", "marker": "*"},
     "ours": {"color": "#1f6fb4", "marker": "o", "linewidth": 3.0, "zorder": 3},
-    "ours-one-pass": {"color": "#12507b", "marker": "h"},
-    "ours-one-pass-2048": {"color": "#0f7f96", "marker": "H"},
 }
-# Beside each other on one batch.
-COMPARED = [name for name in VARIANTS if name not in SPECIAL]
 # A logarithm has no place for a variant that needs nothing beyond its gradients.
 SMALLEST_MIB = 1.0
 CUT = 2.0  # bars end at this many medians
@@ -94,7 +90,7 @@ def plot_time(results: dict[str, Any], path: Path) -> bool:
 def plot_rl(results: dict[str, Any], path: Path) -> bool:
     """Draw `path`; False where the batch was not measured. Of several heads, the first."""
     rows = [row for row in _of_group(results, RL) if row.get("step_ms") and gradient_error(row)]
-    rows = [row for row in rows if row["case"] == rows[0]["case"] and row["variant"] in COMPARED]
+    rows = [row for row in rows if row["case"] == rows[0]["case"]]
     if len(rows) < 2:
         return False
     rows.sort(key=lambda row: row["step_ms"], reverse=True)
@@ -123,10 +119,8 @@ def plot_rl(results: dict[str, Any], path: Path) -> bool:
 
 
 def _emphasis(row: Row) -> str:
-    """Our two passes stand out, our other variants less, peers not."""
-    if row["variant"] == OURS:
-        return "#1f6fb4"
-    return "#a6cbe8" if VARIANTS[row["variant"]].module == OURS else "#b3b3b3"
+    """Ours stands out."""
+    return "#1f6fb4" if row["variant"] == OURS else "#b3b3b3"
 
 
 def _draw_bars(panel: Any, names: list[str], values: list[float | None], colors: list[str], form: str) -> None:

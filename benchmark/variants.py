@@ -23,14 +23,9 @@ VARIANTS = {
     "torch_linear_ce": Variant("torch linear CE", "torch_linear_ce", {}),
     "verl_triton": Variant("verl Triton", "verl_triton", {}),
     "ours": Variant("liger_rl", "ours", {}),
-    "ours-one-pass": Variant("liger_rl, one pass", "ours", {"passes": "one"}),
-    "ours-one-pass-2048": Variant(
-        "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
-    ),
 }
 LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 BASELINE = "eager"
 TRL = "trl_chunked"
 OURS = "ours"
-SPECIAL = ("ours-one-pass-2048",)  # not on a case that names no others
-EVERYWHERE = tuple(name for name in VARIANTS if name not in SPECIAL)
+EVERYWHERE = tuple(VARIANTS)

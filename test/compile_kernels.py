@@ -38,8 +38,7 @@ from liger_rl.head.pair.pair_reference import (
     Tile,
 )
 from liger_rl.kernels import compiled, devices, epilogue, softmax_triton
-from liger_rl.kernels.reference import SavedExp
-from liger_rl.kernels.statistics import BLOCK_VOCAB, EXTRAS, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import EXTRAS, TokenGradients, TokenStatistics
 from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, TokenSum
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
@@ -132,15 +131,6 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
         compiled.select_tokens(targets, mask, V, None if mask is None else ones(3, 1))
 
 
-def kept_exponentials(transform: LogitTransform, entropy: bool) -> None:
-    targets, saved_exp = torch.zeros(N, dtype=torch.long), SavedExp.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    compiled.save_exponentials(ones(N, V), 0, None, transform, saved_exp)
-    out = saved_exp.values.view(torch.bfloat16)
-    for rows in (None, torch.arange(N)):
-        compiled.grad_from_saved(saved_exp, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
-    compiled.scale_(ones(N, H, dtype=torch.bfloat16), ones())
-
-
 def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     targets = torch.zeros(N, dtype=torch.long)
@@ -148,8 +138,6 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     extras = EXTRAS if entropy else ()
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras)
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
-    saved_exp = SavedExp.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, saved_exp=saved_exp)
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -175,6 +163,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     student = Tile(ones(N, V), ones(V) if entropy else None, transform)
     teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
+    tiles_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
         tile = PairTile(student, teacher, targets, 0, measure)
@@ -209,7 +198,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 
 
 CALLS = (
-    tile_by_tile, whole_rows, kept_exponentials, in_the_epilogue, listed_ids, several_ids, pairs_of_tiles,
+    tile_by_tile, whole_rows, in_the_epilogue, listed_ids, several_ids, pairs_of_tiles,
     policy_terms,
 )  # fmt: skip
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

@@ -265,7 +265,7 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path, monkeypatch)
     rows = [a_row(case, variant, **numbers) for case in cases for variant in plot.STYLES]
     # A long batch has no row of eager, and its size is among the lines' all the same.
     long = replace(cases[0], name="n16", tokens=16, groups=(TOKENS,))
-    rows += [a_row(long, variant, **numbers) for variant in ("ours", "ours-one-pass")]
+    rows += [a_row(long, variant, **numbers) for variant in ("ours", "trl_chunked")]
     (tmp_path / "some.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
     (tmp_path / "none.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": []}))
     (tmp_path / "others.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": [{"variant": "ours"}]}))

@@ -1,10 +1,10 @@
-"""liger_rl in two passes and in one pass."""
+"""liger_rl."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from benchmark.cases import STEP, Case
+from benchmark.cases import Case
 from benchmark.inputs import Inputs
 from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
@@ -15,14 +15,6 @@ from liger_rl.head import LogitTransform
 
 class Head(Base):
     entropy = True
-
-    def __init__(self, *, passes: str = "two", chunk_tokens: int | None = None) -> None:
-        self.passes, self.chunk_tokens = passes, chunk_tokens
-
-    def reason(self, case: Case, device: str) -> str | None:
-        if self.passes != "two" and case.task != STEP:
-            return "passes differ in their gradients"
-        return super().reason(case, device)
 
     def values(self, case: Case, inputs: Inputs, *, entropy: bool = False) -> Values:
         found = linear_logprobs(
@@ -42,8 +34,6 @@ class Head(Base):
             epsilon_low=EPSILON,
             epsilon_high=EPSILON,
             softcap=case.softcap,
-            passes=self.passes,
-            chunk_tokens=self.chunk_tokens,
         )
         return lambda: (
             loss_fn(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
-from liger_rl.head.checks import Passes, check_constant, check_dense, check_shape
+from liger_rl.head.checks import check_constant, check_dense, check_shape
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.loss import PolicyLoss
@@ -34,7 +34,6 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
             the mean over the tokens that count, or their sum over num_items_in_batch.
         metrics: "none"; "loss": `nll` and `z_loss`; "basic": also `accuracy`; "with_entropy": also `entropy`. Each is
             a mean over the tokens with a weight.
-        passes: as in `FusedLinearGRPOLoss`.
         options: the fields of the objective, such as label_smoothing and z_loss; world_size, of the reduction; and
             temperature, softcap, scale, chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
 
@@ -51,14 +50,13 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         *,
         reduction: Reduction | None = None,
         metrics: MetricsLevel = "loss",
-        passes: Passes = "auto",
         **options: "Unpack[_Supervised]",
     ) -> None:
         terms, head = build_terms(
             loss_type, dict(options), SUPERVISED, GlobalTokenMean(), reduction=reduction, metrics=metrics,
             keywords=KEYWORDS,
         )  # fmt: skip
-        super().__init__(terms, passes, head)
+        super().__init__(terms, head)
 
     def batch(
         self,

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, keywords_of
-from liger_rl.head.checks import Passes
 from liger_rl.head.record import Head
 from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
@@ -35,15 +34,10 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
         metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.losses.metrics`.
-        passes: "two" recomputes the logits in the backward. "one" makes the gradients in the forward, with three
-            products instead of four and with more memory. If that is not possible, it raises a ValueError that says
-            what is missing. "auto" takes one pass if it pays. `plan_linear_logprobs` states the rule and shows the
-            plan.
         beta, kl_estimator, importance_weighted: the fields of `KLPenalty`.
         entropy_coef: the field of `EntropyBonus`.
         temperature, softcap, scale: the fields of `LogitTransform`.
-        chunk_tokens, chunk_vocab: as in `linear_logprobs`. In one pass, chunk_tokens bounds the tokens whose gradients
-            are made together over the whole vocabulary.
+        chunk_tokens, chunk_vocab: as in `linear_logprobs`.
         options: the fields of the preset's objective, such as `epsilon_low`, `epsilon_high` and `delta`, and of its
             reduction, `world_size` or `max_completion_length`. Their defaults are the preset's: "gmpo" has 0.4 where
             other presets have 0.2, and "gspo" another importance_sampling_level.
@@ -64,7 +58,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         sampler_correction: SamplerCorrection | None = None,
         corrections: Iterable[Correction] = (),
         metrics: MetricsLevel = "loss",
-        passes: Passes = "auto",
         beta: float = 0.0,
         kl_estimator: str = "k3",
         importance_weighted: bool = False,
@@ -85,7 +78,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             "temperature": temperature, "softcap": softcap, "scale": scale, "chunk_tokens": chunk_tokens,
             "chunk_vocab": chunk_vocab,
         }  # fmt: skip
-        super().__init__(terms, passes, head)
+        super().__init__(terms, head)
 
     def batch(self, ids: Tensor, mask: Tensor | None, *, source: str = "targets", **columns: Any) -> PolicyBatch:
         return PolicyBatch(mask=mask, **columns)
@@ -120,7 +113,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
                 projected if neither the loss nor a metric depends on it.
             bias: as in `linear_logprobs`.
-            support: as in `linear_logprobs`; takes two passes. The metric `missing_target` is the share of the
+            support: as in `linear_logprobs`. The metric `missing_target` is the share of the
                 projected tokens whose row lists ids, but not their own.
             vocab_parallel: as in `linear_logprobs`. The batch must be the same on every rank of its group, and so is
                 the loss.
@@ -131,8 +124,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             A `PolicyLoss`, with `.loss` () in float32 and `.metrics`, a dict of `Metric` by name.
 
         Raises:
-            TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
-                needs. With a sharded head, each rank raises by itself.
+            TypeError, ValueError: before anything is computed; the message names the argument. With a sharded
+                head, each rank raises by itself.
         """
         batch = make_batch(
             "FusedLinearGRPOLoss", advantages, mask=mask, old_per_token_logps=old_per_token_logps,

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.one_pass_loss import loss_in_one_pass, one_pass_work, other_values, prepare_loss
-from liger_rl.head.checks import PASSES, Passes
 from liger_rl.head.head_options import COMPUTE_OPTIONS, MOST_IDS, HeadOptions
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.record import Head
 from liger_rl.head.support import Support
-from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -46,10 +43,9 @@ class FusedLinearLoss(nn.Module):
     # Names of a batch's columns that this loss takes, besides the token ids and their mask.
     COLUMNS: tuple[str, ...] = ()
 
-    def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
+    def __init__(self, terms: PolicyTerms, head: HeadKeywords) -> None:
         super().__init__()
-        check_choice("passes", passes, PASSES)
-        self.passes, self.terms = passes, terms
+        self.terms = terms
         FusedLinearLoss.check_vocabulary(self, MOST_IDS)
         how: dict[str, Any] = {name: value for name, value in head.items() if name in COMPUTE_OPTIONS}
         transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
@@ -75,8 +71,6 @@ class FusedLinearLoss(nn.Module):
 
     def check_step(self) -> None:
         """Raises ValueError for a loss that a step cannot compute, which has log-probabilities alone."""
-        if self.passes == "one":
-            raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
 
     def _head(self, hidden: Tensor, weight: Tensor, targets: Tensor, **given: Any) -> Head:
         """The record of a call, whose tensors and options are checked."""
@@ -89,18 +83,15 @@ class FusedLinearLoss(nn.Module):
         terms = self.terms
         aligned = terms.check(batch, head.shape, head.hidden.device)
         head = head._replace(needed=terms.tokens_to_project(aligned))
-        if self.passes != "two":
-            work = one_pass_work(head, terms, aligned, self.passes)
-            if work is not None:
-                return loss_in_one_pass(head, work, terms, aligned)
         projected = head
         if head.vocab_parallel is not None and head.needed is not None:
             # Every rank has the same tokens, which it selects without the others.
             projected = head._replace(mask=find_counted(head.ids, head.mask, head.needed), needed=None)
         values = log_probs(projected)
         # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
-        prepared = prepare_loss(terms, aligned, head)
-        result = evaluate(prepared, values.logps, values.entropy, other_values(terms, values))
+        prepared = terms.prepare(aligned, torch.float32, find_counted(head.ids, head.mask))
+        others = {name: getattr(values, name) for name in terms.reads}
+        result = evaluate(prepared, values.logps, values.entropy, others)
         if values.missing_target is not None and terms.metrics != "none":
             # For tokens that are not projected it is unknown.
             count = find_counted(head.ids, head.mask, head.needed).sum()

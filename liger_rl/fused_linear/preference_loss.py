@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
-from liger_rl.head.checks import Passes, check_constant, check_dense, check_head, check_integers, check_shape
+from liger_rl.head.checks import check_constant, check_dense, check_head, check_integers, check_shape
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.record import Head
 from liger_rl.kernels.argument_checks import check_choice, check_type
@@ -50,10 +50,10 @@ class ReferenceHead:
 class _Judged(FusedLinearLoss):
     """What the losses of pairs and of single sequences share: the reference, and the call of the head."""
 
-    def __init__(self, terms: PolicyTerms, passes: Passes, head: HeadKeywords) -> None:
+    def __init__(self, terms: PolicyTerms, head: HeadKeywords) -> None:
         if getattr(terms.objective, "own_metrics", False):
             check_choice("metrics", terms.metrics, ("none", "loss"))
-        super().__init__(terms, passes, head)
+        super().__init__(terms, head)
 
     def _judged_loss(self, head: Head, reference: ReferenceHead | None, **columns: Any) -> PolicyLoss:
         ids = head.ids
@@ -93,7 +93,6 @@ class FusedLinearPreferenceLoss(_Judged):
         reduction: a callable (batch) -> weights, instead of the mean over pairs.
         metrics: "none" or "loss": `chosen_rewards`, `rejected_rewards`, `reward_margins`, `reward_accuracy`,
             `chosen_logps`, `rejected_logps` and `nll`.
-        passes: as in `FusedLinearGRPOLoss`. One pass needs a chunk with room for a pair, and no sorted pairs ("aot").
         options: the fields of the objective (`DPO`, `CPO`, `ORPO`), such as beta; and temperature, softcap, scale,
             chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
 
@@ -110,7 +109,6 @@ class FusedLinearPreferenceLoss(_Judged):
         *,
         reduction: Reduction | None = None,
         metrics: MetricsLevel = "loss",
-        passes: Passes = "auto",
         **options: "Unpack[_Preference]",
     ) -> None:
         given: dict[str, Any] = dict(options)
@@ -119,7 +117,7 @@ class FusedLinearPreferenceLoss(_Judged):
         terms, head = build_terms(
             loss_type, given, PREFERENCES, SequenceMean(), reduction=reduction, metrics=metrics, keywords=KEYWORDS
         )
-        super().__init__(terms, passes, head)
+        super().__init__(terms, head)
 
     def batch(
         self,
@@ -215,7 +213,7 @@ class FusedLinearUnpairedLoss(_Judged):
 
     Args:
         loss_type: a key of `UNPAIRED`: "kto", "apo_zero_unpaired" or "bco". Or your own objective.
-        reduction, passes: as in `FusedLinearPreferenceLoss`; the mean is over sequences.
+        reduction: as in `FusedLinearPreferenceLoss`; the mean is over sequences.
         metrics: "none" or "loss": `chosen_rewards`, `rejected_rewards`, `chosen_logps` and `rejected_logps`, each the
             mean over the sequences with that label.
         options: the fields of the objective (`KTO`, `BCO`), and of the head, as in `FusedLinearPreferenceLoss`.
@@ -233,14 +231,13 @@ class FusedLinearUnpairedLoss(_Judged):
         *,
         reduction: Reduction | None = None,
         metrics: MetricsLevel = "loss",
-        passes: Passes = "auto",
         **options: "Unpack[_Unpaired]",
     ) -> None:
         terms, head = build_terms(
             loss_type, dict(options), UNPAIRED, SequenceMean(), reduction=reduction, metrics=metrics,
             keywords=UNPAIRED_KEYWORDS,
         )  # fmt: skip
-        super().__init__(terms, passes, head)
+        super().__init__(terms, head)
 
     def batch(
         self,

@@ -4,7 +4,7 @@ An error names the argument, the expected value and the value it got.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from liger_rl.kernels.transform import LogitTransform
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MASK_DTYPES = (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)
-Passes = Literal["auto", "one", "two"]
-PASSES: tuple[str, ...] = get_args(Passes)
 PLAIN = (Tensor, nn.Parameter)
 
 

@@ -14,7 +14,6 @@ IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
 MOST_IDS = 1024  # of a token: a kernel program holds all of a token's ids and compares each pair
 
-WHOLE_VOCABULARY = "a chunk of one pass holds the whole vocabulary"
 # Feature -> option that must keep its default with the feature -> why.
 CONFLICTS: dict[str, dict[str, str]] = {
     "with a support": {
@@ -22,13 +21,8 @@ CONFLICTS: dict[str, dict[str, str]] = {
         "topk": "its engine does not keep it",
         "extras": "its engine does not keep them",
     },
-    # One head, whose gradients are made in the forward.
-    "in one pass": {
-        "topk": "a loss reads no list",
-        "chunk_vocab": WHOLE_VOCABULARY,
-    },
     # Two heads, whose gradients are made in the forward.
-    "with token_weights": {"chunk_vocab": WHOLE_VOCABULARY},
+    "with token_weights": {"chunk_vocab": "a chunk of one pass holds the whole vocabulary"},
     "with two heads": {
         "extras": "they are not folded with two heads; ask linear_logprobs for them",
         "lse": "it is not returned of two heads; ask linear_logprobs for it",

@@ -11,35 +11,22 @@ import torch
 
 from liger_rl.head import checks
 from liger_rl.head.autograd import Engine
-from liger_rl.head.checks import Passes
-from liger_rl.head.dense import one_pass, two_pass
-from liger_rl.head.dense.one_pass import OnePass
+from liger_rl.head.dense import two_pass
 from liger_rl.head.dense.several import SeveralTargets
 from liger_rl.head.dense.two_pass import TwoPasses
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.tiles import Tiles
-from liger_rl.head.workload import NO_GRADIENT, Workload
-from liger_rl.kernels.argument_checks import check_choice
+from liger_rl.head.workload import Workload
 from liger_rl.kernels.devices import family_of, gpu_of
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 
-ENGINES: tuple[type[Engine], ...] = (SeveralTargets, OnePass, TwoPasses)
+ENGINES: tuple[type[Engine], ...] = (SeveralTargets, TwoPasses)
 
 
 def choose_engine(work: Workload) -> type[Engine]:
-    """The first engine that takes the call.
-
-    Raises:
-        ValueError: passes="one" if one pass is not possible. A call that only lacks a gradient goes to two passes.
-    """
-    for engine in ENGINES:
-        reason = engine.reason_against(work)
-        if reason is None:
-            return engine
-        if engine is OnePass and work.passes == "one" and reason != NO_GRADIENT:
-            raise ValueError(f'passes="one" needs {reason}')
-    raise AssertionError("two passes take every call")
+    """The first engine that takes the call."""
+    return next(engine for engine in ENGINES if engine.reason_against(work) is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +38,20 @@ class LinearPlan:
     device: str
     """"cpu", or the name of a GPU's device with what it is: "cuda, compute capability 9.0"."""
     path: str
-    """"several targets", "one pass" or "two passes"."""
+    """"several targets" or "two passes"."""
     reason: str
-    """The needs of the engines before this one. Then the dtype of one pass's weight sum or a copied weight, and on a
-    GPU the need of an epilogue that does not apply."""
+    """The needs of the engines before this one. Then the dtype of a copied weight, and on a GPU the need of an epilogue
+    that does not apply."""
     epilogue: bool
     """Whether tiles are folded in the product's epilogue, with no float32 tile in memory."""
     family: str | None
     """How the product with the epilogue reads memory: "tma" or "portable" (pointers). None without an epilogue."""
     tiles: Tiles
-    """Upper bounds of a tile's sides, or of a chunk's in one pass."""
+    """Upper bounds of a tile's sides."""
 
     def __str__(self) -> str:
-        kind = "chunks" if self.path == "one pass" else "tiles"
         work = f"in the product's epilogue ({self.family})" if self.epilogue else "in float32 tiles of logits"
-        sides = f"{kind} of up to {self.tiles.tokens} tokens x {self.tiles.vocab} vocabulary entries"
+        sides = f"tiles of up to {self.tiles.tokens} tokens x {self.tiles.vocab} vocabulary entries"
         call = f"for {self.tokens} tokens that all count, on {self.device}"
         return f"{self.path}, {work}, {sides}\n{call}\n{self.reason}"
 
@@ -77,14 +63,9 @@ def _plan(work: Workload) -> LinearPlan:
     forward, backward = two_pass.tiles_of(work)
     tiles = Tiles(*map(max, forward, backward))
     reason = work.reason_against_fold
-    if engine is OnePass:
-        chunks, reason = one_pass.chunks_of(work), one_pass.reason_against_epilogue(work)
-        tiles = Tiles(chunks.tokens, work.vocab)
-        if chunks.sum_dtype is not None:
-            remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
-    elif reason is None and work.casts_weight:
+    if reason is None and work.casts_weight:
         remarks.append(f"products read a copy of the weight in {str(work.compute_dtype).split('.')[1]}")
-    if reason is None and engine is not OnePass and True in work.needs and work.reason_against_grad:
+    if reason is None and True in work.needs and work.reason_against_grad:
         remarks.append(f"no epilogue in the backward, which needs {work.reason_against_grad}")
     if work.device.type == "cuda" and reason is not None:
         remarks.append(f"no epilogue, which needs {reason}")
@@ -110,8 +91,6 @@ def plan_linear_logprobs(
     weight_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     needs: tuple[bool, bool] = (True, True),
-    passes: Passes = "two",
-    tokens_per_gradient: int = 1,
     aligned: bool = True,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
@@ -128,10 +107,7 @@ def plan_linear_logprobs(
     The first engine of this list that takes the call runs:
 
     1. "several targets", with `topk`.
-    2. "one pass", if `passes` allows it and a chunk has room for all tokens that one token's gradient depends on.
-       passes="auto" also asks that no chunk is named, that a chunk has room for 512 tokens (256 on CPU) or for all N,
-       and that a 16-bit weight's gradient needs no float32 sum of 4VH bytes over several chunks.
-    3. "two passes".
+    2. "two passes".
 
     docs/design.md says which products have an epilogue, and what memory engines take.
 
@@ -140,17 +116,14 @@ def plan_linear_logprobs(
         dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
         device: None is this machine's GPU, or the CPU without one. "cuda" without one is compute capability 9.0.
         needs: whether hidden needs a gradient, and whether weight does.
-        passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
-        tokens_per_gradient: the most tokens that one token's gradient depends on: 1 for a token-local loss, T for a
-            sequence-local loss of rows (B, T), N for any other loss.
         aligned: whether the weight's rows start at multiples of 16 bytes; in a view (FSDP1) they may not.
         transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
 
     Raises:
-        TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
+        TypeError, ValueError: a bad argument; options that exclude each other.
     """
-    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "tokens_per_gradient": tokens_per_gradient}
+    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size}
     for name, count in counts.items():
         checks.check_count(name, count, least=0 if name == "tokens" else 1)
     for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
@@ -161,7 +134,6 @@ def plan_linear_logprobs(
     flags = {"aligned": aligned, "needs[0]": needs[0], "needs[1]": needs[1]}
     for name, flag in flags.items():
         checks.check_flag(name, flag)
-    check_choice("passes", passes, checks.PASSES)
     head_options = HeadOptions(
         transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
         gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
@@ -170,8 +142,7 @@ def plan_linear_logprobs(
     return _plan(
         Workload(
             tokens, vocab, hidden_size, dtype, weight_dtype or dtype, used, _device(device),
-            (needs[0], needs[1], False), head_options, aligned=aligned, passes=passes,
-            tokens_per_gradient=tokens_per_gradient,
+            (needs[0], needs[1], False), head_options, aligned=aligned,
         )
     )  # fmt: skip
 

@@ -4,14 +4,11 @@ from typing import NamedTuple
 
 import torch
 
-from liger_rl.head.checks import Passes
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.head.record import Head, Needs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import is_aligned, reason_against_call
 from liger_rl.kernels.limits import LIMITS
-
-NO_GRADIENT = "an input that wants a gradient"
 
 
 class Workload(NamedTuple):
@@ -28,9 +25,6 @@ class Workload(NamedTuple):
     options: HeadOptions
     several: bool = False  # each token has a list of targets
     aligned: bool = True  # the weight's rows start at multiples of 16 bytes
-    passes: Passes = "two"
-    tokens_per_gradient: int = 1  # largest number of tokens that one token's gradient depends on
-    reason_against_loss: str | None = None  # one pass's need that the loss does not meet; None: it meets all
 
     @classmethod
     def of(cls, head: Head) -> "Workload":

@@ -7,7 +7,4 @@ from liger_rl.kernels.logit_rows_triton import grad_rows as grad_rows
 from liger_rl.kernels.logit_rows_triton import update_topk as update_topk
 from liger_rl.kernels.reference import scatter_rows as scatter_rows
 from liger_rl.kernels.reference import write_at_ids as write_at_ids
-from liger_rl.kernels.saved_exponentials_triton import grad_from_saved as grad_from_saved
-from liger_rl.kernels.saved_exponentials_triton import save_exponentials as save_exponentials
-from liger_rl.kernels.saved_exponentials_triton import scale_ as scale_
 from liger_rl.kernels.select_tokens_triton import select_tokens as select_tokens

@@ -17,7 +17,6 @@ from liger_rl.kernels.devices import WARPS, empty_rows, family_of, launch_contex
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.matrix_triton import matrix, product
 from liger_rl.kernels.merge_folds_triton import merge
-from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.tile_epilogues import (
     CAP_BIT,
@@ -133,14 +132,9 @@ def gemm_fold(
     *,
     entropy: bool,
     extras: Collection[str] = (),
-    saved_exp: SavedExp | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_shards: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> TokenStatistics:
-    """The statistics of hidden @ weight.T, where `devices.takes_product(..., folds=True)` says so.
-
-    With `saved_exp` they include the target's logit.
-    """
-    assert saved_exp is None or saved_exp.tile_vocab == TILE_VOCAB
+    """The statistics of hidden @ weight.T, where `devices.takes_product(..., folds=True)` says so."""
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
     vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
     tokens_at_once = LIMITS.statistics_bytes // (4 * (2 + entropy + len(extras)) * vocab_tiles)
@@ -157,14 +151,11 @@ def gemm_fold(
         tiles = Fold.unwritten(shape, part.target, entropy=entropy, extras=extras)
         run_product(
             fold_tile, HeadFactors(hidden[rows], weight, bias, transform), targets[rows], tiles,
-            out=None if saved_exp is None else saved_exp.values[rows], variant=variant, whole=vocab % TILE_VOCAB == 0,
-            slices=2 if family.halves else 1, warps=family.fold_warps,
+            variant=variant, whole=vocab % TILE_VOCAB == 0, slices=2 if family.halves else 1, warps=family.fold_warps,
         )  # fmt: skip
         merge(tiles, part)
-        if saved_exp is not None:
-            saved_exp.peaks[:, rows] = tiles.peak
     state = state if over_shards is None else over_shards(state)
-    return state.finish(with_target=saved_exp is not None)
+    return state.finish()
 
 
 def gemm_grad(

@@ -1,4 +1,4 @@
-"""The sizes that decide how a call is cut into tiles, chunks and pieces, and that tests make small.
+"""The sizes that decide how a call is cut into tiles and pieces, and that tests make small.
 
 Code reads them when it runs, as `LIMITS.workspace_bytes`, and keeps no result that depends on them. Sizes that nobody
 changes stay where they are used.
@@ -27,10 +27,6 @@ class Limits:
     # forward and backward took 54.7 ms with it. Other tiles of 4096 x 8192 to 8192 x 16384 took up to 57.9 ms, and
     # 4096 x 4096 took 60.9 ms.
     workspace_bytes: dict[str, int] = field(default_factory=lambda: {"cuda": 320 << 20, "cpu": 24 << 20})
-
-    # Bytes of a chunk of one pass: its exponentials, and the float32 gradient of its hidden states. On CUDA, with
-    # H = 4096 and V = 128256, that is room for 2075 tokens, whose products run at full speed.
-    chunk_bytes: dict[str, int] = field(default_factory=lambda: {"cuda": 544 << 20, "cpu": 64 << 20})
 
     # Tokens from which on a backward runs our own product. With fewer it is no faster. The fold is, for any number. One
     # H100, V = 151936, H = 1024 and 4096, in ms: 16 tokens 0.15 and 0.49, in tiles of logits 0.28 and 0.66; 384 tokens

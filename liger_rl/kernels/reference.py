@@ -10,28 +10,17 @@ With z the transformed logits and p = exp(z - lse):
 with targets (N,), or (B, P, V) with targets (B, T) and T <= P. A token counts if its mask is not 0 and its target is an
 id in [0, V). Logits of tokens that do not count, NaN included, change nothing.
 
-`save_exponentials` and `grad_from_saved` serve one pass. A peak is the largest z of a tile of vocabulary entries, and
-an entry's probability is exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so with 16-bit factors they are
-saved in float16: the same two bytes as bfloat16, and an eighth of the rounding. Multiplied by SAVED_ONE they use all
-exponents of float16, and only those below 2^-39 of a tile's largest underflow. Under a softcap the gradient also needs
-z, the logarithm of a saved exponential plus the peak. With the rounding u = 2^-11 of float16,
-dz/dx = 1 - (z temperature / softcap)^2 is off by at most 2 u temperature / softcap. One pass requires
-softcap >= temperature. The gradient's error then grows by less than rounding it to bfloat16 adds, unless all likely ids
-are within 1% of the cap.
-
 `update_topk` orders logits by an int64 key of the logit and its id. Among equal logits the smallest id has the largest
 key, so the K largest keys of a token do not depend on the order of tiles and ranks.
 """
 
 import math
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.devices import empty_rows
-from liger_rl.kernels.statistics import LOWEST, SAVED_ONE, Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import LOWEST, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of given rows
@@ -162,111 +151,6 @@ def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Te
         grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
     factor = transform.scale / transform.temperature
     return grad_z.mul_(factor) if factor != 1.0 else grad_z
-
-
-class SavedExp(NamedTuple):
-    """The saved exponentials of n tokens over the whole vocabulary."""
-
-    values: Tensor  # (n, V) float16 or float32, SAVED_ONE exp(z - peak)
-    peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number if every id is banned
-    tile_vocab: int  # vocabulary entries in a tile, a power of two
-
-    @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, tile_vocab: int) -> "SavedExp":
-        dtype = torch.float32 if compute_dtype == torch.float32 else torch.float16
-        values = empty_rows(n, vocab, dtype, device)
-        return cls(values, torch.empty(-(-vocab // tile_vocab), n, dtype=torch.float32, device=device), tile_vocab)
-
-    @staticmethod
-    def bytes_per_token(vocab: int, compute_dtype: torch.dtype, tile_vocab: int) -> int:
-        return vocab * compute_dtype.itemsize + 4 * -(-vocab // tile_vocab)
-
-    def of_tokens(self, tokens: slice) -> "SavedExp":
-        """Views of some tokens."""
-        if tokens.stop - tokens.start == self.values.shape[0]:
-            return self
-        return SavedExp(self.values[tokens], self.peaks[:, tokens], self.tile_vocab)
-
-    def columns(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Views of the values and peaks of columns `first` to `last` - 1; `first` must be the first of a tile."""
-        if first == 0 and last == self.values.shape[1]:
-            return self.values, self.peaks
-        return self.values[:, first:last], self.peaks[first // self.tile_vocab : -(-last // self.tile_vocab)]
-
-
-def save_exponentials(
-    logits: Tensor,  # (n, v) float32
-    first: int,  # vocabulary id of the first column, the first of a tile of `saved_exp`
-    bias: Tensor | None,  # (v,)
-    transform: LogitTransform,
-    saved_exp: SavedExp,  # (n, V); columns first to first + v are written
-) -> None:
-    """Write the exponentials and peaks of a tile of logits into `saved_exp`."""
-    z = transform_logits(logits, bias, transform)
-    n, columns = z.shape
-    values, peaks = saved_exp.columns(first, first + columns)
-    if columns <= saved_exp.tile_vocab:
-        torch.amax(z, 1, out=peaks[0]).clamp_(min=LOWEST)
-        memory = values if values.dtype == torch.float32 else None
-        exp = torch.sub(z, peaks.T, out=memory).exp_().mul_(SAVED_ONE)
-        if memory is None:
-            values.copy_(exp)
-        return
-    z = torch.nn.functional.pad(z, (0, -columns % saved_exp.tile_vocab), value=-torch.inf)
-    z = z.view(n, -1, saved_exp.tile_vocab)
-    peaks.copy_(z.amax(-1).clamp_(min=LOWEST).T)
-    values.copy_((z - peaks.T.unsqueeze(2)).exp_().mul_(SAVED_ONE).flatten(1)[:, :columns])
-
-
-def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
-    """(n,) float32 dL/dlogits at the targets, from the forward's statistics, which include the targets' logits.
-
-    Saved exponentials are not used: a target's exponential may have underflowed, and its gradient is large then.
-    """
-    grad = tokens.at_target if tokens.uniform is None else tokens.at_target + tokens.uniform
-    if tokens.grad_entropy is not None and tokens.entropy is not None:
-        grad = grad - tokens.grad_entropy * entropy_term(statistics.logps, tokens.entropy)
-    if transform.softcap is not None:
-        assert statistics.target is not None
-        grad = grad * (1.0 - tanh_square(statistics.target, transform))
-    factor = transform.scale / transform.temperature
-    return grad * factor if factor != 1.0 else grad
-
-
-def grad_from_saved(
-    saved_exp: SavedExp,
-    rows: Tensor | None,  # (n,) rows of `saved_exp` with a gradient; None: all rows
-    first: int,  # vocabulary id of the first column of `out`, the first of a tile of `saved_exp`
-    targets: Tensor,  # (n,)
-    transform: LogitTransform,
-    tokens: TokenGradients,  # (n,) each; `at_target` is not read
-    at_target: Tensor,  # (n,) from `grad_at_targets`
-    out: Tensor,  # (n, v) any float dtype; without `rows` it may be the memory of these columns of `saved_exp.values`
-) -> None:
-    """out = dL/dx of columns first to first + v, from the saved exponentials."""
-    columns = out.shape[1]
-    values, peaks = saved_exp.columns(first, first + columns)
-    if rows is not None:
-        values, peaks = values[rows], peaks[:, rows]
-    exp, peaks = values.float() / SAVED_ONE, peaks.T
-    if columns > saved_exp.tile_vocab:
-        peaks = peaks.repeat_interleave(saved_exp.tile_vocab, 1)[:, :columns]
-    below = peaks - tokens.lse.unsqueeze(1)
-    p, z, log_p = torch.mul(exp, below.exp(), out=out if out.dtype == torch.float32 else None), exp, exp
-    if transform.softcap is not None or tokens.grad_entropy is not None:
-        # If a value underflowed, any finite logarithm will do, because the probability is 0.
-        log_exp = exp.log().clamp_(min=LOWEST_LOG_PROBABILITY)
-        z, log_p = log_exp + peaks, (log_exp + below).clamp_(min=LOWEST_LOG_PROBABILITY)
-    grad_z = with_uniform(grad_except_targets(log_p, p, tokens), tokens)
-    grad = times_derivative(grad_z, z, transform)
-    write_at_ids(grad, targets.unsqueeze(1), at_target.unsqueeze(1), first)
-    if grad is not out:
-        out.copy_(grad)
-
-
-def scale_(values: Tensor, factor: Tensor) -> None:
-    """values *= factor, a () float32 tensor. With a factor of 1 the Triton kernel does not read the values."""
-    values.mul_(factor)
 
 
 def fold_rows(

@@ -61,15 +61,6 @@ def one_minus_exp(x):
 
 
 @triton.jit
-def rough_log(x):
-    """log of x >= 0 to 2e-7, absolute between 1/2 and 2 and relative elsewhere, in one instruction; log takes 20."""
-    if PORTABLE:
-        return tl.log(x)
-    log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return log2 * LN_2
-
-
-@triton.jit
 def _reciprocal(x):
     """1 / x to 1.2e-7 for x >= 0.5, and 0 from 2^126 on: one instruction where a quotient takes ten."""
     if PORTABLE:

@@ -29,7 +29,6 @@ class TokenStatistics(NamedTuple):
     log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
     is_top1: Tensor | None = None  # (n,) bool: the target is the first of the ids with the largest z
-    target: Tensor | None = None  # (n,) z at the target; None unless asked for
     topk_logps: Tensor | None = None  # (n, K) the K largest log-probabilities, descending; None without topk
     topk_ids: Tensor | None = None  # (n, K) int64, their ids in the whole vocabulary
 
@@ -117,8 +116,8 @@ class Fold(NamedTuple):
         sums = total(torch.stack(list(present.values())))
         return self._replace(peak=peak, peak_before=peak_before, **dict(zip(present, sums, strict=True)))
 
-    def finish(self, *, with_target: bool = False) -> TokenStatistics:
-        """The statistics after the last tile; `with_target` adds the target's logit."""
+    def finish(self) -> TokenStatistics:
+        """The statistics after the last tile."""
         log_sum = self.sum_exp.log()
         # We subtract the peak first, not lse. If the target is the peak, logp = -log_sum then has the precision of a
         # number near 0. target - lse has the precision of the logits.
@@ -127,15 +126,13 @@ class Fold(NamedTuple):
         log_sum_sq = None if self.sum_sq_exp is None else (self.sum_sq_exp.log() - 2.0 * log_sum).clamp_(max=0.0)
         # The comparison is exact: all three come from the same tiles. In a tie the smaller id is first.
         is_top1 = None if self.peak_before is None else (self.target >= self.peak) & (self.target > self.peak_before)
-        target = self.target if with_target else None
         # Apple's GPUs have no float64.
         lse = (self.peak if self.peak.device.type == "mps" else self.peak.double()) + log_sum
-        return TokenStatistics(logps, lse, entropy, log_sum_sq, self.sum_logits, is_top1, target)
+        return TokenStatistics(logps, lse, entropy, log_sum_sq, self.sum_logits, is_top1)
 
 
 # The sides of a tile in a product with an epilogue.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
-SAVED_ONE = 2.0**15  # factor on the exponentials of `reference.SavedExp`: the largest power of two in float16
 
 
 class TokenGradients(NamedTuple):

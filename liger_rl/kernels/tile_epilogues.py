@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from liger_rl.kernels import statistics
 from liger_rl.kernels.matrix_triton import store
 from liger_rl.kernels.softmax_triton import (
     LN_2,
@@ -23,7 +22,6 @@ from liger_rl.kernels.softmax_triton import (
     with_uniform,
 )
 
-SAVED_ONE = tl.constexpr(statistics.SAVED_ONE)
 # Bits of a variant of `fold_tile`: the logits have a softcap of at most `epilogue.MAX_EPILOGUE_CAP`; registers are few,
 # as before Hopper.
 CAP_BIT, REGISTERS_BIT = tl.constexpr(1), tl.constexpr(2)
@@ -100,7 +98,7 @@ def fold_tile(
     target,  # (TILE_TOKENS,) column of each token's target, see `target_column`
     first_token, vocab_tile, tokens, vocab,
     tiles,  # `Fold` of the tiles, (vocabulary tiles, tokens), but target (tokens,)
-    saved_exp,  # a `matrix` (tokens, vocab) of `reference.SavedExp`, or None
+    out,  # None: the fold stores no tile
     steps,
     VARIANT: tl.constexpr,  # CAP_BIT + REGISTERS_BIT
     WHOLE: tl.constexpr,
@@ -158,9 +156,6 @@ def fold_tile(
         total += tl.sum(exp, 1)
         if tiles.sum_sq_exp is not None:
             squares += tl.sum(exp * exp, 1)
-        if saved_exp is not None:
-            first_column = vocab_tile * TILE_VOCAB + part * part_level.shape[1]
-            store(saved_exp, first_token, first_column, exp * (factor * SAVED_ONE)[:, None])
     tl.store(tiles.sum_exp + place, total * factor, mask=live)
     if tiles.moment is not None:
         tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)

@@ -63,25 +63,14 @@ class AlignedBatch:
         columns["mask"] = mask
         return AlignedBatch(**columns)
 
-    def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
-        """The tokens at flat positions of (B, T) or (N,), with the divisors of the whole batch.
-
-        Positions are (b, w), for rows of (B, T) with pairs in order, or (n,), for packed tokens. With `sequences`, the
-        segment of a packed token is its row (or pair) in the padded batch.
-        """
+    def take(self, positions: Tensor) -> "AlignedBatch":
+        """The rows (b, w) at flat positions of (B, T), pairs in order, with the divisors of the whole batch."""
         shape, columns = self.mask.shape, dict(vars(self))
         for name in ("mask", *COLUMNS, *PREFERENCE_COLUMNS):
             if columns[name] is not None:
                 columns[name] = columns[name].expand(shape).reshape(-1)[positions]
-        segments, rows = self.segments, columns["mask"].dim() == 2
-        if len(shape) == 2 and sequences and not rows:
-            if isinstance(positions, slice):
-                positions = torch.arange(positions.start, positions.stop, device=self.mask.device)
-            count = shape[0] // 2 if self.pairs else shape[0]
-            segments = Segments(index=positions // max(shape[1], 1) % max(count, 1), count=count)
-        elif segments is not None:
-            segments = replace(segments, index=segments.index[positions])
-        columns["segments"], columns["pairs"] = segments, self.pairs and rows
+        if self.segments is not None:
+            columns["segments"] = replace(self.segments, index=self.segments.index[positions])
         return AlignedBatch(**columns)
 
     def log_ratio(self, logps: Tensor) -> Tensor:

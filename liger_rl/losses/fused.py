@@ -30,34 +30,6 @@ def evaluate(
     return PolicyLoss(loss, _metrics(prepared, sums, kernel))
 
 
-@torch.enable_grad()
-def with_gradients(
-    prepared: PreparedLoss,
-    logps: Tensor,
-    entropy: Tensor | None,
-    others: Mapping[str, Tensor] = NOTHING,
-) -> tuple[PolicyLoss, dict[str, Tensor]]:
-    """The loss, and its gradients by the names of the values: "logps", and others that the loss reads."""
-    logps = logps.detach().requires_grad_()
-    leaves = {"logps": logps}
-    if entropy is not None:
-        entropy = leaves["entropy"] = entropy.detach().requires_grad_()
-    values = dict(others)
-    for name in ("lse", "mean_logits"):
-        if name in values:
-            values[name] = leaves[name] = values[name].detach().requires_grad_()
-    result = evaluate(prepared, logps, entropy, values)
-    gradients: dict[str, Tensor] = {}
-    if result.loss.requires_grad:
-        grads = torch.autograd.grad(result.loss, tuple(leaves.values()), allow_unused=True)
-        for name, grad in zip(leaves, grads, strict=True):
-            if grad is not None:
-                gradients[name] = grad
-    if "logps" not in gradients:
-        gradients["logps"] = torch.zeros_like(logps)
-    return result, gradients
-
-
 def per_token(prepared: PreparedLoss, logps: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Unreduced loss, differentiable once, KL and clip indicator; None if there is no kernel.
 

@@ -148,10 +148,6 @@ class PolicyTerms(Options):
         """
         return None if self.projects_all else _drop_expansion(aligned.advantages)
 
-    def may_have_gradient(self, aligned: AlignedBatch) -> Tensor | None:
-        """Nonzero where a token may have a gradient, shaped like the tokens or (B, 1); None for all."""
-        return None if self.penalised else _drop_expansion(aligned.advantages)
-
 
 def _check_broadcasts(name: str, values: Any, shape: torch.Size) -> None:
     """Raises unless `values` is a tensor that broadcasts to the tokens' shape; (N, 1) and (N,) would make (N, N)."""
@@ -213,18 +209,18 @@ class PreparedLoss(NamedTuple):
     entropy_count: Tensor | None = None  # () tokens in the mean of an entropy bonus; None counts the batch's
     nll_weights: Tensor | None = None  # of -logp, shaped like the tokens
 
-    def take(self, positions: Tensor | slice, *, metrics: MetricsLevel = "none") -> "PreparedLoss":
-        """The loss of the tokens at flat positions, (n,), or (b, w) for rows of (B, T).
+    def take(self, positions: Tensor) -> "PreparedLoss":
+        """The loss of the rows (b, w) at flat positions of (B, T).
 
-        The losses of chunks add up to the whole loss if no chunk splits what `PolicyTerms.locality` keeps in one.
+        The losses of parts add up to the whole loss if no part splits what `PolicyTerms.locality` keeps in one.
         """
         weights, nll_weights = (
             None if column is None else column.expand(self.batch.mask.shape).reshape(-1)[positions]
             for column in (self.weights, self.nll_weights)
         )  # fmt: skip
-        batch = self.batch.take(positions, sequences=self.terms.locality != "token")
+        batch = self.batch.take(positions)
         entropy_count = self.batch.mask.sum() if self.terms.entropy_bonus.entropy_coef != 0.0 else None
-        return PreparedLoss(self.terms, batch, weights, metrics, entropy_count, nll_weights)
+        return PreparedLoss(self.terms, batch, weights, self.metrics, entropy_count, nll_weights)
 
     def per_token(
         self,

@@ -314,7 +314,7 @@ class LossSteps(Iterator[LossStep]):
         if len(rows) < shape[0]:
             index = torch.tensor(rows).to(device, non_blocking=True)
             positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
-            outputs, prepared = outputs.take(index), prepared.take(positions, metrics=prepared.metrics)
+            outputs, prepared = outputs.take(index), prepared.take(positions)
 
         def whole(values: Tensor) -> Tensor:
             """(B, T) without gradient"""

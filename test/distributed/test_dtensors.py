@@ -102,15 +102,15 @@ def loss_of_gathered_rows(rank):
     mesh = rank.mesh("dp")
     leaves = hidden.requires_grad_(), distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
     local = localize(*leaves)
-    loss = FusedLinearGRPOLoss("grpo", passes="one")(local.hidden, local.weight, targets, upstream).loss
+    loss = FusedLinearGRPOLoss("grpo")(local.hidden, local.weight, targets, upstream).loss
     grads = torch.autograd.grad(loss, leaves)
     return loss.detach(), grads[0], grads[1].full_tensor()
 
 
-def test_one_pass_with_gathered_rows(ranks):
+def test_a_loss_with_gathered_rows(ranks):
     hidden, weight, _, targets, upstream = problem()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    loss = FusedLinearGRPOLoss("grpo", passes="two")(*leaves, targets, upstream).loss
+    loss = FusedLinearGRPOLoss("grpo")(*leaves, targets, upstream).loss
     expected = loss.detach(), *torch.autograd.grad(loss, leaves)
     assert_same(ranks.run(loss_of_gathered_rows), expected)
 

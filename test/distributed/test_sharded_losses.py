@@ -24,7 +24,7 @@ LOSSES = {
 }
 
 
-def solve_loss(rank, loss_type, sharded, passes="auto"):
+def solve_loss(rank, loss_type, sharded):
     torch.manual_seed(3)
     hidden, weight = torch.randn(3, 8, HIDDEN), torch.randn(40, HIDDEN)
     ids, advantages = torch.randint(40, (3, 8)), torch.randn(3)
@@ -40,9 +40,7 @@ def solve_loss(rank, loss_type, sharded, passes="auto"):
         weight = distribute_tensor(weight, mesh, [Shard(0)])
         hidden, teacher_hidden = (distribute_tensor(part, mesh, [Replicate()]) for part in (hidden, teacher_hidden))
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    loss = FusedLinearGRPOLoss(
-        loss_type, beta=0.05, temperature=0.9, entropy_coef=0.01, metrics="with_entropy", passes=passes
-    )
+    loss = FusedLinearGRPOLoss(loss_type, beta=0.05, temperature=0.9, entropy_coef=0.01, metrics="with_entropy")
     teacher = localize(teacher_hidden.detach(), weight.detach(), vocab_parallel=place)
     columns["ref_per_token_logps"] = loss.reference_logps(
         teacher.hidden, teacher.weight, ids, mask, vocab_parallel=teacher.vocab_parallel
@@ -54,17 +52,11 @@ def solve_loss(rank, loss_type, sharded, passes="auto"):
     return {"loss": result.loss.detach()} | dict(zip(("grad_hidden", "grad_weight"), grads, strict=True)) | metrics
 
 
-def refused_in_one_pass(rank, *loss):
-    return message_of(lambda: solve_loss(rank, *loss, "one"))
-
-
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_the_policy_loss(ranks, loss):
     results, expected = ranks.run(solve_loss, *loss), solve_loss(None, *loss)
     assert_whole(results, expected, 1e-5, 3e-6)
     assert relative_error(results[0]["loss"], expected["loss"]) <= 1e-6
-    for message in ranks.run(refused_in_one_pass, *loss):
-        assert message.startswith('ValueError: passes="one" needs ')
 
 
 def solve_other_loss(rank, kind, sharded):
@@ -136,7 +128,6 @@ LOSS_MISTAKES = {
     "advantages": ({"advantages": torch.ones(3)}, r"ValueError: advantages must be \(B, T\) = \(2, 3\)"),
     "items": ({"columns": {"num_items_in_batch": "6"}}, "TypeError: num_items_in_batch must be a number"),
     "column": ({"columns": {"ratio": 1.0}}, "TypeError: FusedLinearGRPOLoss.forward got an unexpected argument"),
-    "passes": ({"options": {"passes": "one"}}, 'ValueError: passes="one" needs vocab_parallel = None'),
 }
 
 
@@ -144,10 +135,10 @@ def provoked_in_the_loss(rank, mistake):
     """-> the error on the last rank; the others make no call, and no collective waits for them."""
     if rank.index == 0:
         return None
-    given = {"size": HIDDEN, "advantages": torch.ones(2), "columns": {}, "options": {}} | mistake
+    given = {"size": HIDDEN, "advantages": torch.ones(2), "columns": {}} | mistake
     hidden = torch.randn(2, 3, given["size"], requires_grad=True)
     call = partial(
-        FusedLinearGRPOLoss("grpo", **given["options"]), hidden, torch.randn(5, HIDDEN), torch.ones(2, 3).long(),
+        FusedLinearGRPOLoss("grpo"), hidden, torch.randn(5, HIDDEN), torch.ones(2, 3).long(),
         given["advantages"], vocab_parallel=VocabParallel(rank.group, 5 * rank.index), **given["columns"],
     )  # fmt: skip
     return message_of(call)

@@ -80,16 +80,9 @@ def assert_same(found: Step, expected: Step, tolerance: float = 1e-6, loss_toler
             assert oracles.relative_error(mine, other) <= tolerance, name
 
 
-class Taken(NamedTuple):
-    tokens: int  # whose logits the forward computed
-    chunks: int  # of one pass; 0 of two
-
-
-def taken(module, data: Batch, frozen=(), **more) -> Taken:
-    """How a call went, read off the products of its forward: one pass makes the gradients there, too."""
+def projected(module, data: Batch) -> int:
+    """The number of tokens whose logits the forward computed."""
     with Products() as products:
-        loss_of(module, data.head.leaves(frozen), data, **more)
+        loss_of(module, data.head.leaves(), data)
     vocab, hidden_size = data.head.weight.shape
-    tiles = products.logits(hidden_size)
-    one_pass = len(products.factors) > len(tiles)
-    return Taken(sum(m * v for m, v in tiles) // vocab, sum(v for _, v in tiles) // vocab if one_pass else 0)
+    return sum(m * v for m, v in products.logits(hidden_size)) // vocab

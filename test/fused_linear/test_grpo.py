@@ -9,7 +9,7 @@ import torch
 from head_calls import Products
 from liger_rl import FusedLinearGRPOLoss
 from liger_rl.losses import OffPolicySequenceMask, PolicyBatch, PPOClip, SamplerCorrection, TokenLoss, TokenMean
-from loss_calls import Batch, assert_same, batch, step, taken
+from loss_calls import Batch, assert_same, batch, projected, step
 
 
 def problem(rows=4, length=7, dtype=torch.float32, device="cpu", **more) -> Batch:
@@ -50,7 +50,7 @@ def test_own_reduction_in_place_of_a_presets():
         (r"loss_type.*PPOClip\(", TypeError, {"loss_type": PPOClip}),
         ("metrics", ValueError, {"loss_type": "grpo", "metrics": ["basic"]}),
         ("chunk_vocab", ValueError, {"loss_type": "grpo", "chunk_vocab": 0}),
-        (r"passes must be one of \['auto', 'one', 'two'\], got 'three'", ValueError, {"passes": "three"}),
+        ("no option passes. It has", ValueError, {"passes": "one"}),
     ],
 )
 def test_bad_options(match, error, arguments):
@@ -86,13 +86,12 @@ def test_packed_tokens_without_segments_are_refused_before_any_product(options):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("how", ["two", "one"])
-def test_an_id_outside_the_vocabulary_raises_though_its_token_has_no_say(how, per_token):
+def test_an_id_outside_the_vocabulary_raises_though_its_token_has_no_say(per_token):
     hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4)
     advantages = torch.tensor([0.0, 1.0])
     if per_token:
         advantages = advantages[:, None].repeat(1, 3)
-    solve = FusedLinearGRPOLoss("grpo", passes=how)
+    solve = FusedLinearGRPOLoss("grpo")
     ids, mask = torch.tensor([[1, 2, 9], [3, 4, 5]]), torch.ones(2, 3)
     with pytest.raises(ValueError, match="1 of them are not, the largest is 9"):
         solve(hidden, weight, ids, advantages, mask)
@@ -122,21 +121,20 @@ IDLE_CASES = [  # preset, its options, whether tokens without an advantage are l
 ]
 
 
-@pytest.mark.parametrize("passes", ["two", "one"])
 @pytest.mark.parametrize(("preset", "options", "left_out"), IDLE_CASES)
-def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, options, left_out, passes):
+def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, options, left_out):
     data = problem()
     data.columns["advantages"][:2] = 0.0
     columns = data.columns
     if "corrections" in options:
         data = data.changed(sampling_per_token_logps=columns["old_per_token_logps"] + 0.1)
     data = data.changed(num_items_in_batch=20)
-    module = FusedLinearGRPOLoss(preset, passes=passes, **options)
+    module = FusedLinearGRPOLoss(preset, **options)
     wanted = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
-    assert taken(module, data).tokens == wanted.sum()
+    assert projected(module, data) == wanted.sum()
     if left_out:  # metrics of every token keep them
-        every = FusedLinearGRPOLoss(preset, passes=passes, **{**options, "metrics": "basic"})
-        assert taken(every, data).tokens == columns["mask"].sum()
+        every = FusedLinearGRPOLoss(preset, **{**options, "metrics": "basic"})
+        assert projected(every, data) == columns["mask"].sum()
         found, expected = step(module, data), step(every, data)
         assert found.metrics.keys() <= expected.metrics.keys()
         expected = expected._replace(metrics={name: expected.metrics[name] for name in found.metrics})
@@ -177,18 +175,17 @@ class OtherModule(Module):
         return TokenLoss(-batch.advantages * logps + 0.1 * logps.square())
 
 
-@pytest.mark.parametrize("passes", ["two", "one"])
 @pytest.mark.parametrize(
     ("objective", "left_out"),
     [(Damped, False), (Weighted, True), (Renamed, True), (Module, True), (OtherModule, False)],
 )
-def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(objective, left_out, passes):
+def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(objective, left_out):
     data = problem().changed(importance_ratio=None, old_per_token_logps=None, ref_per_token_logps=None)
     data = data.changed(advantages=torch.zeros(4))
-    loss = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), passes=passes)
-    every = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), passes=passes, metrics="basic")
+    loss = FusedLinearGRPOLoss(objective(), reduction=TokenMean())
+    every = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), metrics="basic")
     assert_same(step(loss, data)._replace(metrics={}), step(every, data)._replace(metrics={}))
-    assert taken(loss, data).tokens == (0 if left_out else data.columns["mask"].sum())
+    assert projected(loss, data) == (0 if left_out else data.columns["mask"].sum())
 
 
 def test_a_batch_is_taken_as_it_is():

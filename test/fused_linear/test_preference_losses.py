@@ -10,8 +10,6 @@ from liger_rl.fused_linear import ReferenceHead
 from liger_rl.losses import Segments
 
 PAIRS, LENGTH, HIDDEN, VOCAB, BETA = 4, 9, 12, 53, 0.2
-ONE = {"passes": "one", "chunk_tokens": 2 * LENGTH}  # a chunk has room for one pair
-PASSES = [{"passes": "two"}, ONE, {"passes": "one"}]
 
 
 def problem() -> dict[str, Tensor]:
@@ -48,10 +46,9 @@ def assert_as_full_logits(call, formula, softcap=None):
     torch.testing.assert_close(torch.autograd.grad(loss, floats), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", PASSES, ids=str)
 @pytest.mark.parametrize("summed", [False, True], ids=["per token", "sums"])
-def test_pairs(options, summed):
-    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA, softcap=6.0, **options)
+def test_pairs(summed):
+    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA, softcap=6.0)
 
     def call(leaves, x):
         ref = sums(x["ref_logps"], x["targets"]).float() if summed else x["ref_logps"]
@@ -62,10 +59,9 @@ def test_pairs(options, summed):
     )
 
 
-@pytest.mark.parametrize("options", PASSES, ids=str)
-def test_a_reference_with_a_head_of_its_own(options):
+def test_a_reference_with_a_head_of_its_own():
     hidden, weight = torch.randn(2 * PAIRS, LENGTH, 5), torch.randn(VOCAB, 5)
-    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA, **options)
+    loss_fn = FusedLinearPreferenceLoss("dpo", beta=BETA)
 
     def call(leaves, x):
         reference = ReferenceHead(hidden=hidden, weight=weight, bias=x["bias"])
@@ -78,9 +74,8 @@ def test_a_reference_with_a_head_of_its_own(options):
     assert_as_full_logits(call, formula)
 
 
-@pytest.mark.parametrize("options", PASSES, ids=str)
-def test_the_prompt_in_the_nll_term(options):
-    loss_fn = FusedLinearPreferenceLoss("cpo", beta=BETA, nll_coef=0.3, **options)
+def test_the_prompt_in_the_nll_term():
+    loss_fn = FusedLinearPreferenceLoss("cpo", beta=BETA, nll_coef=0.3)
     prompt = torch.randint(VOCAB, (PAIRS, LENGTH))
 
     def call(leaves, x):
@@ -102,10 +97,9 @@ def test_the_prompt_in_the_nll_term(options):
     torch.testing.assert_close(torch.autograd.grad(loss, floats), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"passes": "two"}, {"passes": "one", "chunk_tokens": LENGTH}], ids=str)
-def test_judged_sequences(options):
+def test_judged_sequences():
     labels = torch.tensor([True, False, True, True, False, False, True, False])
-    loss_fn = FusedLinearUnpairedLoss("kto", beta=BETA, undesirable_weight=0.5, **options)
+    loss_fn = FusedLinearUnpairedLoss("kto", beta=BETA, undesirable_weight=0.5)
 
     def call(leaves, x):
         columns = {"ref_logps": x["ref_logps"], "kl": 0.3, "bias": leaves[2]}
@@ -116,15 +110,6 @@ def test_judged_sequences(options):
         return oracles.kto(margins, labels, BETA, 0.3, undesirable_weight=0.5)
 
     assert_as_full_logits(call, formula)
-
-
-def test_sorted_pairs_take_one_pass_in_one_chunk_alone():
-    x = problem()
-    call = x["hidden"].requires_grad_(), x["weight"], x["targets"]
-    one = FusedLinearPreferenceLoss("aot", passes="one")(*call, ref_logps=x["ref_logps"]).loss
-    torch.testing.assert_close(one, FusedLinearPreferenceLoss("aot")(*call, ref_logps=x["ref_logps"]).loss)
-    with pytest.raises(ValueError, match="room in one chunk"):
-        FusedLinearPreferenceLoss("aot", **ONE)(*call, ref_logps=x["ref_logps"])
 
 
 def test_packed_pairs():

@@ -378,7 +378,6 @@ class PolicyCase(Shown):
     live: Tensor = None
     logps: Tensor | None = None
     entropy: Tensor | None = None
-    passes: str = "auto"
     default_dtype: torch.dtype = F32  # torch's, which changes nothing
 
     def columns(self) -> oracle.Columns:
@@ -531,22 +530,7 @@ def fused_cases(draw, device: str) -> PolicyCase:
     assume(found.isfinite().all())  # a banned target is no sample
     numbers = Numbers(draw.getrandbits(62), device)
     case = policy_inputs(draw, numbers, head.live, found, head.mask, per_token=False)
-    case.head, case.passes = head, one(draw, "auto", "two", "one")
-    softcap = head.transform["softcap"]
-    if case.passes == "one" and softcap is not None and softcap < head.transform["temperature"]:
-        case.passes = "auto"  # one pass refuses such a cap
-    if case.passes == "one" and head.support is not None:
-        case.passes = "auto"
-    if case.passes == "one":
-        one_pass = head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
-        assume(one_pass)
-        head.options.pop("chunk_vocab", None)
-        o = case.objective_options
-        alone = case.objective in ("PPOClip", "CISPO", "SAPO", "DPPO", "DPPOKL", "Reinforce")
-        alone = alone and o.get("importance_sampling_level", "token") == "token"
-        alone = alone and not o.get("mean_advantages") and not case.corrections
-        if not alone:  # one chunk has to hold every token
-            head.options.pop("chunk_tokens", None)
+    case.head = head
     return case
 
 

@@ -112,13 +112,11 @@ class Logits:
 
     def gradient(
         self, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor], compute: torch.dtype, *, ids=None, r=None, m=None,
-        slope_error: float = 0.0,
     ):  # fmt: skip
         """-> dL/draw by autograd from upstream gradients of logps and entropy (N,), and its budget, both (N, V).
 
         upstream: what rounding may have done to g and e already. compute: what the gradient is rounded to. With ids
-        (N, K) g is (N, K); r (N,) is the gradient of lse, m (N,) of the mean logit. slope_error is that of a softcap's
-        slope, which one pass computes from exponentials in float16.
+        (N, K) g is (N, K); r (N,) is the gradient of lse, m (N,) of the mean logit.
         """
         ids = self.targets[:, None] if ids is None else ids
         listed, ids = (ids >= 0) & self.live[:, None], ids.clamp(min=0)
@@ -149,16 +147,13 @@ class Logits:
             budget = budget + _least(torch.float32)
             onehot = torch.zeros_like(grad).scatter_(-1, self.targets[:, None], 1.0)
             budget = budget + inverse * self.slope * (dg * (onehot - self.p).abs() + de * around)
-            budget = budget + slope_error * inverse * ((at_ids - own * self.p).abs() + e * around)
             if compute != torch.float32:
                 moved = inverse * self.slope * ((at_ids - own * self.p).abs() + e * around + share)
                 budget = budget + 2 * unit(compute) * (grad.abs() + moved) + _least(compute) * (grad != 0)
         return grad, budget.masked_fill(~self.listed, 0.0)
 
 
-def head(
-    case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None, r=None, m=None, slope_error: float = 0.0
-) -> HeadResult:
+def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None, r=None, m=None) -> HeadResult:
     """linear_logprobs for a `HeadCase`, flat over tokens.
 
     g, e, r, m (N,) are the gradients of logps, entropy, lse and mean_logits. With ids (N, K) logps and g are (N, K),
@@ -177,7 +172,7 @@ def head(
         budgets |= {name: unit_row[:, None] + EPS * values[name].abs() for name in ("logps", "topk_logps")}
     given = g.double(), e.double(), upstream or (nothing, nothing), case.compute
     r, m = (None if x is None else x.double() for x in (r, m))
-    dlogits, budget = logits.gradient(*given, ids=ids, r=r, m=m, slope_error=slope_error)
+    dlogits, budget = logits.gradient(*given, ids=ids, r=r, m=m)
     grads, grad_budgets = runs.gradients(dlogits, budget)
     return HeadResult(values, budgets, grads, grad_budgets, dlogits.detach())
 

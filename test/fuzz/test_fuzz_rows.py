@@ -144,7 +144,7 @@ def test_pairs(seed: int) -> None:
     alive = rows.live.view(2, pairs, -1).any(2).any(0) | (nll_live.view(2, pairs, -1).any(2).any(0))
     per_pair = losses.mean().expand(pairs) if name.startswith("aot") else losses
     expected = torch.where(alive, per_pair, 0.0).sum() / (number or pairs) + coef * nll
-    loss = FusedLinearPreferenceLoss(name, nll_coef=coef, passes=one(draw, "auto", "two", "one"), **o, **rows.transform)
+    loss = FusedLinearPreferenceLoss(name, nll_coef=coef, **o, **rows.transform)
     found = rows.call(loss, num_sequences=number, **columns)
     rows.check(found.loss, expected, (name, o, coef, columns.keys()))
     if nll_live.any():
@@ -169,7 +169,7 @@ def test_judged_sequences(seed: int) -> None:
     ref, number = rows.draw_reference(columns), one(draw, None, 7)
     losses = oracle.unpaired_losses(name, o, rows.logps, ref, rows.live, labels, shift.double())
     expected = torch.where(rows.live.any(1), losses, 0.0).sum() / (number or rows.rows)
-    loss = FusedLinearUnpairedLoss(name, passes=one(draw, "auto", "two", "one"), **o, **rows.transform)
+    loss = FusedLinearUnpairedLoss(name, **o, **rows.transform)
     rows.check(rows.call(loss, labels, num_sequences=number, **columns).loss, expected, (name, o, columns.keys()))
 
 
@@ -196,9 +196,7 @@ def test_given_tokens(seed: int) -> None:
         expected = expected / rows.live.sum().clamp(min=1)
     elif kind == "sequences":
         expected = (losses.sum(1) / rows.live.sum(1).clamp(min=1)).sum() / rows.rows
-    loss = FusedLinearCrossEntropyLoss(
-        name, reduction=reductions.get(kind), passes=one(draw, "auto", "two"), **o, **rows.transform
-    )
+    loss = FusedLinearCrossEntropyLoss(name, reduction=reductions.get(kind), **o, **rows.transform)
     rows.check(rows.call(loss, **columns).loss, expected, (name, o, kind, columns.keys()))
 
 

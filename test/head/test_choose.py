@@ -1,4 +1,4 @@
-"""Which engine a call takes and why; its memory is that of tiles and chunks."""
+"""Which engine a call takes and why; its memory is that of tiles."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from peaks import tensor_peak
 BF16, F32 = torch.bfloat16, torch.float32
 
 SIZES = {"cpu": (9, 70, 12003, 16), "cuda": (8, 512, 32000, 2048)}
-TILES, CHUNKS = {"cpu": 1 << 20, "cuda": 32 << 20}, {"cpu": 6 << 20, "cuda": 128 << 20}  # bytes
+TILES = {"cpu": 1 << 20, "cuda": 32 << 20}  # bytes
 CAST = {"weight_dtype": F32, "compute_dtype": BF16}  # a float32 head under autocast
 TRANSFORM = {"softcap": 5.0, "temperature": 0.7, "scale": 2.0}
 # Of the loss, but for `frozen`, `bias`, `cast`, and a `layout` that names an input and its strides.
@@ -28,12 +28,11 @@ CASES = {
     "transposed weight": {"layout": ("weight", lambda t: t.T.contiguous().T)},
     "every other row": {"layout": ("weight", lambda t: t.repeat_interleave(2, 0)[::2])},
 }
-TWO_PASSES = CASES | {
+CASES |= {
     "chunks": {"chunk_tokens": 200, "chunk_vocab": 700},
     "float32 head under autocast": {"cast": True},
     "transposed float32 head under autocast": {"cast": True, "layout": ("weight", lambda t: t.T.contiguous().T)},
 }
-ONE_PASS = CASES | {"by sequence": {"loss_type": "gspo"}}
 
 
 class Case:
@@ -64,13 +63,13 @@ class Case:
         # Copies and a float32 sum of the weight, copies of hidden states and their gradient, and tiles.
         self.most = 4 * size * (3 * vocab + 4 * rows * length) + 4 * TILES[self.device.type]
 
-    def run(self, **more):
+    def run(self):
         """-> peak apart from results and gradients."""
         head = self.leaves
         for leaf in head.values():
             leaf.grad = None
         # Metrics that read all log-probabilities, or else tokens without an advantage would not be projected.
-        loss_fn = FusedLinearGRPOLoss(**({"metrics": "basic"} | self.options | more))
+        loss_fn = FusedLinearGRPOLoss(**({"metrics": "basic"} | self.options))
         autocast = torch.autocast(self.device.type, BF16, enabled=self.cast)
         with tensor_peak(self.device) as first, autocast:
             loss = loss_fn(
@@ -80,9 +79,7 @@ class Case:
             loss.backward()
         grads = [leaf.grad for leaf in head.values() if leaf.grad is not None]
         results = sum(grad.nbytes for grad in grads)
-        # One pass has made its gradients in the forward.
-        of_forward = first.bytes - (results if loss_fn.passes == "one" else 0)
-        return max(of_forward, first.held + second.bytes - results)
+        return max(first.bytes, first.held + second.bytes - results)
 
 
 # --- peaks ------------------------------------------------------------------------------------------------------------
@@ -91,21 +88,18 @@ class Case:
 @pytest.fixture
 def small_tiles(monkeypatch):
     monkeypatch.setattr(LIMITS, "workspace_bytes", TILES)
-    monkeypatch.setattr(LIMITS, "chunk_bytes", CHUNKS)
 
 
 @pytest.mark.parametrize(
-    ("passes", "options", "dtype"),
-    [pytest.param("two", case, BF16, id=f"two, {name}") for name, case in TWO_PASSES.items()]
-    + [pytest.param("one", case, F32, id=f"one, {name}") for name, case in ONE_PASS.items()]
-    + [pytest.param(passes, CASES["everything"], dtype, id=f"{passes}, everything, in the other dtype")
-       for passes, dtype in (("two", F32), ("one", BF16))],
-)  # fmt: skip
-def test_memory_is_that_of_tiles(passes, options, dtype, device, small_tiles):
+    ("options", "dtype"),
+    [pytest.param(case, BF16, id=name) for name, case in CASES.items()]
+    + [pytest.param(CASES["everything"], F32, id="everything, in float32")],
+)
+def test_memory_is_that_of_tiles(options, dtype, device, small_tiles):
     case = Case(options, dtype, device=device)
     if device.type == "cuda":
-        case.run(passes=passes)  # compiles kernels, and libraries take the memory that they keep
-    assert case.run(passes=passes) <= case.most + 2 * CHUNKS[device.type] * (passes == "one")
+        case.run()  # compiles kernels, and libraries take the memory that they keep
+    assert case.run() <= case.most
 
 
 @pytest.mark.parametrize("options", [{"extras": ("is_top1", "mean_logits", "log_sum_sq_probs")}, {"topk": 30}], ids=str)
@@ -133,50 +127,26 @@ def test_tiles_are_the_calls_own():
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
-AUTO, ONE = {"passes": "auto"}, {"passes": "one"}
-TWO = 'one pass: needs passes="auto" or "one"'
 NO_LISTS = "several targets: needs several targets for each token, or topk"
-SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
 
 
 @pytest.mark.parametrize(
     ("options", "path", "epilogue", "why"),
     [
-        ({}, "two passes", True, TWO),
         ({}, "two passes", True, NO_LISTS),
-        ({"transform": LogitTransform(softcap=30.0), "entropy": True}, "two passes", True, TWO),
+        ({"transform": LogitTransform(softcap=30.0), "entropy": True}, "two passes", True, NO_LISTS),
         ({"chunk_vocab": 8192}, "two passes", False, "no epilogue, which needs no chunk to be named"),
         ({"dtype": F32}, "two passes", False, "no epilogue, which needs hidden states and weight in one 16-bit"),
         ({"topk": 3}, "several targets", False, "no epilogue, which needs topk = None"),
-        ({"needs": (False, False)}, "two passes", True, TWO),
-        ({"device": "cpu", "dtype": F32}, "two passes", False, TWO),
-        ({"device": "cpu"}, "two passes", False, TWO),
-        (AUTO, "two passes", True, SUM),
-        (AUTO | {"tokens": 2048}, "one pass", True, NO_LISTS),
-        (AUTO | {"tokens": 511}, "one pass", False, "no epilogue, which needs 512 tokens or more, got 511"),
-        (AUTO | {"weight_dtype": F32}, "one pass", False, "summed in float32; no epilogue"),
-        (AUTO | {"needs": (True, False)}, "one pass", True, ""),
-        (AUTO | {"needs": (False, False)}, "two passes", True, "one pass: needs an input that wants a gradient"),
-        (ONE, "one pass", True, "summed in bfloat16"),
-        (ONE | {"tokens": 32768}, "one pass", True, "summed in float32"),
-        (ONE | {"tokens_per_gradient": 4096}, "one pass", True, "summed in bfloat16"),
-        (
-            AUTO | {"tokens_per_gradient": 32768, "tokens": 32768},
-            "two passes",
-            True,
-            "needs room in one chunk for 32768 tokens",
-        ),
-        (AUTO | {"chunk_tokens": 512}, "two passes", False, "one pass: needs no chunk to be named"),
-        (AUTO | {"compute_dtype": torch.float16}, "two passes", True, "one pass: needs bfloat16 or float32 products"),
+        ({"needs": (False, False)}, "two passes", True, NO_LISTS),
+        ({"device": "cpu", "dtype": F32}, "two passes", False, NO_LISTS),
+        ({"device": "cpu"}, "two passes", False, NO_LISTS),
         (CAST, "two passes", True, "products read a copy of the weight in bfloat16"),
-        (CAST | ONE, "one pass", False, "needs a weight in the products' dtype in one pass"),
         ({"tokens": 511}, "two passes", True, "no epilogue in the backward, which needs 512 tokens or more, got 511"),
         ({"tokens": 0}, "two passes", False, "no epilogue, which needs a token"),
         ({"hidden_size": 4100}, "two passes", False, "which needs a hidden size that is a multiple of 8, got 4100"),
         ({"aligned": False}, "two passes", False, "which needs rows of the weight that start at multiples of 16 bytes"),
         (CAST | {"aligned": False}, "two passes", True, "products read a copy of the weight"),  # whose rows are aligned
-        (ONE | {"aligned": False}, "one pass", False, "which needs rows of the weight that start at multiples of 16"),
-        (ONE | {"chunk_tokens": 256}, "one pass", False, "no epilogue, which needs chunks of 512 tokens or more"),
     ],
 )
 def test_the_rule(options, path, epilogue, why, monkeypatch):
@@ -205,18 +175,11 @@ def test_the_rule(options, path, epilogue, why, monkeypatch):
         ("aligned", TypeError, 1),
         ("transform", TypeError, LogitTransform), ("entropy", TypeError, "yes"), ("extras", TypeError, "is_top1"),
         ("extras", ValueError, ("perplexity",)), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),
-        ("passes", ValueError, ["two"]),
-        ("passes", ValueError, "three"),
-        ("tokens_per_gradient", ValueError, 0), ("tokens_per_gradient", TypeError, 1.5),
     ],
 )  # fmt: skip
 def test_nonsense_is_named(name, error, value):
     with pytest.raises(error, match=rf"^{name}\b"):
         plan_linear_logprobs(**{"tokens": 8, "vocab": 40, "hidden_size": 16, "device": "cpu", name: value})
-
-
-def test_no_token_takes_no_chunk():
-    assert plan_linear_logprobs(0, 1000, 64, device="cpu", passes="one").path == "one pass"
 
 
 def test_a_plan_names_its_device_and_its_tokens(monkeypatch):

@@ -5,7 +5,6 @@ Options in all their combinations are the fuzzer's, properties test_properties.p
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ import torch
 import oracles
 from devices import skip_where_misread, skip_without_interpreter
 from head_calls import CALLS, Products, batch, call, eager, problem, run_triton, solve, truth
-from liger_rl import FusedLinearCrossEntropyLoss, linear_logprobs
+from liger_rl import linear_logprobs
 from liger_rl.head import LogitTransform, Support, logits_logprobs
-from liger_rl.losses import TokenSum
 
 OFFSET_TRANSFORMS = [{}, {"temperature": 0.7}, {"softcap": 3e4, "temperature": 2.0}]
 TRANSFORMS = [{}, {"temperature": 1.6, "softcap": 2.0, "scale": 1.7}]
@@ -104,7 +102,7 @@ def round_fma_once(monkeypatch):
 @pytest.mark.parametrize(
     ("kernels", "of"),
     [
-        *itertools.product(["PyTorch", "Triton"], ["all", "several targets", "support", "given logits", "one pass"]),
+        *itertools.product(["PyTorch", "Triton"], ["all", "several targets", "support", "given logits"]),
         *itertools.product(["an epilogue"], ["logps", "all", "topk"]),
     ],
 )
@@ -134,7 +132,7 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
     if of == "support":
         listed = (torch.rand(n, vocab) < 0.3).to(device).scatter(1, targets[:, None], True)
         options["support"] = Support.from_padded(torch.where(listed, torch.arange(vocab, device=device), -1))
-    if of not in ("logps", "one pass"):
+    if of != "logps":
         options["entropy"] = True
     if of in ("all", "several targets", "topk"):
         options["lse"] = True
@@ -145,9 +143,6 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
         if of == "given logits":
             logits = hidden.float() @ weight.float().T
             return logits_logprobs(logits, targets, transform=options["transform"], entropy=True)
-        if of == "one pass":
-            loss = FusedLinearCrossEntropyLoss(passes="one", reduction=TokenSum(), z_loss=1e-5, **transform)
-            return SimpleNamespace(logps=loss(hidden, weight, targets).loss, entropy=None)
         return linear_logprobs(hidden, weight, targets, **options)
 
     found = values(hidden, weight)
@@ -159,8 +154,6 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
     z = oracles.transformed(exact, **transform).masked_fill(~listed, -math.inf)
     values_of, ids = oracles.values(z, targets), targets if targets.dim() == 2 else targets[:, None]
     expected = [getattr(values_of, name) for name in ("logps", "entropy", "lse") if name in {"logps", *options}]
-    if of == "one pass":
-        expected = [(1e-5 * values_of.lse.square() - values_of.logps).sum()]
     if of == "topk":
         expected.append(oracles.values(z, found.topk_ids).logps)
         ids = torch.cat([ids, found.topk_ids], 1)

@@ -340,7 +340,7 @@ def test_a_write_before_the_backward_changes_no_gradient(name):
     ("name", "through"),
     [(name, through) for name in CALLS for through in ("", "a checkpoint")]
     + [("dense", through) for through in ("a frozen head", "torch.compile")]
-    + [(name, "one kernel") for name in ("policy of given logits", "loss in two passes")],
+    + [(name, "one kernel") for name in ("policy of given logits", "loss")],
 )
 def test_a_second_derivative_raises(name, through, device, monkeypatch):
     """Whoever asks for one is told; another term of the graph may be differentiated twice."""
@@ -384,7 +384,7 @@ def test_a_second_derivative_raises(name, through, device, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_gradients_with_a_graph_accumulate_and_are_scaled_in_place(device):
     """As gradient accumulation and clipping do."""
-    call, x = CALLS["loss in one pass"], batch(device=device).leaves(("weight",))
+    call, x = CALLS["JSD in one pass"], batch(device=device).leaves(("weight",))
     for _ in range(2):
         call.function(x)[0].backward(create_graph=True)
     with torch.no_grad():

@@ -169,12 +169,11 @@ DIVERGENCE = [
     ({"token_weights": torch.zeros(3, 7, requires_grad=True)}, ValueError, "token_weights must require no gradient"),
 ]
 OUTSIDE = ({"selected_token_ids": IDS + 129}, ValueError, "selected_token_ids must be token ids")
-ONE_PASS = [OUTSIDE, ({"mask": torch.full((3, 5), 0.5)}, ValueError, "mask must be 0 or 1")]
+LATE = [OUTSIDE, ({"mask": torch.full((3, 5), 0.5)}, ValueError, "mask must be 0 or 1")]
 REFERENCE = [OUTSIDE, ({"selected_token_ids": IDS[:, 1:]}, ValueError, r"selected_token_ids must be \(B, T\)")]
 SUPPORT = Support.from_vllm([[1]] * 15)
 # Call, arguments, type, message.
 TOGETHER = [
-    (FusedLinearGRPOLoss(passes="one"), HEAD | LOSS | {"support": SUPPORT}, ValueError, 'passes="one" needs support'),
     (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
     (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
     (topk_divergence, HEAD | {"teacher_ids": IDS, "teacher_logps": torch.zeros(3, 5)}, ValueError, "must be .B, T, K."),
@@ -197,7 +196,7 @@ REFUSED = [
     *((function, given, {name: wrong}, (TypeError, ValueError), rf"\b{name}\b")
       for function, given in REQUIRED for name in given for wrong in (None, [0]) if name != "beta"),
     *((linear_logprobs, LINEAR, changed, error, rf"\b{name}\b") for name, error, changed in LOGPROBS),
-    *((FusedLinearGRPOLoss("grpo", passes="one"), HEAD | LOSS, *row) for row in ONE_PASS),
+    *((FusedLinearGRPOLoss("grpo"), HEAD | LOSS, *row) for row in LATE),
     *((FusedLinearGRPOLoss("grpo").reference_logps, HEAD, *row) for row in REFERENCE),
     *((FusedLinearGRPOLoss("grpo", beta=0.1), GRPO, changed, error, rf"\b{name}") for name, error, changed in LOSSES),
     *((grpo_loss_from_logits, POLICY, options, ValueError, message) for message, options in FROM_LOGITS),

@@ -187,7 +187,6 @@ BAD_INPUT = {
     "max_tokens": (lambda batch: {}, {"max_tokens": 99}, "max_tokens must be given to loss_steps"),
     "group": (lambda batch: {}, {"group": "world"}, "group must be a process group"),
     "eaft_k": (lambda batch: {}, {"loss": EAFT}, f"eaft_k must be at most {VOCAB}, the {VOCAB} ids of the vocabulary"),
-    "one pass": (lambda batch: {}, {"loss": FusedLinearPreferenceLoss("orpo", passes="one")}, 'passes must be "auto"'),
 }  # fmt: skip
 
 

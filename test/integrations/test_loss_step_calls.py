@@ -149,7 +149,6 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
         ({"logits_to_keep": 3}, ValueError, "batch has no column 'logits_to_keep'"),
         ({"segments": Segments(index=torch.zeros(13).long(), count=1)}, ValueError, r"one packed row, \(1, T\)"),
         ({"loss": FusedLinearGRPOLoss("grpo", beta=0.1)}, ValueError, "ref_per_token_logps"),
-        ({"loss": FusedLinearGRPOLoss("dapo", passes="one")}, ValueError, 'passes must be "auto" or "two" here'),
         ({"loss": FusedLinearGRPOLoss("grpo", softcap=30.0)}, ValueError, "softcap must be left out of the loss"),
         ({"loss": FusedLinearGRPOLoss("grpo", scale=0.5)}, ValueError, "scale must be left out of the loss"),
         ({"loss": "grpo"}, TypeError, "loss must be a fused loss, such as FusedLinearGRPOLoss, got str"),

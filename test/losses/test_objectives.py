@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_rl import FusedLinearGRPOLoss, ppo_loss_fn
+from liger_rl import ppo_loss_fn
 from liger_rl.losses import (
     CISPO,
     DPPO,
@@ -237,18 +237,6 @@ def test_bad_options_are_named(part, name, values, types):
 def test_a_gather_that_cannot_be_called_is_named():
     with pytest.raises(TypeError, match="gather"):
         TopEntropyMask(top_entropy_quantile=0.5, gather=3)
-
-
-def test_a_reduction_to_one_number_in_one_pass_of_several_chunks():
-    """Parts of a loss take its weights by position."""
-    hidden, weight = torch.randn(64, 8), torch.randn(11, 8, requires_grad=True)
-    ids, advantages = torch.randint(11, (64,)), torch.randn(64)
-
-    def grad(passes, **options):
-        loss = FusedLinearGRPOLoss(Reinforce(), reduction=lambda batch: 0.05, passes=passes, **options)
-        return torch.autograd.grad(loss(hidden, weight, ids, advantages).loss, weight)[0]
-
-    torch.testing.assert_close(grad("one", chunk_tokens=16), grad("two"))
 
 
 SAMPLING = {"sampling_per_token_logps": torch.zeros(2, 3)}

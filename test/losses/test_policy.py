@@ -229,10 +229,8 @@ def test_an_objective_has_one_loss_for_each_token(shape):
         solve(logps, parts, objective)
     hidden, weight = torch.randn(5, 6, 8, requires_grad=True), torch.randn(33, 8)
     head = hidden, weight, torch.randint(33, (5, 6)), torch.ones(5)
-    objective.token_local = True  # as one pass needs
-    for passes in ("two", "one"):
-        with pytest.raises(ValueError, match=message):
-            FusedLinearGRPOLoss(objective, reduction=TokenMean(), passes=passes)(*head)
+    with pytest.raises(ValueError, match=message):
+        FusedLinearGRPOLoss(objective, reduction=TokenMean())(*head)
 
 
 def test_a_factor_and_a_weight_are_broadcast_to_the_tokens_alone():
@@ -268,7 +266,7 @@ def test_an_option_of_no_part_is_named_with_all_that_there_are():
     for loss_type, reduction in (("dapo", None), (lambda logps, batch: TokenLoss(-logps), TokenMean())):
         with pytest.raises(ValueError, match=r"no option temprature \(did you mean temperature\?\)") as error:
             FusedLinearGRPOLoss(loss_type, reduction=reduction, temprature=0.7)
-        own = ("temperature", "softcap", "scale", "passes", "metrics", "chunk_tokens", "corrections")
+        own = ("temperature", "softcap", "scale", "metrics", "chunk_tokens", "corrections")
         for known in (*own, "beta", "entropy_coef", *(("epsilon_low", "world_size") if reduction is None else ())):
             assert re.search(rf"\b{known}\b", str(error.value).partition(". It has")[2]), known
         assert "sequence_local" not in str(error.value)  # an attribute of the class, which is no option
@@ -323,7 +321,7 @@ def test_a_signature_shows_the_options_of_a_loss():
     reductions = declared(*(preset.reduction for preset in PRESETS.values()))
     options = every_loss | objectives | reductions
     assert shown(FusedLinearGRPOLoss, options) == options
-    named = ("reduction", "sampler_correction", "corrections", "metrics", "passes")
+    named = ("reduction", "sampler_correction", "corrections", "metrics")
     assert set(inspect.signature(FusedLinearGRPOLoss).parameters) == {"loss_type", *named, *options}
     options = declared(KLPenalty) | objectives
     assert shown(grpo_loss_from_logits, options) == options
@@ -385,7 +383,7 @@ def test_options_and_columns_of_any_kind_are_taken_or_refused(preset, way):
         options, terms, refused = {**needed, **some(OPTIONS, share=0.1)}, some(TERMS), None
         try:
             if way == "head":
-                module = FusedLinearGRPOLoss(preset, passes=draw.choice(["auto", "one", "two"]), **terms, **options)
+                module = FusedLinearGRPOLoss(preset, **terms, **options)
                 loss = module(hidden, weight, ids, batch).loss
             elif way == "logits":
                 loss = grpo_loss_from_logits(hidden @ weight.T, ids, batch, loss_type=preset, **options).loss

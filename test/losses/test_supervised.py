@@ -47,7 +47,6 @@ LOSSES = {
     "Axolotl's EAFT": (("eaft", {"eaft_scale": 1.0}), lambda z, y: oracles.eaft(z, y, 20, divisor=1.0)),
     "EAFT of all ids": (("eaft", {"eaft_k": None}), lambda z, y: oracles.eaft(z, y, VOCAB)),
 }
-ONE_PASS = [name for name in LOSSES if "'s EAFT" not in name]
 
 
 def assert_as_full_logits(loss_fn, formula, mean, **columns):
@@ -71,17 +70,9 @@ def token_mean(losses, counted):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_two_passes(name):
+def test_losses(name):
     (loss_type, options), formula = LOSSES[name]
-    assert_as_full_logits(FusedLinearCrossEntropyLoss(loss_type, passes="two", **options), formula, token_mean)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
-@pytest.mark.parametrize("name", ONE_PASS)
-def test_one_pass(name, chunk_tokens):
-    (loss_type, options), formula = LOSSES[name]
-    loss = FusedLinearCrossEntropyLoss(loss_type, passes="one", chunk_tokens=chunk_tokens, **options)
-    assert_as_full_logits(loss, formula, token_mean)
+    assert_as_full_logits(FusedLinearCrossEntropyLoss(loss_type, **options), formula, token_mean)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +164,6 @@ def test_an_objective_of_ones_own():
         (lambda: FusedLinearCrossEntropyLoss(label_smoothing=1.5), r"label_smoothing must be in \[0, 1\]"),
         (lambda: FusedLinearCrossEntropyLoss("eaft", eaft_k=0), "eaft_k must be an int of at least 1"),
         (lambda: FusedLinearCrossEntropyLoss(class_weights=torch.ones(3)), "class_weights: give .* as token_weights"),
-        (lambda: FusedLinearCrossEntropyLoss(passes="three"), "passes must be"),
         (lambda: FusedLinearPreferenceLoss("grpo"), "loss_type must be one of"),
         (lambda: FusedLinearPreferenceLoss("orpo", ld_alpha=0.1), "has no option ld_alpha"),
         (lambda: FusedLinearUnpairedLoss("kto", delta=0.1), "has no option delta"),

@@ -1,1 +1,1 @@
-"""The exact engines: two passes, one pass, several targets."""
+"""The exact engines: two passes, several targets."""

@@ -43,8 +43,6 @@ class SeveralTargets(Engine):
 
     @staticmethod
     def reason_against(work: Workload) -> str | None:
-        if work.passes == "one":
-            return 'passes other than "one"'
         has_lists = work.several or work.options.topk is not None
         return None if has_lists else "several targets for each token, or topk"
 

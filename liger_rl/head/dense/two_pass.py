@@ -20,7 +20,6 @@ from liger_rl.head.workload import Workload
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.limits import LIMITS
-from liger_rl.kernels.reference import SavedExp
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 
 OUT_OF_VOCAB = -1  # stands for a target outside of all tiles
@@ -52,20 +51,14 @@ def fold_head(head: Head) -> TokenStatistics:
 def fold_rows(
     rows: Head,  # of `Head.take`
     epilogue: ModuleType | None,  # of the product that folds; None folds tiles of logits in memory
-    *,
-    saved_exp: SavedExp | None = None,  # (n, V), written; `tiles` must hold all n tokens, and whole tiles of it
-    tiles: Tiles | None = None,  # of logits in memory; None chooses them
 ) -> TokenStatistics:
-    """As `fold_head`. With `saved_exp` the statistics include the target's logit.
-
-    An exponential that underflowed does not give the target's logit back.
-    """
+    """As `fold_head`."""
     if epilogue is None:
-        return fold_tiles(rows, saved_exp=saved_exp, tiles=tiles).finish(with_target=saved_exp is not None)
+        return fold_tiles(rows).finish()
     shard, options = rows.shard, rows.options
     return epilogue.gemm_fold(
         rows.hidden, rows.weight, rows.bias, rows.target_rows, options.transform, entropy=options.entropy,
-        extras=options.extras, saved_exp=saved_exp,
+        extras=options.extras,
         over_shards=None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total),
     )  # fmt: skip
 
@@ -104,17 +97,14 @@ def fold_epilogue(rows: Head) -> ModuleType | None:
     return None if rows.options.names_chunk else epilogue_for(rows.hidden, rows.weight, folds=True)
 
 
-def fold_tiles(
-    rows: Head, *, saved_exp: SavedExp | None = None, tiles: Tiles | None = None, readers: Sequence[TileReader] = ()
-) -> Fold:
+def fold_tiles(rows: Head, *, readers: Sequence[TileReader] = ()) -> Fold:
     """The fold of rows over all ranks, from tiles of logits in memory. Each tile is passed to `readers`."""
     hidden, weight, bias, options = rows.hidden, rows.weight, rows.bias, rows.options
     targets, transform, (n, hidden_size), vocab = rows.target_rows, options.transform, hidden.shape, weight.shape[0]
     kernels = for_device(hidden.device)
-    if tiles is None:
-        # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
-        bytes_per_logit = 4 if runs_triton(hidden.device) else 12
-        tiles = plan_tiles(n, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit)
+    # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
+    bytes_per_logit = 4 if runs_triton(hidden.device) else 12
+    tiles = plan_tiles(n, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit)
     token_spans = spans(n, tiles.tokens) or [(0, 0)]
     folds: list[Any] = [None] * len(token_spans)
     for first, last in spans(vocab, tiles.vocab):
@@ -127,8 +117,6 @@ def fold_tiles(
                 logits, take_span(targets, *span), first, bias_tile, transform, folds[index], entropy=options.entropy,
                 extras=options.extras,
             )  # fmt: skip
-            if saved_exp is not None:
-                kernels.save_exponentials(logits, first, bias_tile, transform, saved_exp)
             for read_tile in readers:
                 read_tile(logits, tokens, first, bias_tile)
             del logits  # so that it is freed before the next tile is allocated

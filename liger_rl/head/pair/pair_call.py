@@ -20,11 +20,11 @@ from liger_rl.head.checks import (
     check_shape,
     check_transform,
 )
-from liger_rl.head.dense.one_pass import WithGradients
 from liger_rl.head.head_options import IDENTITY, HeadOptions
 from liger_rl.head.live_tokens import scatter_rows, start_selection, take_rows
 from liger_rl.head.pair import two_heads
 from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
+from liger_rl.head.pair.totals import WithGradients
 from liger_rl.head.pair.two_heads import Pair
 from liger_rl.head.record import Gradients, Head, gather_head
 from liger_rl.kernels import gemm

@@ -279,3 +279,8 @@ def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
         write_at_ids(logps_term, targets[:, None], gradients.at_target[:, None], first)
         grad_z.add_(logps_term)
     out.copy_(times_derivative(grad_z, z, student.transform))
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """values *= factor, a () float32 tensor. With a factor of 1 the Triton kernel does not read the values."""
+    values.mul_(factor)

@@ -24,6 +24,9 @@ from liger_rl.kernels.softmax_triton import (
 )
 from liger_rl.kernels.transform import LogitSteps
 
+SCALE_BLOCK, SCALE_WARPS = 8192, 8
+SCALE_PROGRAMS = 2048  # at most: each program reads the factor, which is 1 as a rule
+
 FORWARD, REVERSE = tl.constexpr(pair_reference.FORWARD), tl.constexpr(pair_reference.REVERSE)
 
 
@@ -282,3 +285,23 @@ def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
 
 def _block_size(columns: int) -> int:
     return min(BLOCK, triton.next_power_of_2(columns))
+
+
+@triton.jit
+def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
+    scale = tl.load(factor)
+    if scale != 1.0:
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            inside = place < count
+            scaled = tl.load(values + place, mask=inside, other=0.0).to(tl.float32) * scale
+            tl.store(values + place, scaled.to(values.dtype.element_ty), mask=inside)
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """As `pair_reference.scale_`; the values must be contiguous."""
+    assert values.is_contiguous()
+    with launch_context(values.device):
+        _scale_kernel[(min(triton.cdiv(values.numel(), SCALE_BLOCK), SCALE_PROGRAMS),)](
+            values, factor, values.numel(), SCALE_BLOCK, num_warps=SCALE_WARPS
+        )

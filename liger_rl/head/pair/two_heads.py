@@ -19,7 +19,6 @@ from torch import Tensor
 
 from liger_rl.head.autograd import index_of
 from liger_rl.head.dense import two_pass
-from liger_rl.head.dense.totals import Totals
 from liger_rl.head.live_tokens import select_live
 from liger_rl.head.pair import for_device
 from liger_rl.head.pair.pair_reference import (
@@ -31,6 +30,7 @@ from liger_rl.head.pair.pair_reference import (
     PairTile,
     Tile,
 )
+from liger_rl.head.pair.totals import Totals
 from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.head.tiles import Tiles, default_tile_vocab, kind_of, plan_tiles, spans
 from liger_rl.kernels import gemm

@@ -1,13 +1,15 @@
-"""Gradient sums of engines that compute gradients in the forward. Each chunk of tokens is added to them."""
+"""Gradients that are made in the forward: their sums over chunks of tokens, and the Function that hands them on."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from liger_rl.head.pair import for_device
 from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.head.tiles import take_span
 from liger_rl.kernels import gemm, reference
+from liger_rl.kernels.differentiable_once import differentiable_once
 
 
 class Totals:
@@ -83,3 +85,41 @@ class Totals:
             None if weight is None else weight.to(head.weight.dtype),
             None if bias is None or head.bias is None else bias.to(head.bias.dtype),
         )
+
+
+class WithGradients(torch.autograd.Function):
+    """(value (), hidden, weight, bias) -> value. The gradients are already known, up to the factor from above.
+
+    The second result is an empty tensor. Only `differentiable_once` uses it: it connects the gradients to it.
+    """
+
+    @staticmethod
+    def forward(ctx, value, hidden, weight, bias, gradients):
+        ctx.set_materialize_grads(False)
+        ctx.shape = hidden.shape
+        # Gradients are no saved tensors: the backward scales them in place, which a saved-tensor hook would see.
+        ctx.gradients = gradients
+        anchor = value.new_empty(0)
+        ctx.save_for_backward(anchor)
+        return value.clone(), anchor
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, _saved, factor, _):
+        factor, gradients = factor.float(), ctx.gradients
+        # With retain_graph the backward may run again, so the gradients stay. Otherwise we give them away without a
+        # reference: autograd's accumulation copies a gradient that anything else refers to.
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keeps_graph:
+            ctx.gradients = None
+
+        def scaled(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:
+                return None
+            # `gradient * factor` would round the factor to the gradient's dtype first.
+            result = gradient.clone() if keeps_graph else gradient
+            for_device(gradient.device).scale_(result, factor)
+            return result
+
+        hidden, weight, bias = map(scaled, gradients)
+        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None
