@@ -46,7 +46,7 @@ class FusedLinearLoss(nn.Module):
     def __init__(self, terms: PolicyTerms, head: HeadKeywords) -> None:
         super().__init__()
         self.terms = terms
-        FusedLinearLoss.check_vocabulary(self, MOST_IDS)
+        self.check_vocabulary(MOST_IDS)
         how: dict[str, Any] = {name: value for name, value in head.items() if name in COMPUTE_OPTIONS}
         transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
         self.options = HeadOptions(
@@ -68,9 +68,6 @@ class FusedLinearLoss(nn.Module):
             name = getattr(self.terms.objective, "topk_option", "topk")
             of_ids = f", the {vocab} ids of the vocabulary" if vocab < MOST_IDS else ""
             raise ValueError(f"{name} must be at most {most}{of_ids}, got {topk}")
-
-    def check_step(self) -> None:
-        """Raises ValueError for a loss that a step cannot compute, which has log-probabilities alone."""
 
     def _head(self, hidden: Tensor, weight: Tensor, targets: Tensor, **given: Any) -> Head:
         """The record of a call, whose tensors and options are checked."""

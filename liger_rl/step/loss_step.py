@@ -423,7 +423,6 @@ def _mask_rows(rows: tuple[int, ...], ids: Tensor) -> Tensor:
 
 
 def _align_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
-    loss.check_step()
     columns: dict[str, Any] = {name: batch.get(name) for name in loss.COLUMNS}
     if columns.get("nll_mask") is not None:
         nll_mask = check_dense("nll_mask", columns["nll_mask"], ids, "input_ids")
