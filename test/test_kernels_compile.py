@@ -49,4 +49,4 @@ def test_kernels_compile_for(targets):
         target, name = line.split()
         found[target].add(name)
     assert found == expected
-    assert len(everywhere) >= 20
+    assert "liger_rl.kernels.epilogue._product_kernel" in everywhere
