@@ -19,13 +19,14 @@ SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 ALLOWED = {
     "__init__": ["integrations", "step", "models", "fused_linear", "head", "losses", "distributed", "kernels"],
     "integrations": [""],
-    "step": ["step", "models", "fused_linear", "head", "losses", "distributed", "kernels"],
+    "step": ["step", "models", "fused_linear", "head", "losses", "distributed", "kernels", "hints"],
     "models": ["models", "head", "distributed", "kernels"],
     "fused_linear": ["fused_linear", "head", "losses", "distributed", "kernels"],
     "head": ["head", "distributed", "kernels"],
-    "losses": ["losses", "kernels"],
-    "kernels": ["kernels"],
+    "losses": ["losses", "kernels", "hints"],
+    "kernels": ["kernels", "hints"],
     "distributed": [],
+    "hints": [],
 }
 # An engine's folder -> the engines that it may import.
 ENGINES = {"dense": [], "listed": ["dense"], "pair": ["dense"]}

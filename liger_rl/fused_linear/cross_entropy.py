@@ -6,22 +6,16 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
+from liger_rl.fused_linear.loss_module import FusedLinearLoss, build_terms
 from liger_rl.head.checks import check_constant, check_dense, check_shape
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.presets import SUPERVISED, SupervisedKeywords, show_options
+from liger_rl.losses.presets import SUPERVISED
 from liger_rl.losses.reductions import GlobalTokenMean, Reduction, check_divisors
 from liger_rl.losses.segments import Segments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    class _Supervised(HeadKeywords, SupervisedKeywords, total=False):
-        pass
 
 
 class FusedLinearCrossEntropyLoss(FusedLinearLoss):
@@ -43,18 +37,17 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
 
     COLUMNS = ("token_weights", "segments", "num_sequences", "num_items_in_batch")
 
-    @show_options(SupervisedKeywords)
     def __init__(
         self,
         loss_type: str | Objective = "nll",
         *,
         reduction: Reduction | None = None,
         metrics: MetricsLevel = "loss",
-        **options: "Unpack[_Supervised]",
+        **options: Any,
     ) -> None:
         terms, head = build_terms(
-            loss_type, dict(options), SUPERVISED, GlobalTokenMean(), reduction=reduction, metrics=metrics,
-            keywords=KEYWORDS,
+            loss_type, options, SUPERVISED, GlobalTokenMean(), reduction=reduction, metrics=metrics,
+            loss=FusedLinearCrossEntropyLoss,
         )  # fmt: skip
         super().__init__(terms, head)
 
@@ -123,6 +116,3 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
 
     if TYPE_CHECKING:  # the signature of a call of the module
         __call__ = forward
-
-
-KEYWORDS = keywords_of(FusedLinearCrossEntropyLoss, SupervisedKeywords)

@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import replace
-from inspect import signature
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +14,8 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses import fused
 from liger_rl.losses.batch import PolicyBatch, make_batch
 from liger_rl.losses.loss import PreparedLoss
-from liger_rl.losses.presets import ObjectiveKeywords, build_loss, show_options
+from liger_rl.losses.presets import build_loss, list_keywords
 from liger_rl.losses.segments import Segments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class PerTokenLoss(NamedTuple):
@@ -34,7 +30,6 @@ IDS = "selected_token_ids"
 
 
 @outside_of_graphs
-@show_options(ObjectiveKeywords)
 def grpo_loss_from_logits(
     logits: Tensor,
     selected_token_ids: Tensor,
@@ -50,7 +45,7 @@ def grpo_loss_from_logits(
     ref_per_token_logps: Tensor | None = None,
     importance_ratio: Tensor | None = None,
     segments: Segments | None = None,
-    **options: "Unpack[ObjectiveKeywords]",
+    **options: Any,
 ) -> PerTokenLoss:
     """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
 
@@ -76,7 +71,8 @@ def grpo_loss_from_logits(
         ref_per_token_logps=ref_per_token_logps, importance_ratio=importance_ratio, segments=segments,
     )  # fmt: skip
     penalty = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
-    terms = build_loss(loss_type, {**options, **penalty}, per_token=True, keywords=KEYWORDS, metrics="none")
+    keywords = list_keywords(grpo_loss_from_logits)
+    terms = build_loss(loss_type, {**options, **penalty}, per_token=True, keywords=keywords, metrics="none")
     transform = LogitTransform(temperature=temperature)
     ids, mask = selected_token_ids, batch.mask
     check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
@@ -95,8 +91,3 @@ def grpo_loss_from_logits(
             columns = values.loss, kl_values, is_clipped
     raise_if_wrong()
     return PerTokenLoss(*columns)
-
-
-KEYWORDS = tuple(
-    name for name in signature(grpo_loss_from_logits).parameters if name not in ObjectiveKeywords.__annotations__
-)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, keywords_of
+from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch, make_batch
@@ -15,12 +15,9 @@ from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
-from liger_rl.losses.presets import PresetKeywords, build_loss, show_options
+from liger_rl.losses.presets import build_loss, list_keywords
 from liger_rl.losses.reductions import Reduction
 from liger_rl.losses.segments import Segments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class FusedLinearGRPOLoss(FusedLinearLoss):
@@ -48,7 +45,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
 
     COLUMNS = tuple(field.name for field in fields(PolicyBatch) if field.name != "mask")
 
-    @show_options(PresetKeywords)
     def __init__(
         self,
         loss_type: str | Objective = "dapo",
@@ -66,14 +62,15 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         scale: float = 1.0,
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
-        **options: "Unpack[PresetKeywords]",
+        **options: Any,
     ) -> None:
         penalties = {"beta": beta, "kl_estimator": kl_estimator, "importance_weighted": importance_weighted}
         terms = build_loss(
-            loss_type, {**options, **penalties, "entropy_coef": entropy_coef}, reduction=reduction, keywords=KEYWORDS,
-            sampler_correction=sampler_correction, corrections=corrections, metrics=metrics,
+            loss_type, {**options, **penalties, "entropy_coef": entropy_coef}, reduction=reduction,
+            keywords=list_keywords(FusedLinearGRPOLoss), sampler_correction=sampler_correction,
+            corrections=corrections, metrics=metrics,
         )  # fmt: skip
-        head: HeadKeywords = {
+        head = {
             "temperature": temperature, "softcap": softcap, "scale": scale, "chunk_tokens": chunk_tokens,
             "chunk_vocab": chunk_vocab,
         }  # fmt: skip
@@ -140,7 +137,3 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
 
     if TYPE_CHECKING:  # the signature of a call of the module
         __call__ = forward
-
-
-# The options that every loss has.
-KEYWORDS = keywords_of(FusedLinearGRPOLoss, PresetKeywords)

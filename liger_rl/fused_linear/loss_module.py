@@ -1,9 +1,8 @@
 """The lm_head and a loss in one module: what all fused losses share."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from inspect import signature
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +20,12 @@ from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.metrics import Metric, MetricsLevel
-from liger_rl.losses.presets import Preset, build_loss
+from liger_rl.losses.presets import Preset, build_loss, list_keywords
 from liger_rl.losses.reductions import Reduction
 
 TRANSFORM = ("temperature", "softcap", "scale")
-
-
-class HeadKeywords(TypedDict, total=False):
-    """The options of the head that every loss has."""
-
-    temperature: float
-    softcap: float | None
-    scale: float
-    chunk_tokens: int | None
-    chunk_vocab: int | None
+# The options of the head that every loss has.
+HEAD_KEYWORDS = (*TRANSFORM, "chunk_tokens", "chunk_vocab")
 
 
 class FusedLinearLoss(nn.Module):
@@ -43,7 +34,7 @@ class FusedLinearLoss(nn.Module):
     # Names of a batch's columns that this loss takes, besides the token ids and their mask.
     COLUMNS: tuple[str, ...] = ()
 
-    def __init__(self, terms: PolicyTerms, head: HeadKeywords) -> None:
+    def __init__(self, terms: PolicyTerms, head: dict[str, Any]) -> None:
         super().__init__()
         self.terms = terms
         self.check_vocabulary(MOST_IDS)
@@ -68,6 +59,12 @@ class FusedLinearLoss(nn.Module):
             name = getattr(self.terms.objective, "topk_option", "topk")
             of_ids = f", the {vocab} ids of the vocabulary" if vocab < MOST_IDS else ""
             raise ValueError(f"{name} must be at most {most}{of_ids}, got {topk}")
+
+    def list_options(self) -> list[str]:
+        """The names of this loss's options."""
+        parts: list[Any] = [self.terms.objective, self.terms.reduction]
+        names = (option.name for part in parts if is_dataclass(part) for option in fields(part))
+        return [*list_keywords(type(self)), *HEAD_KEYWORDS, *names]
 
     def _head(self, hidden: Tensor, weight: Tensor, targets: Tensor, **given: Any) -> Head:
         """The record of a call, whose tensors and options are checked."""
@@ -141,20 +138,15 @@ def build_terms(
     *,
     reduction: Reduction | None,
     metrics: MetricsLevel,
-    keywords: Sequence[str],
-) -> tuple[PolicyTerms, HeadKeywords]:
+    loss: type,  # the class that is built
+) -> tuple[PolicyTerms, dict[str, Any]]:
     """The loss of a preset or of the caller's objective, whose default reduction is `mean`; and the head's options."""
-    head: Any = {name: value for name, value in options.items() if name in HeadKeywords.__annotations__}
+    head = {name: value for name, value in options.items() if name in HEAD_KEYWORDS}
     loss_options = {name: value for name, value in options.items() if name not in head}
     if reduction is None and not isinstance(loss_type, str):
         reduction = mean
+    keywords = [*list_keywords(loss), *HEAD_KEYWORDS]
     terms = build_loss(
         loss_type, loss_options, presets=presets, reduction=reduction, metrics=metrics, keywords=keywords
     )
     return terms, head
-
-
-def keywords_of(loss: type, shown: type) -> tuple[str, ...]:
-    """The names of the options of a fused loss, without those of its objective and reduction in `shown`."""
-    parameters = signature(loss).parameters.items()
-    return tuple(name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in shown.__annotations__)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.fused_linear.loss_module import FusedLinearLoss, HeadKeywords, build_terms, keywords_of
+from liger_rl.fused_linear.loss_module import FusedLinearLoss, build_terms
 from liger_rl.head.checks import check_constant, check_dense, check_head, check_integers, check_shape
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.record import Head
@@ -20,18 +20,9 @@ from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.options import check_interval
-from liger_rl.losses.presets import PREFERENCES, UNPAIRED, PreferenceKeywords, UnpairedKeywords, show_options
+from liger_rl.losses.presets import PREFERENCES, UNPAIRED
 from liger_rl.losses.reductions import Reduction, SequenceMean, check_divisors
 from liger_rl.losses.segments import Segments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    class _Preference(HeadKeywords, PreferenceKeywords, total=False):
-        pass
-
-    class _Unpaired(HeadKeywords, UnpairedKeywords, total=False):
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +41,7 @@ class ReferenceHead:
 class _Judged(FusedLinearLoss):
     """What the losses of pairs and of single sequences share: the reference, and the call of the head."""
 
-    def __init__(self, terms: PolicyTerms, head: HeadKeywords) -> None:
+    def __init__(self, terms: PolicyTerms, head: dict[str, Any]) -> None:
         if getattr(terms.objective, "own_metrics", False):
             check_choice("metrics", terms.metrics, ("none", "loss"))
         super().__init__(terms, head)
@@ -102,21 +93,20 @@ class FusedLinearPreferenceLoss(_Judged):
 
     COLUMNS = ("ref_logps", "nll_mask", "segments", "num_sequences")
 
-    @show_options(PreferenceKeywords)
     def __init__(
         self,
         loss_type: str | Sequence[str] | Objective = "dpo",
         *,
         reduction: Reduction | None = None,
         metrics: MetricsLevel = "loss",
-        **options: "Unpack[_Preference]",
+        **options: Any,
     ) -> None:
-        given: dict[str, Any] = dict(options)
         if isinstance(loss_type, (list, tuple)):
-            given["loss_types"], loss_type = tuple(loss_type), "dpo"
+            options["loss_types"], loss_type = tuple(loss_type), "dpo"
         terms, head = build_terms(
-            loss_type, given, PREFERENCES, SequenceMean(), reduction=reduction, metrics=metrics, keywords=KEYWORDS
-        )
+            loss_type, options, PREFERENCES, SequenceMean(), reduction=reduction, metrics=metrics,
+            loss=FusedLinearPreferenceLoss,
+        )  # fmt: skip
         super().__init__(terms, head)
 
     def batch(
@@ -224,18 +214,17 @@ class FusedLinearUnpairedLoss(_Judged):
 
     COLUMNS = ("labels", "ref_logps", "kl", "delta", "segments", "num_sequences")
 
-    @show_options(UnpairedKeywords)
     def __init__(
         self,
         loss_type: str | Objective = "kto",
         *,
         reduction: Reduction | None = None,
         metrics: MetricsLevel = "loss",
-        **options: "Unpack[_Unpaired]",
+        **options: Any,
     ) -> None:
         terms, head = build_terms(
-            loss_type, dict(options), UNPAIRED, SequenceMean(), reduction=reduction, metrics=metrics,
-            keywords=UNPAIRED_KEYWORDS,
+            loss_type, options, UNPAIRED, SequenceMean(), reduction=reduction, metrics=metrics,
+            loss=FusedLinearUnpairedLoss,
         )  # fmt: skip
         super().__init__(terms, head)
 
@@ -376,7 +365,3 @@ def _per_token(ref_logps: Tensor | None, counted: Tensor, source: str) -> Tensor
     shapes = f"({counted.shape[0]},) or {tuple(counted.shape)}" if counted.dim() == 2 else str(tuple(counted.shape))
     check_shape("ref_logps", ref_logps, counted.shape[:1], f"{shapes} from {source}")
     return torch.where(counted & (counted.cumsum(-1) == 1), ref_logps[:, None], 0.0)
-
-
-KEYWORDS = keywords_of(FusedLinearPreferenceLoss, PreferenceKeywords)
-UNPAIRED_KEYWORDS = keywords_of(FusedLinearUnpairedLoss, UnpairedKeywords)

@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from typing import ParamSpec, TypeVar
 
 import torch
 
+from liger_rl.hints import hint
 from liger_rl.kernels.transform import LogitTransform
 
 Arguments = ParamSpec("Arguments")
@@ -42,12 +42,6 @@ def _boundary(function: Callable[Arguments, Result], known: Sequence[str] | None
         return function(*args, **keywords)
 
     return checked
-
-
-def hint(name: str, known: Sequence[str]) -> str:
-    """ " (did you mean mask?)" for "completion_mask"; "" if no known name is near."""
-    nearest = [*(other for other in known if other in name), *get_close_matches(name, known, n=1)]
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _unknown_keyword(called: str, keywords: Mapping[str, object], known: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from inspect import get_annotations
 from types import NoneType
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
+from liger_rl.hints import REDUCTIONS
 from liger_rl.kernels.argument_checks import check_choice, check_type
 
 
@@ -70,6 +71,9 @@ def check_callable(name: str, value: Any) -> None:
     """Raises TypeError for a value that cannot be called, and for a class: calling one makes an instance."""
     if isinstance(value, type):
         raise TypeError(f"{name} must be an instance, got the class {value.__name__}; write {value.__name__}(...)")
+    if isinstance(value, str):
+        explained = f"; write {REDUCTIONS[value]}" if name == "reduction" and value in REDUCTIONS else ""
+        raise TypeError(f"{name} must be callable, got {value!r}{explained}")
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from inspect import Parameter, signature
-from itertools import chain
-from typing import Any, TypedDict, TypeVar
+from inspect import signature
+from typing import Any
 
+from liger_rl.hints import LOSS_TYPES, hint, translate
 from liger_rl.kernels.argument_checks import check_choice
-from liger_rl.kernels.public_call import hint
 from liger_rl.losses import objectives
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.objectives import Objective, PPOClip
@@ -65,107 +64,27 @@ SUPERVISED: Mapping[str, Preset] = {
 }
 """The names that the loss_type of a `FusedLinearCrossEntropyLoss` may have."""
 
+# Class of a fused loss -> its presets.
+LOSSES = {
+    "FusedLinearGRPOLoss": PRESETS,
+    "FusedLinearPreferenceLoss": PREFERENCES,
+    "FusedLinearUnpairedLoss": UNPAIRED,
+    "FusedLinearCrossEntropyLoss": SUPERVISED,
+}
 # The options of each class that presets are made of.
 FIELDS = {
     cls: fields(cls)
-    for presets in (PRESETS, PREFERENCES, UNPAIRED, SUPERVISED)
+    for presets in LOSSES.values()
     for p in presets.values()
     for cls in (p.objective, p.reduction, KLPenalty, EntropyBonus)
 }
 
 
-class ObjectiveKeywords(TypedDict, total=False):
-    """The options of the presets' objectives. Each preset has those of its own objective."""
-
-    epsilon_low: float
-    epsilon_high: float
-    delta: float | None
-    dual_clip: float | None
-    importance_sampling_level: str
-    mean_advantages: bool
-    ratio_min: float
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
-    vespo_k_pos: float
-    vespo_lambda_pos: float
-    vespo_k_neg: float
-    vespo_lambda_neg: float
-    mean_importance_ratio: bool
-    divergence_low: float
-    divergence_high: float
-    ratio_cap: float
-    ipo_threshold: float
-    ratio_max: float
-
-
-class PreferenceKeywords(TypedDict, total=False):
-    """The options of the objectives of pairs. Each preset has those of its own objective."""
-
-    beta: float
-    nll_coef: float
-    loss_types: Sequence[str]
-    loss_weights: Sequence[float] | None
-    label_smoothing: float
-    reference_free: bool
-    f_divergence_type: str
-    f_alpha_divergence_coef: float
-    ld_alpha: float | None
-    use_weighting: bool
-    average_log_prob: bool
-    discopop_tau: float
-    kind: str
-    simpo_gamma: float
-    alpha: float
-
-
-class UnpairedKeywords(TypedDict, total=False):
-    """The options of the objectives of single judged sequences."""
-
-    beta: float
-    desirable_weight: float
-    undesirable_weight: float
-    reference_free: bool
-    average_log_prob: bool
-
-
-class SupervisedKeywords(TypedDict, total=False):
-    """The options of the supervised objectives and of their reduction."""
-
-    label_smoothing: float
-    z_loss: float
-    eaft_alpha: float
-    eaft_k: int | None
-    eaft_scale: float
-    world_size: int
-
-
-class PresetKeywords(ObjectiveKeywords, total=False):
-    """The options of the presets' objectives and reductions."""
-
-    world_size: int
-    max_completion_length: float
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def show_options(keywords: type, *classes: type) -> Callable[[FunctionT], FunctionT]:
-    """Decorator: `inspect.signature` and `help` show the keys of a TypedDict in place of **options.
-
-    An option's default is that of the first dataclass which has it, in `classes` and then in the presets.
-    """
-    defaults: dict[str, Any] = {}
-    for option in chain(*map(fields, classes), *FIELDS.values()):
-        defaults.setdefault(option.name, Parameter.empty if option.default is MISSING else option.default)
-
-    def decorate(function: FunctionT) -> FunctionT:
-        *parameters, _ = (shape := signature(function)).parameters.values()
-        for name, kind in keywords.__annotations__.items():
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind))
-        function.__signature__ = shape.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
+def list_keywords(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters of a function or class, without those of its **options."""
+    return [
+        name for name, parameter in signature(function).parameters.items() if parameter.kind != parameter.VAR_KEYWORD
+    ]
 
 
 def build_loss(
@@ -187,7 +106,10 @@ def build_loss(
         classes = {"kl": KLPenalty} if per_token else {"kl": KLPenalty, "entropy_bonus": EntropyBonus}
     name = "an objective of your own, whose options are its attributes,"
     if isinstance(loss_type, str) or per_token:
-        check_choice("loss_type", loss_type, sorted(presets))
+        if isinstance(loss_type, str) and loss_type not in presets:
+            explained = _explain_loss_type(loss_type, presets)
+            raise ValueError(f"loss_type must be one of {sorted(presets)}, got {loss_type!r}{explained}")
+        check_choice("loss_type", loss_type, presets)
         preset, name = presets[str(loss_type)], f"loss_type {loss_type!r}"
         options = preset.defaults | options
         classes = {"objective": preset.objective, **classes}
@@ -197,18 +119,20 @@ def build_loss(
         check_callable("loss_type, which is a name or an objective,", loss_type)
         if reduction is None:
             raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-    parts = dict(zip(classes, _build_parts(name, list(classes.values()), options, keywords), strict=True))
+    parts = dict(zip(classes, _build_parts(name, list(classes.values()), options, keywords, presets), strict=True))
     return PolicyTerms(**{"objective": loss_type, "reduction": reduction, **parts, **terms})
 
 
-def _build_parts(name: str, classes: Sequence[Any], options: dict[str, Any], keywords: Sequence[str]) -> list[Any]:
+def _build_parts(
+    name: str, classes: Sequence[Any], options: dict[str, Any], keywords: Sequence[str], presets: Mapping[str, Preset]
+) -> list[Any]:
     """An instance of each class, with the options that are its fields."""
     known = [f.name for cls in classes for f in FIELDS[cls]]
     for option in options:
         if option not in known:
             choices = list(dict.fromkeys([*known, *keywords]))
             raise ValueError(
-                f"{name} has no option {option}{_explain_option(option, choices)}. It has {', '.join(choices)}"
+                f"{name} has no option {option}{_explain_option(option, choices, presets)}. It has {', '.join(choices)}"
             )
     for cls in classes:
         for f in FIELDS[cls]:
@@ -217,12 +141,38 @@ def _build_parts(name: str, classes: Sequence[Any], options: dict[str, Any], key
     return [cls(**{f.name: options[f.name] for f in FIELDS[cls] if f.name in options}) for cls in classes]
 
 
-def _explain_option(option: str, choices: Sequence[str]) -> str:
+def _explain_option(option: str, choices: Sequence[str], presets: Mapping[str, Preset]) -> str:
     if option == "reduction":
         return ", because it is per token: reduce its result"
-    if option == "importance_sampling_level":
-        clipping = [name for name, preset in PRESETS.items() if preset.objective is PPOClip]
-        return f": a ratio per sequence has a meaning where the ratio carries the gradient, in {', '.join(clipping)}"
-    if option == "class_weights":
-        return ": give class_weights[targets.clamp(min=0)] as token_weights, and their sum as num_items_in_batch"
-    return hint(option, choices)
+    explained = hint(option, choices)
+    if explained.startswith(" ("):
+        return explained
+    name, *_ = translate(option)
+    owners = [] if name in choices else _find_owners(name, presets)
+    return f"{explained}; {name} is an option of {', '.join(owners)}" if owners else explained
+
+
+def _find_owners(name: str, presets: Mapping[str, Preset]) -> list[str]:
+    """What has the option: other presets, or reductions of them, or other losses."""
+    owners = [f'"{key}"' for key, preset in presets.items() if _has_option(preset.objective, name)]
+    if not owners:
+        reductions = dict.fromkeys(preset.reduction for preset in presets.values())
+        owners = [reduction.__name__ for reduction in reductions if _has_option(reduction, name)]
+    if not owners:
+        objectives = {loss: [preset.objective for preset in others.values()] for loss, others in LOSSES.items()}
+        owners = [loss for loss, classes in objectives.items() if any(_has_option(cls, name) for cls in classes)]
+    return owners
+
+
+def _has_option(cls: type, name: str) -> bool:
+    return any(option.name == name for option in FIELDS[cls])
+
+
+def _explain_loss_type(name: str, presets: Mapping[str, Preset]) -> str:
+    spelled = name.lower().replace("-", "_")
+    owners = [loss for loss, others in LOSSES.items() if spelled in others and others is not presets]
+    if spelled in presets:
+        return f' (did you mean "{spelled}"?)'
+    if owners:
+        return f": {owners[0]} has it"
+    return f": {LOSS_TYPES[spelled]}" if spelled in LOSS_TYPES else hint(spelled, presets)

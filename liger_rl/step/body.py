@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.head_options import COMPUTE_OPTIONS
-from liger_rl.kernels.public_call import hint
+from liger_rl.hints import hint
 from liger_rl.models.modules import list_modules, list_parameters
 from liger_rl.models.swap import (
     FUSED_OPTIONS,
@@ -298,8 +298,7 @@ def read_model_inputs(
 
 def _hint_input(name: str, loss: FusedLinearLoss, known: Collection[str]) -> str:
     """What a name may stand for that is neither a column nor a keyword of a step."""
-    kind = type(loss)
-    settings = [option for option in inspect.signature(kind).parameters if option != "loss_type"]
+    kind, settings = type(loss), loss.list_options()
     if name == "labels":
         return " (mask says which of the input_ids count)"
     if name in settings:

@@ -139,8 +139,12 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
             ValueError,
             r"no column 'temperature' \(temperature is an option of FusedLinearGRPOLoss",
         ),
-        ({"options": {"world_size": 2}}, TypeError, r"world_size .*\(world_size is an option of FusedLinearGRPOLoss"),
-        ({"options": {"epsilon": 0.2}}, TypeError, r"epsilon .*\(did you mean epsilon_low of FusedLinearGRPOLoss\?"),
+        (
+            {"options": {"epsilon_low": 2}},
+            TypeError,
+            r"epsilon_low .*\(epsilon_low is an option of FusedLinearGRPOLoss",
+        ),
+        ({"options": {"epsilon": 0.2}}, TypeError, r"epsilon .*\(did you mean epsilon_low and epsilon_high of Fused"),
         (
             {"options": {"max_token": 64}},
             TypeError,

@@ -12,10 +12,20 @@ from typing import Annotated, get_args, get_origin
 import pytest
 import torch
 
-from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, ppo_loss_fn, topk_divergence
+import liger_rl.losses
+from liger_rl import (
+    FusedLinearCrossEntropyLoss,
+    FusedLinearGRPOLoss,
+    FusedLinearPreferenceLoss,
+    linear_divergence,
+    linear_logprobs,
+    ppo_loss_fn,
+    topk_divergence,
+)
 from liger_rl.fused_linear import grpo_loss_from_logits
 from liger_rl.head import LogitTransform, logits_logprobs, plan_linear_logprobs
-from liger_rl.head.head_options import COMPUTE_OPTIONS, HeadOptions
+from liger_rl.head.head_options import HeadOptions
+from liger_rl.hints import NAMES, REDUCTIONS
 from liger_rl.losses import (
     PRESETS,
     EntropyBonus,
@@ -31,7 +41,7 @@ from liger_rl.losses import (
     TokenMean,
     TopEntropyMask,
 )
-from liger_rl.losses.presets import build_loss
+from liger_rl.losses.presets import FIELDS, build_loss
 
 LENGTHS = [6, 1, 4, 0, 5]  # one full sequence, one fully masked
 OTHERS = ("old_per_token_logps", "ref_per_token_logps", "importance_ratio")
@@ -314,20 +324,73 @@ def test_a_signature_shows_the_options_of_the_head(function):
     assert shown(function, options) == options
 
 
-def test_a_signature_shows_the_options_of_a_loss():
-    of_head = {name: option for name, option in declared(HeadOptions).items() if name in COMPUTE_OPTIONS}
-    every_loss = declared(KLPenalty, EntropyBonus, LogitTransform) | of_head
-    objectives = declared(*(preset.objective for preset in PRESETS.values()))
-    reductions = declared(*(preset.reduction for preset in PRESETS.values()))
-    options = every_loss | objectives | reductions
+def test_a_signature_shows_the_columns_of_a_batch_and_what_every_loss_has():
+    options = declared(KLPenalty, EntropyBonus, LogitTransform)
     assert shown(FusedLinearGRPOLoss, options) == options
-    named = ("reduction", "sampler_correction", "corrections", "metrics")
-    assert set(inspect.signature(FusedLinearGRPOLoss).parameters) == {"loss_type", *named, *options}
-    options = declared(KLPenalty) | objectives
-    assert shown(grpo_loss_from_logits, options) == options
     batch = declared(PolicyBatch)
     del batch["advantages"]
     assert shown(FusedLinearGRPOLoss.forward, batch) == batch
+
+
+# Option of another library, or of another loss -> (how it is asked, the message).
+HINTS = {
+    "use_bias_correction_kl": ({}, r" \(did you mean importance_weighted\?\)"),
+    "vllm_importance_sampling_mode": ({}, r" \(did you mean sampler_correction\?\)"),
+    "scale_rewards": ({}, ": advantages are given, so scale them before the call"),
+    "cpo_alpha": ({}, "; nll_coef is an option of FusedLinearPreferenceLoss"),
+    "rpo_alpha": ({}, "; nll_coef is an option of FusedLinearPreferenceLoss"),
+    "sapo_temperature_pos": ({}, '; sapo_temperature_pos is an option of "sapo"'),
+    "sapo_temperature_neg": ({}, '; sapo_temperature_neg is an option of "sapo"'),
+    "clip_ratio": ({}, r" \(did you mean epsilon_low and epsilon_high\?\)"),
+    "epsilon": ({}, r" \(did you mean epsilon_low and epsilon_high\?\)"),
+    "eps": ({}, r" \(did you mean epsilon_low and epsilon_high\?\)"),
+    "kl_coef": ({}, r" \(did you mean beta\?\)"),
+    "ignore_index": ({}, ": a token with a negative id does not count"),
+    "loss_agg_mode": ({}, r" \(did you mean reduction\?\)"),
+    "label_smoothing": ({}, "; label_smoothing is an option of FusedLinearPreferenceLoss, FusedLinearCrossEntropyLoss"),
+    "max_new_tokens": ({}, r"\. It has "),  # no hint is better than the name of something else
+    "epsilon_low": ({"loss_type": "cispo"}, ': there is no lower bound here; epsilon_low is an option of "grpo", '),
+    "clip_ratio_low": ({"loss_type": "cispo"}, '; epsilon_low is an option of "grpo", '),
+    "world_size": ({"loss_type": "grpo"}, r"; world_size is an option of GlobalTokenMean"),
+}
+
+
+@pytest.mark.parametrize("option", HINTS)
+def test_options_of_others_are_explained(option):
+    asked, message = HINTS[option]
+    with pytest.raises(ValueError, match=rf"has no option {option}{message}"):
+        FusedLinearGRPOLoss(**{"loss_type": "dapo", option: 1} | asked)
+
+
+def test_names_of_other_losses_are_explained():
+    for name, message in {
+        "GRPO": r' \(did you mean "grpo"\?\)',
+        "gspo-token": r' \(did you mean "gspo_token"\?\)',
+        "ppo": ': "grpo", "bnpo", "dapo", "dr_grpo" clip as PPO does',
+        "dpo": ": FusedLinearPreferenceLoss has it",
+        "kto": ": FusedLinearUnpairedLoss has it",
+        "nll": ": FusedLinearCrossEntropyLoss has it",
+    }.items():
+        with pytest.raises(ValueError, match=rf"loss_type must be one of .*, got '{name}'{message}"):
+            FusedLinearGRPOLoss(name)
+    with pytest.raises(ValueError, match="got 'dapo': FusedLinearGRPOLoss has it"):
+        FusedLinearPreferenceLoss("dapo")
+    for name in ("cpo_alpha", "rpo_alpha"):
+        with pytest.raises(ValueError, match=rf"no option {name} \(did you mean nll_coef\?\)"):
+            FusedLinearPreferenceLoss("cpo", **{name: 1.0})
+    with pytest.raises(TypeError, match=r"reduction must be callable, got 'mean'; write TokenMean\(\)"):
+        FusedLinearGRPOLoss("dapo", reduction="mean")
+
+
+def test_every_name_that_a_hint_gives_exists():
+    """Each is an option, an argument or a column of some loss."""
+    losses = (FusedLinearGRPOLoss, FusedLinearPreferenceLoss, FusedLinearCrossEntropyLoss)
+    known = {name for loss in losses for f in (loss, loss.forward) for name in inspect.signature(f).parameters}
+    known |= {field.name for classes in FIELDS.values() for field in classes}
+    assert {name for names in NAMES.values() for name in names} <= known
+    assert not NAMES.keys() & known
+    for name in REDUCTIONS.values():
+        assert hasattr(liger_rl.losses, name.partition("(")[0])
 
 
 def test_unknown_and_missing_names_are_named():

@@ -1,0 +1,80 @@
+"""What an unknown name stands for: names that TRL, liger-kernel, verl and OpenRLHF use, and near spellings of ours."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+BOTH_BOUNDS = ("epsilon_low", "epsilon_high")
+# Name in another library -> what has the same meaning here. A hint names it only where all of it is known.
+NAMES: dict[str, tuple[str, ...]] = {
+    # the clipped ratio
+    **dict.fromkeys(("epsilon", "eps", "clip_ratio", "cliprange", "eps_clip", "eps_clip_low_high"), BOTH_BOUNDS),
+    "clip_ratio_low": ("epsilon_low",),
+    "clip_ratio_high": ("epsilon_high",),
+    "clip_ratio_c": ("dual_clip",),
+    # the KL term and the entropy bonus
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), ("beta",)),
+    **dict.fromkeys(("kl_loss_type", "kl_penalty"), ("kl_estimator",)),
+    "use_bias_correction_kl": ("importance_weighted",),
+    "entropy_loss_coef": ("entropy_coef",),
+    # the sampler's log-probabilities
+    **dict.fromkeys(
+        ("vllm_importance_sampling_mode", "vllm_importance_sampling_cap", "vllm_importance_sampling_correction"),
+        ("sampler_correction",),
+    ),
+    **dict.fromkeys(
+        ("vllm_is_ratio", "importance_sampling_ratio", "importance_weights", "rollout_is_weights"),
+        ("importance_ratio",),
+    ),
+    **dict.fromkeys(("rollout_log_probs", "sampling_logps"), ("sampling_per_token_logps",)),
+    # other columns
+    **dict.fromkeys(("completion_mask", "response_mask", "loss_mask", "action_mask"), ("mask",)),
+    **dict.fromkeys(("old_logps", "old_log_prob", "old_log_probs"), ("old_per_token_logps",)),
+    **dict.fromkeys(("ref_log_prob", "ref_log_probs"), ("ref_per_token_logps",)),
+    # other terms
+    "loss_agg_mode": ("reduction",),
+    "top_entropy_quantile": ("corrections",),
+    **dict.fromkeys(("cpo_alpha", "rpo_alpha"), ("nll_coef",)),
+    "lse_square_scale": ("z_loss",),
+    "label_smoothing_factor": ("label_smoothing",),
+}
+# What has no name here, and what to do.
+EXPLANATIONS = {
+    "class_weights": "give class_weights[targets.clamp(min=0)] as token_weights, and their sum as num_items_in_batch",
+    "ignore_index": "a token with a negative id does not count; make other ids negative, or pass a mask",
+    "importance_sampling_level": "a ratio per sequence has a meaning where the ratio carries the gradient",
+    "epsilon_low": "there is no lower bound here",
+    "scale_rewards": "advantages are given, so scale them before the call",
+    "use_token_scaling": 'it is loss_type "dft" of FusedLinearCrossEntropyLoss',
+}
+EXPLANATIONS["ce_weight"] = EXPLANATIONS["class_weights"]
+# Value of `reduction` -> the reduction.
+REDUCTIONS = {
+    "mean": "TokenMean()",
+    "sum": "TokenSum()",
+    "token-mean": "TokenMean()",
+    "seq-mean-token-mean": "SequenceMean()",
+    "seq-mean-token-sum": "SequenceSum()",
+    "seq-mean-token-sum-norm": "FixedLengthMean(max_completion_length=...)",
+}
+# Value of `loss_type` -> what to type.
+LOSS_TYPES = {
+    **dict.fromkeys(("ppo", "vanilla"), '"grpo", "bnpo", "dapo", "dr_grpo" clip as PPO does, and differ in their mean'),
+    "geo_mean": '"gmpo" has it',
+    **dict.fromkeys(("sft", "cross_entropy"), "FusedLinearCrossEntropyLoss has it"),
+}
+
+
+def translate(name: str) -> tuple[str, ...]:
+    """The names here of what another library calls `name`; `name` itself if no other library has it."""
+    return NAMES.get(name, (name,))
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """ " (did you mean mask?)" for "completion_mask"; "" if no known name has its meaning or nearly its spelling."""
+    meant: tuple[str, ...] | list[str] = translate(name)
+    if name in EXPLANATIONS:
+        return f": {EXPLANATIONS[name]}"
+    if name not in NAMES:
+        # Near enough for a slip: names that differ in a word may differ in meaning.
+        meant = get_close_matches(name, known, n=1, cutoff=0.85)
+    return f" (did you mean {' and '.join(meant)}?)" if meant and set(meant) <= set(known) else ""
