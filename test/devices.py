@@ -5,6 +5,9 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from liger_rl.kernels.devices import BLACKWELL_TRITON, SHARED_BYTES, TMA_CAPABILITY, Gpu
+
+HOPPER = Gpu(TMA_CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
 TRUNCATES = "Triton's interpreter truncates to bfloat16, where its compiler rounds"
 NEEDS_GPU, NEEDS_GPUS = pytest.mark.gpus(1), pytest.mark.gpus(2)  # see conftest.py
 

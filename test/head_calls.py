@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import oracles
+from devices import HOPPER
 from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, topk_divergence
 from liger_rl.fused_linear import grpo_loss_from_logits
 from liger_rl.head import LogitTransform, Support, logits_logprobs
-from liger_rl.kernels.devices import GPUS, HOPPER, gpu_of
+from liger_rl.kernels.devices import GPUS, gpu_of
 from liger_rl.kernels.limits import LIMITS
 
 

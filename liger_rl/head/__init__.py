@@ -2,14 +2,12 @@
 
 from liger_rl.head.divergence import Divergence, linear_divergence
 from liger_rl.head.logprobs import LogProbs, linear_logprobs, logits_logprobs
-from liger_rl.head.plan import LinearPlan, plan_linear_logprobs
 from liger_rl.head.support import Support
 from liger_rl.head.topk import TopKDivergence, list_divergence, topk_divergence
 from liger_rl.kernels.transform import LogitTransform
 
 __all__ = [
     "Divergence",
-    "LinearPlan",
     "LogProbs",
     "LogitTransform",
     "Support",
@@ -18,6 +16,5 @@ __all__ = [
     "linear_logprobs",
     "list_divergence",
     "logits_logprobs",
-    "plan_linear_logprobs",
     "topk_divergence",
 ]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.record import DIFFERENTIABLE, Gradients, Head, LogProbs, Needs, gather_head
-from liger_rl.head.workload import Workload
 from liger_rl.kernels import gemm
 from liger_rl.kernels.differentiable_once import differentiable_once
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
@@ -19,16 +18,8 @@ Saved = SimpleNamespace
 class Engine:
     """A way to compute the values of a head's tokens and their gradients.
 
-    `forward` and `backward` run without autocast and autograd, with the whole weight. `plan.choose_engine` asks
-    `reason_against` of the engines in `plan.ENGINES`.
+    `forward` and `backward` run without autocast and autograd, with the whole weight.
     """
-
-    name: str  # in a plan
-
-    @staticmethod
-    def reason_against(work: Workload) -> str | None:
-        """The first thing that the engine needs and the call does not have; None if it takes the call."""
-        return None
 
     @staticmethod
     def forward(saved: Saved, head: Head) -> TokenStatistics:

@@ -8,14 +8,14 @@ from torch import Tensor
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.autograd import run_engine
 from liger_rl.head.checks import check_flag
+from liger_rl.head.dense.several import SeveralTargets
+from liger_rl.head.dense.two_pass import TwoPasses
 from liger_rl.head.given_logits import LogitRows, check_logits
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.listed.listed_ids import log_probs_over_support
 from liger_rl.head.live_tokens import scatter_rows, start_selection
-from liger_rl.head.plan import choose_engine
 from liger_rl.head.record import Head, LogProbs, gather_head
 from liger_rl.head.support import Support
-from liger_rl.head.workload import Workload
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
@@ -97,11 +97,10 @@ def log_probs(head: Head) -> LogProbs:
         return log_probs_over_support(head, head.support)
     head = head.with_shard()
     wait = start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)
-    work = Workload.of(head)
-    engine = choose_engine(work)
+    engine = SeveralTargets if head.targets.dim() == 2 or head.options.topk is not None else TwoPasses
     # We wait as late as possible: after this sync the device is idle until the host launches the product.
     live, _ = wait()
-    values = run_engine(engine, head._replace(live=live), wants_gradient=True in work.needs)
+    values = run_engine(engine, head._replace(live=live), wants_gradient=True in head.needs)
     if live is None and len(head.shape) == 1:
         return values
     result = map_fields(values, lambda value: scatter_rows(value, live, head.shape))

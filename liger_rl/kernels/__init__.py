@@ -6,7 +6,6 @@ Nothing here knows what the log-probabilities are for.
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from liger_rl.kernels import devices, reference
 
@@ -22,15 +21,3 @@ def for_device(device: torch.device) -> ModuleType:
     from liger_rl.kernels import compiled
 
     return compiled
-
-
-def epilogue_for(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> ModuleType | None:
-    """The module whose `gemm_fold` and `gemm_grad` take hidden (N, H) @ weight (V, H).T; None if `devices` says no.
-
-    With `folds`, the module whose `gemm_fold` alone takes them.
-    """
-    if not devices.takes_product(hidden, weight, folds=folds):
-        return None
-    from liger_rl.kernels import epilogue
-
-    return epilogue

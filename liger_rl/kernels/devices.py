@@ -1,5 +1,6 @@
 """Which kernels a GPU runs, and which calls our own product takes. Triton is imported only when a GPU is looked up."""
 
+import logging
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.limits import LIMITS
+
+logger = logging.getLogger("liger_rl")
 
 # The first NVIDIA GPUs with bfloat16 products and asynchronous copies, the first with the tensor memory accelerator
 # (TMA), and the first for which Triton 3.4 compiles no product of ours: it needs too much shared memory.
@@ -72,16 +75,13 @@ class Gpu(NamedTuple):
         return ("gfx{}{}" if self.amd else "compute capability {}.{}").format(*self.capability)
 
 
-HOPPER = Gpu(TMA_CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
-
-
 # The GPU of each device that was looked up; None for a CPU. Tests set it: on CPU to a GPU whose kernels Triton's
 # interpreter then runs, on a GPU to one with other kernels or without Triton.
 GPUS: dict[torch.device, Gpu | None] = {}
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of a CUDA device, else None. On a machine without CUDA it is HOPPER, so that calls can be planned."""
+    """The GPU of a CUDA device, else None."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     if device not in GPUS:
@@ -90,10 +90,8 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def _look_up(device: torch.device) -> Gpu | None:
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    if not torch.cuda.is_available():
-        return HOPPER
     properties = torch.cuda.get_device_properties(device)
     return Gpu(
         (properties.major, properties.minor),
@@ -179,24 +177,37 @@ def family_of_gpu(gpu: Gpu) -> Family:
     return TMA._replace(fold_warps=2 * WARPS if spills else WARPS, halves=not blackwell)
 
 
-def reason_against_call(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
-    """The first thing that (tokens, hidden_size) @ (V, hidden_size).T lacks for our own product, or None."""
-    if dtype not in DTYPES or weight_dtype != dtype:
+def reason_against_product(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> str | None:
+    """The first thing that our own product hidden (N, H) @ weight (V, H).T needs and lacks; None if it lacks nothing.
+
+    A fold (`folds`) takes any N but 0.
+    """
+    reason, dtype, (tokens, hidden_size) = reason_against_device(weight.device), hidden.dtype, hidden.shape
+    if reason is not None:
+        return reason
+    if dtype not in DTYPES or weight.dtype != dtype:
         return "hidden states and weight in one 16-bit dtype"
     if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
         return f"a hidden size that is a multiple of {ALIGNMENT_BYTES // dtype.itemsize}, got {hidden_size}"
-    if tokens < LIMITS.product_tokens:
-        return f"{LIMITS.product_tokens} tokens or more, got {tokens}"
+    if not (is_aligned(weight) and is_aligned(hidden)):
+        return f"rows of hidden states and weight that start at multiples of {ALIGNMENT_BYTES} bytes"
+    if tokens < (1 if folds else LIMITS.product_tokens):
+        return "a token" if folds else f"{LIMITS.product_tokens} tokens or more"
     return None
 
 
-def takes_product(hidden: Tensor, weight: Tensor, *, folds: bool = False) -> bool:
-    """Whether our own product takes hidden (N, H) @ weight (V, H).T; with `folds`, for a fold, of any N but 0."""
-    if reason_against_device(weight.device) is not None or not (is_aligned(weight) and is_aligned(hidden)):
-        return False
-    tokens, hidden_size = hidden.shape
-    tokens = max(tokens, LIMITS.product_tokens) if folds and tokens else tokens
-    return reason_against_call(tokens, hidden_size, hidden.dtype, weight.dtype) is None
+def log_way(what: str, device: torch.device, reason: str | None) -> None:
+    """Log, once, on what `what` of a head runs: on our own product with an epilogue, or for a `reason` on tiles."""
+    if logger.isEnabledFor(logging.INFO):
+        _log_once(what, device, reason)
+
+
+@cache
+def _log_once(what: str, device: torch.device, reason: str | None) -> None:
+    if reason is None:
+        logger.info("%s of a head on %s: a product with a fused epilogue (%s)", what, device, family_of(device).name)
+    else:
+        logger.info("%s of a head on %s: float32 tiles of logits; a fused epilogue needs %s", what, device, reason)
 
 
 def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -94,7 +94,10 @@ def run_product(
     slices: int,
     warps: int = WARPS,
 ) -> None:
-    """Call `epilogue` for every tile of the head's hidden @ weight.T + bias, where `devices.takes_product` says so."""
+    """Call `epilogue` for every tile of the head's hidden @ weight.T + bias.
+
+    The product applies where `devices.reason_against_product` is None.
+    """
     device = head.hidden.device
     family, programs = family_of(device), device_programs(device)
     with launch_context(device):
@@ -134,7 +137,7 @@ def gemm_fold(
     extras: Collection[str] = (),
     over_shards: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> TokenStatistics:
-    """The statistics of hidden @ weight.T, where `devices.takes_product(..., folds=True)` says so."""
+    """The statistics of hidden @ weight.T, where `devices.reason_against_product(..., folds=True)` is None."""
     n, vocab, family = hidden.shape[0], weight.shape[0], family_of(hidden.device)
     vocab_tiles = triton.cdiv(vocab, TILE_VOCAB)
     tokens_at_once = LIMITS.statistics_bytes // (4 * (2 + entropy + len(extras)) * vocab_tiles)
@@ -167,7 +170,7 @@ def gemm_grad(
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.takes_product` says so."""
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.reason_against_product` is None."""
     out = empty_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device)
     # A softcap or an entropy makes a whole tile spill registers. Without either, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None

@@ -1,6 +1,7 @@
 """Which kernels a GPU is given: those that run on it, and a word to the user where that is not the fastest."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -9,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from devices import NEEDS_GPU
+from devices import HOPPER, NEEDS_GPU
 from head_calls import run_pytorch
 from liger_rl import FusedLinearGRPOLoss, linear_logprobs
 from liger_rl import kernels as rooms
 from liger_rl.fused_linear import grpo_loss_from_logits
-from liger_rl.head import logits_logprobs, plan_linear_logprobs
+from liger_rl.head import logits_logprobs
 from liger_rl.kernels import devices as limits
 from liger_rl.kernels import reference
-from liger_rl.kernels.devices import HOPPER, Gpu, reason_against_gpu
+from liger_rl.kernels.devices import Gpu, reason_against_gpu, reason_against_product
 
 CUDA = torch.device("cuda", 0)
 
@@ -46,11 +47,8 @@ def test_what_a_gpu_lacks(gpu, lacking, monkeypatch):
     found = reason_against_gpu(gpu)
     assert found is None if lacking is None else lacking in found
     monkeypatch.setitem(limits.GPUS, CUDA, gpu)
-    # The plan asks the same function, and says what it answers.
-    plan = plan_linear_logprobs(8192, 128256, 4096, device="cuda:0")
-    assert (plan.epilogue, plan.path) == (lacking is None, "two passes")
-    assert ("no epilogue, which needs" in plan.reason) == (lacking is not None)
-    assert found is None or f"needs {found}" in str(plan)
+    hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
+    assert reason_against_product(hidden, weight) == found
 
 
 class OnCuda:
@@ -65,18 +63,20 @@ class OnCuda:
         return getattr(self.matrix, name)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "taken"),
-    [(HOPPER, True), (HOPPER._replace(shared_bytes=48 << 10), False), (HOPPER._replace(amd=True), False)],
-)
-def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setitem(limits.GPUS, CUDA, gpu)
+@pytest.mark.parametrize("folds", [False, True])
+def test_what_a_call_lacks(folds, monkeypatch):
+    monkeypatch.setitem(limits.GPUS, CUDA, HOPPER)
     hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (512, 900))
-    assert (rooms.epilogue_for(OnCuda(hidden), OnCuda(weight)) is not None) == taken
-    for other in (hidden[:511], hidden.float(), hidden.half(), hidden[:, :60], hidden[:, 1:], hidden.T.contiguous().T):
+    one_dtype, aligned = "hidden states and weight in one 16-bit dtype", "rows .* that start at multiples of 16 bytes"
+    for other, reason in (
+        (hidden, None), (hidden[:511], None if folds else "512 tokens or more"), (hidden[:0], ""),
+        (hidden.float(), one_dtype), (hidden.half(), one_dtype),
+        (hidden[:, :60], "a hidden size that is a multiple of 8, got 60"), (hidden[:, 8:-8], None),
+        (hidden[:, 4:-4], aligned), (hidden.T.contiguous().T, aligned),
+    ):  # fmt: skip
         narrow = weight[:, : other.shape[1]].contiguous()
-        assert rooms.epilogue_for(OnCuda(other), OnCuda(narrow)) is None
+        found = reason_against_product(OnCuda(other), OnCuda(narrow), folds=folds)
+        assert found is reason is None or re.search(reason, found), other.shape
 
 
 def test_views_that_start_between():
@@ -102,7 +102,7 @@ def test_cuda_without_triton(monkeypatch):
         assert not limits.runs_triton(CUDA)
     assert rooms.for_device(CUDA) is reference
     hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
-    assert rooms.epilogue_for(hidden, weight) is None
+    assert reason_against_product(hidden, weight) == "Triton"
 
 
 @NEEDS_GPU

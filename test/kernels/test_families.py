@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import oracles
-from devices import NEEDS_GPU, on_gpu, skip_where_misread
+from devices import HOPPER, NEEDS_GPU, on_gpu, skip_where_misread
 from head_calls import run_triton
 from liger_rl import linear_logprobs
 from liger_rl.head import LogitTransform, Support, logits_logprobs
 from liger_rl.kernels import devices
-from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
+from liger_rl.kernels.devices import PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 
 pytest.importorskip("triton", reason="Triton is not installed")

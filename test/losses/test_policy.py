@@ -23,7 +23,7 @@ from liger_rl import (
     topk_divergence,
 )
 from liger_rl.fused_linear import grpo_loss_from_logits
-from liger_rl.head import LogitTransform, logits_logprobs, plan_linear_logprobs
+from liger_rl.head import LogitTransform, logits_logprobs
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.hints import NAMES, REDUCTIONS
 from liger_rl.losses import (
@@ -318,7 +318,7 @@ def declared(*classes):
     return options
 
 
-@pytest.mark.parametrize("function", [linear_logprobs, linear_divergence, topk_divergence, plan_linear_logprobs])
+@pytest.mark.parametrize("function", [linear_logprobs, linear_divergence, topk_divergence])
 def test_a_signature_shows_the_options_of_the_head(function):
     options = declared(HeadOptions)
     assert shown(function, options) == options

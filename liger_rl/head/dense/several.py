@@ -23,8 +23,8 @@ from liger_rl.head.dense import two_pass
 from liger_rl.head.live_tokens import scatter_rows, take_rows
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import spans
-from liger_rl.head.workload import Workload
 from liger_rl.kernels import for_device
+from liger_rl.kernels.devices import log_way
 from liger_rl.kernels.reference import (
     decode_keys,
     entropy_term,
@@ -39,16 +39,10 @@ PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
 
 
 class SeveralTargets(Engine):
-    name = "several targets"
-
-    @staticmethod
-    def reason_against(work: Workload) -> str | None:
-        has_lists = work.several or work.options.topk is not None
-        return None if has_lists else "several targets for each token, or topk"
-
     @staticmethod
     def forward(saved: Saved, head: Head) -> TokenStatistics:
         """Statistics of every token that counts. A negative target has log-probability 0."""
+        log_way("forward", head.hidden.device, "one target for each token")
         statistics = _statistics(head.take(head.live))
         saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
         saved.topk_logps, saved.topk_ids = statistics.topk_logps, statistics.topk_ids

@@ -16,10 +16,8 @@ from liger_rl.head.autograd import Engine, Saved, has_gradient, index_of, token_
 from liger_rl.head.live_tokens import select_live
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import Tiles, plan_tiles, spans, take_span
-from liger_rl.head.workload import Workload
-from liger_rl.kernels import epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import runs_triton
-from liger_rl.kernels.limits import LIMITS
+from liger_rl.kernels import for_device, gemm
+from liger_rl.kernels.devices import log_way, reason_against_product, runs_triton
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 
 OUT_OF_VOCAB = -1  # stands for a target outside of all tiles
@@ -29,8 +27,6 @@ TileReader = Callable[[Tensor, slice, int, Tensor | None], None]
 
 
 class TwoPasses(Engine):
-    name = "two passes"
-
     @staticmethod
     def forward(saved: Saved, head: Head) -> TokenStatistics:
         statistics = fold_head(head)
@@ -44,15 +40,8 @@ class TwoPasses(Engine):
 
 def fold_head(head: Head) -> TokenStatistics:
     """Statistics of every token that counts, in 2 n H V operations."""
-    rows = _convert_weight(head.take(head.live))
-    return fold_rows(rows, fold_epilogue(rows))
-
-
-def fold_rows(
-    rows: Head,  # of `Head.take`
-    epilogue: ModuleType | None,  # of the product that folds; None folds tiles of logits in memory
-) -> TokenStatistics:
-    """As `fold_head`."""
+    rows = _convert_weight(head.take(head.live), folds=True)
+    epilogue = _find_epilogue(rows, folds=True)
     if epilogue is None:
         return fold_tiles(rows).finish()
     shard, options = rows.shard, rows.options
@@ -75,26 +64,38 @@ def head_gradients(
         live, gradients = select_live(live, selected), gradients.take(selected)
     # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return tile_gradients(
-        _convert_weight(head.take(live), least=LIMITS.product_tokens), gradients, needs
+        _convert_weight(head.take(live), folds=False), gradients, needs
     ).of_all_tokens(live, head)  # fmt: skip
 
 
-def _convert_weight(rows: Head, *, least: int = 1) -> Head:
+def _convert_weight(rows: Head, *, folds: bool) -> Head:
     """`rows`; if only the weight's dtype rules out our own product, with a copy of the weight in the rows' dtype.
 
-    With fewer than `least` rows it stays as it is. Rounding a float32 weight in the registers of that product is
-    slower: a fold took 24.8 ms, with a copy 11.3 ms.
+    Rounding a float32 weight in the registers of that product is slower: a fold took 24.8 ms, with a copy 11.3 ms.
     """
-    if rows.weight.dtype == rows.dtype or rows.hidden.shape[0] < least:
+    if rows.weight.dtype == rows.dtype:
         return rows
     # The copy does not exist yet. `rows.hidden` stands for it: its dtype, row length and alignment are the same.
-    applies = fold_epilogue(rows._replace(weight=rows.hidden)) is not None
-    return rows.with_weight_in(rows.dtype) if applies else rows
+    reason = _reason_against_epilogue(rows._replace(weight=rows.hidden), folds=folds)
+    return rows if reason is not None else rows.with_weight_in(rows.dtype)
 
 
-def fold_epilogue(rows: Head) -> ModuleType | None:
-    """The module that folds in the product's epilogue. None if no module applies, or the call names a chunk."""
-    return None if rows.options.names_chunk else epilogue_for(rows.hidden, rows.weight, folds=True)
+def _reason_against_epilogue(rows: Head, *, folds: bool) -> str | None:
+    """The first thing that a product with an epilogue, which `folds` or makes gradients, needs and `rows` lack."""
+    if rows.options.names_chunk:
+        return "no chunk to be named"
+    return reason_against_product(rows.hidden, rows.weight, folds=folds)
+
+
+def _find_epilogue(rows: Head, *, folds: bool) -> ModuleType | None:
+    """The module of the product with an epilogue; None if it does not apply, so that tiles of logits are in memory."""
+    reason = _reason_against_epilogue(rows, folds=folds)
+    log_way("forward" if folds else "backward", rows.hidden.device, reason)
+    if reason is not None:
+        return None
+    from liger_rl.kernels import epilogue
+
+    return epilogue
 
 
 def fold_tiles(rows: Head, *, readers: Sequence[TileReader] = ()) -> Fold:
@@ -153,7 +154,7 @@ def tile_gradients(
         several = targets, gradients.at_target
         targets, gradients = targets.new_full((n,), OUT_OF_VOCAB), gradients._replace(at_target=gradients.grad_logps)
     kernels = for_device(hidden.device)
-    epilogue = None if options.names_chunk else epilogue_for(hidden, weight)
+    epilogue = _find_epilogue(rows, folds=False) if tile_gradient is None else None
     dtype = rows.dtype
     bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if runs_triton(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -264,12 +265,3 @@ class _Product:
         if self.first_tile and self.grad_rows is not None:  # the table has no row
             self.grad_rows.zero_()
         return self.grad_rows
-
-
-def tiles_of(work: Workload) -> tuple[Tiles, Tiles]:
-    """The tiles of the forward, and the tiles of the backward."""
-    logit, gradient = 12, 12
-    if runs_triton(work.device):
-        logit, gradient = 4, work.compute_dtype.itemsize + (0 if work.reason_against_grad is None else 4)
-    sizes = work.tokens, work.vocab, work.hidden_size, work.device, work.options
-    return plan_tiles(*sizes, bytes_per_logit=logit), plan_tiles(*sizes, bytes_per_logit=gradient)

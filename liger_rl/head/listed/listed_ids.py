@@ -60,8 +60,6 @@ def log_probs_over_support(head: Head, support: Support) -> LogProbs:
 
 
 class Listed(Engine):
-    name = "listed ids"
-
     @staticmethod
     def forward(saved: Saved, head: Head) -> TokenStatistics:
         """Statistics of all N tokens. Tokens that do not count, and tokens with one id, get logps and entropy 0."""

@@ -1,11 +1,13 @@
-"""Which engine a call takes and why; its memory is that of tiles."""
+"""A call's memory is that of tiles; its log says on what it runs."""
+
+import logging
 
 import pytest
 import torch
 
-from head_calls import Products
+from devices import skip_where_misread, skip_without_interpreter
+from head_calls import Products, run_triton
 from liger_rl import FusedLinearGRPOLoss, linear_logprobs
-from liger_rl.head import LogitTransform, plan_linear_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import BLOCK_VOCAB
@@ -15,7 +17,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 SIZES = {"cpu": (9, 70, 12003, 16), "cuda": (8, 512, 32000, 2048)}
 TILES = {"cpu": 1 << 20, "cuda": 32 << 20}  # bytes
-CAST = {"weight_dtype": F32, "compute_dtype": BF16}  # a float32 head under autocast
 TRANSFORM = {"softcap": 5.0, "temperature": 0.7, "scale": 2.0}
 # Of the loss, but for `frozen`, `bias`, `cast`, and a `layout` that names an input and its strides.
 CASES = {
@@ -115,83 +116,44 @@ def test_memory_of_what_no_loss_asks_for(options, device, small_tiles):
     assert peak.bytes <= 8 * TILES[device.type]
 
 
-def test_tiles_are_the_calls_own():
+def test_a_tile_fits_its_workspace():
     """On CPU, where every product passes the dispatcher."""
     hidden, weight, targets = torch.randn(600, 64), torch.randn(40000, 64), torch.zeros(600, dtype=torch.long)
-    most = plan_linear_logprobs(600, 40000, 64, dtype=F32, device="cpu", needs=(False, False)).tiles
     with Products() as products:
         linear_logprobs(hidden, weight, targets)
-    assert max(products.logits(64)) == most
-    assert most.vocab == most.vocab // BLOCK_VOCAB * BLOCK_VOCAB < 40000
+    tokens, vocab = max(products.logits(64))
+    assert 0.9 < (12 * tokens * vocab + 4 * vocab * 64) / LIMITS.workspace_bytes["cpu"] <= 1
+    assert vocab == vocab // BLOCK_VOCAB * BLOCK_VOCAB < 40000
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
+# --- the line in the log ----------------------------------------------------------------------------------------------
 
-NO_LISTS = "several targets: needs several targets for each token, or topk"
+TILES_OF = "%s of a head on cpu: float32 tiles of logits; a fused epilogue needs {}"
+EPILOGUE = "%s of a head on cpu: a product with a fused epilogue (tma)"
 
 
 @pytest.mark.parametrize(
-    ("options", "path", "epilogue", "why"),
+    ("options", "forward", "backward"),
     [
-        ({}, "two passes", True, NO_LISTS),
-        ({"transform": LogitTransform(softcap=30.0), "entropy": True}, "two passes", True, NO_LISTS),
-        ({"chunk_vocab": 8192}, "two passes", False, "no epilogue, which needs no chunk to be named"),
-        ({"dtype": F32}, "two passes", False, "no epilogue, which needs hidden states and weight in one 16-bit"),
-        ({"topk": 3}, "several targets", False, "no epilogue, which needs topk = None"),
-        ({"needs": (False, False)}, "two passes", True, NO_LISTS),
-        ({"device": "cpu", "dtype": F32}, "two passes", False, NO_LISTS),
-        ({"device": "cpu"}, "two passes", False, NO_LISTS),
-        (CAST, "two passes", True, "products read a copy of the weight in bfloat16"),
-        ({"tokens": 511}, "two passes", True, "no epilogue in the backward, which needs 512 tokens or more, got 511"),
-        ({"tokens": 0}, "two passes", False, "no epilogue, which needs a token"),
-        ({"hidden_size": 4100}, "two passes", False, "which needs a hidden size that is a multiple of 8, got 4100"),
-        ({"aligned": False}, "two passes", False, "which needs rows of the weight that start at multiples of 16 bytes"),
-        (CAST | {"aligned": False}, "two passes", True, "products read a copy of the weight"),  # whose rows are aligned
+        ({}, EPILOGUE, EPILOGUE),
+        ({"on": "a CPU"}, TILES_OF.format("a GPU"), TILES_OF.format("a GPU")),
+        ({"chunk_vocab": 100}, *[TILES_OF.format("no chunk to be named")] * 2),
+        ({"compute_dtype": F32}, *[TILES_OF.format("hidden states and weight in one 16-bit dtype")] * 2),
+        ({"several": True}, TILES_OF.format("one target for each token"), EPILOGUE),
     ],
+    ids=str,
 )
-def test_the_rule(options, path, epilogue, why, monkeypatch):
-    for device in ("cuda", "cuda:0"):
-        monkeypatch.setitem(devices.GPUS, torch.device(device), devices.HOPPER)
-    shape = {"tokens": 8192, "vocab": 128256, "hidden_size": 4096, "device": "cuda:0"}
-    plan = plan_linear_logprobs(**shape | options)
-    assert (plan.path, plan.epilogue) == (path, epilogue)
-    assert why in plan.reason
-    assert ("no epilogue, which needs" in plan.reason) == (not epilogue and options.get("device") != "cpu")
-    assert plan.path in str(plan)
-    assert plan.reason in str(plan)
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "value"),
-    [
-        ("tokens", ValueError, -1), ("tokens", TypeError, 8.0), ("vocab", ValueError, 0),
-        ("hidden_size", ValueError, 0), ("hidden_size", TypeError, True), ("dtype", TypeError, torch.int64),
-        ("dtype", TypeError, "bfloat16"), ("dtype", TypeError, None), ("weight_dtype", TypeError, torch.float64),
-        ("compute_dtype", TypeError, 16), ("device", ValueError, "gpu"), ("device", TypeError, 1.5),
-        ("needs", TypeError, True), ("needs", TypeError, (True, True, True)), ("needs", TypeError, (1, 0)),
-        ("aligned", TypeError, 1),
-        ("transform", TypeError, LogitTransform), ("entropy", TypeError, "yes"), ("extras", TypeError, "is_top1"),
-        ("extras", ValueError, ("perplexity",)), ("chunk_tokens", ValueError, 0), ("chunk_vocab", TypeError, 1.0),
-    ],
-)  # fmt: skip
-def test_nonsense_is_named(name, error, value):
-    with pytest.raises(error, match=rf"^{name}\b"):
-        plan_linear_logprobs(**{"tokens": 8, "vocab": 40, "hidden_size": 16, "device": "cpu", name: value})
-
-
-def test_a_plan_names_its_device_and_its_tokens(monkeypatch):
-    """Without a GPU it is the CPU's, unless another is asked for."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "GPUS", {})
-    assert str(plan_linear_logprobs(8192, 1000, 64)).splitlines()[1] == "for 8192 tokens that all count, on cpu"
-    assert (
-        str(plan_linear_logprobs(8192, 1000, 64, device="cuda"))
-        .splitlines()[1]
-        .endswith("on cuda, compute capability 9.0")
-    )
-    gpu = devices.HOPPER._replace(capability=(9, 4), amd=True)
-    monkeypatch.setitem(devices.GPUS, torch.device("cuda"), gpu)
-    assert plan_linear_logprobs(8192, 1000, 64, device="cuda").device == "cuda, gfx94"
+def test_the_log_says_once_on_what_a_head_runs(options, forward, backward, monkeypatch, caplog):
+    options = dict(options)
+    if options.pop("on", None) is None:
+        skip_without_interpreter()
+        skip_where_misread(16)
+        run_triton(monkeypatch, epilogue=True)
+    targets = torch.arange(12).view(6, 2) if options.pop("several", False) else torch.arange(6)
+    devices._log_once.cache_clear()
+    for level, lines in ((logging.WARNING, []), (logging.INFO, [forward % "forward", backward % "backward"])):
+        caplog.set_level(level, "liger_rl")
+        for _ in range(2):
+            leaves = [torch.randn(rows, 16).half().requires_grad_() for rows in (6, 300)]
+            linear_logprobs(*leaves, targets, **options).logps.sum().backward()
+        assert caplog.messages == lines
