@@ -1,11 +1,9 @@
-"""Several targets a token, lse and the largest log-probabilities: `python -m benchmark.targets`.
+"""Several targets a token, and lse: `python -m benchmark.targets`.
 
 K ids of each token, as common as words are, and one gradient for each. Ways:
 
 liger_rl                `linear_logprobs` with one target, then with lists of K
 liger_rl, lse           one target, and the gradient of lse beside it
-liger_rl, student's     reverse KL over the student's own K likeliest ids, whose teacher costs nothing
-liger_rl, forward       without a gradient: one target alone, and with `topk`
 full logits             verl's operations: bfloat16 logits, `log_softmax`, `gather`
 """
 
@@ -20,8 +18,7 @@ from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
-from liger_rl import linear_logprobs, topk_divergence
-from liger_rl.head import list_divergence
+from liger_rl import linear_logprobs
 
 PREFIX = "targets-"
 SAMPLED, ENTRIES = 48, 8192  # tokens and vocabulary entries that are compared with float64
@@ -30,7 +27,7 @@ SHAPES = {  # N, V, H
     "cuda": ((8192, 151936, 1024), (8192, 151936, 2048), (8192, 151936, 4096)),
     "cpu": ((64, 500, 16),),  # to see that everything runs
 }
-COUNTS, TOPK, FULL_COUNT = (1, 8, 64, 128), 64, 64
+COUNTS, FULL_COUNT = (1, 8, 64, 128), 64
 
 
 class Problem(NamedTuple):
@@ -90,22 +87,15 @@ WAYS: dict[str, tuple[Way, int]] = {
 }
 
 
-def _log_p(problem: Problem, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of some tokens, in float64: log-probabilities (n, V) and lse (n, 1)."""
-    parts = [problem.hidden[rows].double() @ part.double().T for part in problem.weight.split(1 << 14)]
-    z = torch.cat(parts, dim=1)
-    lse = z.logsumexp(1, keepdim=True)
-    return z - lse, lse
-
-
 def in_float64(problem: Problem, rows: Tensor, *, lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of some tokens: values (n, K), gradient of hidden, of the weight's first ENTRIES; for a loss of these alone."""
-    log_p, _ = _log_p(problem, rows)
+    parts = [problem.hidden[rows].double() @ part.double().T for part in problem.weight.split(1 << 14)]
+    log_p = torch.cat(parts, dim=1).log_softmax(1)
     ids, slopes = problem.ids[rows], problem.slopes[rows].double()
     total = slopes.sum(1, keepdim=True) - (slopes[:, :1] if lse else 0.0)
     grad = (-total * log_p.exp()).scatter_add_(1, ids, slopes)
-    parts = zip(grad.split(1 << 14, dim=1), problem.weight.split(1 << 14), strict=True)
-    grad_hidden = torch.stack([slope @ part.double() for slope, part in parts]).sum(0)
+    pairs = zip(grad.split(1 << 14, dim=1), problem.weight.split(1 << 14), strict=True)
+    grad_hidden = torch.stack([slope @ part.double() for slope, part in pairs]).sum(0)
     return log_p.gather(1, ids), grad_hidden, grad[:, :ENTRIES].T @ problem.hidden[rows].double()
 
 
@@ -144,62 +134,6 @@ def measure(way: Way, problem: Problem, device: str) -> dict[str, Any]:
     return {"status": "ok", "reason": None, **numbers, "step_ms": measure_ms(lambda: step(problem.slopes), device)[0]}
 
 
-def measure_student_lists(problem: Problem, count: int, device: str) -> dict[str, Any]:
-    """The mean reverse KL over lists of the student's, with a tail, beside float64."""
-    generator = torch.Generator(device).manual_seed(2)
-    table = torch.randn(problem.weight.shape[0], generator=generator, device=device).mul(SPREAD).log_softmax(0)
-    leaves = problem.hidden.detach().requires_grad_(), problem.weight.detach().requires_grad_()
-    rows = sampled(problem)
-
-    def step(of: Tensor) -> tuple[Tensor, ...]:
-        found = topk_divergence(
-            *leaves, None, lambda ids: table[ids.clamp(min=0)], lists="student", topk=count, kind="reverse_kl"
-        )
-        return found.divergence.detach(), *torch.autograd.grad(found.divergence, leaves, of)
-
-    n = problem.hidden.shape[0]
-    wide = [problem.hidden[rows].double().requires_grad_(), problem.weight.double().requires_grad_()]
-    log_p, ids = (wide[0] @ wide[1].T).log_softmax(-1).topk(count)
-    expected = list_divergence(log_p, table[ids].double(), kind="reverse_kl")
-    gradients = torch.autograd.grad(expected.mean(), wide)
-    expected, grad_weight = expected.detach(), gradients[1][:ENTRIES]
-    del wide, log_p
-    found = step(torch.zeros(n, device=device).index_fill(0, rows, 1.0 / len(rows)))
-    numbers: dict[str, Any] = {
-        "max_error": (found[0][rows].double() - expected).abs().max().item(),
-        "grad_hidden_error": relative(found[1][rows], gradients[0]),
-        "grad_weight_error": relative(found[2][:ENTRIES], grad_weight),
-    }
-    del found, gradients
-    slopes = torch.full((n,), 1.0 / n, device=device)
-    with PeakMemory(device) as memory:
-        held = step(slopes)
-    numbers["peak_extra_mib"] = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
-    del held
-    return {"status": "ok", "reason": None, **numbers, "step_ms": measure_ms(lambda: step(slopes), device)[0]}
-
-
-@torch.no_grad()
-def measure_forward(problem: Problem, topk: int | None, device: str) -> dict[str, Any]:
-    rows, count = sampled(problem), topk or 1
-
-    def step() -> Tensor:
-        found = linear_logprobs(problem.hidden, problem.weight, problem.ids[:, 0], topk=topk)
-        return found.logps[:, None] if found.topk_logps is None else found.topk_logps
-
-    log_p, _ = _log_p(problem, rows)
-    expected = log_p.gather(1, problem.ids[rows, :1]) if topk is None else log_p.topk(count).values
-    with PeakMemory(device) as memory:
-        found = step()
-    return {
-        "status": "ok",
-        "reason": None,
-        "max_error": (found[rows].double() - expected).abs().max().item(),
-        "peak_extra_mib": (memory.peak_bytes - found.nbytes) / 2**20,
-        "step_ms": measure_ms(step, device)[0],
-    }
-
-
 COLUMNS: Columns = {
     "ms": number("step_ms", ".1f"),
     "x one target": number("x_one", ".2f"),
@@ -213,16 +147,8 @@ COLUMNS: Columns = {
 def rows_of(shape: tuple[int, int, int], device: str) -> list[dict[str, Any]]:
     problem, sizes = make_problem(*shape, device), dict(zip(("tokens", "vocab", "hidden_size"), shape, strict=True))
     steps = {name: measure(way, problem.of(count), device) for name, (way, count) in WAYS.items()}
-    steps[f"liger_rl, student's {TOPK}, reverse KL"] = measure_student_lists(problem.of(1), TOPK, device)
-    forwards = {
-        name: measure_forward(problem.of(1), topk, device)
-        for name, topk in (("liger_rl, forward", None), (f"liger_rl, forward, topk = {TOPK}", TOPK))
-    }
-    rows = []
-    for group in (steps, forwards):
-        one = next(iter(group.values()))["step_ms"]
-        rows += [sizes | {"variant": name, **row, "x_one": row["step_ms"] / one} for name, row in group.items()]
-    return rows
+    one = next(iter(steps.values()))["step_ms"]
+    return [sizes | {"variant": name, **row, "x_one": row["step_ms"] / one} for name, row in steps.items()]
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -112,12 +112,6 @@ class VocabShard:
         dist.all_reduce(values, dist.ReduceOp.SUM, self.place.group)
         return values
 
-    def gathered(self, values: Tensor) -> Tensor:
-        """A collective: (n, K) on each rank -> (n, ranks K)."""
-        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(self.place.group))]
-        dist.all_gather(gathered, values, self.place.group)
-        return torch.cat(gathered, dim=1)
-
     def pending_sum(self, grad_hidden: Tensor | None) -> "PendingSum":
         """Sums the gradient of hidden, which every rank has whole. Without sum_hidden_grad it sums nothing."""
         return PendingSum(self.place.group, grad_hidden if self.place.sum_hidden_grad else None)

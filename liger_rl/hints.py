@@ -40,6 +40,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 # What has no name here, and what to do.
 EXPLANATIONS = {
     "class_weights": "give class_weights[targets.clamp(min=0)] as token_weights, and their sum as num_items_in_batch",
+    "eaft_k": "the entropy is that of all ids",
     "ignore_index": "a token with a negative id does not count; make other ids negative, or pass a mask",
     "importance_sampling_level": "a ratio per sequence has a meaning where the ratio carries the gradient",
     "epsilon_low": "there is no lower bound here",
@@ -60,6 +61,7 @@ REDUCTIONS = {
 LOSS_TYPES = {
     **dict.fromkeys(("ppo", "vanilla"), '"grpo", "bnpo", "dapo", "dr_grpo" clip as PPO does, and differ in their mean'),
     "geo_mean": '"gmpo" has it',
+    **dict.fromkeys(("clip_cov", "dro", "kl_cov"), "pass an objective of your own, as docs/losses.md has one"),
     **dict.fromkeys(("sft", "cross_entropy"), "FusedLinearCrossEntropyLoss has it"),
 }
 

@@ -192,13 +192,8 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         policy_terms_triton.launch(prepared._replace(weights=None), ones(N), outputs=outputs)
 
 
-def several_ids(transform: LogitTransform, entropy: bool) -> None:
-    bias, count = ones(V) if entropy else None, 5 if entropy else 128
-    compiled.update_topk(ones(N, V), 0, bias, transform, torch.zeros(N, count, dtype=torch.long))
-
-
 CALLS = (
-    tile_by_tile, whole_rows, in_the_epilogue, listed_ids, several_ids, pairs_of_tiles,
+    tile_by_tile, whole_rows, in_the_epilogue, listed_ids, pairs_of_tiles,
     policy_terms,
 )  # fmt: skip
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

@@ -114,10 +114,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **option
     return losses + z_loss * logits.logsumexp(-1).square()
 
 
-def eaft(logits: Tensor, targets: Tensor, k: int, alpha: float = 1.0, divisor: float = 3.0) -> Tensor:
-    """Cross entropy times a power of the entropy of the k likeliest ids, which has no gradient."""
-    likely = logits.detach().topk(k).values
-    return (values(likely, torch.zeros_like(targets)).entropy / divisor) ** alpha * cross_entropy(logits, targets)
+def eaft(logits: Tensor, targets: Tensor, alpha: float = 1.0, divisor: float = 3.0) -> Tensor:
+    """Cross entropy times a power of the entropy, which has no gradient."""
+    return (values(logits.detach(), targets).entropy / divisor) ** alpha * cross_entropy(logits, targets)
 
 
 def error_budget(eager: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

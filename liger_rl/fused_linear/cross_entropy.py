@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss, build_terms
 from liger_rl.head.checks import check_constant, check_dense, check_shape
+from liger_rl.head.record import Head
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.loss import PolicyLoss
@@ -107,7 +108,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         Raises:
             TypeError, ValueError: before anything is computed; the message names the argument.
         """
-        head = self._head(hidden, weight, targets, mask=mask, bias=bias, vocab_parallel=vocab_parallel)
+        head = Head.of(hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel)
         batch = self.batch(
             targets, mask, token_weights=token_weights, segments=segments, num_sequences=num_sequences,
             num_items_in_batch=num_items_in_batch,

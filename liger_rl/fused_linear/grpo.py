@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
+from liger_rl.head.record import Head
 from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch, make_batch
@@ -129,8 +130,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             importance_ratio=importance_ratio, segments=segments, num_sequences=num_sequences,
             num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
-        head = self._head(
-            hidden, weight, selected_token_ids, mask=batch.mask, bias=bias, support=support,
+        head = Head.of(
+            hidden, weight, selected_token_ids, self.options, mask=batch.mask, bias=bias, support=support,
             vocab_parallel=vocab_parallel, targets_name="selected_token_ids",
         )  # fmt: skip
         return self._loss(head, batch)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.head_options import COMPUTE_OPTIONS, MOST_IDS, HeadOptions
+from liger_rl.head.head_options import COMPUTE_OPTIONS, HeadOptions
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.record import Head
@@ -37,12 +37,11 @@ class FusedLinearLoss(nn.Module):
     def __init__(self, terms: PolicyTerms, head: dict[str, Any]) -> None:
         super().__init__()
         self.terms = terms
-        self.check_vocabulary(MOST_IDS)
         how: dict[str, Any] = {name: value for name, value in head.items() if name in COMPUTE_OPTIONS}
         transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
         self.options = HeadOptions(
             transform=LogitTransform(**transform), entropy=terms.needs_entropy, lse="lse" in terms.reads,
-            topk=terms.topk, extras=tuple(name for name in EXTRAS if name in terms.reads), **how,
+            extras=tuple(name for name in EXTRAS if name in terms.reads), **how,
         )  # fmt: skip
 
     def batch(self, ids: Tensor, mask: Tensor | None, *, source: str = "targets", **columns: Any) -> PolicyBatch:
@@ -52,25 +51,11 @@ class FusedLinearLoss(nn.Module):
         """
         raise NotImplementedError
 
-    def check_vocabulary(self, vocab: int) -> None:
-        """Raises ValueError for an option that does not fit a vocabulary of `vocab` ids."""
-        topk, most = self.terms.topk, min(vocab, MOST_IDS)
-        if topk is not None and topk > most:
-            name = getattr(self.terms.objective, "topk_option", "topk")
-            of_ids = f", the {vocab} ids of the vocabulary" if vocab < MOST_IDS else ""
-            raise ValueError(f"{name} must be at most {most}{of_ids}, got {topk}")
-
     def list_options(self) -> list[str]:
         """The names of this loss's options."""
         parts: list[Any] = [self.terms.objective, self.terms.reduction]
         names = (option.name for part in parts if is_dataclass(part) for option in fields(part))
         return [*list_keywords(type(self)), *HEAD_KEYWORDS, *names]
-
-    def _head(self, hidden: Tensor, weight: Tensor, targets: Tensor, **given: Any) -> Head:
-        """The record of a call, whose tensors and options are checked."""
-        if given.get("vocab_parallel") is None and isinstance(weight, Tensor) and weight.dim() == 2:
-            self.check_vocabulary(weight.shape[0])
-        return Head.of(hidden, weight, targets, self.options, **given)
 
     def _loss(self, head: Head, batch: PolicyBatch) -> PolicyLoss:
         """The loss of a call's head and batch; `batch.mask` is the head's."""
@@ -96,7 +81,7 @@ class FusedLinearLoss(nn.Module):
     def _logps(self, head: Head, transform: LogitTransform | None = None) -> Tensor:
         """Log-probabilities alone, of a call's head; with another transform than this module's if one is given."""
         transform = transform or self.transform
-        options = replace(self.options, entropy=False, lse=False, topk=None, extras=(), transform=transform)
+        options = replace(self.options, entropy=False, lse=False, extras=(), transform=transform)
         return log_probs(head._replace(options=options)).logps
 
     @public

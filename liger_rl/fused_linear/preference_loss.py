@@ -187,7 +187,8 @@ class FusedLinearPreferenceLoss(_Judged):
         Raises:
             TypeError, ValueError: before anything is computed; the message names the argument.
         """
-        head, nll_mask = self._head(hidden, weight, targets, mask=mask, bias=bias, vocab_parallel=vocab_parallel), None
+        head = Head.of(hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel)
+        nll_mask = None
         if nll_targets is not None:
             head, nll_mask = _add_nll_targets(head, nll_targets)
         return self._judged_loss(
@@ -295,7 +296,7 @@ class FusedLinearUnpairedLoss(_Judged):
 
         Returns, raises: as `FusedLinearPreferenceLoss`.
         """
-        head = self._head(hidden, weight, targets, mask=mask, bias=bias, vocab_parallel=vocab_parallel)
+        head = Head.of(hidden, weight, targets, self.options, mask=mask, bias=bias, vocab_parallel=vocab_parallel)
         return self._judged_loss(
             head, reference, labels=labels, ref_logps=ref_logps, kl=kl, delta=delta, segments=segments,
             num_sequences=num_sequences,

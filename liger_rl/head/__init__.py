@@ -3,7 +3,7 @@
 from liger_rl.head.divergence import Divergence, linear_divergence
 from liger_rl.head.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.head.support import Support
-from liger_rl.head.topk import TopKDivergence, list_divergence, topk_divergence
+from liger_rl.head.topk import TopKDivergence, topk_divergence
 from liger_rl.kernels.transform import LogitTransform
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "TopKDivergence",
     "linear_divergence",
     "linear_logprobs",
-    "list_divergence",
     "logits_logprobs",
     "topk_divergence",
 ]

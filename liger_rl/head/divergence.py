@@ -35,7 +35,6 @@ def linear_divergence(
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
     lse: bool = False,
-    topk: int | None = None,
     extras: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
@@ -63,19 +62,19 @@ def linear_divergence(
         vocab_parallel: this rank's place in two heads sharded alike.
         teacher_transform: as `transform`, which is the student's.
         vocab: number of rows of both weights before padding.
-        transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
+        transform, entropy, lse, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: also fields.
 
     Returns:
         Divergence. With token_weights only the loss has gradients.
 
     Raises:
-        TypeError, ValueError: as `linear_logprobs`; also for extras, lse or topk, and for a teacher's
-            tensor that requires a gradient.
+        TypeError, ValueError: as `linear_logprobs`; also for extras or lse, and for a teacher's tensor
+            that requires a gradient.
     """
     measure = make_measure(kind, beta)
     options = HeadOptions(
-        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
+        transform=transform, entropy=entropy, lse=lse, extras=extras, compute_dtype=compute_dtype,
         gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     return compute_divergence(

@@ -18,7 +18,6 @@ MOST_IDS = 1024  # of a token: a kernel program holds all of a token's ids and c
 CONFLICTS: dict[str, dict[str, str]] = {
     "with a support": {
         "lse": "its engine does not keep it",
-        "topk": "its engine does not keep it",
         "extras": "its engine does not keep them",
     },
     # Two heads, whose gradients are made in the forward.
@@ -26,7 +25,6 @@ CONFLICTS: dict[str, dict[str, str]] = {
     "with two heads": {
         "extras": "they are not folded with two heads; ask linear_logprobs for them",
         "lse": "it is not returned of two heads; ask linear_logprobs for it",
-        "topk": "no list is kept of two heads; ask linear_logprobs for it",
     },
 }
 
@@ -39,8 +37,6 @@ class HeadOptions:
         transform: temperature, softcap and scale of the logits.
         entropy: also return each token's entropy, from the same pass.
         lse: also return log sum_v exp z_v of each token, differentiable.
-        topk: K, at most 1024: also return each token's K largest log-probabilities and their ids, in descending order,
-            differentiable. docs/distillation.md says when tiles of logits are in memory.
         extras: names of further results, fields of `LogProbs`: "mean_logits", which is differentiable, and
             "log_sum_sq_probs" and "is_top1", which are not.
         compute_dtype: dtype of the products' factors, even under autocast. None: autocast's dtype, or the inputs' own.
@@ -55,7 +51,6 @@ class HeadOptions:
     transform: LogitTransform = IDENTITY
     entropy: bool = False
     lse: bool = False
-    topk: int | None = None
     extras: Collection[str] = ()
     compute_dtype: torch.dtype | None = None
     gather: Gather | None = None
@@ -95,7 +90,6 @@ CHECKS: dict[str, tuple[Any, Callable[[str, Any], object]]] = {
     "transform": (IDENTITY, lambda _, value: checks.check_transform(value)),
     "entropy": (False, checks.check_flag),
     "lse": (False, checks.check_flag),
-    "topk": (None, checks.check_optional_count),
     "extras": ((), checks.check_extras),
     "compute_dtype": (None, checks.check_compute_dtype),
     "gather": (None, checks.check_gather),

@@ -36,7 +36,6 @@ def linear_logprobs(
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
     lse: bool = False,
-    topk: int | None = None,
     extras: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
@@ -64,7 +63,7 @@ def linear_logprobs(
         bias: (V,), added before the transform; hidden's dtype or float32.
         support: ids that each token could have been drawn from (docs/support.md).
         vocab_parallel: the place in a sharded head.
-        transform, entropy, lse, topk, extras, compute_dtype, gather: the fields of `HeadOptions`.
+        transform, entropy, lse, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
 
     Returns:
@@ -76,7 +75,7 @@ def linear_logprobs(
         NotImplementedError, RuntimeError: a forward-mode derivative or a second derivative is asked for.
     """
     head_options = HeadOptions(
-        transform=transform, entropy=entropy, lse=lse, topk=topk, extras=extras, compute_dtype=compute_dtype,
+        transform=transform, entropy=entropy, lse=lse, extras=extras, compute_dtype=compute_dtype,
         gather=gather, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
     )  # fmt: skip
     with gather_head(head_options, weight, bias):
@@ -97,17 +96,13 @@ def log_probs(head: Head) -> LogProbs:
         return log_probs_over_support(head, head.support)
     head = head.with_shard()
     wait = start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)
-    engine = SeveralTargets if head.targets.dim() == 2 or head.options.topk is not None else TwoPasses
+    engine = SeveralTargets if head.targets.dim() == 2 else TwoPasses
     # We wait as late as possible: after this sync the device is idle until the host launches the product.
     live, _ = wait()
     values = run_engine(engine, head._replace(live=live), wants_gradient=True in head.needs)
     if live is None and len(head.shape) == 1:
         return values
-    result = map_fields(values, lambda value: scatter_rows(value, live, head.shape))
-    if values.topk_ids is None or live is None:
-        return result
-    # -1 at tokens that do not count.
-    return result._replace(topk_ids=scatter_rows(values.topk_ids + 1, live, head.shape) - 1)
+    return map_fields(values, lambda value: scatter_rows(value, live, head.shape))
 
 
 @public

@@ -33,14 +33,10 @@ class LogProbs(NamedTuple):
     """bool: the token's row of the support lists ids, but not the target, which was added; None without a support."""
     lse: Tensor | None = None
     """log sum_v exp z_v of the transformed logits, differentiable; None unless asked for."""
-    topk_logps: Tensor | None = None
-    """(..., K) the K largest log-probabilities in descending order, differentiable; None unless asked for."""
-    topk_ids: Tensor | None = None
-    """(..., K) int64: the ids of topk_logps, the smaller first if two are equally likely, -1 at masked tokens."""
 
 
 # The fields of LogProbs that have a gradient.
-DIFFERENTIABLE = ("logps", "entropy", "mean_logits", "lse", "topk_logps")
+DIFFERENTIABLE = ("logps", "entropy", "mean_logits", "lse")
 
 
 class Head(NamedTuple):
@@ -90,8 +86,6 @@ class Head(NamedTuple):
             _check_support(support, first_targets, options, vocab_parallel, several, targets_name)
         if vocab_parallel is not None:
             check_type("vocab_parallel", vocab_parallel, VocabParallel, "a VocabParallel or None")
-        elif options.topk is not None:
-            _check_topk(options.topk, weight.shape[0])
         return cls(
             hidden.flatten(0, -2), weight, bias,
             # A narrow dtype would wrap the vocabulary's size in comparisons.
@@ -103,10 +97,7 @@ class Head(NamedTuple):
         """The head with its shard, if the vocabulary is sharded. The first call with a weight is a collective."""
         if self.vocab_parallel is None:
             return self
-        shard = self.vocab_parallel.shard_of(self.weight)
-        if self.options.topk is not None:
-            _check_topk(self.options.topk, shard.vocab)
-        return self._replace(shard=shard)
+        return self._replace(shard=self.vocab_parallel.shard_of(self.weight))
 
     @property
     def vocab(self) -> int:
@@ -178,17 +169,10 @@ def gather_head(options: HeadOptions, weight: Tensor, bias: Tensor | None) -> Ab
     return gather(weight) if bias is None else gather(weight, bias)
 
 
-def _check_topk(topk: int, vocab: int) -> None:
-    if topk > min(vocab, MOST_IDS):
-        raise ValueError(
-            f"topk must be at most {MOST_IDS}, and at most the {vocab} vocabulary entries of weight; got {topk}"
-        )
-
-
 def _check_several(targets: Tensor, shape: torch.Size, options: HeadOptions, name: str) -> Tensor:
     """Raise unless the targets are (..., K) with 1 <= K <= MOST_IDS. -> the first target of each token."""
     if "is_top1" in options.extras:
-        raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
+        raise ValueError("is_top1 must not be among extras with several targets for each token")
     if targets.shape[:-1] != shape or not 1 <= targets.shape[-1] <= MOST_IDS:
         expected = "(B, T)" if len(shape) == 2 else "(N,)"
         raise ValueError(

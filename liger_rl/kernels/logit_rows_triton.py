@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
 from liger_rl.kernels.softmax_triton import (
     LOWEST,
     fold_block,
@@ -33,9 +32,6 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 BLOCK, WARPS = 1024, 2
 # A product that is fused into a difference is not rounded: exp(z - peak) of the peak itself would not be 1.
 EXACT = {"enable_fp_fusion": False}
-LARGEST_WARPS = 1  # maxima within a warp need no barrier
-LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
-BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 
 
 @triton.jit
@@ -337,62 +333,3 @@ def _layout(logits: Tensor, targets: Tensor) -> tuple[int, int, tuple[int, int]]
     if logits.dim() == 2:
         return logits.shape[0], logits.shape[0], (0, logits.stride(0))
     return logits.shape[1], targets.shape[1], (logits.stride(0), logits.stride(1))
-
-
-@triton.jit(do_not_specialize=["first", "columns"])
-def _largest_kernel(
-    logits,
-    row_stride,
-    bias,
-    keys,  # (n, COUNT) int64, updated
-    first,
-    columns,
-    steps,  # LogitSteps
-    COUNT: tl.constexpr,
-    SIZE: tl.constexpr,  # a power of two
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    logits += token * row_stride
-    place = tl.arange(0, SIZE)
-    kept_keys = tl.load(keys + token * COUNT + place, mask=place < COUNT, other=MOST)
-    least_key = tl.min(kept_keys)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < columns
-        z, _square = transform_logits(load_logits(logits, bias, column, inside), steps)
-        bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
-        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        block_keys = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))
-        block_keys = tl.where(inside, block_keys, LEAST)
-        largest_key = tl.max(block_keys)
-        # Few blocks enter this loop, because the least kept key soon is large.
-        while largest_key > least_key:
-            kept_keys = tl.where(kept_keys == least_key, largest_key, kept_keys)
-            least_key = tl.min(kept_keys)
-            block_keys = tl.where(block_keys == largest_key, LEAST, block_keys)
-            largest_key = tl.max(block_keys)
-    tl.store(keys + token * COUNT + place, kept_keys, mask=place < COUNT)
-
-
-def update_topk(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, keys: Tensor) -> None:
-    """As `reference.update_topk`; the last dimensions must be contiguous."""
-    assert logits.stride(-1) == 1
-    assert keys.is_contiguous()
-    n, count = keys.shape
-    if n == 0:
-        return
-    with launch_context(logits.device):
-        _largest_kernel[(n,)](
-            logits,
-            logits.stride(0),
-            None if bias is None else bias.contiguous(),
-            keys,
-            first,
-            logits.shape[1],
-            LogitSteps.of(transform),
-            COUNT=count,
-            SIZE=triton.next_power_of_2(count),
-            BLOCK=BLOCK,
-            num_warps=LARGEST_WARPS,
-        )

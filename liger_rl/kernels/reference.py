@@ -9,9 +9,6 @@ With z the transformed logits and p = exp(z - lse):
 `fold` and `grad` take a tile of the vocabulary. `fold_rows` and `grad_rows` take whole rows of given logits: (N, V)
 with targets (N,), or (B, P, V) with targets (B, T) and T <= P. A token counts if its mask is not 0 and its target is an
 id in [0, V). Logits of tokens that do not count, NaN included, change nothing.
-
-`update_topk` orders logits by an int64 key of the logit and its id. Among equal logits the smallest id has the largest
-key, so the K largest keys of a token do not depend on the order of tiles and ranks.
 """
 
 import math
@@ -25,9 +22,6 @@ from liger_rl.kernels.transform import LogitTransform
 
 FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of given rows
 ROWS = 2048  # rows that `scatter_rows` converts at a time, so that the copy stays small
-ID_BITS = 32
-LARGEST_ID = (1 << ID_BITS) - 1
-LEAST_KEY = -(1 << 63)
 # Smallest log-probability in products with p. exp(-200) is 0 in float32, so nothing is lost. For a banned id, 0 * -200
 # is 0, but 0 * -inf would be NaN.
 LOWEST_LOG_PROBABILITY = -200.0
@@ -242,37 +236,6 @@ def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
     for first in range(0, rows.shape[0], ROWS):
         piece = slice(first, first + ROWS)
         out.index_copy_(0, index[piece], rows[piece].to(out.dtype))
-
-
-def lowest_keys(n: int, count: int, device: torch.device) -> Tensor:
-    """(n, count) int64 keys, all different, below the key of every logit."""
-    return (LEAST_KEY + torch.arange(count, device=device)).repeat(n, 1)
-
-
-def encode_keys(z: Tensor, ids: Tensor) -> Tensor:
-    """z (n, v) float32, ids (v,) int64 -> keys (n, v) int64. NaN is the largest, as in `torch.topk`."""
-    bits = torch.where(z == 0, 0.0, z).view(torch.int32)  # 0 and -0 are equal
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.long() << ID_BITS) | (LARGEST_ID - ids)
-
-
-def decode_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `encode_keys`: keys -> float32 logits and int64 ids."""
-    ordered = (keys >> ID_BITS).to(torch.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), LARGEST_ID - (keys & LARGEST_ID)
-
-
-def update_topk(
-    logits: Tensor,  # (n, v) float32
-    first: int,  # vocabulary id of the tile's first column
-    bias: Tensor | None,  # (v,)
-    transform: LogitTransform,
-    keys: Tensor,  # (n, K) int64, updated: the K largest keys of all tiles so far, unordered
-) -> None:
-    """Update each token's K largest keys with a tile of logits."""
-    ids = torch.arange(first, first + logits.shape[1], device=logits.device)
-    tile_keys = encode_keys(transform_logits(logits, bias, transform), ids)
-    keys.copy_(torch.cat([keys, tile_keys], dim=1).topk(keys.shape[1], sorted=False).values)
 
 
 def write_at_ids(

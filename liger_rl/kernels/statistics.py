@@ -29,8 +29,6 @@ class TokenStatistics(NamedTuple):
     log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
     is_top1: Tensor | None = None  # (n,) bool: the target is the first of the ids with the largest z
-    topk_logps: Tensor | None = None  # (n, K) the K largest log-probabilities, descending; None without topk
-    topk_ids: Tensor | None = None  # (n, K) int64, their ids in the whole vocabulary
 
 
 class Fold(NamedTuple):

@@ -47,8 +47,6 @@ class AlignedBatch:
     mean_logits: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     is_top1: Tensor | None = None
-    topk_logps: Tensor | None = None  # (..., K)
-    topk_ids: Tensor | None = None  # (..., K)
 
     def clean(self, dtype: torch.dtype, mask: Tensor | None = None) -> "AlignedBatch":
         """The batch with a bool mask, and columns that are detached, in `dtype`, and 0 where masked.

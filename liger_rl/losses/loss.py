@@ -54,7 +54,6 @@ class PolicyTerms(Options):
     # A sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics.
     idle_without_advantages: bool = field(init=False, repr=False)
     nll_weight: float = field(init=False, repr=False)  # of the mean of -logp over `AlignedBatch.nll_tokens`
-    topk: int | None = field(init=False, repr=False)  # the number of likeliest ids whose log-probabilities are read
     checked_terms: tuple[Any, ...] = field(init=False, repr=False)  # the terms that have a method `check`
 
     def __post_init__(self) -> None:
@@ -93,7 +92,6 @@ class PolicyTerms(Options):
             or any(isinstance(correction, OffPolicySequenceMask) for correction in corrections),
             "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
             "nll_weight": getattr(self.objective, "nll_weight", 0.0),
-            "topk": getattr(self.objective, "topk", None),
             "checked_terms": tuple(term for term in terms if hasattr(term, "check")),
         }
         for name, value in derived.items():
@@ -241,7 +239,7 @@ class PreparedLoss(NamedTuple):
             entropy = entropy.to(logps.dtype).masked_fill(masked, 0.0)
             values["entropy"] = entropy.detach()
         for name, value in others.items():
-            values[name] = value.masked_fill(masked if value.dim() == masked.dim() else masked[..., None], 0)
+            values[name] = value.masked_fill(masked, 0)
         if values:
             batch = replace(batch, **values)
         token_loss = terms.objective(logps, batch)

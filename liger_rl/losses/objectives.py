@@ -14,7 +14,6 @@ constant attributes, whose default is False:
     takes_importance_ratio: the objective uses `batch.importance_ratio`, so that the loss does not multiply by it.
     reads(level): a method that returns the names of the head's values, such as {"lse"}, that the objective reads from
         the batch at a level of metrics.
-    topk: K, if reads(level) has "topk_logps".
     nll_weight: weight of the mean of -logp over the tokens of `batch.nll_mask`, which the loss adds.
     own_metrics: the result has `metrics`, which read no token without advantage.
     reads_reference: the objective reads `batch.ref_per_token_logps`. A user's objective may do so without saying it.

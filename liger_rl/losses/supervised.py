@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_rl.losses.batch import AlignedBatch
 from liger_rl.losses.metrics import Metric, MetricsLevel
 from liger_rl.losses.objectives import TokenLoss
-from liger_rl.losses.options import Options, check_whole_number
+from liger_rl.losses.options import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,33 +84,16 @@ class DFT(CrossEntropy):
 class EAFT(CrossEntropy):
     """(entropy / eaft_scale)^eaft_alpha times the cross entropy, the entropy without gradient. arXiv:2601.02151.
 
-    The entropy is that of the eaft_k likeliest ids, whose probabilities are scaled to sum to 1, or of all ids if eaft_k
-    is None. The default eaft_scale is LLaMA-Factory's, about log 20. Axolotl's is 1.
+    The entropy is that of all ids. The default eaft_scale is LLaMA-Factory's, about log 20; Axolotl's is 1. Both
+    take the entropy of the 20 likeliest ids, whose probabilities are scaled to sum to 1.
     """
 
     eaft_alpha: Annotated[float, "[0, inf)"] = 1.0
-    eaft_k: int | None = 20
     eaft_scale: Annotated[float, "(0, inf)"] = 3.0
-    topk_option: ClassVar[str] = "eaft_k"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.eaft_k is not None:
-            check_whole_number("eaft_k", self.eaft_k, least=1)
-
-    @property
-    def topk(self) -> int | None:
-        return self.eaft_k
 
     def reads(self, level: MetricsLevel) -> set[str]:
-        return super().reads(level) | ({"entropy"} if self.eaft_k is None else {"topk_logps"})
+        return super().reads(level) | {"entropy"}
 
     def compute_loss(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
-        if self.eaft_k is None:
-            entropy = batch.entropy
-        else:
-            assert batch.topk_logps is not None
-            log_p = batch.topk_logps.detach().log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
-        assert entropy is not None
-        return (entropy / self.eaft_scale).pow(self.eaft_alpha) * super().compute_loss(logps, batch)
+        assert batch.entropy is not None
+        return (batch.entropy / self.eaft_scale).pow(self.eaft_alpha) * super().compute_loss(logps, batch)

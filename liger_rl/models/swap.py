@@ -38,8 +38,7 @@ from liger_rl.models.tensors import localize, plain_type
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
 IGNORE_INDEX = -100
-LIST_RESULTS = ("topk_logps", "topk_ids")  # results of K columns
-HEAD_OPTIONS = (*COMPUTE_OPTIONS, "lse", "extras", "topk")
+HEAD_OPTIONS = (*COMPUTE_OPTIONS, "lse", "extras")
 HEAD_RESULTS = ("entropy", "temperature", "support", *HEAD_OPTIONS)  # that only the fused forward reads
 FUSED_OPTIONS = ("labels", "shift_labels", "num_items_in_batch", *HEAD_RESULTS)
 # Arguments of a plain forward that the fused one checks and does not pass on.
@@ -65,13 +64,11 @@ class FusedCausalLMOutput(CausalLMOutputWithPast):
     per_token_logps: Tensor | None = None  # 0 where the label is -100, and with labels at t = 0
     entropy: Tensor | None = None  # (B, T) float32 in nats, of the distribution that predicted each label
     missing_target: Tensor | None = None  # (B, T) bool, as in `LogProbs`; None without a support
-    # (B, T) or (B, T, K), as in `LogProbs`, entry t for labels[b, t]; None unless requested
+    # (B, T), as in `LogProbs`, entry t for labels[b, t]; None unless requested
     lse: Tensor | None = None
     mean_logits: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     is_top1: Tensor | None = None
-    topk_logps: Tensor | None = None
-    topk_ids: Tensor | None = None
     aux_loss: Tensor | None = None
     router_logits: Any = None
 
@@ -90,7 +87,7 @@ def swap_lm_head(model: Model) -> Model:
         support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
             per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        lse, extras, topk, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
+        lse, extras, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
     Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md).
 
@@ -283,7 +280,7 @@ def _fused_forward(
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = read_current_head(model, model._fused_head_type)
-    kinds: dict[str, tuple[int, torch.dtype]] = {}  # of `_pack_results`
+    dtypes: dict[str, torch.dtype] = {}  # of `_pack_results`
 
     def per_token(hidden: Tensor) -> Tensor:
         """(..., H) -> (..., columns). It runs within the head's call, around which FSDP gathers the weight."""
@@ -300,15 +297,14 @@ def _fused_forward(
             support=None if support is None else support.to(hidden.device),
             **options,
         )
-        # float64 holds ids exactly.
-        packed, found = _pack_results(result, torch.float32 if options.get("topk") is None else torch.float64)
-        kinds.update(found)
+        packed, found = _pack_results(result)
+        dtypes.update(found)
         return packed
 
     with intercept_logits(head.module, per_token) as request:
         output = plain_forward(model, *args, return_dict=True, **kwargs)
     assert request.output is not None  # the probe at the swap has seen that the forward calls its head
-    values = _unpack_results(request.output, kinds)
+    values = _unpack_results(request.output, dtypes)
     logps = values.pop("logps")
     if num_items_in_batch is None:
         num_items_in_batch = (targets >= 0).sum().clamp(min=1)
@@ -345,20 +341,14 @@ def _read_targets(
     return targets, None if support is None else _shift_support(support)
 
 
-def _pack_results(result: LogProbs, dtype: torch.dtype) -> tuple[Tensor, dict[str, tuple[int, torch.dtype]]]:
-    """(..., columns) all results, as one answer of a head. Name of a result -> its number of columns and its dtype."""
+def _pack_results(result: LogProbs) -> tuple[Tensor, dict[str, torch.dtype]]:
+    """(..., columns) float32, all results as one answer of a head, and the dtypes of the results by name."""
     values = {name: value for name, value in result._asdict().items() if value is not None}
-    columns = [value if name in LIST_RESULTS else value[..., None] for name, value in values.items()]
-    kinds = {name: (x.shape[-1], x.dtype) for name, x in zip(values, columns, strict=True)}
-    return torch.cat([x.to(dtype) for x in columns], -1), kinds
+    return torch.stack([x.float() for x in values.values()], -1), {name: x.dtype for name, x in values.items()}
 
 
-def _unpack_results(packed: Tensor, kinds: dict[str, tuple[int, torch.dtype]]) -> dict[str, Any]:
-    split = packed.split([width for width, _ in kinds.values()], -1)
-    return {
-        name: (columns if name in LIST_RESULTS else columns[..., 0]).to(dtype)
-        for (name, (_, dtype)), columns in zip(kinds.items(), split, strict=True)
-    }
+def _unpack_results(packed: Tensor, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
+    return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), packed.unbind(-1), strict=True)}
 
 
 def _check_plain_arguments(model: Any, names: Iterable[str]) -> None:

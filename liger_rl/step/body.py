@@ -318,8 +318,7 @@ def fused_forward(
     inputs = dict(inputs)
     labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
     options = {
-        name: getattr(loss.options, name)
-        for name in (*COMPUTE_OPTIONS, *(("entropy", "lse", "extras", "topk") * others))
+        name: getattr(loss.options, name) for name in (*COMPUTE_OPTIONS, *(("entropy", "lse", "extras") * others))
     }
     at = loss.transform.temperature if temperature is None else temperature
     return model(labels=labels, fused=True, temperature=at, **options, **inputs)

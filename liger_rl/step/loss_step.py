@@ -480,7 +480,6 @@ def _check_loss(loss: Any, swapped: Any) -> None:
                 f"{name} must be left out of the loss, the model's own is used: {model_value} for "
                 f"{type(swapped).__name__}, got {value}"
             )
-    loss.check_vocabulary(swapped.config.get_text_config().vocab_size)
 
 
 def _check_world_size(loss: FusedLinearLoss, ranks: int) -> None:

@@ -41,7 +41,7 @@ class Case:
     ids_below: int = VOCAB  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
     several: int = 0  # ids of each token, 0 for its target alone
-    topk: int | None = None
+    tied: bool = False  # several entries have the largest logit
     banned: int = 0  # the first entries, whose bias is -inf: a whole shard and more
     dtensors: str = ""  # which of "student" and "both" are DTensors; the teacher's other rows are a plain shard
     placement: Replicate | None = None  # of hidden states that are DTensors
@@ -65,11 +65,11 @@ CASES = [
     Case(frozen="hidden"),
     Case(tokens=48, dtype=torch.bfloat16, temperature=0.8, shards=1),
     Case(bias=True, banned=520, shards=1),
-    Case(several=7, topk=6, bias=True, softcap=9.0, temperature=0.8),
-    Case(several=7, topk=6, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),  # fewer rows than ids on some ranks
-    Case(topk=6, bias=True, shards=1, masked="none"),
+    Case(several=7, bias=True, softcap=9.0, temperature=0.8),
+    Case(several=7, bias=True, shards=1, chunk_tokens=4, chunk_vocab=8),
+    Case(tied=True, bias=True, shards=1, masked="none"),
     *(Case(dtensors="both", placement=placement, bias=True) for placement in (None, Replicate())),
-    Case(dtensors="both", placement=Replicate(), bias=True, several=7, topk=6),
+    Case(dtensors="both", placement=Replicate(), bias=True, several=7),
     Case(kind="reverse_kl", bias=True, temperature=0.8),
     Case(kind="jsd", shards=1, bias=True, softcap=3.0),
     Case(kind="reverse_kl", padding=9, vocab=VOCAB, shards=1, bias=True),
@@ -100,9 +100,7 @@ def count_parts(case: Case, device="cpu") -> dict[str, Tensor]:
     parts["upstream"] = torch.randn(2, case.tokens)
     parts["upstream"][:, ::3] = 0.0  # tokens without a gradient are left out of the backward
     tied = torch.tensor([3, 40, 400, 590])
-    if (
-        case.topk
-    ):  # the largest logit four times, in one shard and in two, to the last bit: the smallest id is the first
+    if case.tied:  # in one shard and in two, to the last bit: the smallest id is the first
         parts["weight"][tied], parts["bias"][tied] = 0.0, 30.0
     if case.banned:
         parts["bias"][: case.banned] = -torch.inf
@@ -114,7 +112,7 @@ def count_parts(case: Case, device="cpu") -> dict[str, Tensor]:
     targets = torch.randint(case.banned, case.ids_below, (case.tokens,))
     if case.ids_below == VOCAB:
         targets[::5] = oracles.linear_logits(parts["hidden"], parts["weight"], parts.get("bias")).argmax(-1)[::5]
-    if case.topk:
+    if case.tied:
         targets[6:10] = tied
     if case.tokens:
         targets[1] = -100
@@ -147,7 +145,6 @@ def solve(case: Case, parts: dict[str, Tensor], place=None) -> dict[str, Tensor]
         found = linear_logprobs(
             local.hidden, local.weight, parts["targets"], **options,
             extras=("mean_logits",) if case.several else () if case.banned else EXTRAS, lse=case.several > 0,
-            topk=case.topk,
         )  # fmt: skip
         loss = ((found.logps.mT if case.several else found.logps) * of_logps).sum()
         for part in (found.entropy, found.lse, found.mean_logits):
@@ -188,8 +185,8 @@ def solve_sharded(rank, case):
 def test_equals_the_whole_head(ranks, world, case):
     results, expected = ranks.run(solve_sharded, case, **world), solve(case, count_parts(case, world["device"]))
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there; a sum with 1 in float32.
-    loose = case.topk or case.kind
-    # With few ids the largest logits are the probable ones, and the last bit of 35 is 4e-6 of a probability.
+    # With ties the largest logits are the probable ones, and the last bit of 35 is 4e-6 of a probability.
+    loose = case.tied or case.kind
     grad_tolerance = 4e-3 if case.dtype == torch.bfloat16 else 1e-5 if case.banned or loose else 1e-6
     assert_whole(results, expected, 1e-5 if loose else 1e-6, grad_tolerance)
     for name, truth in expected.items():
@@ -378,14 +375,13 @@ def test_what_a_call_sends_and_waits_for(ranks, masked):
         assert after == (shapes[2][0] > 0)  # the sum runs beneath the last product, of a whole tile
 
 
-@pytest.mark.parametrize("topk", [None, 6])
-def test_what_a_call_with_several_targets_sends(ranks, topk):
-    """Beside a maximum and three sums, the third for the mean logit, one collective more of (n, K) for the targets, and
-    one for the largest; none of them in a loop over tiles."""
-    case = Case(several=7, topk=topk, bias=True, entropy=False, tokens=13)
+def test_what_a_call_with_several_targets_sends(ranks):
+    """Beside a maximum and three sums, the third for the mean logit, one collective more of (n, K) for the targets,
+    which is not in a loop over tiles."""
+    case = Case(several=7, bias=True, entropy=False, tokens=13)
     for _, shapes, _ in ranks.run(calls_seen, case):
         n = shapes[0][1]
-        assert shapes[:-1] == [(1, n), (3, n), (n, 7), *([(n, 6)] if topk else [])]
+        assert shapes[:-1] == [(1, n), (3, n), (n, 7)]
         assert shapes[-1][1] == HIDDEN
 
 

@@ -49,7 +49,6 @@ MUTANTS = (
     ("a gradient of lse is lost beside several targets", "kernels/statistics.py", "-grad_lse[:, None]]", "0 * grad_lse[:, None]]"),
     ("a gradient of the mean logit is lost at the targets of several", "head/dense/several.py", "with_uniform(grad, gradients)", "grad"),
     ("a token with a gradient of the mean logit alone is dropped", "head/autograd.py", "(gradients.grad_entropy, gradients.uniform)", "(gradients.grad_entropy,)"),
-    ("a tile's first entry is never among the largest", "kernels/reference.py", "[keys, tile_keys]", "[keys, tile_keys[:, 1:]]"),
     ("merged metrics lose a count", "losses/metrics.py", "else a.count + b.count", "else a.count"),
     ("ld_alpha begins after the longer sequence", "losses/preference.py", "position <= torch.minimum(*tokens)", "position <= torch.maximum(*tokens)"),
     ("sorted pairs are sums in place of means", "losses/preference.py", "(self._weigh_sides(x, batch) for x in (logps, reference))", "(self._sum_sides(x, batch) for x in (logps, reference))"),

@@ -156,8 +156,7 @@ class Logits:
 def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None, r=None, m=None) -> HeadResult:
     """linear_logprobs for a `HeadCase`, flat over tokens.
 
-    g, e, r, m (N,) are the gradients of logps, entropy, lse and mean_logits. With ids (N, K) logps and g are (N, K),
-    and there are topk_logps, the largest first.
+    g, e, r, m (N,) are the gradients of logps, entropy, lse and mean_logits. With ids (N, K) logps and g are (N, K).
     """
     runs = Head(case)
     logits, live = runs.logits, runs.live
@@ -168,8 +167,7 @@ def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = No
         ids = case.ids.flatten(0, -2).long()
         log_p, listed = logits.z.detach().log_softmax(-1), (ids >= 0) & live[:, None]
         values["logps"] = torch.where(listed, log_p.gather(-1, ids.clamp(min=0)), 0.0)
-        values["topk_logps"] = log_p.topk(case.options["topk"]).values.masked_fill(~live[:, None], 0.0)
-        budgets |= {name: unit_row[:, None] + EPS * values[name].abs() for name in ("logps", "topk_logps")}
+        budgets["logps"] = unit_row[:, None] + EPS * values["logps"].abs()
     given = g.double(), e.double(), upstream or (nothing, nothing), case.compute
     r, m = (None if x is None else x.double() for x in (r, m))
     dlogits, budget = logits.gradient(*given, ids=ids, r=r, m=m)

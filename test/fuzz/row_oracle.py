@@ -106,8 +106,7 @@ def supervised_losses(name: str, o: dict, logits: Tensor, targets: Tensor) -> Te
     if name == "dft":
         loss = p.detach() * loss
     elif name == "eaft":
-        k = o.get("eaft_k", 20)
-        known = log_p.detach() if k is None else log_p.detach().topk(k).values.log_softmax(-1)
+        known = log_p.detach()
         entropy = -(known.exp() * known).sum(-1)
         loss = (entropy / o.get("eaft_scale", 3.0)) ** o.get("eaft_alpha", 1.0) * loss
     return loss + o.get("z_loss", 0.0) * logits.logsumexp(-1) ** 2

@@ -12,7 +12,7 @@ import oracles
 from cases import Numbers, fuzz, one, rarely
 from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, topk_divergence
 from liger_rl.fused_linear import ReferenceHead
-from liger_rl.head import LogitTransform, list_divergence
+from liger_rl.head import LogitTransform
 from liger_rl.losses import Segments, SequenceMean, TokenSum
 
 SEEDS = st.integers(0, 2**62)
@@ -180,7 +180,7 @@ def test_given_tokens(seed: int) -> None:
     draw, name = rows.draw, one(rows.draw, "nll", "nll", "dft", "eaft")
     o = {"label_smoothing": one(draw, 0.0, 0.2), "z_loss": one(draw, 0.0, 0.01)}
     if name == "eaft":
-        o |= {"eaft_k": one(draw, None, 1, min(rows.vocab, 5)), "eaft_alpha": one(draw, 1.0, 1.5), "eaft_scale": 2.0}
+        o |= {"eaft_alpha": one(draw, 1.0, 1.5), "eaft_scale": 2.0}
     targets = rows.ids.masked_fill(~rows.live, -100)
     weights = one(
         draw, None, rows.numbers.normal(*rows.shape).abs().masked_fill(rows.numbers.share(rows.shape, 0.3), 0)
@@ -226,9 +226,3 @@ def test_lists(seed: int) -> None:
         transform=LogitTransform(**rows.transform), **options,
     ).divergence  # fmt: skip
     rows.check((found * packed[4].float()).sum(), (expected * slope).sum(), (options, lists))
-    # Far below the rest of the vocabulary only the differences of a renormalised list count.
-    if tail == "renormalized":
-        low = list_divergence(p.detach() - 300, q - 300, ids=lists, **options)
-        high = list_divergence(p.detach(), q, ids=lists, **options)
-        torch.testing.assert_close(low, high)
-        assert not high[~(lists >= 0).any(-1)].any()

@@ -103,7 +103,7 @@ def round_fma_once(monkeypatch):
     ("kernels", "of"),
     [
         *itertools.product(["PyTorch", "Triton"], ["all", "several targets", "support", "given logits"]),
-        *itertools.product(["an epilogue"], ["logps", "all", "topk"]),
+        *itertools.product(["an epilogue"], ["logps", "all"]),
     ],
 )
 def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkeypatch):
@@ -134,10 +134,8 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
         options["support"] = Support.from_padded(torch.where(listed, torch.arange(vocab, device=device), -1))
     if of != "logps":
         options["entropy"] = True
-    if of in ("all", "several targets", "topk"):
+    if of in ("all", "several targets"):
         options["lse"] = True
-    if of == "topk":
-        options["topk"] = 2
 
     def values(hidden, weight):
         if of == "given logits":
@@ -146,7 +144,7 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
         return linear_logprobs(hidden, weight, targets, **options)
 
     found = values(hidden, weight)
-    outputs = [found.logps, found.entropy, getattr(found, "lse", None), getattr(found, "topk_logps", None)]
+    outputs = [found.logps, found.entropy, getattr(found, "lse", None)]
     outputs = [value for value in outputs if value is not None]
     upstream = [torch.rand(value.shape).to(device) + 0.5 for value in outputs]
     torch.autograd.backward(outputs, upstream)
@@ -154,9 +152,6 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
     z = oracles.transformed(exact, **transform).masked_fill(~listed, -math.inf)
     values_of, ids = oracles.values(z, targets), targets if targets.dim() == 2 else targets[:, None]
     expected = [getattr(values_of, name) for name in ("logps", "entropy", "lse") if name in {"logps", *options}]
-    if of == "topk":
-        expected.append(oracles.values(z, found.topk_ids).logps)
-        ids = torch.cat([ids, found.topk_ids], 1)
     torch.autograd.backward(expected, [grad.double() for grad in upstream])
     mine = weight.grad[:, :n].T.double()
     # All ids but the targets, whose gradients are computed from log-probabilities: in float16 they are rounded by more.
@@ -164,7 +159,7 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
     assert ((mine - truth).sum(1).abs() / truth.abs().sum(1)).max() <= 1e-4
 
 
-# --- several targets for each token, and the largest ------------------------------------------------------------------
+# --- several targets for each token -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -183,28 +178,6 @@ def test_a_small_difference_of_two_terms_is_rounded_once(dtype):
     assert oracles.relative_error(weight.grad.T, truth) < torch.finfo(dtype).eps
     rounded_apart = (q.sum(1, keepdim=True) * log_p.exp()).to(dtype).double()[:, :8] - q
     assert (rounded_apart - truth[:, :8]).norm() / truth.norm() > 10 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize(("triton", "chunk_vocab"), [(False, 1), (False, 7), (False, 400), (True, 150)])
-def test_equal_logits_are_in_the_order_of_their_ids(triton, chunk_vocab, monkeypatch):
-    """Many of few values, -0 among them, and whole rows of banned ids."""
-    if triton:
-        skip_without_interpreter()
-        run_triton(monkeypatch)
-    values = torch.tensor([-1.0, -0.0, 0.0, 2.0, -math.inf])
-    logits = values[torch.randint(5, (4, 400 if chunk_vocab > 1 else 40))]
-    logits[1] = 2.0
-    logits[3, 2:] = -1e30
-    bias = torch.zeros_like(logits[0])
-    bias[3:6] = -math.inf
-    found = linear_logprobs(
-        torch.eye(4), logits.nan_to_num(neginf=-3e38).T, torch.zeros(4, dtype=torch.long), bias=bias, topk=30,
-        chunk_vocab=chunk_vocab,
-    )  # fmt: skip
-    logits = logits.nan_to_num(neginf=-3e38) + bias
-    order = logits.sort(dim=1, descending=True, stable=True).indices[:, :30]
-    assert torch.equal(found.topk_ids, order)
-    torch.testing.assert_close(found.topk_logps, logits.log_softmax(-1).gather(1, order))
 
 
 # --- what the backward holds ------------------------------------------------------------------------------------------
@@ -234,11 +207,11 @@ def test_transform_values(option, error, value):
 
 
 CHANGED = {
-    "chunk_vocab": 64, "lse": True, "topk": 3, "extras": ["mean_logits"],
+    "chunk_vocab": 64, "lse": True, "extras": ["mean_logits"],
 }  # fmt: skip
 # Feature in the message, call of the table, options that do not go with them.
 NOT_TOGETHER = [
-    ("with a support", "support", ("lse", "topk", "extras")),
+    ("with a support", "support", ("lse", "extras")),
     ("with token_weights", "JSD in one pass", ("chunk_vocab",)),
 ]
 

@@ -118,13 +118,13 @@ def test_cross_entropy(layout, reduction):
     assert_same_gradients(found, gradients(model, expected))
 
 
-def test_a_list_of_the_likeliest_ids_reaches_the_loss():
+def test_the_entropy_reaches_the_loss():
     model, batch = small_llama(), batch_of_pairs()
     del batch["ref_logps"]
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()[:, :-1]
     mask, labels = batch["mask"][:, 1:], batch["input_ids"][:, 1:]
-    expected = oracles.eaft(logits, labels, 5)[mask].mean()
-    total, found = by_steps(model, batch, FusedLinearCrossEntropyLoss("eaft", eaft_k=5), max_tokens=48)
+    expected = oracles.eaft(logits, labels)[mask].mean()
+    total, found = by_steps(model, batch, FusedLinearCrossEntropyLoss("eaft"), max_tokens=48)
     torch.testing.assert_close(total.loss, expected.detach())
     assert_same_gradients(found, gradients(model, expected))
 
@@ -170,7 +170,7 @@ def test_columns_are_the_losss_own():
         loss_step(small_llama(), {name: x[:5] for name, x in batch.items()}, FusedLinearPreferenceLoss("dpo"))
 
 
-EAFT, ORPO = FusedLinearCrossEntropyLoss("eaft", eaft_k=VOCAB + 1), FusedLinearPreferenceLoss("orpo")
+ORPO = FusedLinearPreferenceLoss("orpo")
 BAD_INPUT = {
     "mask of halves": (lambda batch: {"mask": batch["mask"] * 0.5}, {}, "mask must be 0 or 1 at each token; 63 of"),
     "mask of NaN": (lambda batch: {"mask": torch.where(batch["mask"], torch.nan, 0.0)}, {}, "mask must be 0 or 1"),
@@ -186,7 +186,6 @@ BAD_INPUT = {
     "no column": (lambda batch: {"input_ids": batch["input_ids"][:, :0]}, {}, r"one token, got \(6, 0\)"),
     "max_tokens": (lambda batch: {}, {"max_tokens": 99}, "max_tokens must be given to loss_steps"),
     "group": (lambda batch: {}, {"group": "world"}, "group must be a process group"),
-    "eaft_k": (lambda batch: {}, {"loss": EAFT}, f"eaft_k must be at most {VOCAB}, the {VOCAB} ids of the vocabulary"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Several ids per token: the log-probabilities of K targets, and the K largest log-probabilities (`topk`).
+"""The log-probabilities of K targets of a token.
 
 Let g_k be the gradients of a token's K log-probabilities, and G = sum_k g_k. Then
 
@@ -8,8 +8,7 @@ The backward of a token without a target computes -p_v G. dL/dz at the K ids is 
 products, so it is summed in float32 and rounded once. Two products would round the two terms apart. That matters if a
 student has nearly its teacher's probabilities: dL/dz_v is then their small difference.
 
-The K logits are gathered from float32 tiles of logits, which a fold in a product's epilogue does not make. `topk` reads
-the same tiles. Its ids are further targets in the backward.
+The K logits are gathered from float32 tiles of logits, which a fold in a product's epilogue does not make.
 """
 
 from collections.abc import Callable
@@ -17,22 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_rl.distributed import VocabShard
 from liger_rl.head.autograd import Engine, Saved, token_gradients
 from liger_rl.head.dense import two_pass
-from liger_rl.head.live_tokens import scatter_rows, take_rows
+from liger_rl.head.live_tokens import take_rows
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import spans
-from liger_rl.kernels import for_device
 from liger_rl.kernels.devices import log_way
-from liger_rl.kernels.reference import (
-    decode_keys,
-    entropy_term,
-    lowest_keys,
-    times_derivative,
-    transform_logits,
-    with_uniform,
-)
+from liger_rl.kernels.reference import entropy_term, times_derivative, transform_logits, with_uniform
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
@@ -45,55 +35,24 @@ class SeveralTargets(Engine):
         log_way("forward", head.hidden.device, "one target for each token")
         statistics = _statistics(head.take(head.live))
         saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
-        saved.topk_logps, saved.topk_ids = statistics.topk_logps, statistics.topk_ids
         return statistics
 
     @staticmethod
     def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
-        if grads.topk_logps is not None:
-            head, grads = _with_topk(saved, head, grads)
-        gradients = token_gradients(saved, grads, head.vocab)
-        if head.targets.dim() == 2:
-            gradients = _of_several_targets(saved.logps, head, gradients)
+        gradients = _of_several_targets(saved.logps, head, token_gradients(saved, grads, head.vocab))
         return two_pass.head_gradients(head, gradients, needs)
 
 
-def _with_topk(saved: Saved, head: Head, grads: LogProbs) -> tuple[Head, LogProbs]:
-    """The topk ids as further targets, whose log-probabilities have the gradients `grads.topk_logps`.
-
-    The log-probabilities of `saved` become those of all targets.
-    """
-    targets, logps = head.targets, saved.logps
-    if targets.dim() == 1:
-        targets, logps = targets[:, None], logps[:, None]
-    grad_logps = torch.zeros_like(logps) if grads.logps is None else grads.logps.view_as(logps)
-    assert grads.topk_logps is not None
-    ids = scatter_rows(saved.topk_ids + 1, head.live, targets.shape[:1]) - 1  # -1 at tokens that do not count
-    saved.logps = torch.cat([logps, saved.topk_logps], 1)
-    grads = grads._replace(logps=torch.cat([grad_logps, grads.topk_logps], 1), topk_logps=None)
-    return head._replace(targets=torch.cat([targets, ids], 1)), grads
-
-
 def _statistics(rows: Head) -> TokenStatistics:
-    targets, topk = None, rows.options.topk
-    if rows.targets.dim() == 2:
-        targets = _Targets(rows)
-        rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.OUT_OF_VOCAB))
-    largest = None if topk is None else _Largest(rows, topk)
-    readers = [collector.read_tile for collector in (targets, largest) if collector is not None]
-    state = two_pass.fold_tiles(rows, readers=readers)
-    statistics = state.finish()
+    targets = _Targets(rows)
+    rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.OUT_OF_VOCAB))
+    state = two_pass.fold_tiles(rows, read_tile=targets.read_tile)
 
     def log_probabilities(z: Tensor) -> Tensor:
         # We subtract the peak first, as `Fold.finish` does, for precision near 0.
         return (z - state.peak[:, None]) - state.sum_exp.log()[:, None]
 
-    if targets is not None:
-        statistics = statistics._replace(logps=targets.logps(log_probabilities))
-    if largest is not None:
-        z, ids = largest.finish(rows.shard)
-        statistics = statistics._replace(topk_logps=log_probabilities(z).clamp_(max=0.0), topk_ids=ids)
-    return statistics
+    return state.finish()._replace(logps=targets.logps(log_probabilities))
 
 
 class _Targets:
@@ -104,7 +63,7 @@ class _Targets:
         self.on_rank = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
         self.x = torch.zeros(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
-    def read_tile(self, logits: Tensor, tokens: slice, first: int, bias: Tensor | None) -> None:
+    def read_tile(self, logits: Tensor, tokens: slice, first: int) -> None:
         column, width = self.ids[tokens] - first, logits.shape[1]
         clamped_values = logits.gather(1, column.clamp(0, width - 1))
         self.x[tokens] = torch.where((column >= 0) & (column < width), clamped_values, self.x[tokens])
@@ -116,23 +75,6 @@ class _Targets:
         z = torch.where(self.on_rank, transform_logits(self.x, listed, self.rows.options.transform), 0.0)
         z = z if shard is None else shard.total(z)
         return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
-
-
-class _Largest:
-    """The K largest logits of each token, kept while tiles are folded."""
-
-    def __init__(self, rows: Head, count: int) -> None:
-        self.transform = rows.options.transform
-        self.start = 0 if rows.shard is None else rows.shard.place.vocab_start
-        self.keys = lowest_keys(rows.hidden.shape[0], count, rows.hidden.device)
-
-    def read_tile(self, logits: Tensor, tokens: slice, first: int, bias: Tensor | None) -> None:
-        for_device(logits.device).update_topk(logits, self.start + first, bias, self.transform, self.keys[tokens])
-
-    def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-        """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
-        keys = self.keys if shard is None else shard.gathered(self.keys)
-        return decode_keys(keys.sort(dim=1, descending=True).values[:, : self.keys.shape[1]])
 
 
 def _of_several_targets(logps: Tensor, head: Head, gradients: TokenGradients) -> TokenGradients:

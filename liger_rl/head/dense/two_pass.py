@@ -5,7 +5,7 @@ the tiles of the remaining tokens. Each tile becomes dL/dx, and its two products
 the outer loop of both passes, so that a tile of the weight is read once, and under autocast converted once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -22,8 +22,8 @@ from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 
 OUT_OF_VOCAB = -1  # stands for a target outside of all tiles
 
-# (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry, its bias (v,))
-TileReader = Callable[[Tensor, slice, int, Tensor | None], None]
+# (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry)
+TileReader = Callable[[Tensor, slice, int], None]
 
 
 class TwoPasses(Engine):
@@ -98,8 +98,8 @@ def _find_epilogue(rows: Head, *, folds: bool) -> ModuleType | None:
     return epilogue
 
 
-def fold_tiles(rows: Head, *, readers: Sequence[TileReader] = ()) -> Fold:
-    """The fold of rows over all ranks, from tiles of logits in memory. Each tile is passed to `readers`."""
+def fold_tiles(rows: Head, *, read_tile: TileReader | None = None) -> Fold:
+    """The fold of rows over all ranks, from tiles of logits in memory. Each tile is passed to `read_tile`."""
     hidden, weight, bias, options = rows.hidden, rows.weight, rows.bias, rows.options
     targets, transform, (n, hidden_size), vocab = rows.target_rows, options.transform, hidden.shape, weight.shape[0]
     kernels = for_device(hidden.device)
@@ -118,8 +118,8 @@ def fold_tiles(rows: Head, *, readers: Sequence[TileReader] = ()) -> Fold:
                 logits, take_span(targets, *span), first, bias_tile, transform, folds[index], entropy=options.entropy,
                 extras=options.extras,
             )  # fmt: skip
-            for read_tile in readers:
-                read_tile(logits, tokens, first, bias_tile)
+            if read_tile is not None:
+                read_tile(logits, tokens, first)
             del logits  # so that it is freed before the next tile is allocated
     state, shard = folds[0] if len(folds) == 1 else Fold.concatenate(folds), rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
