@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_rl.head.record import DIFFERENTIABLE, Gradients, Head, LogProbs, Needs, gather_head
 from liger_rl.kernels import gemm
-from liger_rl.kernels.differentiable_once import differentiable_once
+from liger_rl.kernels.public_call import refuse_second_derivative
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 # What an engine's backward reads from its forward: tensors by name.
@@ -55,9 +55,9 @@ def save_tensors(ctx: Any, **tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors.values())
 
 
-def named_tensors(ctx: Any, tensors: tuple[Any, ...]) -> Saved:
+def named_tensors(ctx: Any) -> Saved:
     """The tensors of `save_tensors`, by name."""
-    return Saved(**dict(zip(ctx.saved_names, tensors, strict=True)))
+    return Saved(**dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True)))
 
 
 class EngineFunction(torch.autograd.Function):
@@ -88,11 +88,11 @@ class EngineFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, *grads):
+    def backward(ctx, *grads):
+        refuse_second_derivative()
         if all(grad is None for grad in grads):
             return None, None, None, None, None
-        saved = named_tensors(ctx, tensors)
+        saved = named_tensors(ctx)
         head = ctx.head._replace(hidden=saved.hidden, weight=saved.weight, bias=saved.bias, targets=saved.targets)
         with gemm.without_autocast(head.hidden.device), gather_head(head.options, head.weight, head.bias):
             gradients = ctx.engine.backward(saved, head, LogProbs(*grads), ctx.needs_input_grad[:3])

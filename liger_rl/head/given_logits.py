@@ -5,7 +5,7 @@ from torch import Tensor
 
 from liger_rl.head.checks import check_floating, check_tokens, check_transform
 from liger_rl.kernels import for_device
-from liger_rl.kernels.differentiable_once import differentiable_once
+from liger_rl.kernels.public_call import refuse_second_derivative
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -32,9 +32,9 @@ class LogitRows(torch.autograd.Function):
         return statistics.logps.clone(), entropies, lse
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, saved, grad_logps, grad_entropy, _):
-        logits, targets, mask, *statistics = saved
+    def backward(ctx, grad_logps, grad_entropy, _):
+        refuse_second_derivative()
+        logits, targets, mask, *statistics = ctx.saved_tensors
         if grad_logps is None and grad_entropy is None:
             return None, None, None, None, None
         grads = torch.zeros_like(grad_entropy) if grad_logps is None else grad_logps.float(), grad_entropy

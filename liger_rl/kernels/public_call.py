@@ -1,4 +1,4 @@
-"""What public functions share: the error for an unknown keyword, and the break in a graph of torch.compile."""
+"""What public functions share: two errors, and the break in a graph of torch.compile."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -50,3 +50,16 @@ def _unknown_keyword(called: str, keywords: Mapping[str, object], known: Sequenc
     if "transform" in known and name in LogitTransform.__dataclass_fields__:
         return f"{text}; write transform=LogitTransform({name}={value if isinstance(value, (int, float)) else '...'})"
     return f"{text}{hint(name, known)}. Its arguments are {', '.join(known)}"
+
+
+def refuse_second_derivative() -> None:
+    """Raise in a backward whose gradients shall have a graph.
+
+    `torch.autograd.function.once_differentiable` raises only if the gradient from above has a graph, too. A gradient
+    penalty of log-probabilities would silently do nothing.
+    """
+    if torch.is_grad_enabled():  # only create_graph=True enables it in a backward
+        raise RuntimeError(
+            "create_graph must be False, got True: log-probabilities and losses of liger_rl can be differentiated "
+            "once. Give another part of the graph its own torch.autograd.grad(..., create_graph=True)"
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.devices import runs_triton
-from liger_rl.kernels.differentiable_once import differentiable_once
+from liger_rl.kernels.public_call import refuse_second_derivative
 from liger_rl.losses.loss import NOTHING, PolicyLoss, PreparedLoss
 from liger_rl.losses.metrics import Metric, loss_metrics
 
@@ -56,9 +56,9 @@ class _Launch(torch.autograd.Function):
         return out.sums[0].clone() if out.losses is None else out.losses, *constants
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, saved, grad, *_):
-        _, slopes = saved
+    def backward(ctx, grad, *_):
+        refuse_second_derivative()
+        _, slopes = ctx.saved_tensors
         return None if grad is None else grad * slopes, None, None, None
 
 

@@ -29,7 +29,7 @@ from liger_rl.head.pair.two_heads import Pair
 from liger_rl.head.record import Gradients, Head, gather_head
 from liger_rl.kernels import gemm
 from liger_rl.kernels.argument_checks import check_choice, check_number
-from liger_rl.kernels.differentiable_once import differentiable_once
+from liger_rl.kernels.public_call import refuse_second_derivative
 from liger_rl.kernels.transform import LogitTransform
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
@@ -274,7 +274,7 @@ def _attach_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients |
     """The loss (), which has no gradient, with the gradients that `_run_one_pass` made."""
     if gradients is None:
         return loss
-    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients)[0]
+    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients)
 
 
 def _select_results(statistics: PairStatistics) -> tuple[Tensor | None, ...]:
@@ -316,11 +316,11 @@ class PairFunction(torch.autograd.Function):
         return *copies, teacher_logps
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, *grads):
+    def backward(ctx, *grads):
+        refuse_second_derivative()
         if all(grad is None for grad in grads[:3]):
             return None, None, None, None
-        saved, pair = named_tensors(ctx, tensors), ctx.pair
+        saved, pair = named_tensors(ctx), ctx.pair
         student = pair.student._replace(
             hidden=saved.hidden, weight=saved.weight, bias=saved.bias, targets=saved.targets
         )

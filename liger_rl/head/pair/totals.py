@@ -9,7 +9,7 @@ from liger_rl.head.pair import for_device
 from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.head.tiles import take_span
 from liger_rl.kernels import gemm, reference
-from liger_rl.kernels.differentiable_once import differentiable_once
+from liger_rl.kernels.public_call import refuse_second_derivative
 
 
 class Totals:
@@ -88,10 +88,7 @@ class Totals:
 
 
 class WithGradients(torch.autograd.Function):
-    """(value (), hidden, weight, bias) -> value. The gradients are already known, up to the factor from above.
-
-    The second result is an empty tensor. Only `differentiable_once` uses it: it connects the gradients to it.
-    """
+    """(value (), hidden, weight, bias) -> value. The gradients are already known, up to the factor from above."""
 
     @staticmethod
     def forward(ctx, value, hidden, weight, bias, gradients):
@@ -99,13 +96,12 @@ class WithGradients(torch.autograd.Function):
         ctx.shape = hidden.shape
         # Gradients are no saved tensors: the backward scales them in place, which a saved-tensor hook would see.
         ctx.gradients = gradients
-        anchor = value.new_empty(0)
-        ctx.save_for_backward(anchor)
-        return value.clone(), anchor
+        return value.clone()
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, _saved, factor, _):
+    def backward(ctx, factor):
+        refuse_second_derivative()
+        assert ctx.saved_tensors == ()  # asked for because PyTorch raises here in a second backward without a graph
         factor, gradients = factor.float(), ctx.gradients
         # With retain_graph the backward may run again, so the gradients stay. Otherwise we give them away without a
         # reference: autograd's accumulation copies a gradient that anything else refers to.
