@@ -19,12 +19,12 @@ HUB = Path(__file__).resolve().parent
 PACKAGE = HUB.parent / "liger_rl"
 VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-rocm": "rocm", "torch-universal": "cpu"}
 # A kernel may import PyTorch and itself alone. Of the integrations there is what layers.py needs.
-INTEGRATIONS = re.compile(r"integrations/(__init__\.py|patching\.py|liger/\w+\.py)")
+INTEGRATIONS = re.compile(r"integrations/(__init__\.py|patching\.py|liger\.py)")
 # The names that need other libraries are not the kernel's.
 OWN_NAMES = """
-from liger_rl import fused_linear, head, layers, losses
+from liger_rl import distill, fused_linear, head, layers, losses
 
-__all__ = ["fused_linear", "head", "layers", "losses", *[name for name in __all__ if name not in _LAZY]]
+__all__ = ["distill", "fused_linear", "head", "layers", "losses", *[name for name in __all__ if name not in _LAZY]]
 _LAZY.clear()
 """
 NAMES = re.compile(r"liger_rl(\.\w+)*")  # of modules, as string constants have them

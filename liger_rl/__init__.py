@@ -7,12 +7,12 @@ The functions and modules that a caller types first. The classes of their argume
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from liger_rl.distill.divergence import linear_divergence
+from liger_rl.distill.lists import topk_divergence
 from liger_rl.fused_linear.cross_entropy import FusedLinearCrossEntropyLoss
 from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
 from liger_rl.fused_linear.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
-from liger_rl.head.divergence import linear_divergence
 from liger_rl.head.logprobs import linear_logprobs
-from liger_rl.head.topk import topk_divergence
 from liger_rl.losses.loss import ppo_loss_fn
 
 __version__ = "0.2.0"

@@ -22,11 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from liger_rl.head import LogitTransform
-from liger_rl.head.listed import segment_sums_triton, slots_triton
-from liger_rl.head.listed.segment_sums import Entries, Factors, Segments
-from liger_rl.head.pair import tiles_triton
-from liger_rl.head.pair.pair_reference import (
+from liger_rl.distill import pair_triton
+from liger_rl.distill.pair_reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
@@ -37,6 +34,9 @@ from liger_rl.head.pair.pair_reference import (
     PairTile,
     Tile,
 )
+from liger_rl.head import LogitTransform
+from liger_rl.head.listed import segment_sums_triton, slots_triton
+from liger_rl.head.listed.segment_sums import Entries, Factors, Segments
 from liger_rl.kernels import compiled, devices, epilogue, softmax_triton
 from liger_rl.kernels.statistics import EXTRAS, TokenGradients, TokenStatistics
 from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, TokenSum
@@ -163,15 +163,15 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     student = Tile(ones(N, V), ones(V) if entropy else None, transform)
     teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
-    tiles_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
+    pair_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
         tile = PairTile(student, teacher, targets, 0, measure)
-        tiles_triton.fold_pair(tile, state)
+        pair_triton.fold_pair(tile, state)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
-        tiles_triton.grad_pair(tile, tokens, ones(N, V, dtype=torch.bfloat16))
+        pair_triton.grad_pair(tile, tokens, ones(N, V, dtype=torch.bfloat16))
         if measure.needs_second_step:
-            tiles_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
+            pair_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:

@@ -17,11 +17,22 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 # Room -> the rooms that it may import, as prefixes of module names: docs/design.md has the picture.
 ALLOWED = {
-    "__init__": ["integrations", "step", "models", "fused_linear", "head", "losses", "distributed", "kernels"],
+    "__init__": [
+        "integrations",
+        "step",
+        "models",
+        "fused_linear",
+        "distill",
+        "head",
+        "losses",
+        "distributed",
+        "kernels",
+    ],
     "integrations": [""],
     "step": ["step", "models", "fused_linear", "head", "losses", "distributed", "kernels", "hints"],
     "models": ["models", "head", "distributed", "kernels"],
     "fused_linear": ["fused_linear", "head", "losses", "distributed", "kernels"],
+    "distill": ["distill", "head", "distributed", "kernels"],
     "head": ["head", "distributed", "kernels"],
     "losses": ["losses", "kernels", "hints"],
     "kernels": ["kernels", "hints"],
@@ -29,9 +40,9 @@ ALLOWED = {
     "hints": [],
 }
 # An engine's folder -> the engines that it may import.
-ENGINES = {"dense": [], "listed": ["dense"], "pair": ["dense"]}
+ENGINES = {"dense": [], "listed": ["dense"]}
 # Every other room: torch alone, integrations: anything.
-OUTSIDE = {room: {"torch", "triton"} for room in ("kernels", "head", "losses")}
+OUTSIDE = {room: {"torch", "triton"} for room in ("kernels", "head", "distill", "losses")}
 POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
 VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}
 
@@ -166,7 +177,7 @@ def test_importing_the_package_loads_no_other_system():
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
     [
-        (("kernels", "head"), POLICY_WORDS),
+        (("kernels", "head", "distill"), POLICY_WORDS),
         (("losses",), VOCABULARY_WORDS),
     ],
     ids=["no policy word on the vocabulary side", "no vocabulary word in the losses"],
@@ -184,14 +195,14 @@ def exported(tree: ast.AST) -> dict[str, str]:
     return {alias.name: node.module for node in found for alias in node.names}
 
 
-@pytest.mark.parametrize("module", ["__init__", "head", "losses", "fused_linear"])
+@pytest.mark.parametrize("module", ["__init__", "head", "distill", "losses", "fused_linear"])
 def test_public_names_are_complete(module):
     package = liger_rl if module == "__init__" else getattr(liger_rl, module)
     assert set(package.__all__) == exported(MODULES[module]).keys()
 
 
 def test_a_public_name_has_one_home():
-    rooms = [liger_rl.head, liger_rl.losses, liger_rl.fused_linear]
+    rooms = [liger_rl.head, liger_rl.distill, liger_rl.losses, liger_rl.fused_linear]
     names = [name for room in rooms for name in room.__all__]
     assert len(set(names)) == len(names)
     front = set(liger_rl.__all__) - liger_rl._LAZY.keys()

@@ -1,19 +1,13 @@
 """Hidden states and a weight in, per-token values out. No RL here."""
 
-from liger_rl.head.divergence import Divergence, linear_divergence
 from liger_rl.head.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.head.support import Support
-from liger_rl.head.topk import TopKDivergence, topk_divergence
 from liger_rl.kernels.transform import LogitTransform
 
 __all__ = [
-    "Divergence",
     "LogProbs",
     "LogitTransform",
     "Support",
-    "TopKDivergence",
-    "linear_divergence",
     "linear_logprobs",
     "logits_logprobs",
-    "topk_divergence",
 ]

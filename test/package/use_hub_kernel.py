@@ -62,7 +62,7 @@ for module in pkgutil.walk_packages(kernel.__path__, f"{kernel.__name__}."):
 del sys.modules["liger_rl"]
 import liger_rl
 
-assert {"fused_linear", "head", "layers", "losses", *({*liger_rl.__all__} & {*vars(liger_rl)})} == set(kernel.__all__)
+assert {"distill", "fused_linear", "head", "layers", "losses", *({*liger_rl.__all__} & {*vars(liger_rl)})} == set(kernel.__all__)
 tensors = [page[name] for name in ("hidden", "weight", "ids")]
 expected = liger_rl.linear_logprobs(*tensors).logps
 torch.testing.assert_close(kernel.linear_logprobs(*tensors).logps, expected)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from liger_rl.distill.pair_call import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.head.head_options import HeadOptions
-from liger_rl.head.pair.pair_call import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import adapted_head
 from liger_rl.integrations.trl.settings import get_settings

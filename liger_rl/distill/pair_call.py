@@ -9,6 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.distill import two_heads
+from liger_rl.distill.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
+from liger_rl.distill.totals import WithGradients
+from liger_rl.distill.two_heads import Pair
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.autograd import named_tensors, save_tensors
 from liger_rl.head.checks import (
@@ -22,10 +26,6 @@ from liger_rl.head.checks import (
 )
 from liger_rl.head.head_options import IDENTITY, HeadOptions
 from liger_rl.head.live_tokens import scatter_rows, start_selection, take_rows
-from liger_rl.head.pair import two_heads
-from liger_rl.head.pair.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
-from liger_rl.head.pair.totals import WithGradients
-from liger_rl.head.pair.two_heads import Pair
 from liger_rl.head.record import Gradients, Head, gather_head
 from liger_rl.kernels import gemm
 from liger_rl.kernels.argument_checks import check_choice, check_number

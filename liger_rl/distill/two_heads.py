@@ -17,11 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.autograd import index_of
-from liger_rl.head.dense import two_pass
-from liger_rl.head.live_tokens import select_live
-from liger_rl.head.pair import for_device
-from liger_rl.head.pair.pair_reference import (
+from liger_rl.distill.pair_kernels import find_pair_kernels
+from liger_rl.distill.pair_reference import (
     Measure,
     MixtureSums,
     PairFold,
@@ -30,7 +27,10 @@ from liger_rl.head.pair.pair_reference import (
     PairTile,
     Tile,
 )
-from liger_rl.head.pair.totals import Totals
+from liger_rl.distill.totals import Totals
+from liger_rl.head.autograd import index_of
+from liger_rl.head.dense import two_pass
+from liger_rl.head.live_tokens import select_live
 from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.head.tiles import Tiles, default_tile_vocab, kind_of, plan_tiles, spans
 from liger_rl.kernels import gemm
@@ -73,7 +73,7 @@ class Pair(NamedTuple):
 
     @property
     def kernels(self) -> ModuleType:
-        return for_device(self.student.hidden.device)
+        return find_pair_kernels(self.student.hidden.device)
 
     def start(self) -> tuple[PairFold, MixtureSums | None]:
         """The sums before the first tile; None without a second step."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from liger_rl.head.pair import for_device
+from liger_rl.distill.pair_kernels import find_pair_kernels
 from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.head.tiles import take_span
 from liger_rl.kernels import gemm, reference
@@ -114,7 +114,7 @@ class WithGradients(torch.autograd.Function):
                 return None
             # `gradient * factor` would round the factor to the gradient's dtype first.
             result = gradient.clone() if keeps_graph else gradient
-            for_device(gradient.device).scale_(result, factor)
+            find_pair_kernels(gradient.device).scale_(result, factor)
             return result
 
         hidden, weight, bias = map(scaled, gradients)

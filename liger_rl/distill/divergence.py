@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from liger_rl.distill.pair_call import BETA, Divergence, DivergenceCall, compute_divergence, make_measure
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
-from liger_rl.head.pair.pair_call import BETA, Divergence, DivergenceCall, compute_divergence, make_measure
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 

@@ -11,7 +11,8 @@ import oracles
 from devices import skip_without_interpreter
 from head_calls import Problem, Products, functional, problem, run_triton
 from liger_rl import linear_divergence, linear_logprobs
-from liger_rl.head import Divergence, LogitTransform
+from liger_rl.distill import Divergence
+from liger_rl.head import LogitTransform
 from liger_rl.kernels.limits import LIMITS
 from peaks import tensor_peak
 

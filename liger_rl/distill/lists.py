@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from liger_rl.distill.pair_call import BETA, make_measure
+from liger_rl.distill.pair_reference import FORWARD, REVERSE, Measure
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.checks import check_constant, check_dense, check_floating, check_shape
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
-from liger_rl.head.pair.pair_call import BETA, make_measure
-from liger_rl.head.pair.pair_reference import FORWARD, REVERSE, Measure
 from liger_rl.head.record import Head, LogProbs, gather_head
 from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.kernels.public_call import public

@@ -1,7 +1,7 @@
 """Fold and gradient of a pair of tiles, a student's and a teacher's logits, in Triton.
 
 A program folds one row, or makes the gradient of a block of one row. The signatures and formulas are those of
-`liger_rl.head.pair.pair_reference`.
+`liger_rl.distill.pair_reference`.
 """
 
 from typing import NamedTuple
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.head.pair import pair_reference
-from liger_rl.head.pair.pair_reference import MixtureSums, PairFold, PairGradients, PairTile, Tile
+from liger_rl.distill import pair_reference
+from liger_rl.distill.pair_reference import MixtureSums, PairFold, PairGradients, PairTile, Tile
 from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.logit_rows_triton import BLOCK, WARPS, load_logits
 from liger_rl.kernels.softmax_triton import (
