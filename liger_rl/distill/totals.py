@@ -60,7 +60,7 @@ class Totals:
         if isinstance(index, slice):
             self.hidden[index] = grad_rows
         else:
-            reference.scatter_rows(grad_rows, index, self.hidden)
+            reference.write_rows(grad_rows, index, self.hidden)
 
     def _add_weight(self, out: Tensor, tile: Tensor, rows: Tensor) -> None:
         """out (v, H) += tile.T @ rows, for dL/dlogits (n, v) and hidden states (n, H)."""

@@ -215,9 +215,7 @@ def _tile_gradients(rows: Pair, gradients: PairGradients, needs: Needs) -> Gradi
 
     dtype = rows.student.dtype
     tiles = _plan_tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
-    return two_pass.tile_gradients(
-        rows.student, None, needs, tile_gradient=tile_gradient, tiles=tiles, vocab=rows.vocab
-    )
+    return two_pass.sum_tiles(rows.student, tile_gradient, tiles, needs, vocab=rows.vocab)
 
 
 def forward_with_gradients(

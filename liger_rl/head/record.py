@@ -157,7 +157,7 @@ class Gradients(NamedTuple):
         if self.hidden is None or live is None:
             return self if self.hidden is None else self._replace(hidden=self.hidden.to(head.hidden.dtype))
         out = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=head.hidden.device)
-        reference.scatter_rows(self.hidden, live, out)
+        reference.write_rows(self.hidden, live, out)
         return self._replace(hidden=out)
 
 

@@ -14,7 +14,7 @@ def for_device(device: torch.device) -> ModuleType:
     """`compiled`, in Triton, on CUDA where Triton is installed; else `reference`, in PyTorch.
 
     Both have `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, `write_at_ids` of several ids,
-    `select_tokens` and `scatter_rows`.
+    `select_tokens` and `write_rows`.
     """
     if not devices.runs_triton(device):
         return reference

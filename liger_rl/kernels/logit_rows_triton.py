@@ -168,7 +168,7 @@ def _grad_kernel(
     targets,  # (batch, length)
     mask,
     bias,
-    logps,  # (batch * length,) of whole rows; None for a part of the vocabulary, whose tokens have `at_target`
+    logps,  # (batch * length,) of whole rows; None for a part of the vocabulary
     tokens,  # `TokenGradients`, (batch * length,) each
     positions,  # of a batch, `length` of which have tokens
     length,
@@ -193,10 +193,16 @@ def _grad_kernel(
         x = load_logits(logits + batch * batch_stride + position * row_stride, bias, column, inside)
         z, square = transform_logits(x, steps)
         log_p = log_probabilities(z, tl.load(tokens.lse + token))
-        # 1 - p from the forward's logp, as in `TokenGradients.of`.
-        at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
+        hit = column == target
+        if logps is not None:  # 1 - p from the forward's logp, as in `TokenGradients.of`
+            at_target = g * one_minus_exp(tl.load(logps + token))
+        elif tokens.at_target is not None:
+            at_target = tl.load(tokens.at_target + token)
+        else:
+            hit = None
+            at_target = None
         ENTROPY: tl.constexpr = tokens.grad_entropy is not None
-        grad = gradient(tl.exp(log_p), log_p, column == target, at_target, g, e, entropy, ENTROPY)
+        grad = gradient(tl.exp(log_p), log_p, hit, at_target, g, e, entropy, ENTROPY)
         grad = times_derivative(with_uniform(grad, tokens, token, has_token), square, steps)
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
     else:
@@ -323,8 +329,8 @@ def grad_rows(
         return
     grad_logps, grad_entropy = grads
     entropy = None if grad_entropy is None else statistics.entropy
-    # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
-    tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
+    # The kernel makes `at_target` of the log-probabilities.
+    tokens = TokenGradients(statistics.lse, grad_logps, None, entropy, grad_entropy)
     grad(logits, targets, 0, None, transform, tokens, out, mask, statistics.logps)
 
 

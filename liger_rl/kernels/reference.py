@@ -21,7 +21,7 @@ from liger_rl.kernels.statistics import LOWEST, Fold, TokenGradients, TokenStati
 from liger_rl.kernels.transform import LogitTransform
 
 FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of given rows
-ROWS = 2048  # rows that `scatter_rows` converts at a time, so that the copy stays small
+ROWS = 2048  # rows that `write_rows` converts at a time, so that the copy stays small
 # Smallest log-probability in products with p. exp(-200) is 0 in float32, so nothing is lost. For a banned id, 0 * -200
 # is 0, but 0 * -inf would be NaN.
 LOWEST_LOG_PROBABILITY = -200.0
@@ -80,10 +80,12 @@ def grad(
         p = log_p.exp_()
     else:
         p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
-        target_log_p = log_p.gather(1, _target_columns(targets, first, z.shape[-1])[0]).squeeze(1)
-        at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
+        if at_target is not None:
+            target_log_p = log_p.gather(1, _target_columns(targets, first, z.shape[-1])[0]).squeeze(1)
+            at_target = at_target - tokens.grad_entropy * entropy_term(target_log_p, tokens.entropy)
     grad_z = grad_except_targets(log_p, p, tokens)
-    write_at_ids(grad_z, targets, at_target.unsqueeze(1), first)
+    if at_target is not None:
+        write_at_ids(grad_z, targets, at_target.unsqueeze(1), first)
     grad_x = times_derivative(with_uniform(grad_z, tokens), z, transform)
     if grad_x is not out:
         out.copy_(grad_x)
@@ -231,7 +233,7 @@ def select_tokens(
     return positions, [positions.numel(), outside, largest, improper]
 
 
-def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
+def write_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
     """out[index] = rows, for float32 rows (n, H), an index (n,) without repeats and out (N, H) of any float dtype."""
     for first in range(0, rows.shape[0], ROWS):
         piece = slice(first, first + ROWS)

@@ -34,8 +34,8 @@ def flushed_exp(x):
 @triton.jit
 def exp_of_difference(z, peak):
     """z (M, N), peak (M,) its maximum -> exp(z - peak) as `exp_of_steps` gives it."""
-    # Of larger numbers what differs is 32 apart: the smaller has probability 0, also by 2 to that power, and r is 0. A
-    # factor of more than 1 would make the largest peaks infinite.
+    # From 2^29 on, neighbouring numbers are 32 or more apart: beside the peak, exp and exp2 of a difference vanish
+    # alike. There the factor is 1, so that r is 0. LOG2_E would make the largest peaks infinite.
     return exp_of_steps(z, peak, tl.where(tl.abs(peak) < 2.0**29, LOG2_E, 1.0))
 
 

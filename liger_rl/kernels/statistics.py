@@ -142,7 +142,9 @@ class TokenGradients(NamedTuple):
 
     lse: Tensor  # (n,) float64 before `with_float32_lse`
     grad_logps: Tensor  # (n,) dL/dlogp - dL/dlse
-    at_target: Tensor  # (n,) dL/dlogp (1 - p_target) + dL/dlse p_target
+    # (n,) dL/dlogp (1 - p_target) + dL/dlse p_target; of K targets (n, K) dL/dx, which no kernel reads. None: no entry
+    # is a target, or a kernel makes it.
+    at_target: Tensor | None
     entropy: Tensor | None  # (n,); None if grad_entropy is None
     grad_entropy: Tensor | None  # (n,) dL/dentropy
     # (n,) bool: the token has a gradient. Set if grad_logps may be 0 for a token that has one; else None.
@@ -159,8 +161,7 @@ class TokenGradients(NamedTuple):
 
     def with_lse(self, grad_lse: Tensor, logps: Tensor) -> "TokenGradients":
         """Add dL/dlse (n,), which adds dL/dlse p_v to dL/dz_v."""
-        if logps.dim() == 2:  # K targets: lse is -logp of target K + 1, whose logit is always 0
-            return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
+        assert self.at_target is not None
         has_gradient, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
         return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, has_gradient=has_gradient)
 

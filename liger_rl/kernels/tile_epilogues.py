@@ -208,11 +208,15 @@ def grad_tile(
         log_p = z - tl.load(gradients.lse + token, mask=live, other=0.0)[:, None]
         p = flushed_exp(log_p)
         g, e, entropy = token_terms(gradients, token, live)
-        at_target = tl.load(gradients.at_target + token, mask=live, other=0.0)
         if ENTROPY:
             e = e[:, None]
             entropy = entropy[:, None]
-        hit = column[None, :] == target[:, None]
-        grad = gradient(p, log_p, hit, at_target[:, None], g[:, None], e, entropy, ENTROPY)
+        if gradients.at_target is not None:
+            hit = column[None, :] == target[:, None]
+            at_target = tl.load(gradients.at_target + token, mask=live, other=0.0)[:, None]
+        else:
+            hit = None
+            at_target = None
+        grad = gradient(p, log_p, hit, at_target, g[:, None], e, entropy, ENTROPY)
         grad = times_derivative(with_uniform(grad, gradients, token[:, None], live[:, None]), square, steps)
         store(out, first_token, vocab_tile * logits.shape[1] + part * x.shape[1], grad)

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_rl.head.autograd import Engine, Saved, token_gradients
+from liger_rl.distributed import BEYOND
+from liger_rl.head.autograd import Engine, Saved
 from liger_rl.head.dense import two_pass
 from liger_rl.head.live_tokens import take_rows
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
@@ -39,13 +40,12 @@ class SeveralTargets(Engine):
 
     @staticmethod
     def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
-        gradients = _of_several_targets(saved.logps, head, token_gradients(saved, grads, head.vocab))
-        return two_pass.head_gradients(head, gradients, needs)
+        return two_pass.head_gradients(head, _token_gradients(saved, head, grads), needs)
 
 
 def _statistics(rows: Head) -> TokenStatistics:
     targets = _Targets(rows)
-    rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.OUT_OF_VOCAB))
+    rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], BEYOND))
     state = two_pass.fold_tiles(rows, read_tile=targets.read_tile)
 
     def log_probabilities(z: Tensor) -> Tensor:
@@ -77,21 +77,25 @@ class _Targets:
         return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
 
 
-def _of_several_targets(logps: Tensor, head: Head, gradients: TokenGradients) -> TokenGradients:
-    """The gradients of tokens with K targets, from dL/dlogps (n, K), or (n, K + 1) with -dL/dlse in the last column."""
-    ids = take_rows(head.targets, head.live)
-    listed = torch.where(ids >= 0, gradients.grad_logps[:, : ids.shape[1]], 0.0)
-    grad_logps = torch.cat([listed, gradients.grad_logps[:, ids.shape[1] :]], dim=1)
-    total = grad_logps.sum(1)
-    at_targets = _at_targets(ids, logps, listed, total, gradients)
-    z = (logps + gradients.lse[:, None]).float()
-    at_targets = times_derivative(at_targets, z, head.options.transform)
-    return gradients._replace(grad_logps=total, at_target=at_targets, has_gradient=(grad_logps != 0).any(1))
+def _token_gradients(saved: Saved, head: Head, grads: LogProbs) -> TokenGradients:
+    """The gradients of tokens with K targets, whose `at_target` (n, K) is dL/dx at the targets."""
+    ids, logps = take_rows(head.targets, head.live), saved.logps
+    grad_logps = torch.zeros_like(logps) if grads.logps is None else torch.where(ids >= 0, grads.logps.float(), 0.0)
+    total, has_gradient = grad_logps.sum(1), (grad_logps != 0).any(1)
+    if grads.lse is not None:
+        total, has_gradient = total - grads.lse.float(), has_gradient | (grads.lse != 0)
+    entropy = None if grads.entropy is None else saved.entropy
+    tokens = TokenGradients(saved.lse, total, None, entropy, grads.entropy, has_gradient)
+    if grads.mean_logits is not None:
+        tokens = tokens.with_mean_logits(grads.mean_logits, head.vocab)
+    z = (logps + saved.lse[:, None]).float()
+    at_targets = times_derivative(_at_targets(ids, logps, grad_logps, tokens), z, head.options.transform)
+    return tokens._replace(at_target=at_targets)
 
 
-def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, gradients: TokenGradients) -> Tensor:
+def _at_targets(ids: Tensor, logps: Tensor, grad_logps: Tensor, gradients: TokenGradients) -> Tensor:
     """-> dL/dz at the targets, (n, K) float32, 0 at negative targets."""
-    id_sums, total = _sums_of_repeated(ids, listed), total[:, None]
+    id_sums, total = _sums_of_repeated(ids, grad_logps), gradients.grad_logps[:, None]
     # For p near 1 we use 1 - p = -expm1(logp), which is exact to its last digit, as `TokenGradients.of` does.
     grad = torch.where(logps > -0.5, (id_sums - total) - total * torch.expm1(logps), id_sums - total * logps.exp())
     if gradients.grad_entropy is not None and gradients.entropy is not None:

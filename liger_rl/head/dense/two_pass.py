@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.distributed import BEYOND
 from liger_rl.head.autograd import Engine, Saved, has_gradient, index_of, token_gradients
 from liger_rl.head.live_tokens import select_live
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import Tiles, plan_tiles, spans, take_span
 from liger_rl.kernels import for_device, gemm
 from liger_rl.kernels.devices import log_way, reason_against_product, runs_triton
+from liger_rl.kernels.reference import write_at_ids
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
-
-OUT_OF_VOCAB = -1  # stands for a target outside of all tiles
 
 # (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry)
 TileReader = Callable[[Tensor, slice, int], None]
@@ -62,10 +62,13 @@ def head_gradients(
     gradients, live = gradients._replace(has_gradient=None).with_float32_lse(), head.live
     if selected is not None:
         live, gradients = select_live(live, selected), gradients.take(selected)
-    # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
-    return tile_gradients(
-        _convert_weight(head.take(live), folds=False), gradients, needs
-    ).of_all_tokens(live, head)  # fmt: skip
+    return _gradients_of_rows(head.take(live), gradients, needs).of_all_tokens(live, head)
+
+
+def _gradients_of_rows(rows: Head, gradients: TokenGradients, needs: Needs) -> Gradients:
+    """A function of its own, so that copied rows are freed before dH of all N tokens is allocated."""
+    tiles = TileGradients(_convert_weight(rows, folds=False), gradients)
+    return sum_tiles(tiles.rows, tiles.make, tiles.plan_tiles(), needs)
 
 
 def _convert_weight(rows: Head, *, folds: bool) -> Head:
@@ -125,134 +128,134 @@ def fold_tiles(rows: Head, *, read_tile: TileReader | None = None) -> Fold:
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
+class TileGradients:
+    """dL/dx of tiles of logits, which are computed again for it. They take 2 n H V operations."""
+
+    def __init__(self, rows: Head, gradients: TokenGradients) -> None:
+        """`rows` is of `Head.take`. With K targets, `at_target` has the same number at each repetition of an id."""
+        self.rows, self.gradients, self.targets = rows, gradients, rows.target_rows
+        self.ids: Tensor | None = None
+        self.at_ids: Tensor | None = None
+        if self.targets.dim() == 2:
+            self.ids, self.at_ids = self.targets, gradients.at_target
+            self.targets = self.ids.new_full(self.ids.shape[:1], BEYOND)
+            self.gradients = gradients._replace(at_target=None)
+        self.epilogue = _find_epilogue(rows, folds=False)
+
+    def plan_tiles(self) -> Tiles:
+        (n, hidden_size), device, itemsize = self.rows.hidden.shape, self.rows.hidden.device, self.rows.dtype.itemsize
+        logit = 0 if self.epilogue is not None else 4
+        bytes_per_logit = itemsize + logit if runs_triton(device) else 12
+        vocab = self.rows.weight.shape[0]
+        return plan_tiles(n, vocab, hidden_size, device, self.rows.options, bytes_per_logit=bytes_per_logit)
+
+    def make(self, weight: Tensor, first: int, tokens: slice) -> Tensor:
+        """-> (m, v) in the dtype of products, for the weight (v, H) of vocabulary entries from `first` on."""
+        rows, transform = self.rows, self.rows.options.transform
+        span = tokens.start, tokens.stop
+        hidden, targets = take_span(rows.hidden, *span), take_span(self.targets, *span)
+        gradients = self.gradients.take(tokens)
+        bias = None if rows.bias is None else take_span(rows.bias, first, first + weight.shape[0])
+        if self.epilogue is not None:
+            tile = self.epilogue.gemm_grad(hidden, weight, bias, targets, first, transform, gradients)
+        else:
+            logits = gemm.matmul(hidden, weight.T)
+            tile = logits if logits.dtype == rows.dtype else torch.empty_like(logits, dtype=rows.dtype)
+            for_device(hidden.device).grad(logits, targets, first, bias, transform, gradients, tile)
+        if self.ids is not None and self.at_ids is not None:
+            write_at_ids(tile, self.ids[tokens], self.at_ids[tokens], first)
+        return tile
+
+
 # (tile of the weight (v, H), its first vocabulary entry, slice of the rows) -> dL/dx of a tile, in the compute dtype
-TileGradient = Callable[[Tensor, int, slice], Tensor]
+MakeTile = Callable[[Tensor, int, slice], Tensor]
 
 
-def tile_gradients(
+def sum_tiles(
     rows: Head,  # of `Head.take`
-    gradients: TokenGradients | None,  # None if `tile_gradient` is given
+    make_tile: MakeTile,
+    tiles: Tiles,
     needs: Needs,
     *,
-    tile_gradient: TileGradient | None = None,  # gives dL/dx of each tile, which is then not recomputed
-    tiles: Tiles | None = None,
     vocab: int | None = None,  # only the first `vocab` entries have a gradient; the rest get 0
 ) -> Gradients:
-    """Gradients of rows from recomputed tiles.
-
-    The tiles take 2 n H V operations, and the gradients of hidden and of weight 2 n H V each. With K targets,
-    `gradients.at_target` (n, K) is dL/dx at the targets, the same number at each repetition of an id.
+    """Gradients of rows from dL/dx of their tiles: products of 2 n H V operations for hidden, and as many for weight.
 
     The gradient of hidden is float32. With a sharded vocabulary it is summed over the ranks while the last product for
     the weight runs.
     """
-    hidden, weight, bias, targets, options = rows.hidden, rows.weight, rows.bias, rows.target_rows, rows.options
-    n, vocab = hidden.shape[0], weight.shape[0] if vocab is None else vocab
-    several = None
-    if targets.dim() == 2:
-        assert gradients is not None
-        several = targets, gradients.at_target
-        targets, gradients = targets.new_full((n,), OUT_OF_VOCAB), gradients._replace(at_target=gradients.grad_logps)
-    kernels = for_device(hidden.device)
-    epilogue = _find_epilogue(rows, folds=False) if tile_gradient is None else None
-    dtype = rows.dtype
-    bytes_per_logit = dtype.itemsize + (0 if epilogue is not None else 4) if runs_triton(hidden.device) else 12
-    tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
-    grad_weight = unwritten(weight, vocab, rows.weight_dtype) if needs[1] else None
-    grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
-    product = _Product(hidden, weight, grad_weight, needs[0])
-
+    n, vocab = rows.hidden.shape[0], rows.weight.shape[0] if vocab is None else vocab
+    sums = _Sums(rows, needs, vocab)
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
     pending = None
     if rows.shard is not None:
-        pending = rows.shard.pending_sum(product.grad_rows)
+        pending = rows.shard.pending_sum(sums.grad_hidden)
         vocab_spans.reverse()  # so that the last tile is a whole one, whose product hides the sum over ranks
     for first, last in vocab_spans:
-        product.start(first, last, parts=len(token_spans))
-        bias_tile, bias_total = None if bias is None else take_span(bias, first, last), None
-        if grad_bias is not None:
-            bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
+        sums.start(first, last, parts=len(token_spans))
         for start, stop in token_spans:
-            tokens = slice(start, stop)
-            if tile_gradient is not None:
-                tile = tile_gradient(product.tile, first, tokens)
-            else:
-                assert gradients is not None
-                ids, tile_tokens = take_span(targets, start, stop), gradients.take(tokens)
-                tile_hidden = take_span(hidden, start, stop)
-                if epilogue is not None:
-                    tile = epilogue.gemm_grad(
-                        tile_hidden, product.tile, bias_tile, ids, first, options.transform, tile_tokens
-                    )
-                else:
-                    logits = gemm.matmul(tile_hidden, product.tile.T)
-                    tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-                    kernels.grad(logits, ids, first, bias_tile, options.transform, tile_tokens, tile)
-                    del logits
-            if several is not None:
-                kernels.write_at_ids(tile, several[0][tokens], several[1][tokens], first)
-            product.add_to_rows(tile, start, stop)
+            tile = make_tile(sums.weight_tile, first, slice(start, stop))
+            sums.add_to_hidden(tile, start, stop)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            product.add_to_table(tile, start, stop)
-            if bias_total is not None:
-                bias_total += gemm.column_sums(tile)
-            del tile
-        product.store()
-        if grad_bias is not None and bias_total is not None:
-            grad_bias[first:last] = bias_total
-    grad_rows = product.finish()
+            sums.add_to_weight(tile, start, stop)
+            del tile  # so that it is freed before the next tile is allocated
+        sums.store()
+    gradients = sums.finish()
     if pending is not None:
         pending.wait()
-    return Gradients(grad_rows, grad_weight, grad_bias)
+    return gradients
 
 
-def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a gradient shaped like `values`: the first `vocab` rows are uninitialized, the rest are 0."""
-    out = torch.empty(values.shape, dtype=dtype or values.dtype, device=values.device)
-    if vocab < len(out):
-        out[vocab:] = 0
-    return out
+class _Sums:
+    """The gradients of hidden, weight and bias, to which those of tiles are added.
 
-
-class _Product:
-    """The product rows @ table.T, and the gradients of its factors.
-
-    The gradient of a tile of the table is summed in float32 and rounded to the table's dtype once.
+    The gradient of a tile of the weight is summed in float32 and rounded to the weight's dtype once.
     """
 
-    def __init__(self, rows: Tensor, table: Tensor, grad_table: Tensor | None, needs_rows: bool):
-        self.rows, self.table, self.grad_table, self.first_tile = rows, table, grad_table, True
-        self.grad_rows = torch.empty(rows.shape, dtype=torch.float32, device=rows.device) if needs_rows else None
+    def __init__(self, rows: Head, needs: Needs, vocab: int) -> None:
+        hidden, weight, bias = rows.hidden, rows.weight, rows.bias
+        self.hidden, self.weight, self.first_tile = hidden, weight, True
+        self.grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
+        self.grad_weight = _unwritten(weight, vocab, rows.weight_dtype or weight.dtype) if needs[1] else None
+        self.grad_bias = _unwritten(bias, vocab, bias.dtype) if bias is not None and needs[2] else None
 
     def start(self, first: int, last: int, *, parts: int) -> None:
-        """Start the tile of the table's rows first to last, to whose gradient `parts` products are added."""
-        self.tile = take_span(self.table, first, last).to(self.rows.dtype)
-        self.out = None if self.grad_table is None else take_span(self.grad_table, first, last)
+        """Start the tile of vocabulary entries first to last, to whose gradients `parts` products are added."""
+        self.first, self.last, self.first_part = first, last, True
+        self.weight_tile = take_span(self.weight, first, last).to(self.hidden.dtype)
+        self.out = None if self.grad_weight is None else take_span(self.grad_weight, first, last)
         self.total: Tensor | None = None
-        # Several products are added in float32. CPUs, and tables of another dtype, have no product that rounds once.
+        # Several products are added in float32. CPUs, and weights of another dtype, have no product that rounds once.
         if self.out is not None and self.out.dtype == torch.float32:
             self.total = self.out
-        elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != self.rows.dtype):
+        elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != self.hidden.dtype):
             self.total = torch.empty_like(self.out, dtype=torch.float32)
-        self.first_part = True
+        self.bias_total: Tensor | None = None
+        if self.grad_bias is not None:
+            self.bias_total = torch.zeros(last - first, dtype=torch.float32, device=self.hidden.device)
 
-    def add_to_rows(self, grad: Tensor, start: int, stop: int) -> None:
-        if self.grad_rows is not None:
+    def add_to_hidden(self, tile: Tensor, start: int, stop: int) -> None:
+        if self.grad_hidden is not None:
             product = gemm.write if self.first_tile else gemm.accumulate
-            product(take_span(self.grad_rows, start, stop), grad, self.tile)
+            product(take_span(self.grad_hidden, start, stop), tile, self.weight_tile)
 
-    def add_to_table(self, grad: Tensor, start: int, stop: int) -> None:
-        rows = take_span(self.rows, start, stop)
+    def add_to_weight(self, tile: Tensor, start: int, stop: int) -> None:
+        hidden = take_span(self.hidden, start, stop)
         if self.total is not None:
-            (gemm.write if self.first_part else gemm.accumulate)(self.total, grad.T, rows)
+            (gemm.write if self.first_part else gemm.accumulate)(self.total, tile.T, hidden)
         elif self.out is not None:
             # There is one part, so the product's float32 accumulators hold the whole sum, and `mm` rounds it once.
-            torch.mm(grad.T, rows, out=self.out)
+            torch.mm(tile.T, hidden, out=self.out)
+        if self.bias_total is not None:
+            self.bias_total += gemm.column_sums(tile)
         self.first_part = False
 
     def store(self) -> None:
+        """Write the gradients of the tile of the weight and of the bias."""
         self.first_tile = False
+        if self.grad_bias is not None and self.bias_total is not None:
+            self.grad_bias[self.first : self.last] = self.bias_total
         if self.out is None or self.total is None:
             return
         if self.first_part:  # no token has a gradient
@@ -260,8 +263,15 @@ class _Product:
         if self.total is not self.out:
             self.out.copy_(self.total)
 
-    def finish(self) -> Tensor | None:
-        """The gradient of the rows."""
-        if self.first_tile and self.grad_rows is not None:  # the table has no row
-            self.grad_rows.zero_()
-        return self.grad_rows
+    def finish(self) -> Gradients:
+        if self.first_tile and self.grad_hidden is not None:  # there is no vocabulary entry
+            self.grad_hidden.zero_()
+        return Gradients(self.grad_hidden, self.grad_weight, self.grad_bias)
+
+
+def _unwritten(values: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a gradient shaped like `values`: the first `vocab` rows are uninitialized, the rest are 0."""
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    if vocab < len(out):
+        out[vocab:] = 0
+    return out

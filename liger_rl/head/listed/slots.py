@@ -147,6 +147,7 @@ def grad_slots(
     """
     token = slots.tokens.long()
     gradients = TokenGradients.of(statistics, gradients.grad_logps, gradients.grad_entropy).with_float32_lse()
+    assert gradients.at_target is not None
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = (slots.ids < slots.vocab) & has_gradient(gradients)[token]
     z = torch.where(needed, z, 0.0)
