@@ -19,8 +19,9 @@ from benchmark.environment import first_line
 from benchmark.peers.trl_chunked import CHUNK_VOCAB
 from benchmark.peers.verl_triton import verl_module
 from benchmark.table import environment_line
-from liger_rl import linear_logprobs
-from liger_rl.head import LogitTransform, Support
+from liger_rl import linear_logprobs, support_logprobs
+from liger_rl.head import LogitTransform
+from liger_rl.support import Support
 
 PREFIX = "conformance-"
 DTYPES = ("float32", "bfloat16")
@@ -28,12 +29,11 @@ CELLS = {"pass": "✓", "fail": "**fails**", "not served": ""}
 
 
 def ours(hidden, weight, ids, *, temperature=1.0, softcap=None, mask=None, bias=None, support=None) -> Tensor:
-    if support is not None:
-        support = Support.from_padded(torch.where(support, torch.arange(support.shape[1], device=ids.device), -1))
-    return linear_logprobs(
-        hidden, weight, ids, mask=mask, bias=bias, support=support,
-        transform=LogitTransform(temperature=temperature, softcap=softcap),
-    ).logps  # fmt: skip
+    transform = LogitTransform(temperature=temperature, softcap=softcap)
+    if support is None:
+        return linear_logprobs(hidden, weight, ids, mask=mask, bias=bias, transform=transform).logps
+    listed = Support.from_padded(torch.where(support, torch.arange(support.shape[1], device=ids.device), -1))
+    return support_logprobs(hidden, weight, ids, listed, mask=mask, bias=bias, transform=transform).logps
 
 
 def eager(hidden, weight, ids, *, temperature=1.0, softcap=None, mask=None, bias=None, support=None) -> Tensor:

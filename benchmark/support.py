@@ -3,9 +3,9 @@
 Sets of ids per token as runs have them ("field": 46% of the tokens have one id, the mean is 8, the 99th percentile 82),
 and uniform ones of growing mean. Ways:
 
-liger_rl                 `linear_logprobs(..., support=)`, called from Python
+liger_rl                 `support_logprobs`, called from Python
 ..., one thread          under `torch.autograd.set_multithreading_enabled(False)`: no other thread takes the backward
-whole vocabulary         `linear_logprobs` without a support, which is another distribution
+whole vocabulary         `linear_logprobs`, which is another distribution
 TRL                      its chunked operator of log-probabilities, over the whole vocabulary, too
 masked logits            the operations of prime-rl and slime: the whole product, a mask of the vocabulary, a softmax
 gathered logits          the operations of SkyRL: the whole product, the listed logits, `index_add_` of exponentials
@@ -27,8 +27,8 @@ from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
-from liger_rl import linear_logprobs
-from liger_rl.head import Support
+from liger_rl import linear_logprobs, support_logprobs
+from liger_rl.support import Support
 
 PREFIX = "support-"
 FIELD = "field"
@@ -89,7 +89,7 @@ Logps = Callable[..., Tensor]
 
 
 def _ours(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
-    return linear_logprobs(hidden, weight, given.targets, support=given.support).logps
+    return support_logprobs(hidden, weight, given.targets, given.support).logps
 
 
 def _whole(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:

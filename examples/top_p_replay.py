@@ -17,10 +17,12 @@ from pathlib import Path
 import matplotlib
 import torch
 from tqdm import trange
-from train_grpo import sample, small_policy, warm_start
+from train_grpo import hidden_states, sample, small_policy, warm_start
 
-from liger_rl import FusedLinearGRPOLoss, loss_step, swap_lm_head
-from liger_rl.head import Support
+from liger_rl import linear_logprobs, ppo_loss_fn, support_logprobs, swap_lm_head
+from liger_rl.head import LogitTransform
+from liger_rl.losses import GlobalTokenMean, PolicyBatch, PPOClip
+from liger_rl.support import Support
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -29,7 +31,8 @@ RUNS = {"full": "without replay", "replayed": "with replay"}
 
 
 def rollout(model, tokenizer, options: argparse.Namespace) -> tuple[dict[str, torch.Tensor], Support, float]:
-    """-> a batch with the sampler's own log-probabilities, the support of its tokens, and the mean reward."""
+    """-> a batch with the sampler's own log-probabilities, the ids that each token but the first of a row could have
+    been, and the mean reward."""
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "output_scores": True}
     sizes = (options.prompts, options.group, options.max_new_tokens)
     batch, reward, scores = sample(model, tokenizer, *sizes, **sampling)
@@ -38,18 +41,23 @@ def rollout(model, tokenizer, options: argparse.Namespace) -> tuple[dict[str, to
     drawn_from = torch.stack(scores, dim=1)[mask[:, -len(scores) :]]
     drawn = drawn_from.log_softmax(-1).gather(-1, batch["input_ids"][mask][:, None]).squeeze(-1)
     batch["old_per_token_logps"] = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, drawn)
-    return batch, Support.from_logits(drawn_from).placed(mask), reward
+    return batch, Support.from_logits(drawn_from).place_at(mask[:, 1:]), reward
+
+
+def score(model, batch: dict[str, torch.Tensor], temperature: float, support: Support | None):
+    """(B, T - 1) log-probabilities of every token but the first of a row; over the support, if there is one."""
+    tensors = hidden_states(model, batch), model.lm_head.weight, batch["input_ids"][:, 1:]
+    options = {"mask": batch["mask"][:, 1:], "transform": LogitTransform(temperature=temperature), "entropy": True}
+    return linear_logprobs(*tensors, **options) if support is None else support_logprobs(*tensors, support, **options)
 
 
 @torch.no_grad()
 def measure(model, batch: dict[str, torch.Tensor], support: Support, temperature: float, *, replays: bool):
     """How far the trainer is from the sampler, in nats, and the entropy of the policy over its whole vocabulary."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    mask = batch["mask"]
-    call = {"labels": batch["input_ids"].masked_fill(~mask, -100), "fused": True, "temperature": temperature}
-    full = model(**inputs, **call, entropy=True)
-    trainer = model(**inputs, **call, support=support).per_token_logps if replays else full.per_token_logps
-    gap = (batch["old_per_token_logps"] - trainer)[mask]
+    mask = batch["mask"][:, 1:]
+    full = score(model, batch, temperature, None)
+    trainer = score(model, batch, temperature, support) if replays else full
+    gap = (batch["old_per_token_logps"][:, 1:] - trainer.logps)[mask]
     sizes = support.offsets.diff().view(mask.shape)[mask].float()
     return {
         "mean_gap": gap.abs().mean().item(),
@@ -67,17 +75,20 @@ def train(model, tokenizer, options: argparse.Namespace, *, replays: bool) -> li
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
-    loss = FusedLinearGRPOLoss("dapo", epsilon_high=0.28, temperature=options.temperature)
     history = []
     progress = trange(options.steps, desc=RUNS["replayed" if replays else "full"])
     for _ in progress:
         batch, support, reward = rollout(model, tokenizer, options)
         model.train()
         step = {"reward": reward, **measure(model, batch, support, options.temperature, replays=replays)}
-        if replays:
-            batch["support"] = support
+        columns = PolicyBatch(
+            advantages=batch["advantages"],
+            mask=batch["mask"][:, 1:],
+            old_per_token_logps=batch["old_per_token_logps"][:, 1:],
+        )
         for _ in range(options.updates):
-            loss_step(model, batch, loss).loss.backward()
+            logps = score(model, batch, options.temperature, support if replays else None).logps
+            ppo_loss_fn(logps, columns, PPOClip(epsilon_high=0.28), GlobalTokenMean()).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

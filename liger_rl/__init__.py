@@ -1,7 +1,7 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits.
 
 The functions and modules that a caller types first. The classes of their arguments are in `liger_rl.head`,
-`liger_rl.losses`, `liger_rl.fused_linear` and `liger_rl.distributed`.
+`liger_rl.losses`, `liger_rl.fused_linear`, `liger_rl.support` and `liger_rl.distributed`.
 """
 
 from importlib import import_module
@@ -14,6 +14,7 @@ from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
 from liger_rl.fused_linear.preference_loss import FusedLinearPreferenceLoss, FusedLinearUnpairedLoss
 from liger_rl.head.logprobs import linear_logprobs
 from liger_rl.losses.loss import ppo_loss_fn
+from liger_rl.support.logprobs_over_sets import support_logprobs
 
 __version__ = "0.2.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "patch_trl",
     "patch_verl",
     "ppo_loss_fn",
+    "support_logprobs",
     "swap_lm_head",
     "topk_divergence",
 ]

@@ -44,6 +44,7 @@ EXPLANATIONS = {
     "ignore_index": "a token with a negative id does not count; make other ids negative, or pass a mask",
     "importance_sampling_level": "a ratio per sequence has a meaning where the ratio carries the gradient",
     "epsilon_low": "there is no lower bound here",
+    "support": "call support_logprobs, and ppo_loss_fn with its log-probabilities",
     "scale_rewards": "advantages are given, so scale them before the call",
     "use_token_scaling": 'it is loss_type "dft" of FusedLinearCrossEntropyLoss',
 }

@@ -35,13 +35,14 @@ from liger_rl.distill.pair_reference import (
     Tile,
 )
 from liger_rl.head import LogitTransform
-from liger_rl.head.listed import segment_sums_triton, slots_triton
-from liger_rl.head.listed.segment_sums import Entries, Factors, Segments
 from liger_rl.kernels import compiled, devices, epilogue, softmax_triton
 from liger_rl.kernels.statistics import EXTRAS, TokenGradients, TokenStatistics
 from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, TokenSum
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
+from liger_rl.support import segment_sums_triton, slots_triton
+from liger_rl.support.segment_sums import Entries, Factors, Segments
+from liger_rl.support.slots import SlotGradients
 
 CPU = torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -143,16 +144,15 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     ids = torch.int32 if entropy else torch.int64
     targets, mask = torch.zeros(N, dtype=torch.long), ones(N) if entropy else torch.ones(N, dtype=torch.bool)
-    needed = torch.ones(N // 2, dtype=torch.bool) if entropy else None
     token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
-    slots = slots_triton.make_slots(token_ids, offsets, targets, mask, needed, vocab=V, distinct=entropy)
+    slots = slots_triton.make_slots(token_ids, offsets, targets, mask, vocab=V, distinct=entropy)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V),) if entropy else ()
     factors = Factors(hidden, weight, *factors)
     logits = segment_sums_triton.dots(factors, slots, transform)
     slots_triton.fold_slots(logits, slots, entropy=entropy)
-    tokens = token_gradients(entropy)._replace(lse=ones(N).double())
-    coefficients = slots_triton.grad_slots(logits, slots, statistics(entropy), tokens, transform)
+    tokens = SlotGradients(ones(N), ones(N).double(), ones(N), *(ones(N) if entropy else None for _ in range(2)))
+    coefficients = slots_triton.grad_slots(logits, slots, tokens, transform)
     segment_sums_triton.order_by_id(Entries(slots.ids, coefficients, slots.tokens), V)
     by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments in (slots.by_token, by_id):

@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 import oracles
 from devices import HOPPER
-from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, topk_divergence
+from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, support_logprobs, topk_divergence
 from liger_rl.fused_linear import grpo_loss_from_logits
-from liger_rl.head import LogitTransform, Support, logits_logprobs
+from liger_rl.head import LogitTransform, logits_logprobs
 from liger_rl.kernels.devices import GPUS, gpu_of
 from liger_rl.kernels.limits import LIMITS
+from liger_rl.support import Support
 
 
 class Problem(NamedTuple):
@@ -55,7 +56,9 @@ def problem(
     return found._replace(**{name: t.to(device, dtype) for name, t in found.floats().items()})
 
 
-def call(x: Problem, **options):
+def call(x: Problem, *, support: Support | None = None, **options):
+    if support is not None:
+        return support_logprobs(x.hidden, x.weight, x.targets, support, bias=x.bias, **options)
     return linear_logprobs(x.hidden, x.weight, x.targets, bias=x.bias, **options)
 
 
@@ -188,13 +191,17 @@ class PublicCall(NamedTuple):
         return [part.detach() for part in values], {name: getattr(leaves, name).grad for name in self.inputs}
 
 
-def _logprobs(x: Batch, *, several=False, transformed=False, listed=None, **options):
+def _support_logprobs(x: Batch, *, has_empty_rows=False, **options):
+    rows = x.ids.clone()
+    if has_empty_rows:
+        rows[:, ::2] = -1
+    support = Support.from_padded(rows)
+    found = support_logprobs(x.hidden, x.weight, x.targets, support, mask=x.mask, bias=x.bias, entropy=True, **options)
+    return found.logps, found.entropy
+
+
+def _logprobs(x: Batch, *, several=False, transformed=False, **options):
     given = {"transform": LogitTransform(temperature=0.7, softcap=9.0)} if transformed else {}
-    if listed is not None and "support" not in options:
-        rows = x.ids.clone()
-        if listed == "or not":
-            rows[:, ::2] = -1
-        given["support"] = Support.from_padded(rows)
     if several:
         given["lse"] = True
     options = {"entropy": True, **given, **options}
@@ -238,9 +245,9 @@ CALLS = {
     "a temperature and a softcap": PublicCall(partial(_logprobs, transformed=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
     "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("chunks", "autocast"))),
-    "support": PublicCall(partial(_logprobs, listed="all"), takes=_EVERY - {"chunks", "autocast"}),
+    "support": PublicCall(_support_logprobs, takes=frozenset(("gather",))),
     "support with empty rows": PublicCall(
-        partial(_logprobs, listed="or not"), takes=frozenset("gather")
+        partial(_support_logprobs, has_empty_rows=True), takes=frozenset(("gather",))
     ),
     "forward KL": PublicCall(partial(_divergence, kind="forward_kl"), takes=_TWO_HEADS),
     "reverse KL": PublicCall(partial(_divergence, kind="reverse_kl"), takes=_TWO_HEADS),

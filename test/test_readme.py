@@ -163,7 +163,7 @@ def test_every_preset_has_its_row():
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
 def test_files_that_a_page_names_exist(page):
-    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "head", "head/listed"))]
+    folders = [ROOT, *(ROOT / "liger_rl" / name for name in ("", "kernels", "head", "support"))]
     names = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|/))`", (ROOT / page).read_text(encoding="utf-8")))
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_rl.distributed import VocabParallel
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.record import Head
-from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch, make_batch
 from liger_rl.losses.corrections import Correction, SamplerCorrection
@@ -90,7 +89,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
-        support: Support | None = None,
         vocab_parallel: VocabParallel | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
@@ -110,8 +108,6 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
                 projected if neither the loss nor a metric depends on it.
             bias: as in `linear_logprobs`.
-            support: as in `linear_logprobs`. The metric `missing_target` is the share of the
-                projected tokens whose row lists ids, but not their own.
             vocab_parallel: as in `linear_logprobs`. The batch must be the same on every rank of its group, and so is
                 the loss.
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: columns of `PolicyBatch`.
@@ -131,7 +127,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
         head = Head.of(
-            hidden, weight, selected_token_ids, self.options, mask=batch.mask, bias=bias, support=support,
+            hidden, weight, selected_token_ids, self.options, mask=batch.mask, bias=bias,
             vocab_parallel=vocab_parallel, targets_name="selected_token_ids",
         )  # fmt: skip
         return self._loss(head, batch)

@@ -12,14 +12,13 @@ from liger_rl.head.head_options import COMPUTE_OPTIONS, HeadOptions
 from liger_rl.head.live_tokens import find_counted
 from liger_rl.head.logprobs import log_probs
 from liger_rl.head.record import Head
-from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
-from liger_rl.losses.metrics import Metric, MetricsLevel
+from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.presets import Preset, build_loss, list_keywords
 from liger_rl.losses.reductions import Reduction
 
@@ -71,10 +70,6 @@ class FusedLinearLoss(nn.Module):
         prepared = terms.prepare(aligned, torch.float32, find_counted(head.ids, head.mask))
         others = {name: getattr(values, name) for name in terms.reads}
         result = evaluate(prepared, values.logps, values.entropy, others)
-        if values.missing_target is not None and terms.metrics != "none":
-            # For tokens that are not projected it is unknown.
-            count = find_counted(head.ids, head.mask, head.needed).sum()
-            result.metrics["missing_target"] = Metric(values.missing_target.sum().float(), count=count)
         return result
 
     @torch.no_grad()
@@ -93,7 +88,6 @@ class FusedLinearLoss(nn.Module):
         mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
-        support: Support | None = None,
         vocab_parallel: VocabParallel | None = None,
     ) -> Tensor:
         """Log-probabilities (B, T) or (N,), float32, under a reference or old policy's head, without gradient.
@@ -102,7 +96,7 @@ class FusedLinearLoss(nn.Module):
         """
         return self._logps(
             Head.of(
-                hidden, weight, selected_token_ids, self.options, mask=mask, bias=bias, support=support,
+                hidden, weight, selected_token_ids, self.options, mask=mask, bias=bias,
                 vocab_parallel=vocab_parallel, targets_name="selected_token_ids",
             )
         )  # fmt: skip

@@ -45,7 +45,7 @@ def token_values(statistics: TokenStatistics, head: Head) -> LogProbs:
     lse = statistics.lse.float() if head.options.lse else None
     mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / head.vocab
     return LogProbs(
-        statistics.logps, statistics.entropy, statistics.log_sum_sq_probs, mean_logits, statistics.is_top1, None, lse
+        statistics.logps, statistics.entropy, statistics.log_sum_sq_probs, mean_logits, statistics.is_top1, lse
     )
 
 

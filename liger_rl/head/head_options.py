@@ -16,10 +16,6 @@ MOST_IDS = 1024  # of a token: a kernel program holds all of a token's ids and c
 
 # Feature -> option that must keep its default with the feature -> why.
 CONFLICTS: dict[str, dict[str, str]] = {
-    "with a support": {
-        "lse": "its engine does not keep it",
-        "extras": "its engine does not keep them",
-    },
     # Two heads, whose gradients are made in the forward.
     "with token_weights": {"chunk_vocab": "a chunk of one pass holds the whole vocabulary"},
     "with two heads": {
@@ -78,7 +74,7 @@ class HeadOptions:
         return None
 
     def refuse(self, feature: str) -> None:
-        """Raise ValueError if an option cannot be used together with `feature`, such as "with a support"."""
+        """Raise ValueError if an option cannot be used together with `feature`, such as "with two heads"."""
         conflict = self.conflict(feature)
         if conflict is not None:
             name, default, value, reason = conflict

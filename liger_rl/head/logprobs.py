@@ -12,10 +12,8 @@ from liger_rl.head.dense.several import SeveralTargets
 from liger_rl.head.dense.two_pass import TwoPasses
 from liger_rl.head.given_logits import LogitRows, check_logits
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
-from liger_rl.head.listed.listed_ids import log_probs_over_support
 from liger_rl.head.live_tokens import scatter_rows, start_selection
 from liger_rl.head.record import Head, LogProbs, gather_head
-from liger_rl.head.support import Support
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
@@ -31,7 +29,6 @@ def linear_logprobs(
     *,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    support: Support | None = None,
     vocab_parallel: VocabParallel | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
@@ -61,7 +58,6 @@ def linear_logprobs(
         mask: (B, T) or (N,), bool or 0/1: the tokens that count. Others get 0, whatever they hold. Other values
             raise.
         bias: (V,), added before the transform; hidden's dtype or float32.
-        support: ids that each token could have been drawn from (docs/support.md).
         vocab_parallel: the place in a sharded head.
         transform, entropy, lse, extras, compute_dtype, gather: the fields of `HeadOptions`.
         chunk_tokens, chunk_vocab: the same.
@@ -81,8 +77,8 @@ def linear_logprobs(
     with gather_head(head_options, weight, bias):
         return log_probs(
             Head.of(
-                hidden, weight, targets, head_options, mask=mask, bias=bias, support=support,
-                vocab_parallel=vocab_parallel, several=True,
+                hidden, weight, targets, head_options, mask=mask, bias=bias, vocab_parallel=vocab_parallel,
+                several=True,
             )
         )  # fmt: skip
 
@@ -92,8 +88,6 @@ def log_probs(head: Head) -> LogProbs:
 
     The caller enters `options.gather`.
     """
-    if head.support is not None:
-        return log_probs_over_support(head, head.support)
     head = head.with_shard()
     wait = start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)
     engine = SeveralTargets if head.targets.dim() == 2 else TwoPasses

@@ -10,7 +10,6 @@ from liger_rl.distributed import VocabParallel, VocabShard
 from liger_rl.head.checks import check_head, check_tokens
 from liger_rl.head.head_options import MOST_IDS, HeadOptions
 from liger_rl.head.live_tokens import take_rows
-from liger_rl.head.support import ListedIds, Support
 from liger_rl.kernels import reference
 from liger_rl.kernels.argument_checks import check_type
 from liger_rl.kernels.devices import align_rows
@@ -29,8 +28,6 @@ class LogProbs(NamedTuple):
     """Mean over the vocabulary of the transformed logits, differentiable."""
     is_top1: Tensor | None = None
     """bool: the target is the smallest of the ids with the largest logit. False at masked tokens."""
-    missing_target: Tensor | None = None
-    """bool: the token's row of the support lists ids, but not the target, which was added; None without a support."""
     lse: Tensor | None = None
     """log sum_v exp z_v of the transformed logits, differentiable; None unless asked for."""
 
@@ -55,8 +52,6 @@ class Head(NamedTuple):
     live: Tensor | None = None  # (n,) index of the tokens that count, once they are selected; None: all N
     vocab_parallel: VocabParallel | None = None  # of a sharded vocabulary
     shard: VocabShard | None = None  # once `with_shard` has made it
-    support: Support | None = None
-    listed: ListedIds | None = None  # the slots of the support
     weight_dtype: torch.dtype | None = None  # dtype of the weight's gradient, if `weight` is a copy in another dtype
     targets_name: str = "targets"  # the caller's name for the targets, for messages
 
@@ -70,7 +65,6 @@ class Head(NamedTuple):
         *,
         mask: Tensor | None = None,
         bias: Tensor | None = None,
-        support: Support | None = None,
         vocab_parallel: VocabParallel | None = None,
         several: bool = False,  # whether targets may be (B, T, K) or (N, K)
         targets_name: str = "targets",
@@ -82,15 +76,13 @@ class Head(NamedTuple):
         if several:
             first_targets = _check_several(targets, shape, options, targets_name)
         check_tokens(first_targets, mask, shape, hidden, "hidden", targets_name)
-        if support is not None:
-            _check_support(support, first_targets, options, vocab_parallel, several, targets_name)
         if vocab_parallel is not None:
             check_type("vocab_parallel", vocab_parallel, VocabParallel, "a VocabParallel or None")
         return cls(
             hidden.flatten(0, -2), weight, bias,
             # A narrow dtype would wrap the vocabulary's size in comparisons.
             targets.long().contiguous().view(-1, *targets.shape[len(shape) :]),
-            options, dtype, shape, mask, support=support, vocab_parallel=vocab_parallel, targets_name=targets_name,
+            options, dtype, shape, mask, vocab_parallel=vocab_parallel, targets_name=targets_name,
         )  # fmt: skip
 
     def with_shard(self) -> "Head":
@@ -180,22 +172,3 @@ def _check_several(targets: Tensor, shape: torch.Size, options: HeadOptions, nam
             f"from 1 to {MOST_IDS}, ({', '.join(map(str, shape))}, K), got {tuple(targets.shape)}"
         )
     return targets[..., 0]
-
-
-def _check_support(
-    support: Support,
-    targets: Tensor,
-    options: HeadOptions,
-    vocab_parallel: VocabParallel | None,
-    several: bool,
-    targets_name: str,
-) -> None:
-    check_type("support", support, Support, "a Support or None")
-    options.refuse("with a support")
-    if several:
-        raise ValueError("support must be None with several targets for each token, got a Support")
-    if vocab_parallel is not None:
-        raise ValueError(
-            "support must be None with vocab_parallel: no rank has all listed rows of a sharded weight; got a Support"
-        )
-    support.check_targets(targets, targets_name)

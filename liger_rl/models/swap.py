@@ -19,7 +19,6 @@ from transformers.utils import TransformersKwargs
 
 from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.head.logprobs import LogProbs, linear_logprobs
-from liger_rl.head.support import Support
 from liger_rl.kernels.argument_checks import check_type
 from liger_rl.models.adapters import unwrap_peft
 from liger_rl.models.lm_head import (
@@ -39,7 +38,7 @@ __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"
 
 IGNORE_INDEX = -100
 HEAD_OPTIONS = (*COMPUTE_OPTIONS, "lse", "extras")
-HEAD_RESULTS = ("entropy", "temperature", "support", *HEAD_OPTIONS)  # that only the fused forward reads
+HEAD_RESULTS = ("entropy", "temperature", *HEAD_OPTIONS)  # that only the fused forward reads
 FUSED_OPTIONS = ("labels", "shift_labels", "num_items_in_batch", *HEAD_RESULTS)
 # Arguments of a plain forward that the fused one checks and does not pass on.
 PLAIN_ARGUMENTS = ("ignore_index", "return_dict", "logits_to_keep")
@@ -63,7 +62,6 @@ class FusedCausalLMOutput(CausalLMOutputWithPast):
     # (B, T) float32, log-probability in nats of labels[b, t] given the tokens before it, or of shift_labels[b, t].
     per_token_logps: Tensor | None = None  # 0 where the label is -100, and with labels at t = 0
     entropy: Tensor | None = None  # (B, T) float32 in nats, of the distribution that predicted each label
-    missing_target: Tensor | None = None  # (B, T) bool, as in `LogProbs`; None without a support
     # (B, T), as in `LogProbs`, entry t for labels[b, t]; None unless requested
     lse: Tensor | None = None
     mean_logits: Tensor | None = None
@@ -84,8 +82,6 @@ def swap_lm_head(model: Model) -> Model:
         shift_labels: (B, T) in place of labels, already shifted: position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
-        support: a `Support` of B T rows, on any device. Row b T + t holds the ids from which the token of
-            per_token_logps[b, t] was drawn. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
         lse, extras, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
@@ -253,7 +249,6 @@ def _fused_forward(
     shift_labels: Tensor | None = None,
     entropy: bool = False,
     temperature: Any = 1.0,
-    support: Support | None = None,
     num_items_in_batch: Any = None,
     ignore_index: int = IGNORE_INDEX,
     return_dict: bool | None = True,
@@ -276,7 +271,7 @@ def _fused_forward(
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
     ids = kwargs.get("input_ids", args[0] if args else None)
-    targets, support = _read_targets(labels, shift_labels, support, ids)
+    targets = _read_targets(labels, shift_labels, ids)
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = read_current_head(model, model._fused_head_type)
@@ -294,7 +289,6 @@ def _fused_forward(
             vocab_parallel=local.vocab_parallel,
             transform=transform,
             entropy=entropy,
-            support=None if support is None else support.to(hidden.device),
             **options,
         )
         packed, found = _pack_results(result)
@@ -326,19 +320,13 @@ def _fused_forward(
     )
 
 
-def _read_targets(
-    labels: Tensor | None, shift_labels: Tensor | None, support: Support | None, ids: Any
-) -> tuple[Tensor, Support | None]:
-    """(B, T) ids that each position predicts, and the support of each position."""
+def _read_targets(labels: Tensor | None, shift_labels: Tensor | None, ids: Any) -> Tensor:
+    """(B, T) ids that each position predicts."""
     name, targets = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     targets = _check_labels(name, targets, ids)
-    if support is not None:
-        check_type("support", support, Support, "a Support or None")
-        support.to(targets.device).check_targets(targets, name)
     if shift_labels is not None:
-        return targets, support
-    targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return targets, None if support is None else _shift_support(support)
+        return targets
+    return nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def _pack_results(result: LogProbs) -> tuple[Tensor, dict[str, torch.dtype]]:
@@ -374,21 +362,6 @@ def _check_labels(name: str, labels: Any, ids: Tensor | None) -> Tensor:
         expected = "(B, T)" if ids is None else f"(B, T) = {tuple(ids.shape)} from input_ids"
         raise ValueError(f"{name} must be {expected}, got {tuple(labels.shape)}")
     return labels
-
-
-def _shift_support(support: Support) -> Support:
-    """Row i becomes row i - 1, of the position that predicts token i. Row 0 becomes the last row, which is masked.
-
-    The ids of row 0 are kept, because the host does not know their number.
-    """
-    ids, offsets = support.token_ids, support.offsets
-    if ids.numel() == 0 or support.tokens == 0:
-        return support
-    start = offsets[1]
-    places = (torch.arange(ids.numel(), device=ids.device) + start) % ids.numel()
-    # The first and the last offset stay as they are, so that later checks still see them.
-    shifted = torch.cat([offsets[:1], offsets[2:] - start, offsets[-1:]])
-    return replace(support, token_ids=ids[places], offsets=shifted)
 
 
 def router_loss(model: Any, aux_loss: Tensor) -> Tensor:

@@ -58,13 +58,13 @@ ROUTER_LOSS = Reason(
 )
 USE_CACHE = Reason("use_cache=True keeps keys and values", "use_cache=False")
 # Per-token inputs that a step can rearrange.
-TOKEN_INPUTS = ("attention_mask", "position_ids", "support")
+TOKEN_INPUTS = ("attention_mask", "position_ids")
 # Which tokens are of an image. A batch stays as it is if one is not 0.
 TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")
 # Inputs of a batch whose sequences were packed into one row.
 PACKED_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # Arguments of the forward that the fused head reads itself, or that come from the loss.
-RESERVED = {*FUSED_OPTIONS, *PLAIN_ARGUMENTS, "fused", "num_logits_to_keep"} - {"support"}
+RESERVED = {*FUSED_OPTIONS, *PLAIN_ARGUMENTS, "fused", "num_logits_to_keep"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,6 @@ def _find_obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids
     for module in iterate_wrappers(model):
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             return Reason("prompt learning of PEFT puts tokens of its own before each sequence")
-    if inputs.get("support") is not None:
-        inputs["support"].check_rows(ids, "input_ids")
     known = TOKEN_INPUTS if config.model_type in NOT_CAUSAL else (*TOKEN_INPUTS, *TYPE_INPUTS)
     unknown = [name for name, value in inputs.items() if name not in known and not is_plain(value)]
     if PACKED_INPUTS.intersection(unknown):
@@ -197,8 +195,6 @@ def _find_tree_obstacle(
 ) -> Reason | None:
     if not (takes_positions and body.causal):
         return Reason(f"{type(swapped).__name__} is not a causal model of text that takes position_ids")
-    if inputs.get("support") is not None:
-        return Reason("it replays sampling sets (support), which each sequence has of its own")
     if has_activated_lora(model):
         return ACTIVATED_LORA
     if inputs.get("use_cache"):
@@ -272,13 +268,13 @@ def read_model_inputs(
     name, columns = type(swapped).__name__, ("mask", *loss.COLUMNS)
     accepted = inspect.signature(swapped.forward).parameters
     known = {"input_ids", *columns}
-    inputs = {name for name in accepted if name not in RESERVED} | {"support"}
+    inputs = {name for name in accepted if name not in RESERVED}
     unknown = [name for name in batch if name not in known and name not in inputs]
     unknown += [name for name in extra if name in known or name in RESERVED]
     if unknown:
         raise ValueError(
             f"batch has no column {', '.join(map(repr, unknown))}{_hint_input(unknown[0], loss, columns)}; it has "
-            f"input_ids, support, {', '.join(columns)} and the other arguments of the forward of {name}, without "
+            f"input_ids, {', '.join(columns)} and the other arguments of the forward of {name}, without "
             "labels and what follows the head"
         )
     read = {name for module in iterate_wrappers(model) for name in inspect.signature(module.forward).parameters}

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.checks import check_dense, check_integers, check_shape
-from liger_rl.head.support import Support
 from liger_rl.kernels.argument_checks import check_type
 from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate
@@ -68,8 +67,7 @@ class LossStep(NamedTuple):
 def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss, **options: Any) -> LossStep:
     """The loss of one batch, from token ids, for one backward: `loss_steps` with one micro-batch.
 
-    Only positions that predict a completion token are projected on the vocabulary. With a support, the metric
-    `missing_target` is the share of completion tokens whose id was not listed.
+    Only positions that predict a completion token are projected on the vocabulary.
 
     Args:
         model: a HuggingFace causal LM or a `peft.PeftModel` of one, whose head is swapped at the first call
@@ -80,8 +78,6 @@ def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss,
                 that is not bool.
             The columns in `loss.COLUMNS`: of a policy loss those of `PolicyBatch`, of others the arguments of their
                 modules, (B, T) per token; segments for a packed row, B = 1.
-            support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
-                which it was drawn.
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
         loss: a fused loss, such as `FusedLinearGRPOLoss`. Its temperature divides the logits; softcap and scale are the
             model's.
@@ -215,8 +211,6 @@ class LossSteps(Iterator[LossStep]):
         inputs = read_model_inputs(self._model, self._swapped, batch, self._loss, extra_inputs, options)
         ids, mask = _read_tokens(batch)
         _check_inputs(inputs, ids)
-        if inputs.get("support") is not None:
-            check_type("support", inputs["support"], Support, "a Support or None")
         aligned = None if logps_alone else _align_batch(batch, self._loss, ids, mask)
         if aligned is not None and batch.get("num_items_in_batch") is not None:
             _check_world_size(self._loss, count_averaging_ranks(self._model))
@@ -288,7 +282,7 @@ class LossSteps(Iterator[LossStep]):
         with without_idle_checkpoints(self._model), recorded_router_calls(router) as calls:
             output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
         width, device = inputs["input_ids"].shape[1], self._batch.ids.device
-        names = ("entropy", "missing_target", *self._loss.terms.reads)
+        names = ("entropy", *self._loss.terms.reads)
         values = {name: value for name in names if (value := getattr(output, name)) is not None}
         values["logps"] = output.per_token_logps
         # Without the virtual tokens that prompt tuning puts before each row.
@@ -321,7 +315,7 @@ class LossSteps(Iterator[LossStep]):
             values = values.detach()
             return values if index is None else values.new_zeros(shape).index_copy(0, index, values)
 
-        logps, entropy, missing = (outputs.get(name) for name in ("logps", "entropy", "missing_target"))
+        logps, entropy = outputs.get("logps"), outputs.get("entropy")
         assert logps is not None
         loss_shape = prepared.batch.mask.shape  # (N,) with segments
         others = {name: cast(Tensor, outputs.get(name)) for name in self._loss.terms.reads}
@@ -329,8 +323,6 @@ class LossSteps(Iterator[LossStep]):
             prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape),
             others={name: x.reshape(*loss_shape, *x.shape[2:]) for name, x in others.items()},
         )  # fmt: skip
-        if missing is not None and self._loss.terms.metrics != "none":
-            metrics["missing_target"] = Metric(missing.sum().float(), count=outputs.mask.sum())
         if aux_loss is not None:
             total = total + router_loss(self._swapped, aux_loss).to(total.device)
         values = whole(logps)
@@ -363,13 +355,10 @@ class LossSteps(Iterator[LossStep]):
             one_micro_batch = ROUTER_LOSS
         elif aligned is not None and terms.locality == "batch":
             one_micro_batch = Reason("the loss's sequences depend on each other")
-        # A support adds the metric missing_target.
-        has_support = self._batch.inputs.get("support") is not None
-        metrics_read = terms.metrics_read_all or (terms.metrics != "none" and has_support)
         weights = aligned.advantages if aligned is not None and terms.idle_without_advantages else None
         return lay_out(
             read_sequences(self._batch, body, trim=options.trim, weights=weights), body, options,
-            runs_idle=aligned is None or metrics_read or options.idle == "forward",
+            runs_idle=aligned is None or terms.metrics_read_all or options.idle == "forward",
             one_micro_batch=one_micro_batch,
             pairs=aligned is not None and aligned.pairs,
         )  # fmt: skip
@@ -397,7 +386,7 @@ def completion_logps(
     """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
 
     For old and reference log-probabilities, at the loss's temperature. Arguments and errors are those of
-    `loss_steps`. Of the batch it reads the mask, the support and the model's inputs. The model's training mode does
+    `loss_steps`. Of the batch it reads the mask and the model's inputs. The model's training mode does
     not change.
     """
     options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes}

@@ -144,9 +144,6 @@ def make_inputs(micro: MicroBatch, batch: TokenBatch, body: Body) -> dict[str, A
         ends = nn.functional.pad(torch.tensor(micro.lengths).cumsum(0), (1, 0))
         ends, longest = ends.to(ids.device, torch.int32, non_blocking=True), max(micro.lengths)
         tensors |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    support = tensors.pop("support", None)
-    if support is not None:
-        tensors["support"] = support.take(places.reshape(-1), batch=support.tokens)
     return tensors
 
 

@@ -15,7 +15,6 @@ from test_models import VOCAB, shard, tiny_llama, wrap  # noqa: E402
 
 import oracles  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head  # noqa: E402
-from liger_rl.head import Support  # noqa: E402
 from liger_rl.losses import GlobalTokenMean, TokenLoss  # noqa: E402
 from ranks import message_of  # noqa: E402
 
@@ -137,11 +136,7 @@ MISTAKES = {
     "advantages": ({"advantages": [1.0, 2.0]}, "TypeError: advantages must be a real tensor, got list"),
     "mask": ({"mask": IDS}, "ValueError: mask must be (B, T) = (2, 12) on"),
     "column": ({"logits": IDS}, "ValueError: batch has no column 'logits'"),
-    "support": (
-        {"support": Support(torch.zeros(3).int(), torch.arange(4))},
-        "ValueError: support must have a row for each of the 24 tokens of input_ids, got 3 rows",
-    ),
-    "no support": ({"support": [[1]]}, "TypeError: support must be a Support or None, got list"),
+    "support": ({"support": [[1]]}, "ValueError: batch has no column 'support': call support_logprobs"),
     "no batch": ({"batch": [1]}, "TypeError: batch must be a mapping"),
     "no loss": ({"loss": "grpo"}, "TypeError: loss must be a fused loss, such as FusedLinearGRPOLoss, got str"),
     "another loss": (

@@ -16,7 +16,7 @@ from devices import skip_without_interpreter
 from head_calls import Products, run_triton
 from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, topk_divergence
 from liger_rl.distributed import VocabParallel
-from liger_rl.head import LogitTransform, Support
+from liger_rl.head import LogitTransform
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.models.tensors import localize
 from ranks import assert_whole, message_of, sent
@@ -258,7 +258,6 @@ MISTAKES = {
     "a missing start": ({"start": 1}, {}, rf"{COVER} .*\[1, 6\) on rank 0"),
     "H": ({"columns": HIDDEN + 1}, {}, r"ValueError: weight must be \(V, H\) with H = 12 "),
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
-    "support": ({"options": {"support": Support.from_vllm([[0]] * 6)}}, {}, "ValueError: support must be None with"),
     # Two heads.
     "a gap of two heads": (TEACHER, {"start": 1}, COVER),
     "targets of two heads": (

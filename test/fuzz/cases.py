@@ -230,11 +230,9 @@ def tiles(draw, options: dict) -> dict:
     return options
 
 
-def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
+def supports(draw, numbers: Numbers, case: HeadCase) -> dict:
     """Rows of ids, some of them repeated, most with the token's target; some empty, if that may be."""
     vocab, targets = case.weight.shape[0], case.targets.reshape(-1).long()
-    if one(draw, False, False, True):
-        return None
     # The products of an empty row are rounded to the compute dtype; for the oracle all rows' are.
     one_dtype = case.hidden.dtype == case.weight.dtype == case.compute
     n, empty = targets.numel(), one(draw, False, True) and one_dtype
@@ -261,11 +259,17 @@ def head_cases(draw, device: str) -> HeadCase:
     case = head_inputs(draw, device)
     case.options = options
     numbers = Numbers(draw.getrandbits(62), device)
-    if case.bias is None or case.bias.isfinite().all():
-        case.support = supports(draw, numbers, case)
-    if case.support is not None:
-        options.pop("extras", None)
-    options["lse"] = case.support is None and draw.choice((False, True))
+    options["lse"] = draw.choice((False, True))
+    case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(4))
+    return case
+
+
+@strategy
+def support_cases(draw, device: str) -> HeadCase:
+    case = head_inputs(draw, device, banned=False)
+    case.options = {"entropy": draw.choice((False, True))}
+    numbers = Numbers(draw.getrandbits(62), device)
+    case.support = supports(draw, numbers, case)
     case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(4))
     return case
 
@@ -274,7 +278,7 @@ def head_cases(draw, device: str) -> HeadCase:
 def several_cases(draw, device: str) -> HeadCase:
     """K targets for each token, some of them repeated, some negative; lse."""
     case = head_cases.build(draw, device)
-    case.support, options = None, case.options
+    options = case.options
     options["extras"] = one(draw, (), ("mean_logits",))
     vocab, count = case.weight.shape[0], one(draw, 1, 2, 7, 70)
     options["lse"] = draw.choice((False, True))
@@ -523,8 +527,6 @@ def fused_cases(draw, device: str) -> PolicyCase:
     if head.autocast is None and head.weight.dtype != head.hidden.dtype:
         head.autocast = BF16
     head.options = tiles(draw, {"entropy": True})
-    if head.bias is None or head.bias.isfinite().all():
-        head.support = supports(draw, Numbers(draw.getrandbits(62), device), head)
     found = oracle.Head(head).logits.values["logps"].detach().reshape(head.targets.shape)
     assume(found.isfinite().all())  # a banned target is no sample
     numbers = Numbers(draw.getrandbits(62), device)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 import oracle
 from cases import HeadCase, LogitsCase
-from liger_rl import linear_logprobs
-from liger_rl.head import LogitTransform, Support
+from liger_rl import linear_logprobs, support_logprobs
+from liger_rl.head import LogitTransform
+from liger_rl.support import Support
 
 
 def within(name: str, found: Tensor, expected: Tensor, budget: Tensor | float, case) -> None:
@@ -30,7 +31,7 @@ def same(name: str, a: Tensor, b: Tensor, case) -> None:
 
 
 class Call:
-    """One call of linear_logprobs: leaves, arguments."""
+    """One call of linear_logprobs, or of support_logprobs: leaves, arguments."""
 
     def __init__(self, case: HeadCase) -> None:
         def leaf(x: Tensor | None, name: str) -> Tensor | None:
@@ -50,10 +51,15 @@ class Call:
         case = self.case
         targets = case.targets if case.ids is None else case.ids
         with self.autocast:
+            if self.support is not None:
+                return support_logprobs(
+                    self.hidden, self.weight, targets, self.support, mask=case.mask, bias=self.bias,
+                    transform=LogitTransform(**case.transform), compute_dtype=case.compute_dtype, **case.options,
+                )  # fmt: skip
             return linear_logprobs(
                 self.hidden[rows], self.weight, targets[rows], mask=None if case.mask is None else case.mask[rows],
                 bias=self.bias, transform=LogitTransform(**case.transform),
-                compute_dtype=case.compute_dtype, support=self.support, **(case.options | more),
+                compute_dtype=case.compute_dtype, **(case.options | more),
             )  # fmt: skip
 
     def gradients(self, outputs: list[Tensor], upstream: list[Tensor], retain_graph: bool = True) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
-"""linear_logprobs and logits_logprobs against full logits in float64, on random cases."""
+"""linear_logprobs, support_logprobs and logits_logprobs against full logits in float64, on random cases."""
 
 import torch
 from hypothesis import given
 
 import oracle
-from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, several_cases
+from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, several_cases, support_cases
 from checks import Call, GivenLogits, check_gradients, same, within
 from liger_rl.head import LogitTransform, LogProbs, logits_logprobs
 from liger_rl.kernels.statistics import EXTRAS
@@ -23,7 +23,7 @@ def check_head(case: HeadCase) -> tuple[Call, LogProbs, oracle.HeadResult, dict]
     flat = [u.reshape(-1, *u.shape[case.targets.dim() :]) for u in upstream.values()]
     expected = oracle.head(case, flat[0], flat[1], r=flat[2], m=flat[3])
     for name in (*DIFFERENTIABLE, *CONSTANT):
-        value = getattr(out, name)
+        value = getattr(out, name, None)
         assert (value is not None) == (name in asked), name
         if value is not None:
             assert value.dtype == (torch.bool if name == "is_top1" else F32)
@@ -34,15 +34,11 @@ def check_head(case: HeadCase) -> tuple[Call, LogProbs, oracle.HeadResult, dict]
     return call, out, expected, found
 
 
-@fuzz(0.42)
-@given(case=head_cases())
-def test_linear_logprobs(case: HeadCase) -> None:
+def check_again(case: HeadCase) -> tuple[Call, LogProbs]:
+    """As `check_head`; also shapes, and bits of a second backward and of another call."""
     call, out, _, found = check_head(case)
-    names = [name for name in (*DIFFERENTIABLE, *CONSTANT) if getattr(out, name) is not None]
+    names = [name for name in (*DIFFERENTIABLE, *CONSTANT) if getattr(out, name, None) is not None]
     assert all(getattr(out, name).shape == case.targets.shape for name in names)
-    assert (out.missing_target is None) == (case.support is None)
-    if case.support is not None:
-        same("missing_target", out.missing_target.reshape(-1).float(), oracle.listed_of(case)[1].float(), case)
     if found:
         given = [(name, u) for name, u in zip(DIFFERENTIABLE, case.upstream, strict=True) if name in names]
         again = Call(case)
@@ -51,6 +47,20 @@ def test_linear_logprobs(case: HeadCase) -> None:
             for name, grad in grads.items():
                 same(f"{kind} gradients of {name}", grad, found[name], case)
             same(f"{kind} logps", results.logps, out.logps, case)
+    return call, out
+
+
+@fuzz(0.2)
+@given(case=head_cases())
+def test_linear_logprobs(case: HeadCase) -> None:
+    check_again(case)
+
+
+@fuzz(0.22)
+@given(case=support_cases())
+def test_support_logprobs(case: HeadCase) -> None:
+    _, out = check_again(case)
+    same("missing_target", out.missing_target.reshape(-1).float(), oracle.listed_of(case)[1].float(), case)
 
 
 @fuzz(0.12)

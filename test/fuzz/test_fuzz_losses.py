@@ -61,17 +61,6 @@ def check_loss(found: PolicyLoss, expected: oracle.PolicyResult, case: PolicyCas
         within(metric, found.metrics[metric].value, expected.values[key], expected.budgets[key], case)
 
 
-def check_missing(found: PolicyLoss, case: PolicyCase) -> None:
-    """The metric of a support, taken out. Tokens without an advantage may not have been looked at."""
-    if case.head.support is None or case.metrics == "none":
-        return
-    metric, c = found.metrics.pop("missing_target"), case.columns()
-    missing = oracle.listed_of(case.head)[1]
-    least = int((missing & (c.advantages != 0)).sum())
-    assert least <= metric.total.item() <= missing.sum(), f"missing_target is {metric}: {case!r}"
-    assert (c.mask & (c.advantages != 0)).sum() <= metric.count <= c.mask.sum(), f"missing_target is {metric}: {case!r}"
-
-
 def direct(case: PolicyCase, logps: Tensor, entropy: Tensor) -> PolicyLoss:
     kl = KLPenalty(beta=case.beta, kl_estimator=case.estimator, importance_weighted=case.weighted)
     made = PRESETS[case.loss_type].objective(**case.objective_options)
@@ -152,7 +141,7 @@ def test_fused_loss(case: PolicyCase) -> None:
         with call.autocast:
             found = module(
                 call.hidden, call.weight, head.targets, case.advantages, head.mask, bias=call.bias,
-                support=call.support, **columns(case),
+                **columns(case),
             )  # fmt: skip
         return found, call.gradients([found.loss], [torch.tensor(0.5, device=found.loss.device)])
 
@@ -162,7 +151,6 @@ def test_fused_loss(case: PolicyCase) -> None:
     assume(not oracle.ranks_undecided(case, entropy, moves[1]))
     found, grads = run(call)
     expected = oracle.policy_result(case, logps, entropy, moves)
-    check_missing(found, case)
     check_loss(found, expected, case)
     g, e, dg, de = (0.5 * x[k] for x in (expected.values, expected.budgets) for k in ("dlogps", "dentropy"))
     check_gradients(grads, oracle.head(head, g, e, (dg, de)), call)
@@ -172,7 +160,7 @@ def test_fused_loss(case: PolicyCase) -> None:
         same(f"repeated gradients of {name}", grad, grads[name], case)
     with call.autocast:
         reference = module.reference_logps(
-            call.hidden, call.weight, head.targets, head.mask, bias=call.bias, support=call.support,
+            call.hidden, call.weight, head.targets, head.mask, bias=call.bias,
         )  # fmt: skip
     assert not reference.requires_grad
     within("reference_logps", reference, logits.values["logps"], logits.budgets["logps"], case)

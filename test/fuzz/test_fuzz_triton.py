@@ -19,6 +19,7 @@ from cases import (
     head_cases,
     logits_cases,
     several_cases,
+    support_cases,
 )
 from devices import skip_where_misread
 from head_calls import in_short_pieces, run_triton
@@ -44,6 +45,8 @@ def check_of(case):
         return heads.test_logits_logprobs
     if isinstance(case, PolicyCase):
         return losses.test_grpo_loss_from_logits if case.head is None else losses.test_fused_loss
+    if case.support is not None:
+        return heads.test_support_logprobs
     return heads.test_linear_logprobs if case.ids is None else heads.test_several_targets
 
 
@@ -59,14 +62,13 @@ def in_float16(case: HeadCase) -> HeadCase:
 
     options = {name: value for name, value in case.options.items() if "chunk" not in name}
     return replace(
-        case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(), support=None,
+        case, hidden=padded(case.hidden).half(), weight=padded(case.weight).half(),
         bias=None if case.bias is None else half(case.bias), autocast=None, compute_dtype=None, options=options,
     )  # fmt: skip
 
 
-LISTED = head_cases().filter(lambda case: case.support is not None)
-KINDS = {"head": head_cases(), "listed ids": LISTED, "several targets": several_cases(), "logits": logits_cases()}
-KINDS |= {"loss": fused_cases(), "loss of logits": given_logits_cases()}
+KINDS = {"head": head_cases(), "listed ids": support_cases(), "several targets": several_cases()}
+KINDS |= {"logits": logits_cases(), "loss": fused_cases(), "loss of logits": given_logits_cases()}
 EPILOGUE = "products with an epilogue"
 KINDS[EPILOGUE] = head_cases().map(in_float16)
 # Of all cases; there are more of the kinds whose cases are short.

@@ -12,8 +12,9 @@ import torch
 import oracles
 from devices import skip_where_misread, skip_without_interpreter
 from head_calls import CALLS, Products, batch, call, eager, problem, run_triton, solve, truth
-from liger_rl import linear_logprobs
-from liger_rl.head import LogitTransform, Support, logits_logprobs
+from liger_rl import linear_logprobs, support_logprobs
+from liger_rl.head import LogitTransform, logits_logprobs
+from liger_rl.support import Support
 
 OFFSET_TRANSFORMS = [{}, {"temperature": 0.7}, {"softcap": 3e4, "temperature": 2.0}]
 TRANSFORMS = [{}, {"temperature": 1.6, "softcap": 2.0, "scale": 1.7}]
@@ -131,7 +132,7 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
     options = {"transform": LogitTransform(**transform)}
     if of == "support":
         listed = (torch.rand(n, vocab) < 0.3).to(device).scatter(1, targets[:, None], True)
-        options["support"] = Support.from_padded(torch.where(listed, torch.arange(vocab, device=device), -1))
+        support = Support.from_padded(torch.where(listed, torch.arange(vocab, device=device), -1))
     if of != "logps":
         options["entropy"] = True
     if of in ("all", "several targets"):
@@ -141,6 +142,8 @@ def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkey
         if of == "given logits":
             logits = hidden.float() @ weight.float().T
             return logits_logprobs(logits, targets, transform=options["transform"], entropy=True)
+        if of == "support":
+            return support_logprobs(hidden, weight, targets, support, **options)
         return linear_logprobs(hidden, weight, targets, **options)
 
     found = values(hidden, weight)
@@ -211,7 +214,6 @@ CHANGED = {
 }  # fmt: skip
 # Feature in the message, call of the table, options that do not go with them.
 NOT_TOGETHER = [
-    ("with a support", "support", ("lse", "extras")),
     ("with token_weights", "JSD in one pass", ("chunk_vocab",)),
 ]
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from head_calls import Products
-from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, topk_divergence
+from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, support_logprobs, topk_divergence
 from liger_rl.fused_linear import grpo_loss_from_logits
-from liger_rl.head import LogitTransform, Support, logits_logprobs
+from liger_rl.head import LogitTransform, logits_logprobs
 from liger_rl.losses import PPOClip, TokenMean
+from liger_rl.support import Support
 
 IDS, NAN = torch.zeros(3, 5, dtype=torch.int64), math.nan
 HEAD = {"hidden": torch.randn(3, 5, 16), "weight": torch.randn(129, 16, requires_grad=True)}
@@ -124,7 +125,6 @@ SEVERAL = [
     ({"targets": torch.full((15, 3), 129)}, ValueError, r"token ids in \[0, 129\).*15 of them.*largest is 129"),
     ({"mask": torch.ones(15, 3)}, ValueError, r"mask must be \(N,\) = \(15,\)"),
     ({"extras": ["is_top1"]}, ValueError, "is_top1"),
-    ({"support": Support(torch.zeros(0).long(), torch.zeros(16).long())}, ValueError, "support must be None with"),
     ({"targets": torch.zeros(15, 1025).long()}, ValueError, r"targets must be.*from 1 to 1024.*\(15, 1025\)"),
     ({"lse": 1}, TypeError, "lse must be a bool, got int"),
 ]
@@ -138,7 +138,6 @@ TOPK = [
     ({"teacher_logps": torch.zeros(15, 2).long()}, TypeError, "teacher_logps must be float32, bfloat16 or float16"),
     ({"teacher_logps": torch.zeros(15, 2, requires_grad=True)}, ValueError, "teacher_logps must require no gradient"),
     ({"teacher_logps": torch.zeros(15, 2, device="meta")}, ValueError, "teacher_logps must be on cpu from teacher_ids"),
-    ({"support": None}, TypeError, "topk_divergence got an unexpected argument 'support'"),
 ]
 DIVERGENCE = [
     ({"kind": "kl"}, ValueError, "kind must be one of"),
@@ -169,8 +168,10 @@ REFERENCE = [OUTSIDE, ({"selected_token_ids": IDS[:, 1:]}, ValueError, r"selecte
 SUPPORT = Support.from_vllm([[1]] * 15)
 # Call, arguments, type, message.
 TOGETHER = [
-    (FusedLinearGRPOLoss(), HEAD | LOSS | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
-    (linear_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support or None, got list"),
+    *((function, given | {"support": SUPPORT}, TypeError, "unexpected argument 'support': call support_logprobs")
+      for function, given in ((FusedLinearGRPOLoss(), HEAD | LOSS), (linear_logprobs, LINEAR))),
+    (support_logprobs, LINEAR | {"support": [[1]]}, TypeError, "support must be a Support, got list"),
+    (support_logprobs, LINEAR | {"support": Support.from_vllm([[1]])}, ValueError, "a row for each of the 15 tokens"),
     (topk_divergence, HEAD | {"teacher_ids": IDS, "teacher_logps": torch.zeros(3, 5)}, ValueError, "must be .B, T, K."),
     (LogitTransform, {"temperature": torch.ones(3, 5)}, TypeError, "temperature must be a number, got Tensor"),
     (FusedLinearGRPOLoss, {"temperature": torch.ones(3, 5)}, TypeError, "temperature must be a number, got Tensor"),

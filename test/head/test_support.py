@@ -12,7 +12,7 @@ from torch import Tensor
 from devices import NEEDS_GPU, skip_without_interpreter
 from head_calls import Problem, call, in_short_pieces, problem, run_triton
 from host_reads import host_reads
-from liger_rl.head import Support
+from liger_rl.support import Support
 
 CUDA = torch.cuda.is_available()
 ONLY_WITHOUT_GPU = pytest.mark.skipif(CUDA, reason="the GPU compiles the kernels that the interpreter would run")

@@ -19,11 +19,9 @@ from hf_models import (
     VOCAB,
     assert_same_gradients,
     build,
-    gradients,
     transformers,
 )
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head
-from liger_rl.head import Support
 from liger_rl.losses import PRESETS, TopEntropyMask
 from liger_rl.models.swap import is_swapped
 from step_calls import (
@@ -312,22 +310,6 @@ def test_a_completion_at_the_start_of_its_row():
     assert logps[3, 3] != 0.0
     logps[3, 3] = expected[3, 3]
     torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_support_goes_with_its_tokens():
-    model, loss = swap_lm_head(small_llama()), FusedLinearGRPOLoss("grpo", metrics="loss")
-    batch = make_batch()
-    listed = torch.randint(3, VOCAB, (BATCH, LENGTH, 5), generator=torch.Generator().manual_seed(3))
-    listed[..., 0] = torch.where(torch.rand(BATCH, LENGTH) < 0.8, batch["input_ids"], listed[..., 0])
-    batch["support"] = Support.from_padded(listed)
-    untouched = loss_step(model, batch, loss, trim=False, idle="backward")
-    expected = gradients(model, untouched.loss)
-    steps, grads = run(model, batch, loss, max_tokens=20)
-    torch.testing.assert_close(steps.total.per_token_logps, untouched.per_token_logps, rtol=1e-5, atol=1e-5)
-    assert 0 < steps.total.metrics["missing_target"].item() < 1
-    for name, metric in untouched.metrics.items():
-        torch.testing.assert_close(steps.total.metrics[name].value, metric.value)
-    assert_same_gradients(grads, expected)
 
 
 def test_completion_logps_are_those_of_the_padded_batch():

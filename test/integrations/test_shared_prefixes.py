@@ -11,7 +11,6 @@ import torch
 import oracles
 from hf_models import BEFORE_5, CONFIGS, HEADS, NEEDS_TREES_OF_GPT2, VOCAB, assert_same_gradients, build
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head
-from liger_rl.head import Support
 from liger_rl.losses import TopEntropyMask
 from liger_rl.step import attention, layout, trial
 from liger_rl.step.prefix_tree import build_prefix_tree
@@ -286,10 +285,6 @@ def with_a_gap(batch):
     batch["position_ids"][2, 9:] += 1
 
 
-def with_a_support(batch):
-    batch["support"] = Support.from_padded(batch["input_ids"][..., None])
-
-
 def cached(batch):
     batch["use_cache"] = True
 
@@ -325,7 +320,6 @@ REFUSED = {
     "compiled body": (partial(compiled, body=True), "the model is compiled", None),
     "compiled model": (partial(compiled, body=False), "the model is compiled", None),
     "prompt tuning": (prompt_tuned, "prompt learning of PEFT puts tokens of its own before each sequence", None),
-    "support": (small_llama, "it replays sampling sets (support), which each sequence has of its own", with_a_support),
     "cache": (small_llama, "use_cache=True keeps keys and values", cached),
     "hole": (small_llama, NO_RUN.format(1), with_a_hole),
     "gap": (small_llama, NO_RUN.format(2), with_a_gap),

@@ -75,7 +75,7 @@ def test_an_argument_that_nothing_takes_is_refused(name):
             model(**batch, fused=True, **{misspelt: 1.0})
 
 
-@pytest.mark.parametrize("name", ["fuse", "entropy", "temperature", "extras", "chunk_tokens", "support"])
+@pytest.mark.parametrize("name", ["fuse", "entropy", "temperature", "extras", "chunk_tokens"])
 def test_an_argument_of_the_fused_forward_alone_is_refused_without_fused(name):
     model, batch = swapped("Llama"), make_batch()
     model.base_model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))

@@ -6,11 +6,12 @@ import torch
 import oracles
 from devices import HOPPER, NEEDS_GPU, on_gpu, skip_where_misread
 from head_calls import run_triton
-from liger_rl import linear_logprobs
-from liger_rl.head import LogitTransform, Support, logits_logprobs
+from liger_rl import linear_logprobs, support_logprobs
+from liger_rl.head import LogitTransform, logits_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, reason_against_gpu
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
+from liger_rl.support import Support
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.kernels import epilogue
@@ -176,7 +177,7 @@ def test_rows_that_are_far_apart(way, monkeypatch):
         if way == "logits":
             values = logits_logprobs(leaves[0], targets).logps
         elif way == "support":
-            values = linear_logprobs(*leaves, targets, support=support).logps
+            values = support_logprobs(*leaves, targets, support).logps
         else:
             values = linear_logprobs(*leaves, targets).logps
         return values, *torch.autograd.grad(values.sum(), leaves)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from devices import on_gpu
-from liger_rl.head.listed import segment_sums as listed
-from liger_rl.head.listed import segment_sums_triton
 from liger_rl.kernels.limits import LIMITS, Launch
+from liger_rl.support import segment_sums as listed
+from liger_rl.support import segment_sums_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 H = 70

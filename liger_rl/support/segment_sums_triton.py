@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.head.listed.segment_sums import PARTIAL_BYTES, Entries, Factors, Segments, Slots
 from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.limits import LIMITS, Launch
 from liger_rl.kernels.softmax_triton import transform_logits
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
+from liger_rl.support.segment_sums import PARTIAL_BYTES, Entries, Factors, Segments, Slots
 
 # docs/notes/kernels.md has the times of these shapes and of others.
 DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)

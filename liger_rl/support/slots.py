@@ -5,12 +5,17 @@ With z the transformed logits of a token's slots and p = exp(z - lse), the formu
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.head.autograd import has_gradient
-from liger_rl.head.listed.segment_sums import (
+from liger_rl.kernels.limits import LIMITS
+from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.support.segment_sums import (
     BAD_ENDS,
     COUNTERS,
     FULL,
@@ -19,13 +24,24 @@ from liger_rl.head.listed.segment_sums import (
     SINGLE,
     Slots,
 )
-from liger_rl.head.listed.segment_sums import dots as dots
-from liger_rl.head.listed.segment_sums import order_by_id as order_by_id
-from liger_rl.head.listed.segment_sums import segment_sums as segment_sums
-from liger_rl.kernels.limits import LIMITS
-from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.support.segment_sums import dots as dots
+from liger_rl.support.segment_sums import order_by_id as order_by_id
+from liger_rl.support.segment_sums import segment_sums as segment_sums
+
+
+class SlotGradients(NamedTuple):
+    """What dL/dlogits of a token's slots is made of, (n,) each: results of the forward, and gradients of them."""
+
+    logps: Tensor
+    lse: Tensor  # float64
+    grad_logps: Tensor
+    entropy: Tensor | None  # None if grad_entropy is None
+    grad_entropy: Tensor | None
+
+    def of_whole_rows(self) -> TokenGradients:
+        """The same for tokens whose logits are of the whole vocabulary."""
+        statistics = TokenStatistics(self.logps, self.lse, self.entropy)
+        return TokenGradients.of(statistics, self.grad_logps, self.grad_entropy)
 
 
 def make_slots(
@@ -33,7 +49,6 @@ def make_slots(
     offsets: Tensor,  # (N + 1,) the same dtype
     targets: Tensor,  # (N,) token ids; a token with a target outside [0, vocab) does not count
     mask: Tensor | None,  # (N,) bool or 0/1: tokens that count; None for all
-    needed: Tensor | None = None,  # (N,) or (B,) bool or 0/1: tokens whose logits are needed; None for all that count
     *,
     vocab: int,
     distinct: bool,  # no row lists an id twice, so repeated ids need no search
@@ -53,8 +68,6 @@ def make_slots(
     targets, listed = targets.long(), token_ids.long()
     unmasked = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
     counts = unmasked & (targets < vocab)
-    if needed is not None:
-        counts = counts & (needed.reshape(-1, 1) != 0).expand(-1, n // needed.numel()).reshape(-1)
     improper = torch.zeros_like(counts) if mask is None else (mask != 0) & (mask != 1)
     inside = (positions >= begin[token]) & (positions < end[token])
     valid = inside & (listed >= 0) & (listed < vocab)
@@ -137,8 +150,7 @@ def fold_slots(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
 def grad_slots(
     z: Tensor,
     slots: Slots,
-    statistics: TokenStatistics,
-    gradients: TokenGradients,  # whose `lse`, `entropy` and `at_target` are not read
+    tokens: SlotGradients,
     transform: LogitTransform,
 ) -> Tensor:
     """-> dL/dx (S,) float32 of the logits before the transform.
@@ -146,7 +158,7 @@ def grad_slots(
     It is exactly 0 in slots without an id, and for tokens without a gradient.
     """
     token = slots.tokens.long()
-    gradients = TokenGradients.of(statistics, gradients.grad_logps, gradients.grad_entropy).with_float32_lse()
+    gradients = tokens.of_whole_rows().with_float32_lse()
     assert gradients.at_target is not None
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
     needed = (slots.ids < slots.vocab) & has_gradient(gradients)[token]

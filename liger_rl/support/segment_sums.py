@@ -23,7 +23,7 @@ COUNTERS = 8
     BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
 ) = range(COUNTERS)  # fmt: skip
 PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segment_sums_triton`
-GATHERED = 1 << 21  # numbers in gathered rows at a time, 8 MiB in float32
+PIECE_NUMBERS = 1 << 21  # numbers in the rows that are multiplied at a time, 8 MiB in float32
 
 
 class Slots(NamedTuple):
@@ -103,7 +103,7 @@ def ones_of(hidden: Tensor) -> Tensor:
 
 
 def _pieces(positions: int, columns: int) -> list[slice]:
-    step = max(1, GATHERED // max(columns, 1))
+    step = max(1, PIECE_NUMBERS // max(columns, 1))
     return [slice(start, start + step) for start in range(0, positions, step)]
 
 

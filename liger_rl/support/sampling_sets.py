@@ -1,7 +1,7 @@
 """The support of each token: the ids that its sampler could have drawn."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_count, check_dense, check_flag, check_floating, check_optional_count
-from liger_rl.head.listed import segment_sums as segments
-from liger_rl.head.listed.segment_sums import Slots
 from liger_rl.kernels.argument_checks import check_number, check_type
+from liger_rl.support.segment_sums import BAD_IDS, BAD_STARTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +19,8 @@ class Support:
 
     Log-probabilities and entropies are over a token's ids alone. A (B, T) call has N = B T rows, in flattened order. An
     empty row means the whole vocabulary. Ids may be in any order. A repeated id counts once, unless `distinct`. A row
-    that does not list its target gets it, and `LogProbs.missing_target` marks the token. The row of a token that does
-    not count is validated, and not used.
+    that does not list its target gets it, and `SupportLogProbs.missing_target` marks the token. The row of a token that
+    does not count is validated, and not used.
 
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.
@@ -167,7 +166,7 @@ class Support:
         """The rows of some sequences of a (B, T) call, such as the sequences of a micro-batch.
 
         On another device than CPU the host waits once, for the number of ids. So keep the support of many micro-batches
-        on CPU: the fused call of a swapped model, and so `loss_step`, moves each part to its device.
+        on CPU, and move each part to the device by `to`.
 
         Args:
             sequences: a slice of the B sequences, an index (b,) in any order, or a mask (B,) bool.
@@ -185,7 +184,7 @@ class Support:
         positions = torch.arange(shifts.numel(), device=device) + shifts
         return replace(self, token_ids=self.token_ids[positions], offsets=offsets)
 
-    def placed(self, mask: Tensor) -> "Support":
+    def place_at(self, mask: Tensor) -> "Support":
         """A support with these rows at the True positions of `mask`, in order, and empty rows elsewhere.
 
         Use it if the rows cover sampled tokens only, and the call also has prompts and padding. On a GPU nothing waits.
@@ -206,19 +205,6 @@ class Support:
         row = (flat.cumsum(0) - 1).clamp(0, self.tokens - 1)
         return replace(self, offsets=_make_offsets(torch.where(flat, row_lengths[row], 0)))
 
-    def check_rows(self, targets: Tensor, targets_name: str) -> None:
-        """Raise ValueError if the targets have another number of tokens."""
-        if self.tokens != targets.numel():
-            raise ValueError(
-                f"support must have a row for each of the {targets.numel()} tokens of {targets_name}, "
-                f"got {self.tokens} rows"
-            )
-
-    def check_targets(self, targets: Tensor, targets_name: str = "targets") -> None:
-        """Raise if the targets have another number of tokens or another device. No value is read."""
-        self.check_rows(targets, targets_name)
-        check_dense("support", self.token_ids, targets, targets_name)
-
     def check_values(self, numbers: Sequence[int], *, vocab: int) -> None:
         """Raise ValueError for invalid offsets or ids.
 
@@ -226,7 +212,7 @@ class Support:
             numbers: `Slots.numbers`, which the caller has read. The host waits for the device only if they count an
                 invalid value.
         """
-        if any(numbers[segments.BAD_STARTS : segments.BAD_IDS + 1]):
+        if any(numbers[BAD_STARTS : BAD_IDS + 1]):
             self._raise_for_values(vocab)
 
     def _raise_for_values(self, vocab: int | None) -> None:
@@ -264,29 +250,3 @@ def _to_integers(name: str, values: Any, device: torch.device | str | int | None
 def _make_offsets(row_lengths: Tensor) -> Tensor:
     """(N,) lengths of rows -> (N + 1,) int64 offsets, from 0."""
     return torch.cat([row_lengths.new_zeros(1, dtype=torch.int64), row_lengths.cumsum(0)])
-
-
-class ListedIds:
-    """The slots of a call with a support, and the result of their checks, for which the host waits once."""
-
-    def __init__(self, slots: Slots, check: Callable[[], Sequence[int]]) -> None:
-        """
-        Args:
-            check: waits for the device, raises for bad values of the call, and returns `Slots.numbers`.
-        """
-        self.slots = slots
-        self._check: Callable[[], Sequence[int]] | None = check
-        self._empty_rows: Tensor | None = None
-        self.all_short = False  # True once the host knows that no token has more than `LIMITS.by_token.piece` slots
-
-    @property
-    def empty_rows(self) -> Tensor | None:
-        """Index of the tokens that count and have an empty row; None if there are none. Waits for the check."""
-        if self._check is not None:
-            numbers = self._check()
-            count = numbers[segments.FULL_ROWS]
-            # We sort, because `nonzero` would wait for the count, which is known.
-            self._empty_rows = torch.argsort(self.slots.full.logical_not(), stable=True)[:count] if count else None
-            self.all_short = numbers[segments.LONG_ROWS] == 0
-            self._check = None
-        return self._empty_rows

@@ -8,7 +8,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.head.listed.segment_sums import (
+from liger_rl.kernels.devices import launch_context
+from liger_rl.kernels.limits import LIMITS
+from liger_rl.kernels.softmax_triton import (
+    LOWEST,
+    fold_block,
+    gradient,
+    log_probabilities,
+    one_minus_exp,
+    tanh_square,
+    times_derivative,
+    token_terms,
+)
+from liger_rl.kernels.statistics import TokenStatistics, map_fields
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+from liger_rl.support.segment_sums import (
     BAD_ENDS,
     BAD_IDS,
     BAD_MASKS,
@@ -24,24 +38,10 @@ from liger_rl.head.listed.segment_sums import (
     SINGLE,
     Slots,
 )
-from liger_rl.head.listed.segment_sums_triton import dots as dots
-from liger_rl.head.listed.segment_sums_triton import order_by_id as order_by_id
-from liger_rl.head.listed.segment_sums_triton import segment_sums as segment_sums
-from liger_rl.head.listed.slots import find_rows, make_empty_slots, mark_repeated_ids
-from liger_rl.kernels.devices import launch_context
-from liger_rl.kernels.limits import LIMITS
-from liger_rl.kernels.softmax_triton import (
-    LOWEST,
-    fold_block,
-    gradient,
-    log_probabilities,
-    one_minus_exp,
-    tanh_square,
-    times_derivative,
-    token_terms,
-)
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics, map_fields
-from liger_rl.kernels.transform import LogitSteps, LogitTransform
+from liger_rl.support.segment_sums_triton import dots as dots
+from liger_rl.support.segment_sums_triton import order_by_id as order_by_id
+from liger_rl.support.segment_sums_triton import segment_sums as segment_sums
+from liger_rl.support.slots import SlotGradients, find_rows, make_empty_slots, mark_repeated_ids
 
 ROW_WARPS, LONG_ROW_WARPS = 1, 8  # the latter if the mean row is a long one
 FOLD_BLOCK, FOLD_WARPS = 128, 1
@@ -55,18 +55,16 @@ def _count(number, amount):
     tl.atomic_add(number, amount, mask=amount > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs", "tokens_per_flag", "long_row"])
+@triton.jit(do_not_specialize=["tokens", "pairs", "long_row"])
 def _slots_kernel(
     token_ids,  # (pairs,)
     offsets,  # (tokens + 1,)
     targets,  # (tokens,)
     mask,  # (tokens,)
-    needed_tokens,  # (tokens / tokens_per_flag,)
     repeated,  # (pairs,) bool: an equal id stands earlier in the row; None if no row repeats an id
     slots,  # `Slots`, written; its numbers are zeros
     tokens,
     pairs,
-    tokens_per_flag,
     long_row,
     BLOCK: tl.constexpr,
     # Defaults instead of globals, because Triton compares each global that a kernel reads at each launch.
@@ -98,8 +96,6 @@ def _slots_kernel(
     _count(slots.numbers + TARGET, counts & (target >= slots.vocab))
     _count(slots.numbers + LONG, end - begin + 1 > long_row)
     counts = counts & (target < slots.vocab)
-    if needed_tokens is not None:
-        counts = counts & (tl.load(needed_tokens + token // tokens_per_flag) != 0)
     _count(slots.numbers + START, (token == 0) & (raw_begin != 0))
     _count(slots.numbers + ORDER, raw_end < raw_begin)
     _count(slots.numbers + END, (token == tokens - 1) & (raw_end != pairs))
@@ -146,7 +142,6 @@ def make_slots(
     offsets: Tensor,
     targets: Tensor,
     mask: Tensor | None,
-    needed: Tensor | None = None,
     *,
     vocab: int,
     distinct: bool,
@@ -173,9 +168,8 @@ def make_slots(
         _slots_kernel[(n,)](
             token_ids, offsets, targets.contiguous(),
             None if mask is None else mask.contiguous(),
-            None if needed is None else needed.contiguous(),
             None if distinct or pairs == 0 else mark_repeated_ids(token_ids, find_rows(offsets, pairs)),
-            slots, n, pairs, 1 if needed is None else n // needed.numel(), LIMITS.by_token.piece,
+            slots, n, pairs, LIMITS.by_token.piece,
             BLOCK=LIMITS.row_ids * warps, num_warps=warps,
         )  # fmt: skip
     return slots
@@ -237,8 +231,7 @@ def fold_slots(z: Tensor, slots: Slots, *, entropy: bool) -> TokenStatistics:
 def _grad_slots_kernel(
     logits,  # (positions,)
     slots,  # `Slots`
-    logps,  # (tokens,)
-    gradients,  # `TokenGradients`, (tokens,) each, whose `at_target` is not read
+    gradients,  # `SlotGradients`, (tokens,) each
     out,  # (positions,)
     positions,
     steps,  # LogitSteps
@@ -259,7 +252,7 @@ def _grad_slots_kernel(
     log_p = log_probabilities(z, tl.load(gradients.lse + token, mask=needed, other=0.0))
     is_target = slot == tl.load(slots.starts + token, mask=needed, other=-1)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
-    at_target = g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0))
+    at_target = g * one_minus_exp(tl.load(gradients.logps + token, mask=needed, other=0.0))
     grad = gradient(tl.exp(log_p), log_p, is_target, at_target, g, e, entropy, ENTROPY)
     square = 0.0
     if steps.cap is not None:
@@ -270,8 +263,7 @@ def _grad_slots_kernel(
 def grad_slots(
     z: Tensor,
     slots: Slots,
-    statistics: TokenStatistics,
-    gradients: TokenGradients,
+    tokens: SlotGradients,
     transform: LogitTransform,
 ) -> Tensor:
     """As `slots.grad_slots`, in one launch."""
@@ -281,7 +273,7 @@ def grad_slots(
         return out
     with launch_context(z.device):
         _grad_slots_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
-            z, slots, statistics.logps.contiguous(), map_fields(gradients, Tensor.contiguous), out, positions,
-            LogitSteps.of(transform), BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS,
+            z, slots, map_fields(tokens, Tensor.contiguous), out, positions, LogitSteps.of(transform),
+            BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS,
         )  # fmt: skip
     return out
