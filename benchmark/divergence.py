@@ -13,6 +13,9 @@ from benchmark.pairs import ENTRIES, Heads, gradients_of, log_probs, value_and_s
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
 from liger_rl import linear_divergence
+from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_free, make_measure
+from liger_rl.head import LogitTransform
+from liger_rl.head.head_options import HeadOptions
 
 PREFIX = "divergence-"
 SAMPLED = 48  # tokens that are compared with float64
@@ -47,29 +50,37 @@ def make_heads(shape: Shape, device: str) -> Heads:
     return Heads(*(part.to(shape.dtype) for part in parts))
 
 
-# (heads, kind, factors of the tokens (N,)) -> (per-token divergence (N,), sum of factors * divergence ())
+# (heads, kind, bool mask (N,)) -> per-token divergence (N,), and its mean () over the mask's tokens
 Way = Callable[[Heads, str, Tensor], tuple[Tensor, Tensor]]
 
 
-def _two_passes(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
-    found = linear_divergence(*heads, kind=kind).divergence
-    return found, (found * factors).sum()
+def _two_passes(heads: Heads, kind: str, mask: Tensor) -> tuple[Tensor, Tensor]:
+    found = linear_divergence(*heads, kind=kind, mask=mask).divergence
+    return found, found.sum() / mask.sum()
 
 
-def _one_pass(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
-    found = linear_divergence(*heads, kind=kind, token_weights=factors)
-    assert found.loss is not None
-    return found.divergence, found.loss
+def _one_pass(heads: Heads, kind: str, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """As under TRL's DistillationTrainer, where one pass is free."""
+    hidden, weight, teacher_hidden, teacher_weight = heads
+    call = DivergenceCall(
+        hidden=hidden, weight=weight, bias=None, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
+        teacher_bias=None, teacher_transform=LogitTransform(), measure=make_measure("jsd", TRLS_BETAS[kind]), mask=mask,
+        options=HeadOptions(),
+    )  # fmt: skip
+    factor = 1.0 / mask.sum()
+    found, hook = compute_in_one_pass_if_free(call, factor)
+    loss = found.divergence.sum() * factor
+    return found.divergence, loss if hook is None else loss + hook
 
 
 def _trl() -> Way:
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    def way(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
+    def way(heads: Heads, kind: str, mask: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight, teacher_hidden, teacher_weight = heads
         given = (hidden, weight, None, teacher_hidden, teacher_weight, None, TRLS_BETAS[kind])
         found = ChunkedDivergenceFunction.apply(*given)[0]
-        return found, (found * factors).sum()
+        return found, (found * mask).sum() / mask.sum()
 
     return way
 
@@ -83,7 +94,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 
 @torch.no_grad()
 def in_float64(heads: Heads, kind: str, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of some tokens: divergence, gradient of hidden, and of the weight's first ENTRIES for a loss of these alone."""
+    """Of some tokens: divergence, gradient of hidden, and of the weight's first ENTRIES for their sum."""
     value, slopes = value_and_slopes(*log_probs(heads, rows), kind)
     return value, *gradients_of(slopes, heads, rows)
 
@@ -102,7 +113,7 @@ def gold_of_some(heads: Heads, kind: str) -> Gold:
 
 
 def measure(make: Callable[[], Way], heads: Heads, kind: str, device: str, gold: Gold | None = None) -> dict[str, Any]:
-    """Errors are those of a loss of the tokens of `gold`."""
+    """Errors are those of the mean over the tokens of `gold`."""
     try:
         way = make()
     except ImportError as error:
@@ -111,24 +122,24 @@ def measure(make: Callable[[], Way], heads: Heads, kind: str, device: str, gold:
     n = heads.hidden.shape[0]
     rows, (value, grad_hidden, grad_weight) = gold or gold_of_some(heads, kind)
 
-    def step(factors: Tensor) -> tuple[Tensor, ...]:
-        found, loss = way(leaves, kind, factors)
+    def step(mask: Tensor) -> tuple[Tensor, ...]:
+        found, loss = way(leaves, kind, mask)
         return found.detach(), *torch.autograd.grad(loss, leaves[:2])
 
-    sampled = torch.zeros(n, device=rows.device).index_fill(0, rows, 1.0)
-    found = step(sampled)
+    found = step(torch.zeros(n, dtype=torch.bool, device=rows.device).index_fill(0, rows, True))
+    count = rows.numel()
     numbers: dict[str, Any] = {
         "value_error": relative(found[0][rows][None], value[None]),
-        "grad_hidden_error": relative(found[1][rows], grad_hidden),
-        "grad_weight_error": relative(found[2][:ENTRIES], grad_weight),
+        "grad_hidden_error": relative(found[1][rows], grad_hidden / count),
+        "grad_weight_error": relative(found[2][:ENTRIES], grad_weight / count),
     }
     del found
-    factors = torch.ones(n, device=rows.device) / n
+    every = torch.ones(n, dtype=torch.bool, device=rows.device)
     with PeakMemory(device) as memory:
-        held = step(factors)
+        held = step(every)
     numbers["peak_extra_mib"] = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
     del held
-    numbers["step_ms"] = measure_ms(lambda: step(factors), device).median_ms
+    numbers["step_ms"] = measure_ms(lambda: step(every), device).median_ms
     return {"status": "ok", "reason": None, **numbers}
 
 

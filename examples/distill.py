@@ -53,14 +53,13 @@ def distill(student, teacher, tokenizer, options: argparse.Namespace) -> list[di
             teacher.lm_head.weight,
             kind=options.kind,
             mask=mask,
-            entropy=True,
-            token_weights=mask / mask.sum(),  # the mean over tokens, whose gradients are made in the forward
         )
-        found.loss.backward()
+        loss = found.divergence.sum() / mask.sum()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        step = {"divergence": found.loss.item(), "reward": reward, "entropy": found.entropy[mask].mean().item()}
+        step = {"divergence": loss.item(), "reward": reward, "entropy": found.entropy[mask].mean().item()}
         history.append(step)
         progress.set_postfix({name: f"{value:.3f}" for name, value in step.items()})
     return history

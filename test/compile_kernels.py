@@ -162,13 +162,12 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
 
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     student = Tile(ones(N, V), ones(V) if entropy else None, transform)
-    teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
+    teacher = Tile(ones(N, V), None, LogitTransform())
     pair_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
-        state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
-        tile = PairTile(student, teacher, targets, 0, measure)
-        pair_triton.fold_pair(tile, state)
-        tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
+        tile = PairTile(student, teacher, measure)
+        pair_triton.fold_pair(tile, PairFold.start(N, CPU, measure))
+        tokens = PairGradients(*(ones(N) for _ in range(4)))
         pair_triton.grad_pair(tile, tokens, ones(N, V, dtype=torch.bfloat16))
         if measure.needs_second_step:
             pair_triton.mix_pair(tile, ones(N), ones(N), MixtureSums(ones(N), ones(N)))

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 import oracles
 from devices import HOPPER
 from liger_rl import FusedLinearGRPOLoss, linear_divergence, linear_logprobs, support_logprobs, topk_divergence
+from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.fused_linear import grpo_loss_from_logits
 from liger_rl.head import LogitTransform, logits_logprobs
+from liger_rl.head.head_options import HeadOptions
 from liger_rl.kernels.devices import GPUS, gpu_of
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.support import Support
@@ -215,12 +217,22 @@ def _topk_divergence(x: Batch, **options):
     return (topk_divergence(x.hidden, x.weight, ids, logps, mask=x.mask, bias=x.bias, **options).divergence,)
 
 
-def _divergence(x: Batch, *, weighted=False, **options):
-    given = {"token_weights": x.advantages} if weighted else {"targets": x.targets, "entropy": True}
+def _divergence(x: Batch, **options):
     found = linear_divergence(
-        x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, mask=x.mask, bias=x.bias, **given, **options
+        x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, mask=x.mask, bias=x.bias, **options
     )
-    return (found.loss,) if weighted else (found.divergence, found.logps, found.entropy)
+    return (found.divergence,)
+
+
+def _divergence_in_one_pass(x: Batch, **options):
+    """As TRL's DistillationTrainer gets it."""
+    call = DivergenceCall(
+        hidden=x.hidden, weight=x.weight, bias=x.bias, teacher_hidden=x.teacher_hidden, teacher_weight=x.teacher_weight,
+        teacher_bias=None, teacher_transform=LogitTransform(), measure=make_measure("jsd", 0.5), mask=x.mask,
+        options=HeadOptions(**options),
+    )  # fmt: skip
+    found, hook = compute_in_one_pass_if_free(call, torch.tensor(0.25, device=x.hidden.device))
+    return (0.25 * found.divergence.sum() + hook,)
 
 
 def _loss(x: Batch, **options):
@@ -252,7 +264,7 @@ CALLS = {
     "forward KL": PublicCall(partial(_divergence, kind="forward_kl"), takes=_TWO_HEADS),
     "reverse KL": PublicCall(partial(_divergence, kind="reverse_kl"), takes=_TWO_HEADS),
     "JSD": PublicCall(partial(_divergence, kind="jsd", beta=0.3), takes=_TWO_HEADS),
-    "JSD in one pass": PublicCall(partial(_divergence, kind="jsd", weighted=True), takes=frozenset(("gather",))),
+    "JSD in one pass": PublicCall(_divergence_in_one_pass, takes=frozenset(("gather",))),
     "loss": PublicCall(_loss, takes=_EVERY - {"gather"}),
     "given logits": PublicCall(_given_logits, ("logits",)),
     "given logits, a temperature and a softcap": PublicCall(partial(_given_logits, transformed=True), ("logits",)),

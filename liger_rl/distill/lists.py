@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from liger_rl.distill.pair_call import BETA, make_measure
+from liger_rl.distill.divergence import BETA, make_measure
 from liger_rl.distill.pair_reference import FORWARD, REVERSE, Measure
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.checks import check_constant, check_dense, check_floating, check_shape

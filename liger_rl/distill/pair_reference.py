@@ -11,13 +11,12 @@ One fold gives the forward and the reverse divergence. A mixture needs both norm
 a second step, `mix_pair`.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.reference import entropy_term, times_derivative, transform_logits, write_at_ids
+from liger_rl.kernels.reference import times_derivative, transform_logits
 from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
 
@@ -49,8 +48,6 @@ class PairTile(NamedTuple):
 
     student: Tile
     teacher: Tile
-    targets: Tensor  # (n,) token ids of the whole vocabulary
-    first: int  # vocabulary id of the first column
     measure: Measure
 
 
@@ -65,20 +62,17 @@ class PairFold(NamedTuple):
     teacher_peak: Tensor  # max_v t_v
     teacher_sum_exp: Tensor  # sum_v exp(b_v)
     gap: Tensor | None  # FORWARD: sum_v exp(b_v) (b_v - a_v); REVERSE: sum_v exp(a_v) (a_v - b_v); else None
-    moment: Tensor | None  # sum_v exp(a_v) a_v, for the student's entropy
-    target: Tensor | None  # z at the target id, once its tile has passed; None without targets
-    teacher_target: Tensor | None  # t at the target id
+    moment: Tensor  # sum_v exp(a_v) a_v, for the student's entropy
 
     @classmethod
-    def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
+    def start(cls, n: int, device: torch.device, measure: Measure) -> "PairFold":
         """The fold of no tile."""
         lowest = torch.finfo(torch.float32).min  # see `Fold.start`
-        optional = [0.0 if present else None for present in (not measure.needs_second_step, entropy, targets, targets)]
-        fields = [
+        first_values = lowest, 0.0, lowest, 0.0, None if measure.needs_second_step else 0.0, 0.0
+        return cls._make(
             None if value is None else torch.full((n,), value, dtype=torch.float32, device=device)
-            for value in (lowest, 0.0, lowest, 0.0, *optional)
-        ]
-        return cls(*fields)  # type: ignore[arg-type]
+            for value in first_values
+        )
 
     def take(self, rows: slice) -> "PairFold":
         """Views of these tokens, so that kernels write to this fold."""
@@ -88,24 +82,13 @@ class PairFold(NamedTuple):
         """The same sums relative to higher peaks, in new tensors."""
         lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
         factor, teacher_factor = lower.exp(), teacher_lower.exp()
-        gap, moment = self.gap, self.moment
-        if moment is not None:
-            moment = _rescale_moment(moment, factor, lower, self.sum_exp)
+        gap, moment = self.gap, _rescale_moment(self.moment, factor, lower, self.sum_exp)
         if gap is not None and measure.kind == FORWARD:
             gap = _rescale_moment(gap, teacher_factor, teacher_lower - lower, self.teacher_sum_exp)
         elif gap is not None:
             gap = _rescale_moment(gap, factor, lower - teacher_lower, self.sum_exp)
         sums = factor * self.sum_exp, teacher_factor * self.teacher_sum_exp
-        return PairFold(peak, sums[0], teacher_peak, sums[1], gap, moment, self.target, self.teacher_target)
-
-    def over_ranks(
-        self, measure: Measure, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
-    ) -> "PairFold":
-        """As `Fold.over_ranks`: the fold of a sharded vocabulary, by one maximum and one sum over ranks."""
-        fold = self.rescale(measure, *maximum(torch.stack([self.peak, self.teacher_peak])))
-        summands = {name: sums for name, sums in fold._asdict().items() if sums is not None and "peak" not in name}
-        sums = total(torch.stack(list(summands.values())))
-        return fold._replace(**dict(zip(summands, sums, strict=True)))
+        return PairFold(peak, sums[0], teacher_peak, sums[1], gap, moment)
 
 
 class PairStatistics(NamedTuple):
@@ -113,9 +96,7 @@ class PairStatistics(NamedTuple):
 
     lse: Tensor  # log sum_v exp z_v
     teacher_lse: Tensor  # log sum_v exp t_v
-    entropy: Tensor | None  # of the student, in nats
-    logps: Tensor | None  # of the student at the target
-    teacher_logps: Tensor | None  # of the teacher at the target
+    entropy: Tensor  # of the student, in nats
     divergence: Tensor | None  # None of a mixture before its second step
     value: Tensor | None  # see `PairGradients`
 
@@ -123,12 +104,9 @@ class PairStatistics(NamedTuple):
     def of(cls, fold: PairFold, measure: Measure, sums: "MixtureSums | None" = None) -> "PairStatistics":
         """`sums` are those of a mixture's second step."""
         log_sum, teacher_log_sum = fold.sum_exp.log(), fold.teacher_sum_exp.log()
-        entropy = None if fold.moment is None else (log_sum - fold.moment / fold.sum_exp).clamp_(min=0.0)
-        logps = teacher_logps = divergence = value = None
-        if fold.target is not None and fold.teacher_target is not None:
-            # Logps and the divergence are computed relative to the peaks: see `Fold.finish`.
-            logps = ((fold.target - fold.peak) - log_sum).clamp_(max=0.0)
-            teacher_logps = ((fold.teacher_target - fold.teacher_peak) - teacher_log_sum).clamp_(max=0.0)
+        entropy = (log_sum - fold.moment / fold.sum_exp).clamp_(min=0.0)
+        divergence = value = None
+        # The divergence is computed relative to the peaks: see `Fold.finish`.
         if fold.gap is not None and measure.kind == FORWARD:
             divergence = (fold.gap / fold.teacher_sum_exp - (teacher_log_sum - log_sum)).clamp_(min=0.0)
         elif fold.gap is not None:
@@ -137,7 +115,7 @@ class PairStatistics(NamedTuple):
             divergence = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
             value = sums.student
         lse, teacher_lse = fold.peak + log_sum, fold.teacher_peak + teacher_log_sum
-        return cls(lse, teacher_lse, entropy, logps, teacher_logps, divergence, value)
+        return cls(lse, teacher_lse, entropy, divergence, value)
 
 
 class MixtureSums(NamedTuple):
@@ -161,35 +139,6 @@ class PairGradients(NamedTuple):
     teacher_lse: Tensor
     grad: Tensor  # dL/d divergence
     value: Tensor | None  # the divergence for REVERSE, S for a mixture, None for FORWARD
-    grad_logps: Tensor | None  # dL/dlogp
-    at_target: Tensor | None  # dL/dlogp (1 - p_target); None without grad_logps
-    grad_entropy: Tensor | None  # dL/dentropy
-    entropy: Tensor | None  # None without grad_entropy
-
-    @classmethod
-    def of(
-        cls,
-        statistics: PairStatistics,
-        grad: Tensor | None,
-        grad_logps: Tensor | None,
-        grad_entropy: Tensor | None = None,
-    ) -> "PairGradients":
-        """From dL/d divergence, dL/dlogp and dL/dentropy, in any float dtype; None stands for 0."""
-        grad, grad_logps, grad_entropy = (None if g is None else g.float() for g in (grad, grad_logps, grad_entropy))
-        at_target = None
-        if grad_logps is not None and statistics.logps is not None:
-            at_target = -torch.expm1(statistics.logps) * grad_logps
-        grad = torch.zeros_like(statistics.lse) if grad is None else grad
-        entropy = None if grad_entropy is None else statistics.entropy
-        return cls(
-            statistics.lse, statistics.teacher_lse, grad, statistics.value, grad_logps, at_target, grad_entropy, entropy
-        )
-
-    @property
-    def has_gradient(self) -> Tensor:
-        """(n,) bool: the gradient is not exactly zero."""
-        grads = self.grad, self.grad_logps, self.grad_entropy
-        return torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
 
     def take(self, rows: Tensor | slice) -> "PairGradients":
         return map_fields(self, lambda values: values[rows])
@@ -200,26 +149,19 @@ class PairGradients(NamedTuple):
 
 def fold_pair(tile: PairTile, state: PairFold) -> None:
     """Add a pair of tiles to the fold `state`."""
-    student, teacher, targets, first, measure = tile
+    student, teacher, measure = tile
     z, t = transform_logits(*student), transform_logits(*teacher)
     fold = state.rescale(measure, torch.maximum(state.peak, z.amax(-1)), torch.maximum(state.teacher_peak, t.amax(-1)))
     a, b = z - fold.peak[:, None], t - fold.teacher_peak[:, None]
     exp, teacher_exp = a.exp(), b.exp()
     fold.sum_exp.add_(exp.sum(-1))
     fold.teacher_sum_exp.add_(teacher_exp.sum(-1))
-    if fold.moment is not None:
-        fold.moment.add_(_weighted_sum(exp, a))
+    fold.moment.add_(_weighted_sum(exp, a))
     if fold.gap is not None:
         fold.gap.add_(_weighted_sum(teacher_exp, b - a) if measure.kind == FORWARD else _weighted_sum(exp, a - b))
-    for out, values in zip(state[:6], fold[:6], strict=True):
+    for out, values in zip(state, fold, strict=True):
         if out is not None and values is not None:
             out.copy_(values)
-    if state.target is not None and state.teacher_target is not None:
-        column = targets - first
-        hit = (column >= 0) & (column < z.shape[1])
-        place = column.clamp(0, z.shape[1] - 1)[:, None]
-        for values, out in ((z, state.target), (t, state.teacher_target)):
-            out.copy_(torch.where(hit, values.gather(-1, place).squeeze(-1), out))
 
 
 def _rescale_moment(moment: Tensor, factor: Tensor, shift: Tensor, total: Tensor) -> Tensor:
@@ -256,7 +198,7 @@ def _subtract_log_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
     """Write dL/dx of the student's logits to `out` (n, v), of any float dtype; it may be these logits themselves."""
-    student, teacher, targets, first, measure = tile
+    student, teacher, measure = tile
     z, t = transform_logits(*student), transform_logits(*teacher)
     log_p, log_q = z - gradients.lse[:, None], t - gradients.teacher_lse[:, None]
     p = log_p.exp()
@@ -272,12 +214,6 @@ def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
         counts = (p > 0) & (gradients.grad != 0)[:, None]
         grad_z = torch.where(counts, p * (difference - gradients.value[:, None]), 0.0).mul_(share)
     grad_z.mul_(gradients.grad[:, None])
-    if gradients.grad_entropy is not None and gradients.entropy is not None:
-        grad_z.sub_(entropy_term(log_p, gradients.entropy[:, None]).mul_(gradients.grad_entropy[:, None]))
-    if gradients.grad_logps is not None and gradients.at_target is not None:
-        logps_term = p.mul_(-gradients.grad_logps[:, None])
-        write_at_ids(logps_term, targets[:, None], gradients.at_target[:, None], first)
-        grad_z.add_(logps_term)
     out.copy_(times_derivative(grad_z, z, student.transform))
 
 

@@ -16,7 +16,6 @@ from liger_rl.kernels.devices import launch_context
 from liger_rl.kernels.logit_rows_triton import BLOCK, WARPS, load_logits
 from liger_rl.kernels.softmax_triton import (
     LOWEST_LOG_PROBABILITY,
-    gradient,
     moment_around,
     one_minus_exp,
     times_derivative,
@@ -86,9 +85,9 @@ def _weighted_sum(weight, values):
 @triton.jit
 def _fold_block(
     student, teacher, token, column, inside,
-    peak, total, teacher_peak, teacher_total, gap, moment, KIND: tl.constexpr, MOMENT: tl.constexpr,
+    peak, total, teacher_peak, teacher_total, gap, moment, KIND: tl.constexpr,
 ):  # fmt: skip
-    """-> the running numbers of a `PairFold`, without targets, after one more block."""
+    """-> the running numbers of a `PairFold` after one more block."""
     z, t, _square = _load_pair(student, teacher, token, column, inside)
     new_peak = tl.maximum(peak, tl.max(z))
     new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
@@ -100,9 +99,8 @@ def _fold_block(
     b = t - new_teacher_peak
     exp = tl.exp(a)
     teacher_exp = tl.exp(b)
-    if MOMENT:
-        moment = moment_around(new_peak, peak, factor, total, moment)
-        moment += tl.sum(exp * tl.maximum(a, LOWEST_LOG_PROBABILITY))
+    moment = moment_around(new_peak, peak, factor, total, moment)
+    moment += tl.sum(exp * tl.maximum(a, LOWEST_LOG_PROBABILITY))
     if KIND == FORWARD:
         gap = _rescale_moment(gap, teacher_factor, teacher_lower - lower, teacher_total) + _weighted_sum(
             teacher_exp, b - a
@@ -114,47 +112,36 @@ def _fold_block(
     return new_peak, total, new_teacher_peak, teacher_total, gap, moment
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def _fold_pair_kernel(
     student,  # `TileArgument`
     teacher,
-    targets,
     state,  # `PairFold`, updated
     columns,
-    first,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    MOMENT: tl.constexpr = state.moment is not None
     token = tl.program_id(0).to(tl.int64)
     peak = tl.load(state.peak + token)
     total = tl.load(state.sum_exp + token)
     teacher_peak = tl.load(state.teacher_peak + token)
     teacher_total = tl.load(state.teacher_sum_exp + token)
+    moment = tl.load(state.moment + token)
     gap = 0.0
-    moment = 0.0
     if state.gap is not None:
         gap = tl.load(state.gap + token)
-    if MOMENT:
-        moment = tl.load(state.moment + token)
-    if state.target is not None:
-        target = tl.load(targets + token).to(tl.int64) - first
-        hit = (target >= 0) & (target < columns)
-        z, t, _square = _load_pair(student, teacher, token, target, hit)
-        tl.store(state.target + token, z, mask=hit)
-        tl.store(state.teacher_target + token, t, mask=hit)
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
             student, teacher, token, start + tl.arange(0, BLOCK), None,
-            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
+            peak, total, teacher_peak, teacher_total, gap, moment, KIND,
         )  # fmt: skip
     # The last, partial block is separate, so that the loop above needs no mask.
     for start in range(whole, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
             student, teacher, token, column, column < columns,
-            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
+            peak, total, teacher_peak, teacher_total, gap, moment, KIND,
         )  # fmt: skip
     tl.store(state.peak + token, peak)
     tl.store(state.teacher_peak + token, teacher_peak)
@@ -162,8 +149,7 @@ def _fold_pair_kernel(
     tl.store(state.teacher_sum_exp + token, teacher_total)
     if state.gap is not None:
         tl.store(state.gap + token, gap)
-    if MOMENT:
-        tl.store(state.moment + token, moment)
+    tl.store(state.moment + token, moment)
 
 
 @triton.jit
@@ -196,16 +182,14 @@ def _mix_pair_kernel(
     tl.store(sums.teacher + token, teacher_sum)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def _grad_pair_kernel(
     student,  # `TileArgument`
     teacher,
     out,
     out_stride,
-    targets,
     gradients,  # `PairGradients`
     columns,
-    first,
     beta,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -228,31 +212,18 @@ def _grad_pair_kernel(
         difference, _teacher_difference = _subtract_log_mixture(log_q - log_p, beta)
         grad = tl.where(p > 0.0, (1.0 - beta) * p * (difference - tl.load(gradients.value + token)), 0.0)
     grad *= factor
-    ENTROPY: tl.constexpr = gradients.grad_entropy is not None
-    if (gradients.grad_logps is not None) | ENTROPY:
-        hit = None
-        g, e, entropy, at_target = 0.0, 0.0, 0.0, 0.0
-        if gradients.grad_logps is not None:
-            hit = column == tl.load(targets + token).to(tl.int64) - first
-            g = tl.load(gradients.grad_logps + token)
-            at_target = tl.load(gradients.at_target + token)
-        if ENTROPY:
-            e = tl.load(gradients.grad_entropy + token)
-            entropy = tl.load(gradients.entropy + token)
-        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
     grad = times_derivative(grad, square, student.steps)
     tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
 def fold_pair(tile: PairTile, state: PairFold) -> None:
     """As `pair_reference.fold_pair`. Logits must be contiguous in their last dimension, also in the other two."""
-    student, teacher, targets, first, measure = tile
+    student, teacher, measure = tile
     n, columns = student.logits.shape
     if n:
         with launch_context(student.logits.device):
             _fold_pair_kernel[(n,)](
-                TileArgument.of(student), TileArgument.of(teacher), targets.contiguous(), state,
-                columns, first,
+                TileArgument.of(student), TileArgument.of(teacher), state, columns,
                 KIND=measure.kind, BLOCK=_block_size(columns), num_warps=WARPS,
             )  # fmt: skip
 
@@ -272,14 +243,14 @@ def mix_pair(tile: PairTile, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums
 def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
     """As `pair_reference.grad_pair`."""
     assert out.stride(-1) == 1
-    student, teacher, targets, first, measure = tile
+    student, teacher, measure = tile
     n, columns = student.logits.shape
     if n:
         block = _block_size(columns)
         with launch_context(out.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
-                TileArgument.of(student), TileArgument.of(teacher), out, out.stride(0), targets.contiguous(),
-                gradients.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
+                TileArgument.of(student), TileArgument.of(teacher), out, out.stride(0), gradients.contiguous(),
+                columns, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
 
 

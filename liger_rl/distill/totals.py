@@ -15,7 +15,7 @@ from liger_rl.kernels.public_call import refuse_second_derivative
 class Totals:
     """The gradients of hidden, weight and bias, to which chunks are added."""
 
-    def __init__(self, head: Head, sum_dtype: torch.dtype | None, needs: Needs) -> None:
+    def __init__(self, head: Head, sum_dtype: torch.dtype, needs: Needs) -> None:
         hidden, weight, bias = head.hidden, head.weight, head.bias
         self.head, self.needs = head, needs
         # It is made after the launch of the first chunk's fold, which need not wait for its clearing.

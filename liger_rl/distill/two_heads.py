@@ -5,8 +5,7 @@
 A mixture needs both normalisers at every entry, so a few tokens at a time keep float32 rows of both heads for a second
 step. Both weights are then read once per `_count_whole_rows` tokens. On an H200 such a read takes as long as the
 products of 150 tokens, so 75 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps
-run if fewer than MIN_WHOLE_ROWS tokens fit, if a chunk is named, if a weight is converted tile by tile, and if the
-vocabulary is sharded, because no collective stands inside a loop.
+run if fewer than MIN_WHOLE_ROWS tokens fit, if a chunk is named, and if a weight is converted tile by tile.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +35,6 @@ from liger_rl.head.tiles import Tiles, default_tile_vocab, kind_of, plan_tiles, 
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.limits import LIMITS
-from liger_rl.kernels.transform import LogitTransform
 
 # Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
@@ -44,21 +42,19 @@ MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; la
 
 
 class Pair(NamedTuple):
-    """Two heads over the same tokens. The options are those of the student."""
+    """Two heads over the same tokens and the same vocabulary. Their options differ in the transform alone."""
 
     student: Head
     teacher: Head
-    vocab: int  # entries of the vocabulary from `vocab` on are padding
-    teacher_transform: LogitTransform
     measure: Measure
-    targets: bool  # whether to compute log-probabilities at the targets
 
     def take(self, live: Tensor | None) -> "Pair":
         """The pair of only the tokens `live`, with hidden states in the dtypes of the products."""
-        student = self.student.take(live)
-        # A tile compares the targets with rows of the weight.
-        student = student._replace(targets=student.target_rows)
-        return self._replace(student=student, teacher=self.teacher.take(live))
+        return self._replace(student=self.student.take(live), teacher=self.teacher.take(live))
+
+    @property
+    def vocab(self) -> int:
+        return self.student.vocab
 
     # The other methods are for pairs that `take` returned.
 
@@ -77,27 +73,27 @@ class Pair(NamedTuple):
 
     def start(self) -> tuple[PairFold, MixtureSums | None]:
         """The sums before the first tile; None without a second step."""
-        device, measure = self.student.hidden.device, self.measure
-        fold = PairFold.start(self.n, device, measure, entropy=self.student.options.entropy, targets=self.targets)
-        return fold, MixtureSums.start(fold.peak) if measure.needs_second_step else None
+        fold = PairFold.start(self.n, self.student.hidden.device, self.measure)
+        return fold, MixtureSums.start(fold.peak) if self.measure.needs_second_step else None
 
     def tile(self, tokens: slice, first: int, weights: Iterable[Tensor]) -> PairTile:
         """The tile of `tokens` and of the tiles (v, H) of both weights, whose first row is the id `first`."""
         products = (
             gemm.matmul(head.hidden[tokens], weight.T) for head, weight in zip(self.heads, weights, strict=True)
         )
-        return self._tile_of_logits(tokens, first, *products)
+        return self._tile_of_logits(first, *products)
 
-    def _tile_of_logits(self, tokens: slice, first: int, logits: Tensor, teacher_logits: Tensor) -> PairTile:
+    def _tile_of_logits(self, first: int, logits: Tensor, teacher_logits: Tensor) -> PairTile:
         columns = slice(first, first + logits.shape[1])
-        bias, teacher_bias = (None if head.bias is None else head.bias[columns] for head in self.heads)
-        student = Tile(logits, bias, self.student.options.transform)
-        teacher = Tile(teacher_logits, teacher_bias, self.teacher_transform)
-        return PairTile(student, teacher, self.student.targets[tokens], first, self.measure)
+        student, teacher = (
+            Tile(x, None if head.bias is None else head.bias[columns], head.options.transform)
+            for x, head in zip((logits, teacher_logits), self.heads, strict=True)
+        )
+        return PairTile(student, teacher, self.measure)
 
     def fold_whole(self, tokens: slice, state: PairFold, sums: MixtureSums | None) -> PairTile:
         """Fold float32 rows of both heads, over the whole vocabulary, into `state` and `sums` of `tokens`."""
-        tile = self._tile_of_logits(tokens, 0, *(_compute_logits(head, tokens, self.vocab) for head in self.heads))
+        tile = self._tile_of_logits(0, *(_compute_logits(head, tokens) for head in self.heads))
         self.kernels.fold_pair(tile, state)
         if sums is not None:
             statistics = PairStatistics.of(state, self.measure)
@@ -114,7 +110,7 @@ class Pair(NamedTuple):
 
 def forward(pair: Pair) -> PairStatistics:
     """Statistics of every token that counts."""
-    rows, measure, shard = pair.take(pair.student.live), pair.measure, pair.student.shard
+    rows, measure = pair.take(pair.student.live), pair.measure
     state, sums = rows.start()
     chunk_tokens = None if sums is None else _count_whole_rows(rows)
     if sums is not None and chunk_tokens is not None:
@@ -122,14 +118,12 @@ def forward(pair: Pair) -> PairStatistics:
             rows.fold_whole(tokens, state.take(tokens), sums.take(tokens))
         return PairStatistics.of(state, measure, sums)
     _sweep(rows, lambda tile, tokens: rows.kernels.fold_pair(tile, state.take(tokens)))
-    if shard is not None:
-        state = state.over_ranks(measure, shard.maximum, shard.total)
     statistics = PairStatistics.of(state, measure)
     if sums is None:
         return statistics
     lse, teacher_lse = statistics.lse, statistics.teacher_lse
     _sweep(rows, lambda tile, tokens: rows.kernels.mix_pair(tile, lse[tokens], teacher_lse[tokens], sums.take(tokens)))
-    return PairStatistics.of(state, measure, sums if shard is None else MixtureSums(*shard.total(torch.stack(sums))))
+    return PairStatistics.of(state, measure, sums)
 
 
 def _sweep(rows: Pair, step: Callable[[PairTile, slice], None]) -> None:
@@ -165,26 +159,22 @@ def _copies_tiles(head: Head) -> bool:
     return weight.dtype != dtype or not (weight.is_cuda or dtype == torch.float32)
 
 
-def _product_columns(head: Head, vocab: int) -> int:
+def _product_columns(head: Head) -> int:
     """Columns of a product, if products cover the whole vocabulary one after the other."""
-    return vocab if gemm.ADDS_TO_FLOAT32 and not _copies_tiles(head) else default_tile_vocab(vocab)
+    return head.vocab if gemm.ADDS_TO_FLOAT32 and not _copies_tiles(head) else default_tile_vocab(head.vocab)
 
 
-def _compute_logits(head: Head, tokens: slice, vocab: int) -> Tensor:
+def _compute_logits(head: Head, tokens: slice) -> Tensor:
     """The tokens' float32 logits over the whole vocabulary."""
-    logits = torch.empty(tokens.stop - tokens.start, vocab, dtype=torch.float32, device=head.hidden.device)
-    for first, last in spans(vocab, _product_columns(head, vocab)):
+    logits = torch.empty(tokens.stop - tokens.start, head.vocab, dtype=torch.float32, device=head.hidden.device)
+    for first, last in spans(head.vocab, _product_columns(head)):
         gemm.write(logits[:, first:last], head.hidden[tokens], _weight_tile(head, first, last).T)
     return logits
 
 
 def _count_whole_rows(rows: Pair) -> int | None:
     """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
-    if (
-        rows.student.options.names_chunk
-        or rows.student.shard is not None
-        or any(_copies_tiles(head) for head in rows.heads)
-    ):
+    if rows.student.options.names_chunk or any(_copies_tiles(head) for head in rows.heads):
         return None
     device = rows.student.hidden.device
     tokens = LIMITS.workspace_bytes[kind_of(device)] // (_bytes_per_logit(device) * rows.vocab)
@@ -196,8 +186,8 @@ def backward(
     gradients: PairGradients,  # of the tokens that count
     needs: Needs,
 ) -> Gradients:
-    """Gradients of the student's tensors; padding entries of the vocabulary get 0."""
-    live, selected = pair.student.live, index_of(gradients.has_gradient)
+    """Gradients of the student's tensors."""
+    live, selected = pair.student.live, index_of(gradients.grad != 0)
     if selected is not None:
         live, gradients = select_live(live, selected), gradients.take(selected)
     # The rows are passed without binding them, so that they are freed before the gradients of all tokens are allocated.
@@ -215,30 +205,27 @@ def _tile_gradients(rows: Pair, gradients: PairGradients, needs: Needs) -> Gradi
 
     dtype = rows.student.dtype
     tiles = _plan_tiles(rows, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
-    return two_pass.sum_tiles(rows.student, tile_gradient, tiles, needs, vocab=rows.vocab)
+    return two_pass.sum_tiles(rows.student, tile_gradient, tiles, needs)
 
 
 def forward_with_gradients(
     pair: Pair,
-    grad: Tensor,  # (n,) dL/d divergence of the tokens that count
-    grad_logps: Tensor | None,  # (n,) dL/dlogp
+    grad: Tensor,  # (n,) float32 dL/d divergence of the tokens that count
     needs: Needs,
 ) -> tuple[PairStatistics, Gradients]:
-    """One pass: as `forward`, and the gradients of hidden, weight and bias."""
-    live, weight, vocab, measure = pair.student.live, pair.student.weight, pair.vocab, pair.measure
+    """One pass: as `forward`, and the gradients of the student's tensors."""
+    live, weight, measure = pair.student.live, pair.student.weight, pair.measure
     rows = pair.take(live)
     chunks = _split_evenly(rows.n, count_chunk_tokens(pair))
     one_sum = len(chunks) <= 1 and weight.dtype == pair.student.dtype
     totals = Totals(pair.student, weight.dtype if one_sum else torch.float32, needs)
-    if totals.weight is not None:
-        totals.weight[vocab:] = 0
-    tiles = spans(vocab, _product_columns(rows.student, vocab))
+    tiles = spans(pair.vocab, _product_columns(rows.student))
     state, sums = rows.start()
     for tokens in (slice(*chunk) for chunk in chunks):
         chunk_state, chunk_sums = state.take(tokens), None if sums is None else sums.take(tokens)
         tile = rows.fold_whole(tokens, chunk_state, chunk_sums)
         statistics = PairStatistics.of(chunk_state, measure, chunk_sums)
-        gradients = PairGradients.of(statistics, grad[tokens], None if grad_logps is None else grad_logps[tokens])
+        gradients = PairGradients(statistics.lse, statistics.teacher_lse, grad[tokens], statistics.value)
         tile_gradient = rows.tile_gradient(tile, gradients)
         del tile  # so that the teacher's rows are freed before the products and the next rows are allocated
         index = tokens if live is None else live[tokens]
@@ -260,8 +247,6 @@ def _split_evenly(n: int, max_tokens: int) -> list[tuple[int, int]]:
 
 def count_chunk_tokens(pair: Pair) -> int:
     """Number of tokens of a chunk of one pass."""
-    if pair.student.options.chunk_tokens is not None:
-        return pair.student.options.chunk_tokens
     device, dtype = pair.student.hidden.device, pair.student.dtype
     per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
     tokens = ONE_PASS_BYTES[kind_of(device)] // per_token

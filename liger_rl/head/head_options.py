@@ -1,4 +1,4 @@
-"""The options of a call of the head, checked where they are stored, and which of them exclude which feature."""
+"""The options of a call of the head, checked where they are stored."""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -13,16 +13,6 @@ from liger_rl.kernels.transform import LogitTransform
 IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
 MOST_IDS = 1024  # of a token: a kernel program holds all of a token's ids and compares each pair
-
-# Feature -> option that must keep its default with the feature -> why.
-CONFLICTS: dict[str, dict[str, str]] = {
-    # Two heads, whose gradients are made in the forward.
-    "with token_weights": {"chunk_vocab": "a chunk of one pass holds the whole vocabulary"},
-    "with two heads": {
-        "extras": "they are not folded with two heads; ask linear_logprobs for them",
-        "lse": "it is not returned of two heads; ask linear_logprobs for it",
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +31,7 @@ class HeadOptions:
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
 
     Raises:
-        TypeError, ValueError: a bad value of an option, or two options that exclude each other.
+        TypeError, ValueError: a bad value of an option.
     """
 
     transform: LogitTransform = IDENTITY
@@ -60,25 +50,6 @@ class HeadOptions:
             if value is not default:
                 check(name, value)
         object.__setattr__(self, "names_chunk", self.chunk_tokens is not None or self.chunk_vocab is not None)
-
-    def conflict(self, feature: str) -> tuple[str, object, object, str] | None:
-        """The first option that is set and cannot be used together with `feature`, as (name, default, value, reason).
-
-        `feature` is a key of CONFLICTS. None: there is no such option.
-        """
-        for name, reason in CONFLICTS[feature].items():
-            default = CHECKS[name][0]
-            value = getattr(self, name) or default  # an empty list of extras is the default, too
-            if value != default:
-                return name, default, value, reason
-        return None
-
-    def refuse(self, feature: str) -> None:
-        """Raise ValueError if an option cannot be used together with `feature`, such as "with two heads"."""
-        conflict = self.conflict(feature)
-        if conflict is not None:
-            name, default, value, reason = conflict
-            raise ValueError(f"{name} must be {default} {feature}: {reason}; got {value}")
 
 
 # Option -> its default, and check(name, value), which raises for a bad value.

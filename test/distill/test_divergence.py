@@ -10,9 +10,11 @@ from torch import Tensor
 import oracles
 from devices import skip_without_interpreter
 from head_calls import Problem, Products, functional, problem, run_triton
-from liger_rl import linear_divergence, linear_logprobs
-from liger_rl.distill import Divergence
+from liger_rl import linear_divergence
+from liger_rl.distill import Divergence, two_heads
+from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.head import LogitTransform
+from liger_rl.head.head_options import HeadOptions
 from liger_rl.kernels.limits import LIMITS
 from peaks import tensor_peak
 
@@ -30,7 +32,7 @@ TRANSFORMS = [
 
 class Pair(NamedTuple):
     own: Problem
-    other: Problem  # the teacher; its targets are of no use
+    other: Problem  # the teacher
     mask: Tensor
 
     def arguments(self) -> dict[str, Tensor | None]:
@@ -42,24 +44,36 @@ class Pair(NamedTuple):
         return self._replace(own=self.own.leaves())
 
 
-def pair(shape=(3, 7), sizes=(16, 24), vocab=(131, 131), dtype=torch.float32, device="cpu", *, bias=True) -> Pair:
-    own = problem(shape, sizes[0], vocab[0], dtype, device, bias=bias, seed=5)
-    other = problem(shape, sizes[1], vocab[1], dtype, device, bias=bias, seed=6)
+def pair(shape=(3, 7), sizes=(16, 24), vocab=131, dtype=torch.float32, device="cpu", *, bias=True) -> Pair:
+    own = problem(shape, sizes[0], vocab, dtype, device, bias=bias, seed=5)
+    other = problem(shape, sizes[1], vocab, dtype, device, bias=bias, seed=6)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(5)).to(device) < 0.7
-    return Pair(own._replace(targets=own.targets % (min(vocab) - 11)), other, mask)
+    return Pair(own, other, mask)
 
 
 def solve(x: Pair, **options) -> tuple[Divergence, dict[str, Tensor]]:
-    """Values, and gradients of a linear functional of all that is differentiable."""
+    """Values, and gradients of a linear functional of the divergences."""
     x = x.leaves()
-    given = {"entropy": True, "targets": x.own.targets, "mask": x.mask, **options}
-    found = linear_divergence(**x.arguments(), **given)
-    functional(*found[:3]).backward()
+    found = linear_divergence(**x.arguments(), mask=x.mask, **options)
+    functional(found.divergence).backward()
     return found, x.own.grads()
 
 
+def solve_in_one_pass(x: Pair, factor: float, *, kind, beta=0.5, **options) -> tuple[Divergence, Tensor, Pair]:
+    """Values, the loss factor * divergence.sum(), and its leaves."""
+    x = x.leaves()
+    call = DivergenceCall(
+        **x.arguments(), mask=x.mask, teacher_transform=LogitTransform(), measure=make_measure(kind, beta),
+        options=HeadOptions(**options),
+    )  # fmt: skip
+    found, hook = compute_in_one_pass_if_free(call, torch.tensor(factor, device=x.mask.device))
+    assert hook is not None
+    assert not found.divergence.requires_grad
+    return found, factor * found.divergence.sum() + hook, x
+
+
 def exact(
-    x: Pair, *, kind, beta=0.5, vocab=None, transform=(), teacher_transform=(), double=True
+    x: Pair, *, kind, beta=0.5, transform=(), teacher_transform=(), double=True
 ) -> tuple[Divergence, dict[str, Tensor]]:
     """The same from full logits: in float64, or with logits in the inputs' dtype and a float32 softmax."""
     wide = torch.float64 if double else torch.float32
@@ -67,19 +81,17 @@ def exact(
     own = own.leaves()
     logits = torch.nn.functional.linear(own.hidden, own.weight, own.bias)
     teacher = torch.nn.functional.linear(other.hidden, other.weight, other.bias)
-    log_p = oracles.transformed(logits[..., :vocab].to(wide), **dict(transform)).log_softmax(-1)
-    log_q = oracles.transformed(teacher[..., :vocab].to(wide), **dict(teacher_transform)).log_softmax(-1)
-    value, at = oracles.divergence(log_p, log_q, kind, beta), own.targets[..., None]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    parts = (value, log_p.gather(-1, at).squeeze(-1), entropy, log_q.gather(-1, at).squeeze(-1))
-    found = Divergence(*(torch.where(x.mask, part, 0.0) for part in parts))
-    functional(*found[:3]).backward()
+    log_p = oracles.transformed(logits.to(wide), **dict(transform)).log_softmax(-1)
+    log_q = oracles.transformed(teacher.to(wide), **dict(teacher_transform)).log_softmax(-1)
+    value, entropy = oracles.divergence(log_p, log_q, kind, beta), -(log_p.exp() * log_p).sum(-1)
+    found = Divergence(*(torch.where(x.mask, part, 0.0) for part in (value, entropy)))
+    functional(found.divergence).backward()
     return found, own.grads()
 
 
 def parts(result: tuple[Divergence, dict[str, Tensor]]) -> dict[str, Tensor]:
     """Values and gradients by name."""
-    return {name: part for name, part in {**result[0]._asdict(), **result[1]}.items() if part is not None}
+    return {name: part.detach() for name, part in {**result[0]._asdict(), **result[1]}.items() if part is not None}
 
 
 def assert_close(found, truth, tolerance=2e-5) -> None:
@@ -113,19 +125,15 @@ def kernels(request, monkeypatch):
     indirect=["kernels"],
 )
 def test_oracle(kind, transforms, options, kernels, device):
-    """Of more ids than a block of a kernel has; what is padding, and what is masked, may hold anything."""
-    x = pair(vocab=(1310, 1319), device=device)
-    truth = exact(x, vocab=1300, transform=transforms[0], teacher_transform=transforms[1], **KINDS[kind])
-    for part in (x.own.weight[1300:], x.other.weight[1300:], x.own.bias[1300:]):
-        part.fill_(77.0)
+    """Of more ids than a block of a kernel has; what is masked may hold anything."""
+    x = pair(vocab=1300, device=device)
+    truth = exact(x, transform=transforms[0], teacher_transform=transforms[1], **KINDS[kind])
     x.own.hidden[~x.mask], x.other.hidden[~x.mask] = math.nan, math.inf
     own, other = (LogitTransform(**part) for part in transforms)
-    found = solve(x, vocab=1300, transform=own, teacher_transform=other, **KINDS[kind], **options)
+    found = solve(x, transform=own, teacher_transform=other, **KINDS[kind], **options)
     assert_close(found, truth)
-    assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0][:4])
-    assert not found[0].teacher_logps.requires_grad
-    for name in ("weight", "bias"):
-        assert (found[1][name][1300:] == 0).all()
+    assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0])
+    assert [part.requires_grad for part in found[0]] == [True, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,56 +153,51 @@ def test_nearly_equal_and_distant_heads(kind, apart, rtol, atol, kernels, device
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("options", "dtype", "triton"),
-    [
-        ({}, torch.float32, False),
-        ({"vocab": 121}, torch.bfloat16, False),
-        ({"chunk_tokens": 4}, torch.bfloat16, True),
-    ],
+    ("how", "dtype"),
+    [("", torch.float32), ("chunks", torch.float32), ("", torch.bfloat16), ("Triton", torch.bfloat16)],
 )
-def test_one_pass_agrees_with_two(kind, options, dtype, triton, device, monkeypatch):
-    """A factor from above, and a second backward; a weight of 0 masks its token."""
-    if triton and device.type == "cpu":
+def test_one_pass_agrees_with_two(kind, how, dtype, device, monkeypatch):
+    """A factor from above, and a second backward."""
+    if how == "Triton" and device.type == "cpu":
         skip_without_interpreter()
         run_triton(monkeypatch)
-    x = pair(dtype=dtype, device=device).leaves()
-    weights = torch.randn(3, 7, device=device) * (torch.arange(21, device=device).view(3, 7) % 4 > 0)
-    given = {**x.arguments(), "targets": x.own.targets, "entropy": True, **KINDS[kind]}
-    mask = x.mask & (weights != 0)
-    one = linear_divergence(**given, mask=x.mask, token_weights=weights, **options)
-    two = linear_divergence(**given, mask=mask, **options)
-    assert [part.requires_grad for part in one] == [False, False, False, False, True]
-    for mine, other in zip(one[:4], two[:4], strict=True):
+    if how == "chunks":  # of MIN_WHOLE_ROWS tokens
+        monkeypatch.setattr(two_heads, "ONE_PASS_BYTES", {"cpu": 1, "cuda": 1})
+    x = pair((40, 7) if how == "chunks" else (3, 7), dtype=dtype, device=device)
+    one, loss, leaves = solve_in_one_pass(x, 0.3, **KINDS[kind])
+    again = x.leaves()
+    two = linear_divergence(**again.arguments(), mask=x.mask, **KINDS[kind])
+    for mine, other in zip(one, two, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
-    leaves = (x.own.hidden, x.own.weight, x.own.bias)
-    expected = torch.autograd.grad((two.divergence * weights).sum() * 2, leaves)
+    expected = torch.autograd.grad(two.divergence.sum() * 0.6, tuple(again.own.floats().values()))
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    for again in (True, False):
-        found = torch.autograd.grad(one.loss * 2, leaves, retain_graph=again)
+    for keeps in (True, False):
+        found = torch.autograd.grad(loss * 2, tuple(leaves.own.floats().values()), retain_graph=keeps)
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
-        assert not linear_divergence(**given, token_weights=weights).loss.requires_grad
+        assert not solve_in_one_pass(x, 0.3, **KINDS[kind])[1].requires_grad
 
 
 @pytest.mark.parametrize("part", ["products", "weight"])
 def test_one_pass_makes_no_gradient_in_float16(part):
-    """A gradient scaler multiplies the loss only later. Values alone are made."""
+    """A gradient scaler multiplies the loss only later."""
     given = pair(dtype=torch.float16, bias=False).leaves().arguments()
-    weights = torch.ones_like(given["hidden"][..., 0])
+    options = HeadOptions()
     if part == "weight":
         given |= {name: given[name].detach().float() for name in ("hidden", "teacher_hidden")}
-        given["compute_dtype"] = torch.float32
-    with pytest.raises(ValueError, match="token_weights must be None; the gradients"):
-        linear_divergence(**given, token_weights=weights)
-    linear_divergence(**given).divergence.sum().backward()
-    with torch.no_grad():
-        assert linear_divergence(**given, token_weights=weights).loss > 0
+        options = HeadOptions(compute_dtype=torch.float32)
+    call = DivergenceCall(
+        **given, mask=None, teacher_transform=LogitTransform(), measure=make_measure("jsd", 0.5), options=options
+    )
+    found, hook = compute_in_one_pass_if_free(call, torch.tensor(1.0))
+    assert hook is None
+    found.divergence.sum().backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_no_further_from_float64_than_full_logits(kind):
-    x = pair((64,), (64, 96), (1000, 1000), torch.bfloat16)
+    x = pair((64,), (64, 96), 1000, torch.bfloat16)
     x = x._replace(mask=torch.ones(64, dtype=torch.bool))
     found, eager, truth = solve(x, **KINDS[kind]), exact(x, double=False, **KINDS[kind]), exact(x, **KINDS[kind])
     for name, gold in parts(truth).items():
@@ -218,11 +221,10 @@ def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, kernels):
     x = pair()
     banned = torch.zeros(131, dtype=torch.bool)
     banned[:20] = banned[50:53] = banned[100:] = True
-    places, chosen = (~banned).nonzero()[:, 0], torch.randint(int((~banned).sum()), (3, 7))
     own, other = (part._replace(weight=part.weight[~banned], bias=part.bias[~banned]) for part in x[:2])
-    truth = solve(x._replace(own=own._replace(targets=chosen), other=other), **KINDS[kind])
+    truth = solve(x._replace(own=own, other=other), **KINDS[kind])
     x.own.bias[banned] = x.other.bias[banned] = -math.inf
-    found = solve(x._replace(own=x.own._replace(targets=places[chosen])), **KINDS[kind], chunk_vocab=20)
+    found = solve(x, **KINDS[kind], chunk_vocab=20)
     for name in ("weight", "bias"):
         assert (found[1][name][banned] == 0).all()
         found[1][name] = found[1][name][~banned]
@@ -245,11 +247,13 @@ def test_ids_that_one_head_bans(kind, banned, passes, kernels):
     x = pair()._replace(mask=torch.ones(3, 7, dtype=torch.bool))
     head = getattr(x, banned)
     head.bias[3:9] = head.bias[50:] = -math.inf
-    x = x._replace(own=x.own._replace(targets=torch.full((3, 7), 40))).leaves()
-    found = linear_divergence(
-        **x.arguments(), **KINDS[kind], **({"token_weights": torch.ones(3, 7)} if passes == "one" else {})
-    )
-    (found.divergence.sum() if found.loss is None else found.loss).backward()
+    if passes == "one":
+        found, loss, x = solve_in_one_pass(x, 1.0, **KINDS[kind])
+    else:
+        x = x.leaves()
+        found = linear_divergence(**x.arguments(), **KINDS[kind])
+        loss = found.divergence.sum()
+    loss.backward()
     if {"own": "forward_kl", "other": "reverse_kl"}[banned] == kind:
         assert found.divergence.isinf().all()
         return
@@ -264,31 +268,22 @@ def test_ids_that_one_head_bans(kind, banned, passes, kernels):
 
 
 def test_an_infinite_divergence_without_a_gradient(kernels):
-    """The teacher alone bans ids. The gradient is that of the log-probabilities and entropies."""
+    """The teacher alone bans ids, for some tokens. They have no part in a loss that leaves their divergences out."""
     x = pair()
     x.other.bias[3:9] = -math.inf
-
-    def gradients(call, *teacher, **more):
-        own = x.own.leaves()
-        found = call(own.hidden, own.weight, *teacher, bias=own.bias, targets=own.targets, entropy=True, **more)
-        loss = found.logps - 0.3 * found.entropy
-        if call is linear_divergence:
-            assert found.divergence.isinf().all()
-            loss = loss + torch.where(found.divergence.isfinite(), found.divergence, 0.0)
-        loss.sum().backward()
-        return own.grads()
-
+    own = x.own.leaves()
     teacher = {"teacher_bias": x.other.bias, "kind": "reverse_kl"}
-    found = gradients(linear_divergence, x.other.hidden, x.other.weight, **teacher)
-    for name, expected in gradients(linear_logprobs).items():
-        torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=2e-5)
+    found = linear_divergence(own.hidden, own.weight, x.other.hidden, x.other.weight, bias=own.bias, **teacher)
+    assert found.divergence.isinf().all()
+    torch.where(found.divergence.isfinite(), found.divergence, 0.0).sum().backward()
+    assert not any(grad.any() for grad in own.grads().values())  # any() is true for NaN
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
 def test_two_sweeps_where_whole_rows_do_not_fit(monkeypatch):
-    x = pair((40,), vocab=(300, 300))
+    x = pair((40,), vocab=300)
     once = solve(x, **KINDS["jsd 0.3"])
     monkeypatch.setattr(LIMITS, "workspace_bytes", {"cuda": 1, "cpu": 1})
     with Products() as products:
@@ -302,7 +297,7 @@ def test_two_sweeps_where_whole_rows_do_not_fit(monkeypatch):
 def test_memory_does_not_grow_with_tokens_times_vocabulary(kind, device):
     """The workspace, float32 hidden states, and their rows; full float32 logits of one head would take 66 MB."""
     n, vocab = 2048, 8000
-    x = pair((n,), vocab=(vocab, vocab), bias=False, device=device).leaves()
+    x = pair((n,), vocab=vocab, bias=False, device=device).leaves()
     with tensor_peak(device) as peak:
         linear_divergence(**x.arguments(), **KINDS[kind]).divergence.sum().backward()
     kind_of_device = device.type

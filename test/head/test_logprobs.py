@@ -11,7 +11,7 @@ import torch
 
 import oracles
 from devices import skip_where_misread, skip_without_interpreter
-from head_calls import CALLS, Products, batch, call, eager, problem, run_triton, solve, truth
+from head_calls import call, eager, problem, run_triton, solve, truth
 from liger_rl import linear_logprobs, support_logprobs
 from liger_rl.head import LogitTransform, logits_logprobs
 from liger_rl.support import Support
@@ -207,23 +207,3 @@ BAD_VALUES = [(ValueError, value) for value in (0.0, -1.0, math.nan, math.inf, 1
 def test_transform_values(option, error, value):
     with pytest.raises(error, match=option):
         LogitTransform(**{option: value})
-
-
-CHANGED = {
-    "chunk_vocab": 64, "lse": True, "extras": ["mean_logits"],
-}  # fmt: skip
-# Feature in the message, call of the table, options that do not go with them.
-NOT_TOGETHER = [
-    ("with token_weights", "JSD in one pass", ("chunk_vocab",)),
-]
-
-
-@pytest.mark.parametrize(
-    ("feature", "name", "option"), [(*row[:2], option) for row in NOT_TOGETHER for option in row[2]]
-)
-def test_options_that_do_not_go_together(feature, name, option):
-    x, changed = batch(), {option: CHANGED[option]}
-    message = rf"{option} must be (None|False|\(\)) {feature}"
-    with Products() as products, pytest.raises(ValueError, match=message):
-        CALLS[name].function(x.leaves(CALLS[name].inputs), **changed)
-    assert products.flops == 0

@@ -321,6 +321,8 @@ def declared(*classes):
 @pytest.mark.parametrize("function", [linear_logprobs, linear_divergence, topk_divergence])
 def test_a_signature_shows_the_options_of_the_head(function):
     options = declared(HeadOptions)
+    if function is linear_divergence:
+        options = {name: option for name, option in options.items() if name not in ("entropy", "lse", "extras")}
     assert shown(function, options) == options
 
 

@@ -176,16 +176,14 @@ def sum_tiles(
     make_tile: MakeTile,
     tiles: Tiles,
     needs: Needs,
-    *,
-    vocab: int | None = None,  # only the first `vocab` entries have a gradient; the rest get 0
 ) -> Gradients:
     """Gradients of rows from dL/dx of their tiles: products of 2 n H V operations for hidden, and as many for weight.
 
     The gradient of hidden is float32. With a sharded vocabulary it is summed over the ranks while the last product for
     the weight runs.
     """
-    n, vocab = rows.hidden.shape[0], rows.weight.shape[0] if vocab is None else vocab
-    sums = _Sums(rows, needs, vocab)
+    n, vocab = rows.hidden.shape[0], rows.weight.shape[0]
+    sums = _Sums(rows, needs)
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
     pending = None
     if rows.shard is not None:
@@ -213,12 +211,16 @@ class _Sums:
     The gradient of a tile of the weight is summed in float32 and rounded to the weight's dtype once.
     """
 
-    def __init__(self, rows: Head, needs: Needs, vocab: int) -> None:
+    def __init__(self, rows: Head, needs: Needs) -> None:
         hidden, weight, bias = rows.hidden, rows.weight, rows.bias
         self.hidden, self.weight, self.first_tile = hidden, weight, True
         self.grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
-        self.grad_weight = _unwritten(weight, vocab, rows.weight_dtype or weight.dtype) if needs[1] else None
-        self.grad_bias = _unwritten(bias, vocab, bias.dtype) if bias is not None and needs[2] else None
+        self.grad_weight = self.grad_bias = None
+        if needs[1]:
+            dtype = rows.weight_dtype or weight.dtype
+            self.grad_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        if bias is not None and needs[2]:
+            self.grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
     def start(self, first: int, last: int, *, parts: int) -> None:
         """Start the tile of vocabulary entries first to last, to whose gradients `parts` products are added."""
@@ -267,11 +269,3 @@ class _Sums:
         if self.first_tile and self.grad_hidden is not None:  # there is no vocabulary entry
             self.grad_hidden.zero_()
         return Gradients(self.grad_hidden, self.grad_weight, self.grad_bias)
-
-
-def _unwritten(values: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a gradient shaped like `values`: the first `vocab` rows are uninitialized, the rest are 0."""
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    if vocab < len(out):
-        out[vocab:] = 0
-    return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from liger_rl.distill.pair_call import DivergenceCall, compute_in_one_pass_if_free, make_measure
+from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import adapted_head
@@ -68,14 +68,12 @@ def _chunked_divergence_loss(
         teacher_transform=LogitTransform(
             temperature=temperature, softcap=teacher_final_logit_softcapping, scale=teacher_logit_scale
         ),
-        teacher_may_require_grad=True,
         measure=make_measure("jsd", beta),
         mask=mask,
         options=HeadOptions(
             transform=LogitTransform(
                 temperature=temperature, softcap=student_final_logit_softcapping, scale=student_logit_scale
             ),
-            entropy=True,
             compute_dtype=compute_dtype,
             gather=adapted_head.gather_head if sharded else None,
             chunk_tokens=settings.chunk_tokens,
@@ -86,11 +84,10 @@ def _chunked_divergence_loss(
     divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     divisor = torch.as_tensor(divisor, device=student_hidden_states.device).float()
     result, one_pass_loss = compute_in_one_pass_if_free(call, 1.0 / divisor)
-    assert result.entropy is not None
     loss = result.divergence.sum() / divisor
     if one_pass_loss is not None:
         loss = loss + one_pass_loss
-    return loss, result.entropy.detach().sum(), count
+    return loss, result.entropy.sum(), count
 
 
 def _gather_weight(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
