@@ -27,7 +27,7 @@ class VocabParallel:
     The rank's weight and bias are the rows of the token ids from `vocab_start` on. Shards may differ in size.
     Everything else of a call (hidden, targets, mask, options), and the loss, must be the same on every rank of the
     group. Targets are ids of the whole vocabulary. Results and the gradient of hidden are the same on every rank.
-    docs/distributed.md lists the collectives, and what a sharded head does not go with.
+    docs/distributed.md lists the collectives.
 
     The first call with a weight is one more collective, in which the ranks tell each other their rows,
     so give the same weight object in each call. Each rank checks its own arguments, and raises by itself.
@@ -54,7 +54,7 @@ class VocabParallel:
         if self not in shards:
             rows = weight.shape[0]
             ranks = gathered_objects((self.vocab_start, rows), self.group, weight)
-            shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
+            shards[self] = VocabShard(self, rows, _count_vocab(ranks))
         return shards[self]
 
 
@@ -78,7 +78,7 @@ def gathered_objects(value: object, group: "dist.ProcessGroup", like: object) ->
     return values
 
 
-def _checked_vocab(ranks: list[tuple[int, int]]) -> int:
+def _count_vocab(ranks: list[tuple[int, int]]) -> int:
     """(first id, rows) of each rank -> V of all shards together. Raises if shards do not fit."""
     vocab = 0
     for start, rows in sorted(ranks):

@@ -125,8 +125,7 @@ def test_no_module_is_imported_by_a_string():
 @pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ("integrations", "step", "models")])
 def test_outside_imports(module):
     outside = {name.split(".")[0] for name in imports(MODULES[module])} - {"liger_rl"} - sys.stdlib_module_names
-    # typing_extensions comes with torch, and is looked at by type checkers alone.
-    assert outside - {"typing_extensions"} <= OUTSIDE.get(room(module), {"torch"})
+    assert outside <= OUTSIDE.get(room(module), {"torch"})
 
 
 def test_no_circles():

@@ -56,7 +56,7 @@ MUTANTS = (
     ("undesirable sequences have the weight of desirable ones", "losses/preference.py", "torch.where(chosen, self.desirable_weight, self.undesirable_weight)", "torch.where(chosen, self.desirable_weight, self.desirable_weight)"),
     ("the NLL term counts what the pair does not", "losses/batch.py", "return self.advantages > 0 if self.nll_mask is None else self.nll_mask != 0", "return self.advantages > 0"),
     ("a preset's icepop keeps tokens above its bound", "losses/objectives.py", "return ratio < self.ratio_min, ratio > self.ratio_max", "return ratio < self.ratio_min, ratio < 0"),
-    ("EAFT's entropy without its scale", "losses/supervised.py", "(entropy / self.eaft_scale).pow(", "entropy.pow("),
+    ("EAFT's entropy without its scale", "losses/supervised.py", "(batch.entropy / self.eaft_scale).pow(", "batch.entropy.pow("),
     ("ids that are not listed have a part in the normaliser", "distill/lists.py", "values.masked_fill(left_out, -torch.inf).logsumexp", "values.masked_fill(left_out, -200.0).logsumexp"),
     ("a bucket of the unlisted ids has another mass", "distill/lists.py", "-torch.expm1(log_p.logsumexp(", "torch.exp(log_p.logsumexp("),
     ("Triton: tiles before a higher peak not moved to it", "kernels/merge_folds_triton.py", "rescale = tl.exp(peak - new_peak)", "rescale = tl.exp(peak - peak)"),
