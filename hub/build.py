@@ -22,9 +22,10 @@ VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-rocm": "rocm", "tor
 INTEGRATIONS = re.compile(r"integrations/(__init__\.py|patching\.py|liger\.py)")
 # The names that need other libraries are not the kernel's.
 OWN_NAMES = """
-from liger_rl import distill, fused_linear, head, layers, losses
+from liger_rl import distill, fused_linear, head, layers, losses, support
 
-__all__ = ["distill", "fused_linear", "head", "layers", "losses", *[name for name in __all__ if name not in _LAZY]]
+__all__ = [name for name in __all__ if name not in _LAZY]
+__all__ += ["distill", "fused_linear", "head", "layers", "losses", "support"]
 _LAZY.clear()
 """
 NAMES = re.compile(r"liger_rl(\.\w+)*")  # of modules, as string constants have them

@@ -62,7 +62,7 @@ for module in pkgutil.walk_packages(kernel.__path__, f"{kernel.__name__}."):
 del sys.modules["liger_rl"]
 import liger_rl
 
-rooms = {"distill", "fused_linear", "head", "layers", "losses"}
+rooms = {"distill", "fused_linear", "head", "layers", "losses", "support"}
 assert rooms | ({*liger_rl.__all__} & {*vars(liger_rl)}) == set(kernel.__all__)
 tensors = [page[name] for name in ("hidden", "weight", "ids")]
 expected = liger_rl.linear_logprobs(*tensors).logps
