@@ -13,7 +13,6 @@ from liger_rl.distill import two_heads
 from liger_rl.distill.pair_reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
 from liger_rl.distill.totals import WithGradients
 from liger_rl.distill.two_heads import Pair
-from liger_rl.head.autograd import named_tensors, save_tensors
 from liger_rl.head.checks import check_constant, check_dense, check_head, check_transform
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.live_tokens import scatter_rows, start_selection
@@ -163,7 +162,7 @@ def _pair_heads(call: DivergenceCall) -> Iterator[Pair]:
         student = call.make_student()
         teacher = call.make_teacher(student)
         if student.mask is not None:
-            live, _ = start_selection(student.ids, student.mask, student.vocab)()
+            live = start_selection(student.ids, student.mask, student.vocab)()
             student, teacher = student._replace(live=live), teacher._replace(live=live)
         yield Pair(student, teacher, call.measure)
 
@@ -245,10 +244,9 @@ class PairFunction(torch.autograd.Function):
         student, teacher = pair.student, pair.teacher
         nothing = {"hidden": None, "weight": None, "bias": None, "targets": None}
         ctx.pair = pair._replace(student=student._replace(**nothing), teacher=teacher._replace(**nothing))
-        save_tensors(
-            ctx, hidden=hidden, weight=weight, bias=bias, targets=student.targets, teacher_hidden=teacher.hidden,
-            teacher_weight=teacher.weight, teacher_bias=teacher.bias, lse=statistics.lse,
-            teacher_lse=statistics.teacher_lse, value=statistics.value,
+        ctx.save_for_backward(
+            hidden, weight, bias, student.targets, teacher.hidden, teacher.weight, teacher.bias, statistics.lse,
+            statistics.teacher_lse, statistics.value,
         )  # fmt: skip
         divergence, entropy = _select_results(statistics)
         ctx.mark_non_differentiable(entropy)
@@ -260,14 +258,11 @@ class PairFunction(torch.autograd.Function):
         refuse_second_derivative()
         if grad is None:
             return None, None, None, None
-        saved, pair = named_tensors(ctx), ctx.pair
-        student = pair.student._replace(
-            hidden=saved.hidden, weight=saved.weight, bias=saved.bias, targets=saved.targets
-        )
-        teacher = pair.teacher._replace(
-            hidden=saved.teacher_hidden, weight=saved.teacher_weight, bias=saved.teacher_bias, targets=saved.targets
-        )
-        gradients = PairGradients(saved.lse, saved.teacher_lse, grad.float(), saved.value)
+        hidden, weight, bias, targets, *of_teacher, lse, teacher_lse, value = ctx.saved_tensors
+        pair, names = ctx.pair, ("hidden", "weight", "bias")
+        student = pair.student._replace(hidden=hidden, weight=weight, bias=bias, targets=targets)
+        teacher = pair.teacher._replace(**dict(zip(names, of_teacher, strict=True)), targets=targets)
+        gradients = PairGradients(lse, teacher_lse, grad.float(), value)
         options = student.options
         with (
             gemm.without_autocast(student.hidden.device),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
 from liger_rl.kernels.argument_checks import check_type
@@ -107,16 +108,16 @@ def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source
         check_dense(name, tensor, like, source)
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
-    # The level comes first because reading it costs nothing.
+    # The levels come first because reading them costs nothing.
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(f"{name} must have no tangent: there is no forward-mode derivative, only a backward")
-    check_not_transformed(name, tensor)
+    if functorch.maybe_current_level() is not None:
+        check_not_transformed(name, tensor)
 
 
 def check_not_transformed(name: str, tensor: Tensor) -> None:
     """Raise for a tensor of torch.func, which has no memory that a kernel could read."""
-    functorch = torch._C._functorch
-    if functorch.maybe_current_level() is not None and functorch.is_functorch_wrapped_tensor(tensor):
+    if functorch.is_functorch_wrapped_tensor(tensor):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got one of torch.func (grad, vmap, ...): call torch.autograd.grad or "
             "backward in place of grad, and give a batch in place of vmap"
@@ -169,7 +170,8 @@ def check_tokens(
     if mask is not None:
         columns.append(("mask", mask, MASK_DTYPES))
     for name, tensor, dtypes in columns:
-        check_not_transformed(name, tensor)
+        if functorch.maybe_current_level() is not None:
+            check_not_transformed(name, tensor)
         is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
         if not is_plain or tensor.device != like.device:
             check_dense(name, tensor, like, source)

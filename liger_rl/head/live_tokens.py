@@ -1,6 +1,6 @@
 """Which tokens count: those with a mask of 1 and a target in [0, V). Values of these tokens and of all N tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ def select_live(live: Tensor | None, selected: Tensor) -> Tensor:
     return selected if live is None else live[selected]
 
 
+def index_of(selected: Tensor) -> Tensor | None:
+    """Index of the tokens where `selected` (n,) is true; None if it is true everywhere. It takes one host sync."""
+    index = selected.nonzero().squeeze(1)
+    return None if index.numel() == selected.numel() else index
+
+
 def find_counted(targets: Tensor, mask: Tensor | None, needed: Tensor | None = None) -> Tensor:
     """bool, shaped like targets: the mask is nonzero, the target >= 0, and `needed` nonzero, if it is given.
 
@@ -47,22 +53,19 @@ def start_selection(
     source: str = "weight",
     *,
     needed: Tensor | None = None,  # shaped like targets or (B, 1)
-    counts: Sequence[Tensor] = (),  # integers (k,) each, read in the same host sync
     targets_name: str = "targets",  # the caller's name for the targets, for messages
-) -> Callable[[], tuple[Tensor | None, list[int]]]:
-    """-> a function that returns `live` of the tokens that count and are `needed`, and the values of `counts`.
+) -> Callable[[], Tensor | None]:
+    """-> a function that returns `live` of the tokens that count and are `needed`.
 
     The device starts counting here. Calling the result is the forward's one host sync. The host's work in between is
     free. The result raises ValueError if an unmasked target is >= vocab, even at a token that is not needed, or if the
     mask has a value other than 0 and 1.
     """
     positions, numbers = for_device(targets.device).select_tokens(targets, mask, vocab, needed)
-    if counts:
-        numbers = torch.cat([torch.as_tensor(numbers, device=targets.device), *counts])
     total, answer = targets.numel(), HostAnswer(numbers)
 
-    def wait() -> tuple[Tensor | None, list[int]]:
-        n, outside, largest, improper, *values = answer.wait()
+    def wait() -> Tensor | None:
+        n, outside, largest, improper = answer.wait()
         if improper > 0:
             raise ValueError(f"mask must be 0 or 1 at each token; {improper} of its values are neither")
         if outside > 0:
@@ -70,6 +73,6 @@ def start_selection(
                 f"{targets_name} must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
                 f"{outside} of them are not, the largest is {largest}"
             )
-        return None if n == total else positions[:n], values
+        return None if n == total else positions[:n]
 
     return wait

@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.autograd import run_engine
+from liger_rl.head.autograd import compute_values
 from liger_rl.head.checks import check_flag
-from liger_rl.head.dense.several import SeveralTargets
-from liger_rl.head.dense.two_pass import TwoPasses
 from liger_rl.head.given_logits import LogitRows, check_logits
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.live_tokens import scatter_rows, start_selection
 from liger_rl.head.record import Head, LogProbs, gather_head
 from liger_rl.kernels.public_call import public
-from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
 
 __all__ = ["LogProbs", "linear_logprobs", "logits_logprobs"]
@@ -89,14 +86,11 @@ def log_probs(head: Head) -> LogProbs:
     The caller enters `options.gather`.
     """
     head = head.with_shard()
-    wait = start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)
-    engine = SeveralTargets if head.targets.dim() == 2 else TwoPasses
-    # We wait as late as possible: after this sync the device is idle until the host launches the product.
-    live, _ = wait()
-    values = run_engine(engine, head._replace(live=live), wants_gradient=True in head.needs)
+    live = start_selection(head.ids, head.mask, head.vocab, needed=head.needed, targets_name=head.targets_name)()
+    values = compute_values(head._replace(live=live))
     if live is None and len(head.shape) == 1:
         return values
-    return map_fields(values, lambda value: scatter_rows(value, live, head.shape))
+    return LogProbs._make([None if x is None else scatter_rows(x, live, head.shape) for x in values])
 
 
 @public

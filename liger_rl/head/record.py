@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_rl.distributed import VocabParallel, VocabShard
 from liger_rl.head.checks import check_head, check_tokens
 from liger_rl.head.head_options import MOST_IDS, HeadOptions
-from liger_rl.head.live_tokens import take_rows
 from liger_rl.kernels import reference
 from liger_rl.kernels.argument_checks import check_type
 from liger_rl.kernels.devices import align_rows
@@ -30,10 +29,6 @@ class LogProbs(NamedTuple):
     """bool: the target is the smallest of the ids with the largest logit. False at masked tokens."""
     lse: Tensor | None = None
     """log sum_v exp z_v of the transformed logits, differentiable; None unless asked for."""
-
-
-# The fields of LogProbs that have a gradient.
-DIFFERENTIABLE = ("logps", "entropy", "mean_logits", "lse")
 
 
 class Head(NamedTuple):
@@ -125,8 +120,10 @@ class Head(NamedTuple):
 
     def take(self, live: Tensor | slice | None) -> "Head":
         """The head of only the tokens `live`, which all count; hidden is contiguous in `dtype`, and aligned."""
-        hidden = align_rows(take_rows(self.hidden, live).to(self.dtype).contiguous())
-        return self._replace(hidden=hidden, targets=take_rows(self.targets, live), live=None)
+        hidden, targets = self.hidden, self.targets
+        if live is not None:
+            hidden, targets = hidden[live], targets[live]
+        return self._replace(hidden=align_rows(hidden.to(self.dtype).contiguous()), targets=targets, live=None)
 
     def with_weight_in(self, dtype: torch.dtype) -> "Head":
         """The head with its weight in `dtype`. A converted weight is contiguous, as our own product needs it."""

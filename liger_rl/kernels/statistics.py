@@ -159,6 +159,13 @@ class TokenGradients(NamedTuple):
         entropy = statistics.entropy if grad_entropy is not None else None
         return cls(statistics.lse, grad_logps, at_target, entropy, grad_entropy)
 
+    def nonzero(self) -> Tensor:
+        """(n,) bool: the gradient is not exactly zero. A NaN is true, because it must reach the gradients."""
+        nonzero = self.grad_logps != 0 if self.has_gradient is None else self.has_gradient
+        for grad in (self.grad_entropy, self.uniform):
+            nonzero = nonzero if grad is None else nonzero | (grad != 0)
+        return nonzero
+
     def with_lse(self, grad_lse: Tensor, logps: Tensor) -> "TokenGradients":
         """Add dL/dlse (n,), which adds dL/dlse p_v to dL/dz_v."""
         assert self.at_target is not None

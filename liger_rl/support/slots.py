@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.autograd import has_gradient
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.reference import LOWEST_LOG_PROBABILITY, entropy_term, times_derivative
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
@@ -161,7 +160,7 @@ def grad_slots(
     gradients = tokens.of_whole_rows().with_float32_lse()
     assert gradients.at_target is not None
     # A token without a gradient may have NaN in its logits, and 0 * NaN is NaN.
-    needed = (slots.ids < slots.vocab) & has_gradient(gradients)[token]
+    needed = (slots.ids < slots.vocab) & gradients.nonzero()[token]
     z = torch.where(needed, z, 0.0)
     log_p = torch.where(needed, z - gradients.lse[token], 0.0)
     is_target = torch.arange(z.numel(), device=z.device) == slots.starts[token]

@@ -48,7 +48,7 @@ MUTANTS = (
     ("gradients of a repeated target do not add up", "head/dense/several.py", "torch.where(same, part[:, None, :], 0.0).sum(2)", "part"),
     ("a gradient of lse is lost beside several targets", "head/dense/several.py", "total - grads.lse.float()", "total - 0 * grads.lse.float()"),
     ("a gradient of the mean logit is lost at the targets of several", "head/dense/several.py", "with_uniform(grad, gradients)", "grad"),
-    ("a token with a gradient of the mean logit alone is dropped", "head/autograd.py", "(gradients.grad_entropy, gradients.uniform)", "(gradients.grad_entropy,)"),
+    ("a token with a gradient of the mean logit alone is dropped", "kernels/statistics.py", "(self.grad_entropy, self.uniform)", "(self.grad_entropy,)"),
     ("merged metrics lose a count", "losses/metrics.py", "else a.count + b.count", "else a.count"),
     ("ld_alpha begins after the longer sequence", "losses/preference.py", "position <= torch.minimum(*tokens)", "position <= torch.maximum(*tokens)"),
     ("sorted pairs are sums in place of means", "losses/preference.py", "(self._weigh_sides(x, batch) for x in (logps, reference))", "(self._sum_sides(x, batch) for x in (logps, reference))"),

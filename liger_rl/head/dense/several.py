@@ -11,55 +11,26 @@ student has nearly its teacher's probabilities: dL/dz_v is then their small diff
 The K logits are gathered from float32 tiles of logits, which a fold in a product's epilogue does not make.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from liger_rl.distributed import BEYOND
-from liger_rl.head.autograd import Engine, Saved
-from liger_rl.head.dense import two_pass
 from liger_rl.head.live_tokens import take_rows
-from liger_rl.head.record import Gradients, Head, LogProbs, Needs
+from liger_rl.head.record import Head, LogProbs
 from liger_rl.head.tiles import spans
-from liger_rl.kernels.devices import log_way
 from liger_rl.kernels.reference import entropy_term, times_derivative, transform_logits, with_uniform
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 
 PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
 
 
-class SeveralTargets(Engine):
-    @staticmethod
-    def forward(saved: Saved, head: Head) -> TokenStatistics:
-        """Statistics of every token that counts. A negative target has log-probability 0."""
-        log_way("forward", head.hidden.device, "one target for each token")
-        statistics = _statistics(head.take(head.live))
-        saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
-        return statistics
-
-    @staticmethod
-    def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
-        return two_pass.head_gradients(head, _token_gradients(saved, head, grads), needs)
-
-
-def _statistics(rows: Head) -> TokenStatistics:
-    targets = _Targets(rows)
-    rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], BEYOND))
-    state = two_pass.fold_tiles(rows, read_tile=targets.read_tile)
-
-    def log_probabilities(z: Tensor) -> Tensor:
-        # We subtract the peak first, as `Fold.finish` does, for precision near 0.
-        return (z - state.peak[:, None]) - state.sum_exp.log()[:, None]
-
-    return state.finish()._replace(logps=targets.logps(log_probabilities))
-
-
-class _Targets:
+class SeveralTargets:
     """The logits of K targets per token, gathered while tiles are folded."""
 
     def __init__(self, rows: Head) -> None:
-        self.rows, self.ids = rows, rows.target_rows
+        self.ids, self.targets = rows.target_rows, rows.targets
+        # A fold without a target in any tile.
+        self.rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], BEYOND))
         self.on_rank = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
         self.x = torch.zeros(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
@@ -68,27 +39,29 @@ class _Targets:
         clamped_values = logits.gather(1, column.clamp(0, width - 1))
         self.x[tokens] = torch.where((column >= 0) & (column < width), clamped_values, self.x[tokens])
 
-    def logps(self, log_probabilities: Callable[[Tensor], Tensor]) -> Tensor:
-        """Log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""
-        bias, shard = self.rows.bias, self.rows.shard
-        listed = None if bias is None else bias[torch.where(self.on_rank, self.ids, 0)]
-        z = torch.where(self.on_rank, transform_logits(self.x, listed, self.rows.options.transform), 0.0)
-        z = z if shard is None else shard.total(z)
-        return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
+    def finish(self, state: Fold) -> TokenStatistics:
+        """With log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""
+        rows = self.rows
+        bias = None if rows.bias is None else rows.bias[torch.where(self.on_rank, self.ids, 0)]
+        z = torch.where(self.on_rank, transform_logits(self.x, bias, rows.options.transform), 0.0)
+        z = z if rows.shard is None else rows.shard.total(z)
+        # We subtract the peak first, as `Fold.finish` does, for precision near 0.
+        logps = (z - state.peak[:, None]) - state.sum_exp.log()[:, None]
+        return state.finish()._replace(logps=logps.clamp(max=0.0).masked_fill(self.targets < 0, 0.0))
 
 
-def _token_gradients(saved: Saved, head: Head, grads: LogProbs) -> TokenGradients:
-    """The gradients of tokens with K targets, whose `at_target` (n, K) is dL/dx at the targets."""
-    ids, logps = take_rows(head.targets, head.live), saved.logps
+def token_gradients(statistics: TokenStatistics, head: Head, grads: LogProbs) -> TokenGradients:
+    """As `two_pass.token_gradients`, of tokens with K targets: `at_target` (n, K) is dL/dx at them."""
+    ids, logps, lse = take_rows(head.targets, head.live), statistics.logps, statistics.lse
     grad_logps = torch.zeros_like(logps) if grads.logps is None else torch.where(ids >= 0, grads.logps.float(), 0.0)
     total, has_gradient = grad_logps.sum(1), (grad_logps != 0).any(1)
     if grads.lse is not None:
         total, has_gradient = total - grads.lse.float(), has_gradient | (grads.lse != 0)
-    entropy = None if grads.entropy is None else saved.entropy
-    tokens = TokenGradients(saved.lse, total, None, entropy, grads.entropy, has_gradient)
+    entropy = None if grads.entropy is None else statistics.entropy
+    tokens = TokenGradients(lse, total, None, entropy, grads.entropy, has_gradient)
     if grads.mean_logits is not None:
         tokens = tokens.with_mean_logits(grads.mean_logits, head.vocab)
-    z = (logps + saved.lse[:, None]).float()
+    z = (logps + lse[:, None]).float()
     at_targets = times_derivative(_at_targets(ids, logps, grad_logps, tokens), z, head.options.transform)
     return tokens._replace(at_target=at_targets)
 

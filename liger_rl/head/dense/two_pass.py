@@ -13,35 +13,27 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import BEYOND
-from liger_rl.head.autograd import Engine, Saved, has_gradient, index_of, token_gradients
-from liger_rl.head.live_tokens import select_live
+from liger_rl.head.dense import several
+from liger_rl.head.dense.several import SeveralTargets
+from liger_rl.head.live_tokens import index_of, select_live
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
 from liger_rl.head.tiles import Tiles, plan_tiles, spans, take_span
-from liger_rl.kernels import for_device, gemm
-from liger_rl.kernels.devices import log_way, reason_against_product, runs_triton
-from liger_rl.kernels.reference import write_at_ids
+from liger_rl.kernels import for_device, gemm, reference
+from liger_rl.kernels.devices import log_way, reason_against_product
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 
 # (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry)
 TileReader = Callable[[Tensor, slice, int], None]
 
 
-class TwoPasses(Engine):
-    @staticmethod
-    def forward(saved: Saved, head: Head) -> TokenStatistics:
-        statistics = fold_head(head)
-        saved.logps, saved.lse, saved.entropy = statistics.logps, statistics.lse, statistics.entropy
-        return statistics
-
-    @staticmethod
-    def backward(saved: Saved, head: Head, grads: LogProbs, needs: Needs) -> Gradients:
-        return head_gradients(head, token_gradients(saved, grads, head.vocab), needs)
-
-
 def fold_head(head: Head) -> TokenStatistics:
     """Statistics of every token that counts, in 2 n H V operations."""
-    rows = _convert_weight(head.take(head.live), folds=True)
-    epilogue = _find_epilogue(rows, folds=True)
+    rows = head.take(head.live)
+    if rows.targets.dim() == 2:
+        log_way("forward", rows.hidden.device, "one target for each token")
+        targets = SeveralTargets(rows)
+        return targets.finish(fold_tiles(targets.rows, read_tile=targets.read_tile))
+    rows, epilogue = _pick_epilogue(rows, folds=True)
     if epilogue is None:
         return fold_tiles(rows).finish()
     shard, options = rows.shard, rows.options
@@ -52,13 +44,28 @@ def fold_head(head: Head) -> TokenStatistics:
     )  # fmt: skip
 
 
+def token_gradients(statistics: TokenStatistics, head: Head, grads: LogProbs) -> TokenGradients:
+    """dL/dlogits of each token that counts as numbers, from the gradients of its values, None where there is none.
+
+    `statistics` has logps, lse and entropy.
+    """
+    if head.targets.dim() == 2:
+        return several.token_gradients(statistics, head, grads)
+    logps = statistics.logps
+    grad_logps = torch.zeros_like(logps) if grads.logps is None else grads.logps.float()
+    gradients = TokenGradients.of(statistics, grad_logps, grads.entropy)
+    if grads.lse is not None:
+        gradients = gradients.with_lse(grads.lse.float(), logps)
+    return gradients if grads.mean_logits is None else gradients.with_mean_logits(grads.mean_logits, head.vocab)
+
+
 def head_gradients(
     head: Head,
     gradients: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
 ) -> Gradients:
     """Gradients of a head's tensors, from recomputed tiles of the tokens that have one."""
-    selected = index_of(has_gradient(gradients))
+    selected = index_of(gradients.nonzero())
     gradients, live = gradients._replace(has_gradient=None).with_float32_lse(), head.live
     if selected is not None:
         live, gradients = select_live(live, selected), gradients.take(selected)
@@ -67,38 +74,28 @@ def head_gradients(
 
 def _gradients_of_rows(rows: Head, gradients: TokenGradients, needs: Needs) -> Gradients:
     """A function of its own, so that copied rows are freed before dH of all N tokens is allocated."""
-    tiles = TileGradients(_convert_weight(rows, folds=False), gradients)
+    tiles = TileGradients(rows, gradients)
     return sum_tiles(tiles.rows, tiles.make, tiles.plan_tiles(), needs)
 
 
-def _convert_weight(rows: Head, *, folds: bool) -> Head:
-    """`rows`; if only the weight's dtype rules out our own product, with a copy of the weight in the rows' dtype.
+def _pick_epilogue(rows: Head, *, folds: bool) -> tuple[Head, ModuleType | None]:
+    """-> `rows`, and the module whose product folds them, or makes their gradients, in its epilogue.
 
-    Rounding a float32 weight in the registers of that product is slower: a fold took 24.8 ms, with a copy 11.3 ms.
+    Without such a product (None) float32 tiles of logits are in memory. If the weight's dtype alone rules it out,
+    `rows` get a copy of the weight in their dtype: rounding a float32 weight in the registers of that product is
+    slower. A fold took 24.8 ms, with a copy 11.3 ms.
     """
-    if rows.weight.dtype == rows.dtype:
-        return rows
+    converts = rows.weight.dtype != rows.dtype
     # The copy does not exist yet. `rows.hidden` stands for it: its dtype, row length and alignment are the same.
-    reason = _reason_against_epilogue(rows._replace(weight=rows.hidden), folds=folds)
-    return rows if reason is not None else rows.with_weight_in(rows.dtype)
-
-
-def _reason_against_epilogue(rows: Head, *, folds: bool) -> str | None:
-    """The first thing that a product with an epilogue, which `folds` or makes gradients, needs and `rows` lack."""
-    if rows.options.names_chunk:
-        return "no chunk to be named"
-    return reason_against_product(rows.hidden, rows.weight, folds=folds)
-
-
-def _find_epilogue(rows: Head, *, folds: bool) -> ModuleType | None:
-    """The module of the product with an epilogue; None if it does not apply, so that tiles of logits are in memory."""
-    reason = _reason_against_epilogue(rows, folds=folds)
+    weight = rows.hidden if converts else rows.weight
+    named = rows.options.names_chunk
+    reason = "no chunk to be named" if named else reason_against_product(rows.hidden, weight, folds=folds)
     log_way("forward" if folds else "backward", rows.hidden.device, reason)
     if reason is not None:
-        return None
+        return rows, None
     from liger_rl.kernels import epilogue
 
-    return epilogue
+    return rows.with_weight_in(rows.dtype) if converts else rows, epilogue
 
 
 def fold_tiles(rows: Head, *, read_tile: TileReader | None = None) -> Fold:
@@ -107,7 +104,7 @@ def fold_tiles(rows: Head, *, read_tile: TileReader | None = None) -> Fold:
     targets, transform, (n, hidden_size), vocab = rows.target_rows, options.transform, hidden.shape, weight.shape[0]
     kernels = for_device(hidden.device)
     # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
-    bytes_per_logit = 4 if runs_triton(hidden.device) else 12
+    bytes_per_logit = 12 if kernels is reference else 4
     tiles = plan_tiles(n, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit)
     token_spans = spans(n, tiles.tokens) or [(0, 0)]
     folds: list[Any] = [None] * len(token_spans)
@@ -133,21 +130,21 @@ class TileGradients:
 
     def __init__(self, rows: Head, gradients: TokenGradients) -> None:
         """`rows` is of `Head.take`. With K targets, `at_target` has the same number at each repetition of an id."""
-        self.rows, self.gradients, self.targets = rows, gradients, rows.target_rows
+        self.rows, self.epilogue = _pick_epilogue(rows, folds=False)
+        self.gradients, self.targets = gradients, rows.target_rows
         self.ids: Tensor | None = None
         self.at_ids: Tensor | None = None
         if self.targets.dim() == 2:
             self.ids, self.at_ids = self.targets, gradients.at_target
             self.targets = self.ids.new_full(self.ids.shape[:1], BEYOND)
             self.gradients = gradients._replace(at_target=None)
-        self.epilogue = _find_epilogue(rows, folds=False)
 
     def plan_tiles(self) -> Tiles:
-        (n, hidden_size), device, itemsize = self.rows.hidden.shape, self.rows.hidden.device, self.rows.dtype.itemsize
-        logit = 0 if self.epilogue is not None else 4
-        bytes_per_logit = itemsize + logit if runs_triton(device) else 12
-        vocab = self.rows.weight.shape[0]
-        return plan_tiles(n, vocab, hidden_size, device, self.rows.options, bytes_per_logit=bytes_per_logit)
+        rows, (n, hidden_size), device = self.rows, self.rows.hidden.shape, self.rows.hidden.device
+        bytes_per_logit = rows.dtype.itemsize
+        if self.epilogue is None:
+            bytes_per_logit = 12 if for_device(device) is reference else 4 + bytes_per_logit
+        return plan_tiles(n, rows.weight.shape[0], hidden_size, device, rows.options, bytes_per_logit=bytes_per_logit)
 
     def make(self, weight: Tensor, first: int, tokens: slice) -> Tensor:
         """-> (m, v) in the dtype of products, for the weight (v, H) of vocabulary entries from `first` on."""
@@ -163,7 +160,7 @@ class TileGradients:
             tile = logits if logits.dtype == rows.dtype else torch.empty_like(logits, dtype=rows.dtype)
             for_device(hidden.device).grad(logits, targets, first, bias, transform, gradients, tile)
         if self.ids is not None and self.at_ids is not None:
-            write_at_ids(tile, self.ids[tokens], self.at_ids[tokens], first)
+            reference.write_at_ids(tile, self.ids[tokens], self.at_ids[tokens], first)
         return tile
 
 
