@@ -27,7 +27,7 @@ from liger_rl.distill.pair_reference import (
     Tile,
 )
 from liger_rl.distill.totals import Totals
-from liger_rl.head.dense import two_pass
+from liger_rl.head import two_pass
 from liger_rl.head.live_tokens import index_of, select_live
 from liger_rl.head.record import Gradients, Head, Needs
 from liger_rl.head.tiles import Tiles, default_tile_vocab, kind_of, plan_tiles, spans

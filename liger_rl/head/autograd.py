@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_rl.head.dense import two_pass
+from liger_rl.head import two_pass
 from liger_rl.head.record import Head, LogProbs, gather_head
 from liger_rl.kernels import gemm
 from liger_rl.kernels.public_call import refuse_second_derivative
@@ -48,9 +48,11 @@ class HeadFunction(torch.autograd.Function):
         # Copies, because the caller may write to its results and the backward reads the saved ones.
         statistics = statistics._replace(logps=logps.clone(), entropy=None if entropy is None else entropy.clone())
         values = pick_values(statistics, head)
-        for constant in (values.log_sum_sq_probs, values.is_top1):
-            if constant is not None:
-                ctx.mark_non_differentiable(constant)
+        constants = []
+        for value in (values.log_sum_sq_probs, values.is_top1):
+            if value is not None:
+                constants.append(value)
+        ctx.mark_non_differentiable(*constants)
         return tuple(values)
 
     @staticmethod

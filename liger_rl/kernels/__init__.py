@@ -1,4 +1,4 @@
-"""Kernels that engines share: one implementation for each kind of device, with the same signatures.
+"""Kernels that heads share: one implementation for each kind of device, with the same signatures.
 
 Nothing here knows what the log-probabilities are for.
 """

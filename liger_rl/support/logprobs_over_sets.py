@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.head import two_pass
 from liger_rl.head.checks import check_dense
-from liger_rl.head.dense import two_pass
 from liger_rl.head.head_options import IDENTITY, Gather, HeadOptions
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.live_tokens import start_selection

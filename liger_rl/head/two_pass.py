@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import BEYOND
-from liger_rl.head.dense import several
-from liger_rl.head.dense.several import SeveralTargets
+from liger_rl.head import several
 from liger_rl.head.live_tokens import index_of, select_live
 from liger_rl.head.record import Gradients, Head, LogProbs, Needs
+from liger_rl.head.several import SeveralTargets
 from liger_rl.head.tiles import Tiles, plan_tiles, spans, take_span
 from liger_rl.kernels import for_device, gemm, reference
 from liger_rl.kernels.devices import log_way, reason_against_product

@@ -1,1 +1,0 @@
-"""The exact engines: two passes, several targets."""
