@@ -258,10 +258,12 @@ class PairFunction(torch.autograd.Function):
         refuse_second_derivative()
         if grad is None:
             return None, None, None, None
-        hidden, weight, bias, targets, *of_teacher, lse, teacher_lse, value = ctx.saved_tensors
-        pair, names = ctx.pair, ("hidden", "weight", "bias")
+        hidden, weight, bias, targets, *teacher, lse, teacher_lse, value = ctx.saved_tensors
+        pair, (teacher_hidden, teacher_weight, teacher_bias) = ctx.pair, teacher
         student = pair.student._replace(hidden=hidden, weight=weight, bias=bias, targets=targets)
-        teacher = pair.teacher._replace(**dict(zip(names, of_teacher, strict=True)), targets=targets)
+        teacher = pair.teacher._replace(
+            hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, targets=targets
+        )
         gradients = PairGradients(lse, teacher_lse, grad.float(), value)
         options = student.options
         with (
