@@ -39,6 +39,9 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 # What has no name here, and what to do.
 EXPLANATIONS = {
+    **dict.fromkeys(
+        ("chunk_tokens", "chunk_vocab"), "tiles fit a budget; linear_logprobs and FusedLinearGRPOLoss alone take bounds"
+    ),
     "class_weights": "give class_weights[targets.clamp(min=0)] as token_weights, and their sum as num_items_in_batch",
     "eaft_k": "the entropy is that of all ids",
     "ignore_index": "a token with a negative id does not count; make other ids negative, or pass a mask",

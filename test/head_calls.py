@@ -250,13 +250,13 @@ def _policy_of_given_logits(x: Batch, **options):
 
 
 _EVERY = frozenset(("chunks", "autocast", "gather"))
-_TWO_HEADS = frozenset(("chunks", "autocast", "gather"))
+_TWO_HEADS = frozenset(("autocast", "gather"))
 CALLS = {
     "dense": PublicCall(_logprobs, takes=_EVERY),
     "label smoothing": PublicCall(partial(_logprobs, lse=True, extras=("mean_logits",)), takes=_EVERY),
     "a temperature and a softcap": PublicCall(partial(_logprobs, transformed=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
-    "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("chunks", "autocast"))),
+    "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("autocast",))),
     "support": PublicCall(_support_logprobs, takes=frozenset(("gather",))),
     "support with empty rows": PublicCall(
         partial(_support_logprobs, has_empty_rows=True), takes=frozenset(("gather",))

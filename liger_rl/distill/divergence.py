@@ -51,8 +51,6 @@ def linear_divergence(
     teacher_transform: LogitTransform = IDENTITY,
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
-    chunk_tokens: int | None = None,
-    chunk_vocab: int | None = None,
 ) -> Divergence:
     """Per-token divergence of a student's distribution from a teacher's, without either's logits in memory.
 
@@ -70,7 +68,7 @@ def linear_divergence(
         teacher_weight, teacher_bias: (V, H') and (V,).
         kind, beta: `beta`, in [0, 1], is for "jsd" alone: KL(q || p) at 0, KL(p || q) at 1.
         transform, teacher_transform: the student's and the teacher's `LogitTransform`.
-        compute_dtype, gather, chunk_tokens, chunk_vocab: the fields of `HeadOptions`.
+        compute_dtype, gather: the fields of `HeadOptions`.
 
     Returns:
         Divergence.
@@ -82,10 +80,7 @@ def linear_divergence(
     check_transform(teacher_transform)
     for name, tensor in (("hidden", teacher_hidden), ("weight", teacher_weight), ("bias", teacher_bias)):
         check_constant(f"teacher_{name}", tensor)
-    options = HeadOptions(
-        transform=transform, compute_dtype=compute_dtype, gather=gather, chunk_tokens=chunk_tokens,
-        chunk_vocab=chunk_vocab,
-    )  # fmt: skip
+    options = HeadOptions(transform=transform, compute_dtype=compute_dtype, gather=gather)
     call = DivergenceCall(
         hidden=hidden, weight=weight, bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
         teacher_bias=teacher_bias, teacher_transform=teacher_transform, measure=measure, mask=mask, options=options,
@@ -200,8 +195,6 @@ def _one_pass_is_free(pair: Pair) -> bool:
     # No gradient scaler has multiplied the loss by the time that gradients are made in the forward: those in float16
     # would vanish.
     if dtypes and torch.float16 in (student.dtype, *dtypes):
-        return False
-    if student.options.names_chunk:
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True

@@ -51,8 +51,6 @@ def topk_divergence(
     extras: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
-    chunk_tokens: int | None = None,
-    chunk_vocab: int | None = None,
 ) -> TopKDivergence:
     """Divergence of a student from a teacher over a list of ids of each token.
 
@@ -81,7 +79,6 @@ def topk_divergence(
         kind, tail: as above.
         beta: for "jsd" alone, in [0, 1]; 0 is the forward KL, 1 the reverse KL.
         transform, entropy, lse, extras, compute_dtype, gather: the fields of `HeadOptions`.
-        chunk_tokens, chunk_vocab: the same.
 
     Returns:
         TopKDivergence. A KL divergence is infinite if its second distribution gives probability 0 to an id that the
@@ -91,9 +88,8 @@ def topk_divergence(
         ValueError: as `linear_logprobs` with several targets; also for teacher_logps that require a gradient.
     """
     head_options = HeadOptions(
-        transform=transform, entropy=entropy, lse=lse, extras=extras, compute_dtype=compute_dtype, gather=gather,
-        chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
-    )  # fmt: skip
+        transform=transform, entropy=entropy, lse=lse, extras=extras, compute_dtype=compute_dtype, gather=gather
+    )
     check_choice("tail", tail, TAILS)
     measure = make_measure(kind, beta)
     check_dense("hidden", hidden)

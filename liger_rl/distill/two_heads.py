@@ -5,7 +5,7 @@
 A mixture needs both normalisers at every entry, so a few tokens at a time keep float32 rows of both heads for a second
 step. Both weights are then read once per `_count_whole_rows` tokens. On an H200 such a read takes as long as the
 products of 150 tokens, so 75 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps
-run if fewer than MIN_WHOLE_ROWS tokens fit, if a chunk is named, and if a weight is converted tile by tile.
+run if fewer than MIN_WHOLE_ROWS tokens fit, and if a weight is converted tile by tile.
 """
 
 from collections.abc import Callable, Iterable
@@ -173,7 +173,7 @@ def _compute_logits(head: Head, tokens: slice) -> Tensor:
 
 def _count_whole_rows(rows: Pair) -> int | None:
     """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
-    if rows.student.options.names_chunk or any(_copies_tiles(head) for head in rows.heads):
+    if any(_copies_tiles(head) for head in rows.heads):
         return None
     device = rows.student.hidden.device
     tokens = LIMITS.workspace_bytes[kind_of(device)] // (_bytes_per_logit(device) * rows.vocab)

@@ -30,7 +30,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         metrics: "none"; "loss": `nll` and `z_loss`; "basic": also `accuracy`; "with_entropy": also `entropy`. Each is
             a mean over the tokens with a weight.
         options: the fields of the objective, such as label_smoothing and z_loss; world_size, of the reduction; and
-            temperature, softcap, scale, chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
+            temperature, softcap, scale, as in `FusedLinearGRPOLoss`.
 
     Raises:
         TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.

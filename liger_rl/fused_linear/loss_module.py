@@ -22,9 +22,7 @@ from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.presets import Preset, build_loss, list_keywords
 from liger_rl.losses.reductions import Reduction
 
-TRANSFORM = ("temperature", "softcap", "scale")
-# The options of the head that every loss has.
-HEAD_KEYWORDS = (*TRANSFORM, "chunk_tokens", "chunk_vocab")
+TRANSFORM = ("temperature", "softcap", "scale")  # the options of the head that every loss has
 
 
 class FusedLinearLoss(nn.Module):
@@ -54,7 +52,7 @@ class FusedLinearLoss(nn.Module):
         """The names of this loss's options."""
         parts: list[Any] = [self.terms.objective, self.terms.reduction]
         names = (option.name for part in parts if is_dataclass(part) for option in fields(part))
-        return [*list_keywords(type(self)), *HEAD_KEYWORDS, *names]
+        return [*list_keywords(type(self)), *TRANSFORM, *names]
 
     def _loss(self, head: Head, batch: PolicyBatch) -> PolicyLoss:
         """The loss of a call's head and batch; `batch.mask` is the head's."""
@@ -120,11 +118,11 @@ def build_terms(
     loss: type,  # the class that is built
 ) -> tuple[PolicyTerms, dict[str, Any]]:
     """The loss of a preset or of the caller's objective, whose default reduction is `mean`; and the head's options."""
-    head = {name: value for name, value in options.items() if name in HEAD_KEYWORDS}
+    head = {name: value for name, value in options.items() if name in TRANSFORM}
     loss_options = {name: value for name, value in options.items() if name not in head}
     if reduction is None and not isinstance(loss_type, str):
         reduction = mean
-    keywords = [*list_keywords(loss), *HEAD_KEYWORDS]
+    keywords = [*list_keywords(loss), *TRANSFORM]
     terms = build_loss(
         loss_type, loss_options, presets=presets, reduction=reduction, metrics=metrics, keywords=keywords
     )

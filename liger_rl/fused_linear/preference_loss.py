@@ -85,7 +85,7 @@ class FusedLinearPreferenceLoss(_Judged):
         metrics: "none" or "loss": `chosen_rewards`, `rejected_rewards`, `reward_margins`, `reward_accuracy`,
             `chosen_logps`, `rejected_logps` and `nll`.
         options: the fields of the objective (`DPO`, `CPO`, `ORPO`), such as beta; and temperature, softcap, scale,
-            chunk_tokens, chunk_vocab, as in `FusedLinearGRPOLoss`.
+            as in `FusedLinearGRPOLoss`.
 
     Raises:
         TypeError, ValueError: an unknown loss_type or option, with the known ones; a bad value.

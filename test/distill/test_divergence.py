@@ -13,7 +13,7 @@ from head_calls import Problem, Products, functional, problem, run_triton
 from liger_rl import linear_divergence
 from liger_rl.distill import Divergence, two_heads
 from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_free, make_measure
-from liger_rl.head import LogitTransform
+from liger_rl.head import LogitTransform, tiles
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.kernels.limits import LIMITS
 from peaks import tensor_peak
@@ -112,25 +112,34 @@ def kernels(request, monkeypatch):
         run_triton(monkeypatch)
 
 
+def small_tiles(monkeypatch) -> None:
+    """Tiles of 4 tokens and 256 ids, and two sweeps of a mixture."""
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setitem(LIMITS.workspace_bytes, kind, 1)
+        monkeypatch.setitem(tiles.MAX_CHUNK_TOKENS, kind, 4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("kernels", "transforms", "options"),
+    ("kernels", "transforms", "in_tiles"),
     [
-        ("PyTorch", TRANSFORMS[0], {}),
-        ("PyTorch", TRANSFORMS[2], {}),
-        ("PyTorch", TRANSFORMS[1], {"chunk_tokens": 4, "chunk_vocab": 1060}),
-        ("Triton", TRANSFORMS[1], {"chunk_tokens": 4, "chunk_vocab": 1060}),
+        ("PyTorch", TRANSFORMS[0], False),
+        ("PyTorch", TRANSFORMS[2], False),
+        ("PyTorch", TRANSFORMS[1], True),
+        ("Triton", TRANSFORMS[1], True),
     ],
-    ids=["whole", "other transforms", "chunks", "Triton"],
+    ids=["whole", "other transforms", "tiles", "Triton"],
     indirect=["kernels"],
 )
-def test_oracle(kind, transforms, options, kernels, device):
+def test_oracle(kind, transforms, in_tiles, kernels, device, monkeypatch):
     """Of more ids than a block of a kernel has; what is masked may hold anything."""
+    if in_tiles:
+        small_tiles(monkeypatch)
     x = pair(vocab=1300, device=device)
     truth = exact(x, transform=transforms[0], teacher_transform=transforms[1], **KINDS[kind])
     x.own.hidden[~x.mask], x.other.hidden[~x.mask] = math.nan, math.inf
     own, other = (LogitTransform(**part) for part in transforms)
-    found = solve(x, transform=own, teacher_transform=other, **KINDS[kind], **options)
+    found = solve(x, transform=own, teacher_transform=other, **KINDS[kind])
     assert_close(found, truth)
     assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0])
     assert [part.requires_grad for part in found[0]] == [True, False]
@@ -216,15 +225,16 @@ def test_equal_heads_have_no_divergence_and_no_gradient():
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd 0.3"])
-def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, kernels):
+def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, kernels, monkeypatch):
     """Whole tiles of them included, the first one among them."""
-    x = pair()
-    banned = torch.zeros(131, dtype=torch.bool)
-    banned[:20] = banned[50:53] = banned[100:] = True
+    small_tiles(monkeypatch)
+    x = pair(vocab=700)
+    banned = torch.zeros(700, dtype=torch.bool)
+    banned[:260] = banned[300:303] = banned[500:] = True
     own, other = (part._replace(weight=part.weight[~banned], bias=part.bias[~banned]) for part in x[:2])
     truth = solve(x._replace(own=own, other=other), **KINDS[kind])
     x.own.bias[banned] = x.other.bias[banned] = -math.inf
-    found = solve(x, **KINDS[kind], chunk_vocab=20)
+    found = solve(x, **KINDS[kind])
     for name in ("weight", "bias"):
         assert (found[1][name][banned] == 0).all()
         found[1][name] = found[1][name][~banned]

@@ -35,7 +35,7 @@ def test_oracle(tail, count, transform, device):
     leaves, wide = x.leaves(), x.to(torch.float64).leaves()
     found = topk_divergence(
         leaves.hidden, leaves.weight, ids, teacher, tail=tail, mask=mask, bias=leaves.bias,
-        transform=LogitTransform(**transform), entropy=True, chunk_vocab=50,
+        transform=LogitTransform(**transform), entropy=True,
     )  # fmt: skip
     logps = oracles.values(oracles.linear_logits(wide.hidden, wide.weight, wide.bias, **transform), ids.clamp(min=0))[0]
     parts, counted = (logps.exp(), teacher.double().exp(), ids >= 0), (ids >= 0).any(-1) & mask

@@ -17,7 +17,7 @@ from trl import DistillationTrainer
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations.trl import patched_trl, settings
+from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl.distillation import LOSS, METHOD_PATCH, CheckedStudentLayer
 from liger_rl.integrations.trl.distillation import _chunked_divergence_loss as patched_loss
 
@@ -108,29 +108,23 @@ def test_16_bit_heads_are_no_further_from_float64_than_trls():
         assert oracles.norm_error(ours, gold) <= oracles.norm_budget(eager, gold, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("more", "one"), [({}, True), ({"chunk_vocab": 64}, False)])
-def test_the_loss_makes_its_gradients_in_the_forward(more, one, monkeypatch):
+def test_the_loss_makes_its_gradients_in_the_forward():
     """Where nothing stands in the way; of the tokens that count alone."""
     call = loss_call(bias=False)
-    monkeypatch.setattr(settings, "_settings", settings.Settings(**more))
     with Products() as products:
         solve_loss(patched_loss, call, beta=0.5)
     tokens = int(call["completion_mask"].sum())
-    units = 3 * H + TEACHER_H if one else 5 * H + 3 * TEACHER_H  # the forward of a named chunk takes two sweeps
-    assert products.flops == tokens * 2 * VOCAB * units
+    assert products.flops == tokens * 2 * VOCAB * (3 * H + TEACHER_H)
     with Products() as products, torch.no_grad():
         patched_loss(**call, beta=0.0)
     assert products.flops == tokens * 2 * VOCAB * (H + TEACHER_H)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "chunk_vocab", "entries"), [(torch.float32, None, 2), (torch.float32, 64, 4), (torch.bfloat16, None, 4)]
-)
-def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, chunk_vocab, entries, monkeypatch):
+@pytest.mark.parametrize(("dtype", "entries"), [(torch.float32, 2), (torch.bfloat16, 4)])
+def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, entries, monkeypatch):
     """As under ZeRO-3, which empties them again, and enters the context on all ranks together. In one pass the forward
     alone needs them. Whether a 16-bit head takes it depends on a rank's tokens elsewhere, and here it does not.
     """
-    monkeypatch.setattr(settings, "_settings", settings.Settings(chunk_vocab=chunk_vocab))
     call, whole, entered = loss_call(dtype), {}, []
     expected = solve_loss(patched_loss, call, beta=0.5)
 

@@ -160,6 +160,7 @@ def test_an_objective_of_ones_own():
         (lambda: FusedLinearCrossEntropyLoss("mse"), "loss_type must be one of"),
         (lambda: FusedLinearCrossEntropyLoss(gamma=1.0), "has no option gamma"),
         (lambda: FusedLinearCrossEntropyLoss(label_smooth=0.1), "did you mean label_smoothing"),
+        (lambda: FusedLinearPreferenceLoss(chunk_vocab=64), "chunk_vocab: tiles fit a budget; linear_logprobs and"),
         (lambda: FusedLinearCrossEntropyLoss(label_smoothing=1.5), r"label_smoothing must be in \[0, 1\]"),
         (lambda: FusedLinearCrossEntropyLoss("eaft", eaft_k=20), "no option eaft_k: the entropy is that of all ids"),
         (lambda: FusedLinearCrossEntropyLoss(class_weights=torch.ones(3)), "class_weights: give .* as token_weights"),

@@ -17,7 +17,6 @@ from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_f
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl import adapted_head
-from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.tensors import is_zero_3
 
@@ -54,7 +53,7 @@ def _chunked_divergence_loss(
     autocast = torch.is_autocast_enabled(student_hidden_states.device.type)
     compute_dtype = None if autocast or dtype != teacher_dtype else dtype
     sharded = any(map(is_zero_3, (weight, bias, teacher_weight, teacher_bias)))
-    hidden, head, settings = student_hidden_states, adapted_head.get_adapted_head(), get_settings()
+    hidden, head = student_hidden_states, adapted_head.get_adapted_head()
     if head is not None:
         (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
     mask = completion_mask != 0
@@ -76,8 +75,6 @@ def _chunked_divergence_loss(
             ),
             compute_dtype=compute_dtype,
             gather=adapted_head.gather_head if sharded else None,
-            chunk_tokens=settings.chunk_tokens,
-            chunk_vocab=settings.chunk_vocab,
         ),
     )
     count = mask.sum()
