@@ -27,7 +27,7 @@ class Measure(NamedTuple):
     """The kind of a divergence, and the weight of a mixture."""
 
     kind: int  # FORWARD, REVERSE or MIXTURE
-    beta: float = 0.0  # the teacher's share of a mixture, in (0, 1)
+    beta: float = 0.0  # the teacher's weight in a mixture, in (0, 1)
 
     @property
     def needs_second_step(self) -> bool:
@@ -191,8 +191,8 @@ def _subtract_log_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     # no exponential overflows.
     less = torch.expm1(-gap.abs())
     # Tensors of the gap's dtype, because `torch.where` gives Python numbers the default dtype.
-    share = torch.where(gap <= 0, gap.new_full((), beta), gap.new_full((), 1.0 - beta))
-    larger = -torch.log1p(share * less)
+    lesser_weight = torch.where(gap <= 0, gap.new_full((), beta), gap.new_full((), 1.0 - beta))
+    larger = -torch.log1p(lesser_weight * less)
     return torch.where(gap <= 0, larger, larger - gap), torch.where(gap <= 0, larger + gap, larger)
 
 
@@ -207,12 +207,12 @@ def grad_pair(tile: PairTile, gradients: PairGradients, out: Tensor) -> None:
     else:
         assert gradients.value is not None
         if measure.kind == MIXTURE:
-            difference, share = _subtract_log_mixture(log_q - log_p, measure.beta)[0], 1.0 - measure.beta
+            difference, factor = _subtract_log_mixture(log_q - log_p, measure.beta)[0], 1.0 - measure.beta
         else:
-            difference, share = log_p - log_q, 1.0
+            difference, factor = log_p - log_q, 1.0
         # An infinite divergence may have no gradient, and 0 * inf is NaN.
         counts = (p > 0) & (gradients.grad != 0)[:, None]
-        grad_z = torch.where(counts, p * (difference - gradients.value[:, None]), 0.0).mul_(share)
+        grad_z = torch.where(counts, p * (difference - gradients.value[:, None]), 0.0).mul_(factor)
     grad_z.mul_(gradients.grad[:, None])
     out.copy_(times_derivative(grad_z, z, student.transform))
 

@@ -11,8 +11,8 @@ from liger_rl.head.checks import check_constant, check_dense, check_shape
 from liger_rl.head.record import Head
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch
+from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.loss import PolicyLoss
-from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.presets import SUPERVISED
 from liger_rl.losses.reductions import GlobalTokenMean, Reduction, check_divisors

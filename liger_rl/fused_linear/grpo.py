@@ -12,8 +12,8 @@ from liger_rl.head.record import Head
 from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import PolicyBatch, make_batch
 from liger_rl.losses.corrections import Correction, SamplerCorrection
+from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.loss import PolicyLoss
-from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.presets import build_loss, list_keywords
 from liger_rl.losses.reductions import Reduction

@@ -17,8 +17,8 @@ from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PolicyBatch
 from liger_rl.losses.fused import evaluate
+from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
-from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.presets import Preset, build_loss, list_keywords
 from liger_rl.losses.reductions import Reduction
 
@@ -37,8 +37,8 @@ class FusedLinearLoss(nn.Module):
         how: dict[str, Any] = {name: value for name, value in head.items() if name in COMPUTE_OPTIONS}
         transform: dict[str, Any] = {name: value for name, value in head.items() if name in TRANSFORM}
         self.options = HeadOptions(
-            transform=LogitTransform(**transform), entropy=terms.needs_entropy, lse="lse" in terms.reads,
-            extras=tuple(name for name in EXTRAS if name in terms.reads), **how,
+            transform=LogitTransform(**transform), entropy=terms.needs_entropy, lse="lse" in terms.head_values,
+            extras=tuple(name for name in EXTRAS if name in terms.head_values), **how,
         )  # fmt: skip
 
     def batch(self, ids: Tensor, mask: Tensor | None, *, source: str = "targets", **columns: Any) -> PolicyBatch:
@@ -66,7 +66,7 @@ class FusedLinearLoss(nn.Module):
         values = log_probs(projected)
         # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
         prepared = terms.prepare(aligned, torch.float32, find_counted(head.ids, head.mask))
-        others = {name: getattr(values, name) for name in terms.reads}
+        others = {name: getattr(values, name) for name in terms.head_values}
         result = evaluate(prepared, values.logps, values.entropy, others)
         return result
 

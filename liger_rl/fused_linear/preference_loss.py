@@ -16,10 +16,11 @@ from liger_rl.kernels.argument_checks import check_choice, check_type
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.losses.batch import PreferenceBatch
+from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
-from liger_rl.losses.metrics import MetricsLevel
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.options import check_interval
+from liger_rl.losses.preference import JudgedObjective
 from liger_rl.losses.presets import PREFERENCES, UNPAIRED
 from liger_rl.losses.reductions import Reduction, SequenceMean, check_divisors
 from liger_rl.losses.segments import Segments
@@ -42,7 +43,7 @@ class _Judged(FusedLinearLoss):
     """What the losses of pairs and of single sequences share: the reference, and the call of the head."""
 
     def __init__(self, terms: PolicyTerms, head: dict[str, Any]) -> None:
-        if getattr(terms.objective, "own_metrics", False):
+        if isinstance(terms.objective, JudgedObjective):
             check_choice("metrics", terms.metrics, ("none", "loss"))
         super().__init__(terms, head)
 

@@ -1,9 +1,8 @@
 """Corrections: factors on the policy term, without gradient.
 
 A correction is a callable `(logps, batch) -> factor` on an `AlignedBatch`. The factor broadcasts to the tokens. A
-correction may have the attributes `token_local`, `sequence_local` and `needs_sequences` of
-`liger_rl.losses.objectives`. If `restricts_entropy` is True, the entropy bonus is a mean over tokens with factors other
-than 0.
+correction may have `scope`, `reads` and `check` of `ObjectiveFacts`. If `restricts_entropy` is True, the entropy bonus
+is a mean over tokens with factors other than 0.
 """
 
 import math
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch, bounded_exp
+from liger_rl.losses.levels import MetricsLevel
+from liger_rl.losses.objectives import Scope
 from liger_rl.losses.options import Options
 
 Correction = Callable[[Tensor, AlignedBatch], Tensor]
@@ -74,9 +75,10 @@ class OffPolicySequenceMask(Options):
     """
 
     threshold: Annotated[float, "[-inf, inf]"]  # in nats per token
-    token_local: ClassVar[bool] = False
-    needs_sequences: ClassVar[bool] = True
-    sequence_local: ClassVar[bool] = True
+    scope: ClassVar[Scope] = "sequence"
+
+    def reads(self, _level: MetricsLevel) -> set[str]:
+        return {"sampling_per_token_logps", "segments"}
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
@@ -96,8 +98,10 @@ class TopEntropyMask(Options):
 
     top_entropy_quantile: Annotated[float, "(0, 1]"]  # share of the tokens to keep
     gather: Annotated[Callable[[Tensor], Tensor] | None, callable] = None
-    token_local: ClassVar[bool] = False
     restricts_entropy: ClassVar[bool] = True
+
+    def reads(self, _level: MetricsLevel) -> set[str]:
+        return {"entropy"}
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:

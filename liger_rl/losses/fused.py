@@ -70,7 +70,7 @@ def find_kernel(prepared: PreparedLoss, logps: Tensor, *, reduces: bool = True) 
     device, terms, batch, weights = logps.device, prepared.terms, prepared.batch, prepared.weights
     if not runs_triton(device):
         return None
-    if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
+    if terms.scope != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
         return None
     columns = [batch.advantages, batch.old_per_token_logps, batch.ref_per_token_logps, batch.importance_ratio]
     if reduces:

@@ -57,7 +57,7 @@ def _smaller(a, b):
 
 
 @triton.jit
-def _share_of_smaller(a, b, grad):
+def _grad_of_smaller(a, b, grad):
     """The gradient of `_smaller(a, b)` for a."""
     return tl.where(a > b, 0.0, tl.where(a == b, 0.5 * grad, grad))
 
@@ -75,9 +75,9 @@ def _ppo_clip(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     most = -dual_clip * advantage
     dual = advantage < 0.0
     loss = tl.where(dual, _smaller(single, most), single)
-    grad = -tl.where(dual, _share_of_smaller(single, most, grad), grad)
-    to_unclipped = _share_of_smaller(unclipped, clipped, grad) * advantage
-    to_clipped = _share_of_smaller(clipped, unclipped, grad) * advantage
+    grad = -tl.where(dual, _grad_of_smaller(single, most, grad), grad)
+    to_unclipped = _grad_of_smaller(unclipped, clipped, grad) * advantage
+    to_clipped = _grad_of_smaller(clipped, unclipped, grad) * advantage
     to_ratio = tl.where(ratio <= delta, to_unclipped, 0.0)
     to_ratio += tl.where((ratio >= low) & (ratio <= high), to_clipped, 0.0)
     return loss, tl.zeros_like(logp), to_ratio, ratio < low, ratio > high

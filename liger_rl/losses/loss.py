@@ -1,22 +1,27 @@
 """The policy loss on per-token log-probabilities: objective, corrections, penalties, reduction."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_column, check_mask_values
-from liger_rl.losses.corrections import Correction, OffPolicySequenceMask, SamplerCorrection
-from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
-from liger_rl.losses.objectives import Objective, TokenLoss
+from liger_rl.losses.corrections import Correction, SamplerCorrection
+from liger_rl.losses.levels import LEVELS, POLICY_METRICS, MetricsLevel
+from liger_rl.losses.metrics import Metric, policy_metrics
+from liger_rl.losses.objectives import Objective, Scope, TokenLoss
 from liger_rl.losses.options import Options, check_callable, check_instance, warn_caller
 from liger_rl.losses.penalties import NO_BONUS, NO_PENALTY, EntropyBonus, KLPenalty
 from liger_rl.losses.reductions import Reduction
 
-Locality = Literal["token", "sequence", "batch"]
+SCOPES: tuple[Scope, ...] = ("token", "sequence", "batch")
+# Fields of `AlignedBatch` that the head makes, besides the entropy, and the others that a part may say it reads.
+HEAD_VALUES = frozenset({"lse", "mean_logits", "log_sum_sq_probs", "is_top1"})
+READABLE = HEAD_VALUES | {"entropy", "segments", "ref_per_token_logps", "sampling_per_token_logps"}
 NOTHING: Mapping[str, Tensor] = {}
 
 
@@ -39,63 +44,66 @@ class PolicyTerms(Options):
     corrections: Annotated[Iterable[Correction], Iterable] = ()
     metrics: Annotated[MetricsLevel, LEVELS] = "loss"
 
-    # The other fields are derived once, because each call reads them.
-    needs_entropy: bool = field(init=False, repr=False)  # the head must return entropies
-    reads: frozenset[str] = field(init=False, repr=False)  # names of other values that the head must return
-    needs_sequences: bool = field(init=False, repr=False)  # the batch must say which tokens belong to one sequence
-    # The tokens on which the gradient of one token depends, through log-probabilities. Reduction, sampler correction
-    # and divisors are computed without these.
-    locality: Locality = field(init=False, repr=False)
-    penalised: bool = field(init=False, repr=False)  # a penalty or bonus may give a token without advantage a gradient
-    metrics_read_all: bool = field(init=False, repr=False)  # a metric reads tokens without advantage
-    projects_all: bool = field(init=False, repr=False)  # the loss or a metric reads tokens without advantage
-    reads_reference: bool = field(init=False, repr=False)  # a penalty, or perhaps a user's objective or correction
-    reads_sampling: bool = field(init=False, repr=False)  # a correction, or perhaps a user's objective
-    # A sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics.
-    idle_without_advantages: bool = field(init=False, repr=False)
-    nll_weight: float = field(init=False, repr=False)  # of the mean of -logp over `AlignedBatch.nll_tokens`
-    checked_terms: tuple[Any, ...] = field(init=False, repr=False)  # the terms that have a method `check`
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        corrections = tuple(self.corrections)  # an iterator can be read only once
-        for index, correction in enumerate(corrections):
+        object.__setattr__(self, "corrections", tuple(self.corrections))  # an iterator can be read only once
+        for index, correction in enumerate(self.corrections):
             check_callable(f"corrections[{index}]", correction)
-        bonus = self.entropy_bonus.entropy_coef != 0.0
-        if bonus and self.reduction is None:
+        if self.entropy_bonus.entropy_coef != 0.0 and self.reduction is None:
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
-        factors = (self.objective, *corrections)
-        locality, penalised = _find_locality(factors), bonus or self.kl.beta != 0.0
-        of_a_user = any(not type(term).__module__.startswith("liger_rl.") for term in factors)
-        restricted = any(getattr(correction, "restricts_entropy", False) for correction in corrections)
-        reads: Any = self.objective.reads(self.metrics) if hasattr(self.objective, "reads") else ()
-        needs_entropy = restricted or bonus or self.metrics == "with_entropy" or "entropy" in reads
-        # An objective's own metrics read the tokens of its loss alone.
-        own_metrics = getattr(self.objective, "own_metrics", False)
-        by_sequence = self.metrics in ("basic", "with_entropy") and not own_metrics
-        metrics_read_all = (needs_entropy or by_sequence) and not own_metrics
-        idle_tokens = _read_formula_attribute(self.objective, "zero_without_advantage")
-        idle_sequences = idle_tokens or _read_formula_attribute(self.objective, "sequence_zero_without_advantages")
-        terms = (*factors, self.reduction)
-        derived = {
-            "corrections": corrections,
-            "needs_entropy": needs_entropy,
-            "reads": frozenset(reads) - {"entropy"},
-            "needs_sequences": by_sequence or any(getattr(term, "needs_sequences", False) for term in terms),
-            "locality": locality,
-            "penalised": penalised,
-            "metrics_read_all": metrics_read_all,
-            "projects_all": not idle_tokens or locality != "token" or penalised or metrics_read_all,
-            "reads_reference": self.kl.beta != 0.0 or getattr(self.objective, "reads_reference", False) or of_a_user,
-            "reads_sampling": self.sampler_correction is not None
-            or of_a_user
-            or any(isinstance(correction, OffPolicySequenceMask) for correction in corrections),
-            "idle_without_advantages": idle_sequences and locality != "batch" and not penalised,
-            "nll_weight": getattr(self.objective, "nll_weight", 0.0),
-            "checked_terms": tuple(term for term in terms if hasattr(term, "check")),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+
+    @property
+    def factors(self) -> tuple[Any, ...]:
+        """What makes the policy term of a token."""
+        return self.objective, *self.corrections
+
+    # What others ask of a loss before there are log-probabilities. Each answer is found once.
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """What objective, corrections, bonus and metrics say they read, for `check` and the next three."""
+        names = set() if self.entropy_bonus.entropy_coef == 0.0 else {"entropy"}
+        for factor in self.factors:
+            if hasattr(factor, "reads"):
+                names |= factor.reads(self.metrics)
+        if not hasattr(self.objective, "reads"):
+            names |= POLICY_METRICS[self.metrics]
+        if not names <= READABLE:
+            raise ValueError(f"reads must return names among {sorted(READABLE)}, got {sorted(names - READABLE)}")
+        return frozenset(names)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """For who calls the head: whether it must return entropies."""
+        return "entropy" in self.reads
+
+    @cached_property
+    def head_values(self) -> frozenset[str]:
+        """For who calls the head: names of other values that it must return."""
+        return self.reads & HEAD_VALUES
+
+    @cached_property
+    def metrics_read_all(self) -> bool:
+        """For steps, which leave sequences out: whether a metric reads those without advantages."""
+        return self.metrics in ("basic", "with_entropy") and "segments" in self.reads
+
+    @cached_property
+    def scope(self) -> Scope:
+        """For steps, which split batches, and `fused`: what the gradient of a token depends on, by log-probabilities.
+
+        Reduction, sampler correction and divisors are computed without these.
+        """
+        return max((getattr(factor, "scope", "batch") for factor in self.factors), key=SCOPES.index)
+
+    @cached_property
+    def idle_scope(self) -> Scope | None:
+        """For steps and fused losses: what has no part in the loss, its gradient and clip metrics without advantages.
+
+        A token alone, or a sequence whose advantages are all 0; None if there is no such thing.
+        """
+        penalised = self.kl.beta != 0.0 or self.entropy_bonus.entropy_coef != 0.0
+        is_zero = _read_formula_attribute(self.objective, "zero_without_advantage")
+        return None if penalised or not is_zero or self.scope == "batch" else self.scope
 
     def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
         """The columns of `batch` in `shape`, (B, T) or (N,), without reading their values.
@@ -107,19 +115,25 @@ class PolicyTerms(Options):
                 raise ValueError(
                     f"ref_per_token_logps must be given for a KL penalty with beta = {self.kl.beta}, got None"
                 )
-        elif not self.reads_reference:
+        elif self.kl.beta == 0.0 and self._leaves_unread("ref_per_token_logps"):
             warn_caller("ref_per_token_logps are given, but nothing reads them, because beta is 0")
-        if batch.sampling_per_token_logps is not None and not self.reads_sampling:
+        uncorrected = batch.sampling_per_token_logps is not None and self.sampler_correction is None
+        if uncorrected and self._leaves_unread("sampling_per_token_logps"):
             warn_caller("sampling_per_token_logps are given, but nothing reads them without a sampler_correction")
         aligned = batch.align(shape, device)
         if self.sampler_correction is not None:
             self.sampler_correction.check(aligned)
             aligned = replace(aligned, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
-        if self.needs_sequences:
+        if "segments" in self.reads:
             aligned.check_sequences()
-        for term in self.checked_terms:
-            term.check(aligned)
+        for term in (*self.factors, self.reduction):
+            if hasattr(term, "check"):
+                term.check(aligned)
         return aligned
+
+    def _leaves_unread(self, column: str) -> bool:
+        """Whether objective and corrections say what they read, and do not name the column."""
+        return column not in self.reads and all(hasattr(factor, "reads") for factor in self.factors)
 
     def prepare(self, aligned: AlignedBatch, dtype: torch.dtype, mask: Tensor | None = None) -> "PreparedLoss":
         """Computes all that needs no log-probabilities, from the result of `check`. `mask` replaces the batch's."""
@@ -133,18 +147,15 @@ class PolicyTerms(Options):
                 weights = batch.advantages.new_full((), weights)
             if type(weights) is not Tensor or weights.shape != batch.mask.shape:
                 _check_broadcasts("the result of reduction", weights, batch.mask.shape)
-        nll_weights = None
-        if self.nll_weight:
-            tokens = batch.nll_tokens
-            nll_weights = self.nll_weight * tokens.to(dtype) / tokens.sum().clamp(min=1)
-        return PreparedLoss(self, batch, weights, self.metrics, nll_weights=nll_weights)
+        return PreparedLoss(self, batch, weights, self.metrics)
 
     def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
 
         In GRPO, a group with equal rewards has advantages of 0. Its tokens need not be projected.
         """
-        return None if self.projects_all else _drop_expansion(aligned.advantages)
+        projects_all = self.idle_scope != "token" or self.metrics_read_all
+        return None if projects_all else _drop_expansion(aligned.advantages)
 
 
 def _check_broadcasts(name: str, values: Any, shape: torch.Size) -> None:
@@ -160,18 +171,6 @@ def _check_broadcasts(name: str, values: Any, shape: torch.Size) -> None:
 def _drop_expansion(column: Tensor) -> Tensor:
     """(B, 1) of a column that was expanded to (B, T), so that callers do not write out (B, T)."""
     return column[:, :1] if column.dim() == 2 and column.stride(1) == 0 else column
-
-
-def _find_locality(factors: Iterable[Any]) -> Locality:
-    locality: Locality = "token"
-    for factor in factors:
-        token_local = getattr(factor, "token_local", False)
-        # The tokens of an entropy bonus are known only after the entropies of the whole batch.
-        if getattr(factor, "restricts_entropy", False) or not (token_local or getattr(factor, "sequence_local", False)):
-            return "batch"
-        if not token_local or getattr(factor, "needs_sequences", False):
-            locality = "sequence"
-    return locality
 
 
 def _read_formula_attribute(objective: Any, name: str) -> bool:
@@ -204,21 +203,17 @@ class PreparedLoss(NamedTuple):
     batch: AlignedBatch
     weights: Tensor | None  # one per token; None leaves tokens unreduced
     metrics: MetricsLevel = "none"
-    entropy_count: Tensor | None = None  # () tokens in the mean of an entropy bonus; None counts the batch's
-    nll_weights: Tensor | None = None  # of -logp, shaped like the tokens
+    whole: AlignedBatch | None = None  # the batch whose part this is; its tokens are counted for means over the batch
 
     def take(self, positions: Tensor) -> "PreparedLoss":
         """The loss of the rows (b, w) at flat positions of (B, T).
 
-        The losses of parts add up to the whole loss if no part splits what `PolicyTerms.locality` keeps in one.
+        The losses of parts add up to the whole loss if no part splits what `PolicyTerms.scope` keeps in one.
         """
-        weights, nll_weights = (
-            None if column is None else column.expand(self.batch.mask.shape).reshape(-1)[positions]
-            for column in (self.weights, self.nll_weights)
-        )  # fmt: skip
-        batch = self.batch.take(positions)
-        entropy_count = self.batch.mask.sum() if self.terms.entropy_bonus.entropy_coef != 0.0 else None
-        return PreparedLoss(self.terms, batch, weights, self.metrics, entropy_count, nll_weights)
+        weights = self.weights
+        if weights is not None:
+            weights = weights.expand(self.batch.mask.shape).reshape(-1)[positions]
+        return PreparedLoss(self.terms, self.batch.take(positions), weights, self.metrics, self.whole or self.batch)
 
     def per_token(
         self,
@@ -257,7 +252,7 @@ class PreparedLoss(NamedTuple):
             loss = loss * factor
             if getattr(correction, "restricts_entropy", False):
                 keeps_entropy = keeps_entropy & (factor != 0)
-        if batch.importance_ratio is not None and not getattr(terms.objective, "takes_importance_ratio", False):
+        if batch.importance_ratio is not None and not token_loss.has_importance_ratio:
             loss = loss * batch.importance_ratio
         kl = None
         if terms.kl.beta != 0.0:
@@ -271,20 +266,26 @@ class PreparedLoss(NamedTuple):
         entropy: Tensor | None = None,
         others: Mapping[str, Tensor] = NOTHING,
     ) -> PolicyLoss:
-        """sum_t weight_t loss_t - entropy_coef mean entropy, by the formulas."""
+        """sum_t weight_t loss_t + nll_coef mean -logp - entropy_coef mean entropy, by the formulas."""
         tokens = self.per_token(per_token_logps, entropy, others)
         loss = tokens.loss if self.weights is None else (tokens.loss * self.weights).sum()
-        if self.nll_weights is not None:
-            loss = loss - (tokens.logps * self.nll_weights).sum()
-        bonus = self.terms.entropy_bonus
+        nll_coef, bonus = tokens.token_loss.nll_coef, self.terms.entropy_bonus
+        if nll_coef:
+            counted = tokens.batch.nll_tokens
+            nll_count = (counted if self.whole is None else self.whole.nll_tokens).sum().clamp(min=1)
+            loss = loss - (tokens.logps * (nll_coef * counted.to(tokens.logps.dtype) / nll_count)).sum()
         if bonus.entropy_coef != 0.0:
             assert tokens.entropy is not None
-            loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, self.entropy_count)
+            count = None if self.whole is None else self.whole.mask.sum()
+            loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, count)
         if self.metrics == "none":
             return PolicyLoss(loss, {})
         with torch.no_grad():
             if tokens.token_loss.metrics is not None:
                 return PolicyLoss(loss, tokens.token_loss.metrics(self.metrics))
+            unread = POLICY_METRICS[self.metrics] - self.terms.reads
+            if unread:
+                raise ValueError(f"reads({self.metrics!r}) of the objective must name {sorted(unread)} for its metrics")
             metrics = policy_metrics(self.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
         return PolicyLoss(loss, metrics)
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch, bounded_exp
+from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.objectives import TokenLoss
 from liger_rl.losses.reductions import divisor
 
 ReductionKind = Literal["sum", "max", "min"]
-MetricsLevel = Literal["none", "loss", "basic", "with_entropy"]
-LEVELS: tuple[str, ...] = get_args(MetricsLevel)
 MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -85,9 +84,9 @@ def policy_metrics(
 
     assert batch.num_sequences is not None
     # Sums to 1 over each sequence, on all ranks that hold parts of it.
-    share = mask.to(dtype) / batch.sequence_length()
+    of_sequence = mask.to(dtype) / batch.sequence_length()
     sequences = divisor(batch.num_sequences)
-    weight = share / sequences
+    weight = of_sequence / sequences
     log_ratio = batch.log_ratio(logps)
     ratio = bounded_exp(log_ratio)
     mean_log_ratio = batch.sequence_mean(log_ratio)
@@ -107,9 +106,9 @@ def policy_metrics(
         "num_tokens": Metric(count.to(dtype)),
         "sequence_ratio_new_old": weighted(mean_ratio),
         "sequence_kl_new_old": weighted(mean_ratio - mean_log_ratio - 1),
-        "sequence_ratio_new_old_sum": weighted(mean_ratio, share),
-        "sequence_ratio_new_old_squared_sum": weighted(mean_ratio.square(), share),
-        "num_sequences": Metric(share.sum()),
+        "sequence_ratio_new_old_sum": weighted(mean_ratio, of_sequence),
+        "sequence_ratio_new_old_squared_sum": weighted(mean_ratio.square(), of_sequence),
+        "num_sequences": Metric(of_sequence.sum()),
         "max_advantage": Metric(_reduce_masked(torch.amax, batch, -math.inf), "max"),
         "min_advantage": Metric(_reduce_masked(torch.amin, batch, math.inf), "min"),
     }
@@ -124,10 +123,10 @@ def policy_metrics(
 @torch.no_grad()
 def sequence_means(values: Mapping[str, Tensor], batch: AlignedBatch, where: Tensor | None = None) -> dict[str, Metric]:
     """Means over sequences with a token, by name, of values that broadcast to the tokens; `where` (bool) picks some."""
-    share = batch.mask.to(batch.advantages.dtype) / batch.sequence_length()
+    weight = batch.mask.to(batch.advantages.dtype) / batch.sequence_length()
     if where is not None:
-        share = torch.where(where, share, 0.0)
-    return {name: Metric((share * value).sum(), count=share.sum()) for name, value in values.items()}
+        weight = torch.where(where, weight, 0.0)
+    return {name: Metric((weight * value).sum(), count=weight.sum()) for name, value in values.items()}
 
 
 def loss_metrics(count: Tensor, kl: Tensor | None, clipped: Tensor | None) -> dict[str, Metric]:

@@ -1,34 +1,20 @@
 """Policy objectives: log-probabilities and a batch -> one loss per token, to be minimised.
 
 An objective is a callable `(logps, batch) -> TokenLoss` on an `AlignedBatch`. Masked tokens are 0 in every column, and
-their losses are dropped. `batch.ratio(logps)` is r_t = exp(logp_t - old_t), at most e^40. An objective may have these
-constant attributes, whose default is False:
-
-    token_local, sequence_local: a token's gradient depends on that token alone, or on its sequence alone, and all
-        gradient flows through the arguments; callers may split sequences, or batches.
-    zero_without_advantage: a token with advantage 0 has a loss, gradient and clip indicators of 0, whatever its
-        log-probability; callers need not project it. A subclass with another formula does not inherit this.
-    sequence_zero_without_advantages: the same for a sequence whose advantages are all 0. It follows from
-        zero_without_advantage.
-    needs_sequences: the batch must say which tokens belong to one sequence.
-    takes_importance_ratio: the objective uses `batch.importance_ratio`, so that the loss does not multiply by it.
-    reads(level): a method that returns the names of the head's values, such as {"lse"}, that the objective reads from
-        the batch at a level of metrics.
-    nll_weight: weight of the mean of -logp over the tokens of `batch.nll_mask`, which the loss adds.
-    own_metrics: the result has `metrics`, which read no token without advantage.
-    reads_reference: the objective reads `batch.ref_per_token_logps`. A user's objective may do so without saying it.
-    check(batch): a method that raises ValueError for a batch that the objective cannot take.
+their losses are dropped. `batch.ratio(logps)` is r_t = exp(logp_t - old_t), at most e^40. `ObjectiveFacts` is what an
+objective may say of itself.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch, bounded_exp
+from liger_rl.losses.levels import POLICY_METRICS, MetricsLevel
 from liger_rl.losses.options import Options
 
 
@@ -41,14 +27,49 @@ class TokenLoss(NamedTuple):
     clip_high: Tensor | None = None  # bool: the ratio is over the upper bound, and A > 0
     outside: Tensor | None = None  # bool: the ratio is outside the bounds, whatever the advantage's sign
     metrics: Callable[[Any], dict[str, Any]] | None = None  # level -> `Metric` by name, in place of `policy_metrics`
+    has_importance_ratio: bool = False  # the loss has the batch's importance ratio as a factor already
+    nll_coef: float = 0.0  # factor of the mean of -logp over `AlignedBatch.nll_tokens`, which is added to the loss
 
 
 Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
+Scope = Literal["token", "sequence", "batch"]
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
 
 
+class ObjectiveFacts(Protocol):
+    """What an objective may say of itself. Each of the four may be missing; `PolicyTerms` reads them."""
+
+    scope: Scope
+    """What the gradient of a token depends on: the token, its sequence or, if this is missing, the batch. `loss_steps`
+    splits a batch into micro-batches if it is not the batch."""
+    zero_without_advantage: bool
+    """A token (a sequence, if that is the scope) whose advantages are 0 has a loss, gradient and clip indicators of 0,
+    whatever its log-probabilities. `FusedLinearGRPOLoss` does not project such tokens, `loss_steps` does not run such
+    sequences. A subclass with another formula does not inherit this; missing is False."""
+
+    def reads(self, level: MetricsLevel) -> Set[str]:
+        """Names of fields of `AlignedBatch` that the loss and its metrics of this level read.
+
+        Those that the head makes are not computed without it. "segments" asks for the sequences of packed tokens, and
+        log-probabilities of a reference or sampler that nobody reads are a warning. If this is missing, the objective
+        may read any column, and no value of the head.
+        """
+
+    def check(self, batch: AlignedBatch) -> None:
+        """Raises ValueError for a batch that the objective cannot take. It reads no value."""
+
+
+class PolicyObjective(Options):
+    """Base of the policy objectives, whose metrics are `policy_metrics`."""
+
+    scope: ClassVar[Scope] = "token"
+
+    def reads(self, level: MetricsLevel) -> Set[str]:
+        return POLICY_METRICS[level] | ({"segments"} if self.scope == "sequence" else set())
+
+
 @dataclass(frozen=True, kw_only=True)
-class PPOClip(Options):
+class PPOClip(PolicyObjective):
     """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
 
     At the level "token" r is per token. At "sequence" it is GSPO's R = exp(mean over the sequence of logp - old). At
@@ -62,20 +83,11 @@ class PPOClip(Options):
     dual_clip: Annotated[float | None, "(1, inf]"] = None  # arXiv:1912.09729, verl's `clip_ratio_c`
     importance_sampling_level: Annotated[str, RATIO_LEVELS] = "token"
     mean_advantages: Annotated[bool, bool] = False  # replace A by its mean over the sequence, as Fast-LLM's GSPO does
-    sequence_local: ClassVar[bool] = True
-    sequence_zero_without_advantages: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
 
     @property
-    def token_local(self) -> bool:
-        return self.importance_sampling_level == "token"
-
-    @property
-    def zero_without_advantage(self) -> bool:
-        return self.token_local and not self.mean_advantages
-
-    @property
-    def needs_sequences(self) -> bool:
-        return not self.token_local or self.mean_advantages
+    def scope(self) -> Scope:  # type: ignore[override]
+        return "token" if self.importance_sampling_level == "token" and not self.mean_advantages else "sequence"
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps) if self.importance_sampling_level == "token" else self._sequence_ratio(logps, batch)
@@ -103,7 +115,7 @@ class PPOClip(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO(Options):
+class CISPO(PolicyObjective):
     """-clip(r, ratio_min, epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
 
     The options are the bounds of r themselves, not distances from 1. verl's are 1 - clip_ratio_low and
@@ -112,7 +124,6 @@ class CISPO(Options):
 
     epsilon_high: Annotated[float, "(0, inf)"] = 0.2  # TRL's default; arXiv:2510.13786 recommends 5
     ratio_min: Annotated[float, "[0, inf)"] = 0.0  # at most epsilon_high
-    token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -127,12 +138,11 @@ class CISPO(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPO(Options):
+class SAPO(PolicyObjective):
     """-sigmoid(t (r - 1)) 4 / t A. arXiv:2511.20347."""
 
     sapo_temperature_pos: Annotated[float, "(0, inf)"] = 1.0  # t, the steepness of the gate, for A > 0
     sapo_temperature_neg: Annotated[float, "(0, inf)"] = 1.05  # t for A <= 0
-    token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -142,7 +152,7 @@ class SAPO(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VESPO(Options):
+class VESPO(PolicyObjective):
     """-phi A logp, phi = exp(lambda + k log w - lambda w) without gradient, per sequence.
 
     log w = clamp(sum_t clamp(logp - old, +-20) + sum_t log importance_ratio, log 1e-8, 20). The importance ratio is a
@@ -153,11 +163,8 @@ class VESPO(Options):
     vespo_lambda_pos: Annotated[float, "[0, inf)"] = 3.0  # lambda for A >= 0
     vespo_k_neg: Annotated[float, "[0, inf)"] = 3.0  # k for A < 0
     vespo_lambda_neg: Annotated[float, "[0, inf)"] = 2.0  # lambda for A < 0
-    token_local: ClassVar[bool] = False
-    sequence_local: ClassVar[bool] = True
-    needs_sequences: ClassVar[bool] = True
-    takes_importance_ratio: ClassVar[bool] = True
-    sequence_zero_without_advantages: ClassVar[bool] = True
+    scope: ClassVar[Scope] = "sequence"
+    zero_without_advantage: ClassVar[bool] = True
 
     LOWEST: ClassVar[float] = math.log(1e-8)
     HIGHEST: ClassVar[float] = 20.0
@@ -183,11 +190,12 @@ class VESPO(Options):
         return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        return TokenLoss(-self.weight(logps, batch) * batch.advantages * logps, batch.ratio(logps))
+        loss = -self.weight(logps, batch) * batch.advantages * logps
+        return TokenLoss(loss, batch.ratio(logps), has_importance_ratio=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GMPO(Options):
+class GMPO(PolicyObjective):
     """-exp(mean over the sequence of c_t) mean(A), the geometric mean of clipped ratios. arXiv:2507.20673.
 
     c_t is min(log r_t, epsilon_high) if A_t > 0, else max(log r_t, -epsilon_low), in nats. With mean_importance_ratio a
@@ -198,16 +206,10 @@ class GMPO(Options):
     epsilon_low: Annotated[float, "[0, inf)"] = 0.4
     epsilon_high: Annotated[float, "[0, inf)"] = 0.4
     mean_importance_ratio: Annotated[bool, bool] = False
-    token_local: ClassVar[bool] = False
-    sequence_local: ClassVar[bool] = True
-    needs_sequences: ClassVar[bool] = True
-    sequence_zero_without_advantages: ClassVar[bool] = True
+    scope: ClassVar[Scope] = "sequence"
+    zero_without_advantage: ClassVar[bool] = True
 
     LEAST_IMPORTANCE_RATIO: ClassVar[float] = 1e-10
-
-    @property
-    def takes_importance_ratio(self) -> bool:
-        return self.mean_importance_ratio
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         log_ratio, advantages = batch.log_ratio(logps), batch.advantages
@@ -219,14 +221,14 @@ class GMPO(Options):
             log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
             loss = loss * bounded_exp(batch.sequence_mean(torch.where(batch.mask, log_correction, 0.0)))
         ratio, low, high = bounded_exp(log_ratio), math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
-        return _add_indicators(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
+        result = _add_indicators(loss.expand_as(logps), ratio, advantages, ratio < low, ratio > high)
+        return result._replace(has_importance_ratio=self.mean_importance_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reinforce:
+class Reinforce(PolicyObjective):
     """-A logp. Williams 1992; with advantages of a group, GPG, arXiv:2504.02546."""
 
-    token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -234,7 +236,7 @@ class Reinforce:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPPO(Options):
+class DPPO(PolicyObjective):
     """-min(r, ratio_cap) A logp, r without gradient; 0 for a token whose probability moved too far. arXiv:2602.04879.
 
     A > 0 drops tokens with p - p_old > divergence_high. A <= 0 drops tokens with p - p_old < -divergence_low. This is
@@ -244,7 +246,6 @@ class DPPO(Options):
     divergence_low: Annotated[float, "[0, 1]"] = 0.2
     divergence_high: Annotated[float, "[0, 1]"] = 0.2
     ratio_cap: Annotated[float, "(0, inf)"] = 20.0
-    token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
     def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,10 +283,9 @@ class DPPOKL(DPPO):
         return down & (divergence > self.divergence_low), up & (divergence > self.divergence_high)
 
 
-class _KeptTokens:
+class _KeptTokens(PolicyObjective):
     """-r A of the tokens that are kept, 0 for the others, whatever the sign of A."""
 
-    token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
     def find_outside(self, logps: Tensor, ratio: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
@@ -301,7 +301,7 @@ class _KeptTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IPO(_KeptTokens, Options):
+class IPO(_KeptTokens):
     """-r A; 0 for a token with |p - p_old| > ipo_threshold. prime-rl's default loss since its 0.10."""
 
     ipo_threshold: Annotated[float, "[0, 1]"] = 0.3
@@ -312,7 +312,7 @@ class IPO(_KeptTokens, Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IcePop(_KeptTokens, Options):
+class IcePop(_KeptTokens):
     """-r A; 0 for a token with r under ratio_min or over ratio_max. arXiv:2510.18855, prime-rl's `icepop`."""
 
     ratio_min: Annotated[float, "[0, inf)"] = 0.2  # at most ratio_max

@@ -19,8 +19,9 @@ from torch.nn.functional import logsigmoid
 
 from liger_rl.kernels.argument_checks import check_choice
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.metrics import Metric, MetricsLevel, sequence_means
-from liger_rl.losses.objectives import TokenLoss
+from liger_rl.losses.levels import MetricsLevel
+from liger_rl.losses.metrics import Metric, sequence_means
+from liger_rl.losses.objectives import Scope, TokenLoss
 from liger_rl.losses.options import Options, check_interval
 
 MAX_EXPONENT = 80.0  # exp of it is finite in float32, and so is a difference of two; TRL's bound
@@ -76,8 +77,8 @@ def _sppo_hard(pair: Pair, dpo: "DPO") -> Tensor:
 
 def _discopop(pair: Pair, dpo: "DPO") -> Tensor:
     margin = dpo.beta * pair.margin
-    share = torch.sigmoid(margin / dpo.discopop_tau)
-    return (1 - share) * -logsigmoid(margin) + share * (-margin).clamp(max=MAX_EXPONENT).exp()
+    exponential = torch.sigmoid(margin / dpo.discopop_tau)  # the weight of the exponential loss
+    return (1 - exponential) * -logsigmoid(margin) + exponential * (-margin).clamp(max=MAX_EXPONENT).exp()
 
 
 class PairLoss(NamedTuple):
@@ -127,25 +128,31 @@ SCORES: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
+class JudgedObjective(Options):
+    """Base of the objectives of judged sequences, whose metrics have one level."""
+
+    scope: ClassVar[Scope] = "sequence"
+    needs_reference: ClassVar[bool] = False
+
+    def reads(self, _level: MetricsLevel) -> set[str]:
+        return {"segments", "ref_per_token_logps"} if self.needs_reference else {"segments"}
+
+    def check(self, batch: AlignedBatch) -> None:
+        if (batch.ref_per_token_logps is not None) != self.needs_reference:
+            expected = "given" if self.needs_reference else "None"
+            raise ValueError(f"ref_logps (or reference) must be {expected} for {self!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class _PairObjective(Options):
+class _PairObjective(JudgedObjective):
     """Base of the objectives of pairs: sums over the two sequences of a pair, the NLL term, metrics."""
 
     beta: Annotated[float, "(0, inf)"] = 0.1
     nll_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the mean of -logp over the chosen tokens of the batch
-    needs_sequences: ClassVar[bool] = True
-    sequence_local: ClassVar[bool] = True
-    own_metrics: ClassVar[bool] = True
-    reads_reference: ClassVar[bool] = False
 
     @property
     def nll_weight(self) -> float:
         return self.nll_coef
-
-    def check(self, batch: AlignedBatch) -> None:
-        if (batch.ref_per_token_logps is not None) != self.reads_reference:
-            expected = "given" if self.reads_reference else "None"
-            raise ValueError(f"ref_logps (or reference) must be {expected} for {self!r}")
 
     def _sum_sides(self, values: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
         """Sums over the chosen and the rejected sequence of each token's pair. Masked values must be 0."""
@@ -178,7 +185,7 @@ class _PairObjective(Options):
             nll = Metric(-torch.where(batch.nll_tokens, per_token_logps, 0.0).sum(), count=batch.nll_tokens.sum())
             return sequence_means(values, batch) | {"nll": nll}
 
-        return TokenLoss(loss.expand_as(per_token_logps), metrics=metrics)
+        return TokenLoss(loss.expand_as(per_token_logps), metrics=metrics, nll_coef=self.nll_weight)
 
 
 def _check_unread(objective: Options, unread: dict[str, bool], condition: str) -> None:
@@ -245,19 +252,19 @@ class DPO(_PairObjective):
         return self.nll_coef + sum(weight for name, weight in weights if name == SFT)
 
     @property
-    def reads_reference(self) -> bool:  # type: ignore[override]
+    def needs_reference(self) -> bool:  # type: ignore[override]
         return not self.reference_free
 
     @property
-    def sequence_local(self) -> bool:  # type: ignore[override]
-        return not set(self.loss_types) & set(SORTED)
+    def scope(self) -> Scope:  # type: ignore[override]
+        return "batch" if set(self.loss_types) & set(SORTED) else "sequence"
 
-    def reads(self, _level: MetricsLevel) -> set[str]:
-        return {"log_sum_sq_probs"} if self.use_weighting else set()
+    def reads(self, level: MetricsLevel) -> set[str]:
+        return super().reads(level) | ({"log_sum_sq_probs"} if self.use_weighting else set())
 
     def check(self, batch: AlignedBatch) -> None:
         super().check(batch)
-        if not batch.pairs and (self.ld_alpha is not None or not self.sequence_local):
+        if not batch.pairs and (self.ld_alpha is not None or self.scope == "batch"):
             raise ValueError(f"ld_alpha and {SORTED} need rows (B, T), chosen and then rejected, got packed tokens")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -381,7 +388,7 @@ def _log_1_minus_exp(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTO(Options):
+class KTO(JudgedObjective):
     """1 - sigmoid(+-beta (x - kl)), x the sequence's sum of logp - ref, + for desirable sequences. arXiv:2402.01306.
 
     `kl` estimates the policy's KL from the reference: the mean of the same log-ratio over prompts with completions of
@@ -395,19 +402,13 @@ class KTO(Options):
     average_log_prob: Annotated[bool, bool] = False
     shift: ClassVar[str | None] = "kl"  # the argument that is subtracted from the log-ratio
     shift_bounds: ClassVar[str] = "[0, inf)"
-    needs_sequences: ClassVar[bool] = True
-    sequence_local: ClassVar[bool] = True
-    own_metrics: ClassVar[bool] = True
 
     @property
-    def reads_reference(self) -> bool:
+    def needs_reference(self) -> bool:  # type: ignore[override]
         return not self.reference_free
 
     def check(self, batch: AlignedBatch) -> None:
-        if (batch.ref_per_token_logps is None) != self.reference_free:
-            raise ValueError(
-                f"ref_logps (or reference) must be {'None' if self.reference_free else 'given'} for {self!r}"
-            )
+        super().check(batch)
         if (batch.shift is None) != (self.shift is None):
             expected = "None" if self.shift is None else "given, or be 0.0,"
             raise ValueError(f"{self.shift or 'kl'} must be {expected} for {self!r}")

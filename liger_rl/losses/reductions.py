@@ -5,9 +5,9 @@ count. It is cast first, because a bool divided by a number is of torch's defaul
 gives to `ppo_loss_fn` add up to the whole batch if they share its divisors, num_sequences or num_items_in_batch. A
 reduction may have
 
-    check(batch): raises ValueError for a batch that lacks a column or divisor.
+    check(batch): raises ValueError for a batch that lacks a column or divisor. `batch.check_sequences()` raises for
+        packed tokens that do not say which sequence they are of.
     divisor_name: the divisor that it reads, "num_sequences" or "num_items_in_batch".
-    needs_sequences: True if it must know which tokens are of one sequence, as `batch.sequence_length()` does.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,9 @@ class _OverSequences:
 class SequenceMean(_OverSequences):
     """m / (tokens of the sequence * num_sequences): the mean of the sequences' token means. arXiv:2402.03300."""
 
-    needs_sequences: ClassVar[bool] = True
+    def check(self, batch: AlignedBatch) -> None:
+        batch.check_sequences()
+        super().check(batch)
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return batch.mask.to(batch.advantages.dtype) / (batch.sequence_length() * self.sequences(batch))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_rl.losses.batch import AlignedBatch
-from liger_rl.losses.metrics import Metric, MetricsLevel
-from liger_rl.losses.objectives import TokenLoss
+from liger_rl.losses.levels import MetricsLevel
+from liger_rl.losses.metrics import Metric
+from liger_rl.losses.objectives import Scope, TokenLoss
 from liger_rl.losses.options import Options
 
 
@@ -25,12 +26,13 @@ class CrossEntropy(Options):
 
     label_smoothing: Annotated[float, "[0, 1]"] = 0.0
     z_loss: Annotated[float, "[0, inf)"] = 0.0
-    token_local: ClassVar[bool] = True
+    scope: ClassVar[Scope] = "token"
     zero_without_advantage: ClassVar[bool] = True
-    own_metrics: ClassVar[bool] = True
 
     def reads(self, level: MetricsLevel) -> set[str]:
         names = {"is_top1"} if level in ("basic", "with_entropy") else set()
+        if level == "with_entropy":
+            names.add("entropy")
         if self.label_smoothing or self.z_loss:
             names.add("lse")
         if self.label_smoothing:

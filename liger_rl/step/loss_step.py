@@ -282,7 +282,7 @@ class LossSteps(Iterator[LossStep]):
         with without_idle_checkpoints(self._model), recorded_router_calls(router) as calls:
             output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
         width, device = inputs["input_ids"].shape[1], self._batch.ids.device
-        names = ("entropy", *self._loss.terms.reads)
+        names = ("entropy", *self._loss.terms.head_values)
         values = {name: value for name in names if (value := getattr(output, name)) is not None}
         values["logps"] = output.per_token_logps
         # Without the virtual tokens that prompt tuning puts before each row.
@@ -318,7 +318,7 @@ class LossSteps(Iterator[LossStep]):
         logps, entropy = outputs.get("logps"), outputs.get("entropy")
         assert logps is not None
         loss_shape = prepared.batch.mask.shape  # (N,) with segments
-        others = {name: cast(Tensor, outputs.get(name)) for name in self._loss.terms.reads}
+        others = {name: cast(Tensor, outputs.get(name)) for name in self._loss.terms.head_values}
         total, metrics = evaluate(
             prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape),
             others={name: x.reshape(*loss_shape, *x.shape[2:]) for name, x in others.items()},
@@ -353,9 +353,9 @@ class LossSteps(Iterator[LossStep]):
         terms, one_micro_batch = self._loss.terms, None
         if body.has_router_loss:
             one_micro_batch = ROUTER_LOSS
-        elif aligned is not None and terms.locality == "batch":
+        elif aligned is not None and terms.scope == "batch":
             one_micro_batch = Reason("the loss's sequences depend on each other")
-        weights = aligned.advantages if aligned is not None and terms.idle_without_advantages else None
+        weights = aligned.advantages if aligned is not None and terms.idle_scope else None
         return lay_out(
             read_sequences(self._batch, body, trim=options.trim, weights=weights), body, options,
             runs_idle=aligned is None or terms.metrics_read_all or options.idle == "forward",

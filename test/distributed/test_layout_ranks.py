@@ -109,7 +109,7 @@ def test_ranks_with_other_numbers_of_micro_batches(ranks, wrapper, two):
 class Refusing:
     """An objective whose own check refuses a batch, with an error that does not pickle."""
 
-    token_local = True
+    scope = "token"
 
     class Error(RuntimeError):
         pass

@@ -163,7 +163,7 @@ class Renamed(Weighted):
 
 
 class Module(torch.nn.Module):
-    token_local = True
+    scope = "token"
     zero_without_advantage = True
 
     def forward(self, logps, batch):

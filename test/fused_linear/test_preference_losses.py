@@ -145,7 +145,7 @@ def test_an_objective_of_ones_own():
     from liger_rl.losses import TokenLoss
 
     class Margin:
-        needs_sequences = sequence_local = True
+        scope = "sequence"
 
         def __call__(self, logps, batch):
             return TokenLoss((-batch.sequence_sum(batch.advantages * logps)).expand_as(logps))

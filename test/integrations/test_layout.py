@@ -81,7 +81,7 @@ def test_what_else_a_loss_has(preset, options, device):
     model, loss = build("Gemma2", device, num_hidden_layers=1), FusedLinearGRPOLoss(preset, **options)
     batch = with_columns(model, make_batch("left", device=device), loss.transform.temperature)
     batch["importance_ratio"] = torch.rand(BATCH, 1, device=device) + 0.5
-    if loss.terms.locality != "batch":
+    if loss.terms.scope != "batch":
         assert len(assert_as_padded(model, batch, loss, max_tokens=24)) == 3
     assert len(assert_as_padded(model, batch, loss)) == 1
     step = loss_step(model, batch, loss)

@@ -175,9 +175,8 @@ def test_what_a_gradient_depends_on(objective):
         row = (place // 5 == moved // 5) & (place != moved)
         seen["row"] |= not same[row].all()
         seen["elsewhere"] |= not same[place // 5 != moved // 5].all()
-    assert objective.token_local == (not seen["row"] and not seen["elsewhere"])
-    if getattr(objective, "sequence_local", False):
-        assert not seen["elsewhere"]
+    assert not seen["elsewhere"]
+    assert objective.scope == ("sequence" if seen["row"] else "token")
     jacobian = torch.autograd.functional.jacobian(
         lambda logps: ppo_loss_fn(logps, batch_of(c), objective, None).loss.flatten(), c.logps
     ).view(20, 20)
@@ -307,10 +306,9 @@ def test_without_an_advantage_gradients_are_exactly_zero(name, seed):
     if name in ("gspo", "gmpo"):  # what they say of one token is part of its whole sequence
         idle = idle[:, :1].expand_as(idle)
     loss, grad = solve(objective, c._replace(advantages=torch.where(idle, 0.0, c.advantages)))
-    says_zero = getattr(objective, "zero_without_advantage", False)
-    assert says_zero == objective.token_local
+    assert objective.zero_without_advantage
     assert (grad[idle] == 0.0).all()
-    if says_zero:
+    if objective.scope == "token":
         assert (loss[idle] == 0.0).all()
 
 
@@ -319,7 +317,7 @@ def test_sequences_without_advantages_that_need_not_run(name):
     """Nothing depends on their log-probabilities: no gradient, no loss, no clip indicator."""
     parts = preset_of(name)
     terms = PolicyTerms(objective=parts.objective, reduction=parts.reduction)
-    assert terms.idle_without_advantages
+    assert terms.idle_scope == parts.objective.scope
     c = columns(6, 5, noise=0.8, masked=False)
     c.advantages[1::2] = 0.0
 
@@ -333,11 +331,11 @@ def test_sequences_without_advantages_that_need_not_run(name):
     assert not found[1][1::2].any()
     assert found[1][::2].any()
     torch.testing.assert_close(solved(torch.where(c.advantages == 0, -3.0, c.logps)), found, rtol=0.0, atol=0.0)
-    assert not PolicyTerms(objective=parts.objective, reduction=None, kl=KLPenalty(beta=0.1)).idle_without_advantages
+    assert not PolicyTerms(objective=parts.objective, reduction=None, kl=KLPenalty(beta=0.1)).idle_scope
     bonus = EntropyBonus(entropy_coef=0.1)
-    assert not replace(terms, entropy_bonus=bonus).idle_without_advantages
-    assert not replace(terms, corrections=[TopEntropyMask(top_entropy_quantile=0.5)]).idle_without_advantages
-    assert replace(terms, corrections=[OffPolicySequenceMask(threshold=0.1)]).idle_without_advantages
+    assert not replace(terms, entropy_bonus=bonus).idle_scope
+    assert not replace(terms, corrections=[TopEntropyMask(top_entropy_quantile=0.5)]).idle_scope
+    assert replace(terms, corrections=[OffPolicySequenceMask(threshold=0.1)]).idle_scope == "sequence"
 
 
 CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, DPPO, DPPOKL)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import liger_rl.losses
+from head_calls import Products
 from liger_rl import (
     FusedLinearCrossEntropyLoss,
     FusedLinearGRPOLoss,
@@ -256,6 +257,44 @@ def test_a_factor_and_a_weight_are_broadcast_to_the_tokens_alone():
             ppo_loss_fn(logps, batch, PPOClip(), reduction, corrections=corrections)
 
 
+class Reading:
+    """A Reinforce that says what it reads."""
+
+    scope = "token"
+    zero_without_advantage = True
+
+    def __init__(self, *names):
+        self.names = set(names)
+
+    def reads(self, level):
+        return self.names
+
+    def __call__(self, logps, batch):
+        return TokenLoss(batch.advantages * ((0.0 if batch.lse is None else batch.lse) - logps))
+
+
+def test_what_an_objective_says_it_reads_is_there():
+    hidden, weight, ids = torch.randn(5, 6, 8), torch.randn(33, 8), torch.randint(33, (5, 6))
+    found = FusedLinearGRPOLoss(Reading("lse"), reduction=TokenMean())(hidden, weight, ids, torch.ones(5)).loss
+    logits = hidden @ weight.T
+    torch.testing.assert_close(found, (2 * logits.logsumexp(-1) - logits.gather(-1, ids[..., None])[..., 0]).mean())
+    with pytest.raises(ValueError, match=r"reads must return names among .*'lse'.*, got \['logits'\]"):
+        FusedLinearGRPOLoss(Reading("logits"), reduction=TokenMean())
+    packed = hidden.flatten(0, 1), weight, ids.flatten(), torch.ones(30)
+    with Products() as products, pytest.raises(ValueError, match="segments must say which sequence"):
+        FusedLinearGRPOLoss(Reading("segments"), reduction=TokenMean())(*packed)
+    assert products.flops == 0
+
+
+def test_an_objective_says_what_its_metrics_read():
+    """Those of policies read sequences without advantages, which would not have run."""
+    logps, parts = columns()
+    del parts["ref_per_token_logps"]
+    with pytest.raises(ValueError, match=r"reads\('basic'\) of the objective must name \['segments'\]"):
+        solve(logps, parts, Reading(), metrics="basic")
+    assert "ratio_new_old" in solve(logps, parts, Reading("segments"), metrics="basic").metrics
+
+
 def test_a_reference_that_nothing_reads_warns():
     logps, parts = columns()
     hidden, weight = torch.randn(5, 6, 8), torch.randn(33, 8)
@@ -279,7 +318,7 @@ def test_an_option_of_no_part_is_named_with_all_that_there_are():
         own = ("temperature", "softcap", "scale", "metrics", "chunk_tokens", "corrections")
         for known in (*own, "beta", "entropy_coef", *(("epsilon_low", "world_size") if reduction is None else ())):
             assert re.search(rf"\b{known}\b", str(error.value).partition(". It has")[2]), known
-        assert "sequence_local" not in str(error.value)  # an attribute of the class, which is no option
+        assert "scope" not in str(error.value)  # an attribute of the class, which is no option
     with pytest.raises(ValueError, match=r"temprature \(did you mean temperature\?\).*kl_estimator"):
         grpo_loss_from_logits(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), torch.ones(1), temprature=0.7)
     for name in ("temperature", "softcap", "scale"):

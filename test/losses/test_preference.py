@@ -45,7 +45,7 @@ def ours(objective, x: dict[str, Tensor], **columns) -> Tensor:
     batch = PreferenceBatch(mask=x["mask"], **given)
     terms = PolicyTerms(objective=objective, reduction=SequenceMean())
     prepared = terms.prepare(terms.check(batch, x["mask"].shape, x["mask"].device), x["logps"].dtype)
-    others = {"log_sum_sq_probs": x["sum_sq"]} if "log_sum_sq_probs" in terms.reads else {}
+    others = {"log_sum_sq_probs": x["sum_sq"]} if "log_sum_sq_probs" in terms.head_values else {}
     return prepared.evaluate(x["logps"], others=others).loss
 
 
@@ -213,14 +213,14 @@ def test_single_sequences(objective, formula, averaged):
 def test_packed_pairs(objective):
     """One segment for each pair, in any order of tokens."""
     x = tokens()
-    rows = ours(objective, x, ref_per_token_logps=x["ref"] if objective.reads_reference else None)
+    rows = ours(objective, x, ref_per_token_logps=x["ref"] if objective.needs_reference else None)
     order = torch.randperm(2 * PAIRS * LENGTH)
     flat = {name: value.flatten()[order] for name, value in x.items()}
     row = torch.arange(2 * PAIRS)[:, None].expand(2 * PAIRS, LENGTH).flatten()[order]
     segments = Segments(index=row % PAIRS, count=PAIRS)
     side = torch.where(row < PAIRS, 1.0, -1.0)
     columns = {"advantages": side, "pairs": False, "segments": segments}
-    packed = ours(objective, flat, ref_per_token_logps=flat["ref"] if objective.reads_reference else None, **columns)
+    packed = ours(objective, flat, ref_per_token_logps=flat["ref"] if objective.needs_reference else None, **columns)
     torch.testing.assert_close(packed, rows)
 
 
