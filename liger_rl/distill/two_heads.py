@@ -30,13 +30,14 @@ from liger_rl.distill.totals import Totals
 from liger_rl.head import two_pass
 from liger_rl.head.live_tokens import index_of, select_live
 from liger_rl.head.record import Gradients, Head, Needs
-from liger_rl.head.tiles import Tiles, default_tile_vocab, kind_of, plan_tiles, spans
+from liger_rl.head.tiles import VOCAB_ALIGNMENT, Tiles, kind_of, plan_tiles, spans
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import runs_triton
 from liger_rl.kernels.limits import LIMITS
 
 # Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
+VOCAB_TILES = 16  # at most, of copies of a weight in another dtype
 MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; larger products have a multiple of it
 
 
@@ -160,7 +161,9 @@ def _copies_tiles(head: Head) -> bool:
 
 def _product_columns(head: Head) -> int:
     """Columns of a product, if products cover the whole vocabulary one after the other."""
-    return head.vocab if gemm.ADDS_TO_FLOAT32 and not _copies_tiles(head) else default_tile_vocab(head.vocab)
+    if gemm.ADDS_TO_FLOAT32 and not _copies_tiles(head):
+        return head.vocab
+    return -(-head.vocab // (VOCAB_TILES * VOCAB_ALIGNMENT)) * VOCAB_ALIGNMENT
 
 
 def _compute_logits(head: Head, tokens: slice) -> Tensor:

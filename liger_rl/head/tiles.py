@@ -9,10 +9,9 @@ from liger_rl.head.head_options import HeadOptions
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
-MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
-CHUNK_ALIGNMENT = BLOCK_VOCAB
-# Gradients that cannot reuse the memory of the exponentials are made in about 16 tiles of the vocabulary.
-VOCAB_TILES = 16
+# Of a tile, unless `chunk_tokens` says another number.
+MOST_TOKENS = {"cuda": 8192, "cpu": 512}
+VOCAB_ALIGNMENT = BLOCK_VOCAB
 
 
 class Tiles(NamedTuple):
@@ -28,26 +27,20 @@ def plan_tiles(
     """Tiles for which t v bytes_per_logit + 4 v H <= LIMITS.workspace_bytes, for t tokens and v vocabulary entries.
 
     The second term is a float32 copy of a weight tile (v, H). A tile may be larger if `options` names a chunk, or
-    because v is at least CHUNK_ALIGNMENT (or V, if V is smaller).
+    because v is at least VOCAB_ALIGNMENT (or V, if V is smaller).
     """
     kind = kind_of(device)
-    chunk_tokens = options.chunk_tokens or MAX_CHUNK_TOKENS[kind]
-    chunk_tokens = max(1, min(chunk_tokens, tokens))
+    most_tokens = max(1, min(options.chunk_tokens or MOST_TOKENS[kind], tokens))
     if options.chunk_vocab is not None:
-        return Tiles(chunk_tokens, min(options.chunk_vocab, vocab))
-    bytes_per_column = chunk_tokens * bytes_per_logit + 4 * hidden_size
-    columns = LIMITS.workspace_bytes[kind] // bytes_per_column // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
-    return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
-
-
-def default_tile_vocab(vocab: int) -> int:
-    """Width of a tile if no chunk is named: V / VOCAB_TILES, rounded up to a multiple of CHUNK_ALIGNMENT."""
-    return -(-vocab // (VOCAB_TILES * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
+        return Tiles(most_tokens, min(options.chunk_vocab, vocab))
+    bytes_per_column = most_tokens * bytes_per_logit + 4 * hidden_size
+    columns = LIMITS.workspace_bytes[kind] // bytes_per_column // VOCAB_ALIGNMENT * VOCAB_ALIGNMENT
+    return Tiles(most_tokens, min(max(columns, VOCAB_ALIGNMENT), vocab))
 
 
 def kind_of(device: torch.device) -> str:
     """Key of sizes that depend on the device: "cuda" or "cpu"."""
-    return device.type if device.type in MAX_CHUNK_TOKENS else "cpu"
+    return device.type if device.type in MOST_TOKENS else "cpu"
 
 
 def take_span(values: Tensor, first: int, last: int) -> Tensor:

@@ -116,7 +116,7 @@ def small_tiles(monkeypatch) -> None:
     """Tiles of 4 tokens and 256 ids, and two sweeps of a mixture."""
     for kind in ("cpu", "cuda"):
         monkeypatch.setitem(LIMITS.workspace_bytes, kind, 1)
-        monkeypatch.setitem(tiles.MAX_CHUNK_TOKENS, kind, 4)
+        monkeypatch.setitem(tiles.MOST_TOKENS, kind, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
