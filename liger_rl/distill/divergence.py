@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from liger_rl.kernels.argument_checks import check_choice, check_number
 from liger_rl.kernels.public_call import public, refuse_second_derivative
 from liger_rl.kernels.transform import LogitTransform
 
-KINDS = ("forward_kl", "reverse_kl", "jsd")
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+KINDS: tuple[str, ...] = get_args(Kind)
 BETA = 0.5
 
 
@@ -42,7 +43,7 @@ def linear_divergence(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     *,
-    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
+    kind: Kind = "forward_kl",
     beta: float = BETA,
     mask: Tensor | None = None,
     bias: Tensor | None = None,

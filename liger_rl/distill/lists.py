@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from liger_rl.distill.divergence import BETA, make_measure
+from liger_rl.distill.divergence import BETA, Kind, make_measure
 from liger_rl.distill.pair_reference import FORWARD, REVERSE, Measure
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.checks import check_constant, check_dense, check_floating, check_shape
@@ -21,7 +21,6 @@ from liger_rl.kernels.transform import LogitTransform
 
 Tail = Literal["bucket", "none", "renormalized"]
 TAILS: tuple[str, ...] = get_args(Tail)
-Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 LARGEST_LOG_MASS = -1e-7  # TRL's bound of the listed ids' log mass: the log-probability of all other ids is then finite
 
 
