@@ -11,11 +11,6 @@ from liger_rl.kernels import for_device
 # In what follows `live` is the index (n,) int64 of the tokens that count; None if all N do.
 
 
-def take_rows(values: Tensor, live: Tensor | slice | None) -> Tensor:
-    """(N, ...) -> (n, ...)."""
-    return values if live is None else values[live]
-
-
 def scatter_rows(values: Tensor, live: Tensor | None, shape: torch.Size) -> Tensor:
     """(n, ...) -> (*shape, ...) with `shape` that of all N tokens; 0 at tokens that do not count. Differentiable."""
     trailing = values.shape[1:]

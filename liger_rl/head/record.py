@@ -118,7 +118,7 @@ class Head(NamedTuple):
         bias = self.bias is not None and self.bias.requires_grad
         return self.hidden.requires_grad, self.weight.requires_grad, bias
 
-    def take(self, live: Tensor | slice | None) -> "Head":
+    def take(self, live: Tensor | None) -> "Head":
         """The head of only the tokens `live`, which all count; hidden is contiguous in `dtype`, and aligned."""
         hidden, targets = self.hidden, self.targets
         if live is not None:

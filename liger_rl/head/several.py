@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import BEYOND
-from liger_rl.head.live_tokens import take_rows
 from liger_rl.head.record import Head, LogProbs
 from liger_rl.head.tiles import spans
 from liger_rl.kernels.reference import entropy_term, times_derivative, transform_logits, with_uniform
@@ -52,7 +51,8 @@ class SeveralTargets:
 
 def token_gradients(statistics: TokenStatistics, head: Head, grads: LogProbs) -> TokenGradients:
     """As `two_pass.token_gradients`, of tokens with K targets: `at_target` (n, K) is dL/dx at them."""
-    ids, logps, lse = take_rows(head.targets, head.live), statistics.logps, statistics.lse
+    ids = head.targets if head.live is None else head.targets[head.live]
+    logps, lse = statistics.logps, statistics.lse
     grad_logps = torch.zeros_like(logps) if grads.logps is None else torch.where(ids >= 0, grads.logps.float(), 0.0)
     total, has_gradient = grad_logps.sum(1), (grad_logps != 0).any(1)
     if grads.lse is not None:

@@ -104,7 +104,7 @@ def round_fma_once(monkeypatch):
     ("kernels", "of"),
     [
         *itertools.product(["PyTorch", "Triton"], ["all", "several targets", "support", "given logits"]),
-        *itertools.product(["an epilogue"], ["logps", "all"]),
+        *itertools.product(["an epilogue"], ["logps", "all", "several targets"]),
     ],
 )
 def test_a_constant_in_all_logits_cancels(kernels, transform, of, device, monkeypatch):
