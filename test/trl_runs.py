@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 import oracles
-from liger_rl.integrations.trl import distillation, patched_trl, patches, report
+from liger_rl.integrations.trl import distillation, patched_trl, report
+from liger_rl.models import project
 from liger_rl.models.swap import CACHE
 from liger_rl.step import trial
 
@@ -149,7 +150,7 @@ class Forward(NamedTuple):
 def counted_calls():
     """-> a list that grows by the columns of every call of our op or our divergence: H, more with adapters."""
     calls: list[int] = []
-    logprobs, divergence = patches.linear_logprobs, distillation.DivergenceCall
+    logprobs, divergence = project.linear_logprobs, distillation.DivergenceCall
 
     def counting(hidden, *args, **options):
         calls.append(hidden.shape[-1])
@@ -161,7 +162,7 @@ def counted_calls():
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patches, "linear_logprobs", counting)
+        patch.setattr(project, "linear_logprobs", counting)
         patch.setattr(distillation, "DivergenceCall", counting_divergence)
         yield calls
 
@@ -196,12 +197,17 @@ def build(
     )
 
 
+def is_in_trial() -> bool:
+    """Whether a forward is one of a trial, or of the proof of a model."""
+    return trial._lock.locked() or project._lock.locked()
+
+
 def watched(model) -> list[Forward]:
     """-> a list that grows by each forward in training mode, and so without generation and trials."""
     forwards = []
 
     def before(body, _args, kwargs) -> None:
-        if kwargs.get(CACHE) is None and body.training and not trial._lock.locked():
+        if kwargs.get(CACHE) is None and body.training and not is_in_trial():
             mask = kwargs.get("attention_mask")
             tree = isinstance(mask, dict) or (mask is not None and mask.dim() == 4)
             ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")  # the latter from prompt tuning

@@ -1,14 +1,15 @@
 """Swap a HuggingFace causal LM's head for the fused one: docs/transformers.md.
 
-The model's own forward runs, and its head returns log-probabilities in place of logits. So any architecture works. The
-softcap and the scale that follow the head are probed at the swap.
+A fused call runs the model's backbone and the fused head (`project`); any other call is the plain forward. Nothing is
+installed in the model but its class, a subclass with one more keyword.
 """
 
 import inspect
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -18,33 +19,43 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs
 
 from liger_rl.head.head_options import COMPUTE_OPTIONS
-from liger_rl.head.logprobs import LogProbs, linear_logprobs
 from liger_rl.kernels.argument_checks import check_type
+from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.models.adapters import unwrap_peft
-from liger_rl.models.lm_head import (
-    install_hooks,
-    intercept_logits,
-    probe_label_shift,
-    probe_transform,
-    read_checked_head,
-    read_current_head,
-    rebind_forward,
-    remove_hooks,
+from liger_rl.models.project import (
+    IGNORE_INDEX,
+    are_close,
+    check_bypassed_modules,
+    check_head,
+    find_backbone,
+    forget_proof,
+    get_hidden,
+    make_proof_inputs,
+    project,
+    project_labels,
+    prove,
+    read_transform,
 )
-from liger_rl.models.modules import list_modules
-from liger_rl.models.tensors import localize, plain_type
+from liger_rl.models.randomness import without_randomness
+from liger_rl.models.router import find_router_loss, has_router_loss, weigh_router_loss
+from liger_rl.models.tensors import plain_type, reshard
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
-IGNORE_INDEX = -100
-HEAD_OPTIONS = (*COMPUTE_OPTIONS, "lse", "extras")
+HEAD_OPTIONS = ("lse", "extras")
 HEAD_RESULTS = ("entropy", "temperature", *HEAD_OPTIONS)  # that only the fused forward reads
+RESULTS = ("entropy", "lse", *EXTRAS)  # fields of `LogProbs` beside the log-probabilities
 FUSED_OPTIONS = ("labels", "shift_labels", "num_items_in_batch", *HEAD_RESULTS)
 # Arguments of a plain forward that the fused one checks and does not pass on.
 PLAIN_ARGUMENTS = ("ignore_index", "return_dict", "logits_to_keep")
 # transformers 5.24 calls it cache, and renames past_key_values in calls; earlier versions have the latter alone.
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
-MODEL_FIELDS = ("aux_loss", "router_logits", CACHE, "hidden_states", "attentions")
+MODEL_FIELDS = ("router_logits", CACHE, "hidden_states", "attentions")
+# Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance. They keep the replaced
+# forward in `module._old_forward`, and call it between moving the inputs in and the outputs out.
+FORWARD_ATTRIBUTES = ("forward", "_old_forward")
+# In place of fused=True: compare the model; per-token values alone, of rows whose losses are computed elsewhere.
+PROVE, ROWS = "prove", "rows"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -75,24 +86,25 @@ def swap_lm_head(model: Model) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed, and tied weights stay tied.
-    Each call reads the active LoRA adapters on the head (PEFT).
+    Each call reads the active LoRA adapters on the head (PEFT). A fused call runs the model's backbone, so what the
+    plain forward itself does beside the head is left out. The swap compares both on a few tokens.
 
-    Keyword args: Arguments of the fused call, in addition to the model's own:
+    Keyword args: Arguments of the fused call, in addition to the backbone's own:
         labels: (B, T) token ids as for the plain forward, shifted inside. A position of -100 is not projected.
         shift_labels: (B, T) in place of labels, already shifted: position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        lse, extras, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
+        lse, extras: as in `linear_logprobs`.
 
-    Any other argument must be one that the model takes, or the call raises TypeError (docs/transformers.md).
+    Any other argument must be one that the backbone takes, or the call raises TypeError (docs/transformers.md).
 
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
 
     Raises:
         TypeError, ValueError: not a HuggingFace model, or a head or a logit convention that the fused head would not
-            reproduce. The model's class and the reason are named, and the model is left as it was.
+            reproduce. The model's class and what differs are named, and the model is left as it was.
     """
     swapped: Any = unwrap_peft(model)
     check_type("model", swapped, PreTrainedModel, "a transformers PreTrainedModel")
@@ -105,29 +117,30 @@ def swap_lm_head(model: Model) -> Model:
 _swap_lock = threading.Lock()
 
 
-def _swap(swapped: Any) -> None:
-    head = read_checked_head(swapped)
-    before: Any = type(swapped)
+def _swap(model: Any) -> None:
+    before: Any = type(model)
     name = before.__name__
-    if not swapped.can_generate() or swapped.config.is_encoder_decoder:
+    head = check_head(model)
+    if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"model must be a causal LM, whose position t predicts token t + 1; {name} is not")
     after = _derive_fused_class(before)
-    install_hooks(head.module)
+    if not rebind_forward(model, before, after):
+        raise ValueError(
+            f"the forward of this {name} was replaced on the instance (mixed precision of accelerate's prepare "
+            "does that), which would hide the fused one; swap the head before it is"
+        )
+    model._fused_arguments = _read_argument_names(model)
+    model._fused_head_type = plain_type(head.linear)
+    model.__class__ = after
+    forget_proof(model)
     try:
-        transform = probe_transform(swapped, head)
-        if not rebind_forward(swapped, before, after):
-            raise ValueError(
-                f"the forward of this {name} was replaced on the instance (mixed precision of accelerate's prepare "
-                "does that), which would hide the fused one; swap the head before it is"
-            )
-    except ValueError:
-        remove_hooks(swapped)
+        # Inside of the model's forward, where FSDP has gathered its parameters.
+        model(fused=PROVE)
+    except (TypeError, ValueError):
+        _restore(model, after, before)
         raise
-    swapped._fused_transform = transform
-    swapped._fused_shift = probe_label_shift(swapped, head)
-    swapped._fused_head_type = plain_type(head.linear)
-    swapped._fused_arguments = _read_argument_names(swapped)
-    swapped.__class__ = after
+    finally:
+        reshard(model)  # an optimizer made now would get the gathered parameters
 
 
 def unswap_lm_head(model: Model) -> Model:
@@ -138,12 +151,36 @@ def unswap_lm_head(model: Model) -> Model:
     after, before = type(swapped), vars(type(swapped)).get("_class_before_swap")
     if before is None:
         raise ValueError(f"{after.__name__} was derived from the swapped class; undo that first")
-    if not rebind_forward(swapped, after, before):
+    if not _restore(swapped, after, before):
         raise ValueError(f"the forward of this {after.__name__} was replaced after the swap; undo that first")
-    swapped.__class__ = before
-    del swapped._fused_transform, swapped._fused_shift, swapped._fused_head_type, swapped._fused_arguments
-    remove_hooks(swapped)
     return model
+
+
+def _restore(model: Any, after: type, before: type) -> bool:
+    if not rebind_forward(model, after, before):
+        return False
+    model.__class__ = before
+    for name in ("_fused_arguments", "_fused_head_type", "_fused_shift"):
+        vars(model).pop(name, None)
+    forget_proof(model)
+    return True
+
+
+def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
+    """Replace class `before`'s forward by class `after`'s in the instance's own attributes.
+
+    Returns whether a call of the module now reaches `after`'s forward. If False, the instance has another forward that
+    does not call its class's, and nothing was changed.
+    """
+    attributes = module.__dict__
+    if "forward" not in attributes:
+        return True
+    names = [name for name in FORWARD_ATTRIBUTES if getattr(attributes.get(name), "__func__", None) is before.forward]
+    reaches_class = "forward" in names or ("_old_forward" in names and "_hf_hook" in attributes)
+    if reaches_class:
+        for name in names:
+            setattr(module, name, MethodType(after.forward, module))
+    return reaches_class
 
 
 def is_swapped(model: nn.Module) -> bool:
@@ -153,14 +190,16 @@ def is_swapped(model: nn.Module) -> bool:
 
 def find_swapped(model: nn.Module) -> Any:
     """The swapped model in `model` and its wrappers (PEFT, DDP, torch.compile); None if there is none."""
-    return next((module for module in list_modules(model) if isinstance(module, _FusedHead)), None)
+    # Another thread may be comparing a model whose class is changed already.
+    heads = (module for module in model.modules() if isinstance(module, _FusedHead))
+    return next((head for head in heads if "_fused_shift" in vars(head)), None)
 
 
-def _read_argument_names(model: nn.Module) -> frozenset[str]:
-    """Names of the arguments that a forward of `model` or of its submodules reads."""
+def _read_argument_names(model: Any) -> frozenset[str]:
+    """Names of the arguments that a forward of the model's backbone or of its submodules reads."""
     names = {*PLAIN_ARGUMENTS, *_list_keys(TransformersKwargs)}
     # The arguments of a model do not reach layers without submodules.
-    for kind in {type(module) for module in list_modules(model) if any(True for _ in module.children())}:
+    for kind in {type(module) for module in find_backbone(model).modules() if any(True for _ in module.children())}:
         for owner in kind.__mro__:  # a forward may pass its arguments to that of a base class
             if issubclass(owner, nn.Module) and owner is not nn.Module and "forward" in vars(owner):
                 names |= _read_names(vars(owner)["forward"])
@@ -210,12 +249,16 @@ def _rebuild(model_class: type, function: Callable, arguments: tuple) -> Any:
 def _derive_fused_class(model_class: Any) -> type:
     # A subclass, and not a patched instance: copies and DataParallel's replicas then run their own forward.
     @wraps(model_class.forward)
-    def forward(self, *args, fused: bool = False, **kwargs):
+    def forward(self, *args, fused: bool | str = False, **kwargs):
         if not fused:
             if not kwargs.keys() <= self._fused_arguments:
                 _check_plain_arguments(self, kwargs)
             return model_class.forward(self, *args, **kwargs)
-        return _fused_forward(self, model_class.forward, args, **kwargs)
+        if fused == PROVE:
+            return _prove(self, partial(model_class.forward, self))
+        names = list(inspect.signature(model_class.forward).parameters)[1:]
+        run = _run_rows if fused == ROWS else _fused_forward
+        return run(self, **dict(zip(names, args, strict=False)), **kwargs)
 
     # The signature names the columns of a data set to the Trainer; accelerate would unwrap this forward away.
     forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
@@ -223,7 +266,7 @@ def _derive_fused_class(model_class: Any) -> type:
 
     @wraps(model_class.__init__)
     def __init__(self, *args, **kwargs):
-        # A new model is plain: it has no weights yet, and its head was not probed.
+        # A new model is plain: it has no weights yet, and its head was not compared.
         self.__class__ = model_class
         model_class.__init__(self, *args, **kwargs)
 
@@ -239,10 +282,53 @@ def _derive_fused_class(model_class: Any) -> type:
     return type(model_class.__name__, (_FusedHead, model_class), body)
 
 
+@torch.no_grad()
+def _prove(model: Any, plain_forward: Callable[..., Any]) -> None:
+    """ValueError if the model is not causal, or as `prove`. Sets `_fused_shift`."""
+    prove(model, plain_forward)
+    inputs, backbone = make_proof_inputs(model, plain_forward), find_backbone(model)
+    ids = inputs["input_ids"]
+    with without_randomness(model, ids.device):
+        hidden, changed = (
+            get_hidden(backbone(**{**inputs, "input_ids": x}))[:, :-1]
+            for x in (ids, torch.cat([ids[:, :-1], ids[:, :1]], 1))
+        )
+        # Rounding may differ, because the experts of a mixture see other groups of tokens.
+        if not are_close(changed, hidden, torch.finfo(hidden.dtype).eps ** 0.5):
+            name = type(model).__name__
+            raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
+        model._fused_shift = _shifts_labels(model, plain_forward, inputs)
+
+
+def _shifts_labels(model: Any, plain_forward: Callable[..., Any], inputs: dict[str, Any]) -> bool:
+    """Whether position t predicts labels[:, t + 1] in the model's own loss, not labels[:, t]."""
+    ids = inputs["input_ids"]
+    if hasattr(model.config.get_text_config(), "output_router_logits"):
+        inputs = {**inputs, "output_router_logits": False}
+    try:
+        loss = getattr(plain_forward(**inputs, labels=ids, return_dict=True), "loss", None)
+    except Exception:  # a model without a loss
+        return True
+    if not isinstance(loss, Tensor):
+        return True
+    transform = read_transform(model)
+    shifted = project_labels(model, inputs, ids, transform=transform).values.logps.sum() / (1 - ids.numel())
+    unshifted = -project(model, inputs, ids, transform=transform).values.logps.mean()
+    return bool((loss.mean() - shifted).abs() <= (loss.mean() - unshifted).abs())
+
+
+def _run_rows(model: Any, /, *, labels: Tensor, temperature: float, **inputs: Any) -> FusedCausalLMOutput:
+    options = {name: inputs.pop(name) for name in (*HEAD_OPTIONS, *COMPUTE_OPTIONS, "entropy") if name in inputs}
+    check_bypassed_modules(model, model._fused_head_type)
+    transform = replace(read_transform(model), temperature=temperature)
+    values, output = project_labels(model, inputs, labels, transform=transform, **options)
+    results = {name: getattr(values, name) for name in RESULTS}
+    router_logits = getattr(output, "router_logits", None)
+    return FusedCausalLMOutput(per_token_logps=values.logps, router_logits=router_logits, **results)
+
+
 def _fused_forward(
     model: Any,
-    plain_forward: Callable,
-    args: tuple,
     /,
     *,
     labels: Tensor | None = None,
@@ -253,10 +339,43 @@ def _fused_forward(
     ignore_index: int = IGNORE_INDEX,
     return_dict: bool | None = True,
     logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
+    **inputs: Any,
 ) -> FusedCausalLMOutput:
-    options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
-    check_arguments(model, kwargs)
+    options = {name: inputs.pop(name) for name in HEAD_OPTIONS if name in inputs}
+    check_arguments(model, inputs)
+    _check_fused_arguments(labels, shift_labels, ignore_index, return_dict, logits_to_keep)
+    check_bypassed_modules(model, model._fused_head_type)
+    name, targets = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    targets = _check_labels(name, targets, inputs.get("input_ids"))
+    router = None
+    if has_router_loss(model.config.get_text_config(), inputs):
+        inputs["output_router_logits"], router = True, find_router_loss(model)
+        if router is None:
+            raise ValueError(f"{type(model).__name__} has a router loss of its own; set output_router_logits=False")
+    values, output = (project_labels if shift_labels is None else project)(
+        model, inputs, targets, transform=replace(read_transform(model), temperature=temperature), entropy=entropy,
+        **options,
+    )  # fmt: skip
+    logps = values.logps
+    items = num_items_in_batch
+    if items is None:
+        counted = targets[:, 1:] if shift_labels is None else targets
+        items = (counted >= 0).sum().clamp(min=1)
+    loss = -logps.sum() / (items.to(logps.device) if isinstance(items, Tensor) else items)
+    fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
+    aux_loss = None if router is None else router.compute(output.router_logits, inputs.get("attention_mask"))
+    if aux_loss is not None:
+        loss = loss + weigh_router_loss(model, aux_loss).to(loss.device)
+    results = {name: getattr(values, name) for name in RESULTS}
+    return FusedCausalLMOutput(
+        loss=loss if model._fused_shift or shift_labels is not None else None,
+        per_token_logps=logps, aux_loss=aux_loss, **results, **fields,
+    )  # fmt: skip
+
+
+def _check_fused_arguments(
+    labels: Any, shift_labels: Any, ignore_index: Any, return_dict: Any, logits_to_keep: Any
+) -> None:
     if (labels is None) == (shift_labels is None):
         hint = "; transformers' Trainer keeps labels back with label_smoothing_factor: set it to 0, and "
         hint += "smooth by FusedLinearCrossEntropyLoss(label_smoothing=...)"
@@ -270,73 +389,6 @@ def _fused_forward(
         raise ValueError("return_dict=False has no meaning with fused=True, which returns a FusedCausalLMOutput")
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    targets = _read_targets(labels, shift_labels, ids)
-    transform = replace(model._fused_transform, temperature=temperature)
-
-    head = read_current_head(model, model._fused_head_type)
-    dtypes: dict[str, torch.dtype] = {}  # of `_pack_results`
-
-    def per_token(hidden: Tensor) -> Tensor:
-        """(..., H) -> (..., columns). It runs within the head's call, around which FSDP gathers the weight."""
-        hidden, weight = head.widen(hidden.to(head.linear.weight.device), head.linear.weight)
-        local = localize(hidden, weight, bias=head.sum_biases(), in_forward=True)
-        result = linear_logprobs(
-            local.hidden,
-            local.weight,
-            targets.to(hidden.device),
-            bias=local.bias,
-            vocab_parallel=local.vocab_parallel,
-            transform=transform,
-            entropy=entropy,
-            **options,
-        )
-        packed, found = _pack_results(result)
-        dtypes.update(found)
-        return packed
-
-    with intercept_logits(head.module, per_token) as request:
-        output = plain_forward(model, *args, return_dict=True, **kwargs)
-    assert request.output is not None  # the probe at the swap has seen that the forward calls its head
-    values = _unpack_results(request.output, dtypes)
-    logps = values.pop("logps")
-    if num_items_in_batch is None:
-        num_items_in_batch = (targets >= 0).sum().clamp(min=1)
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(logps.device)
-    loss = -logps.sum() / num_items_in_batch
-    fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
-    if fields["aux_loss"] is not None:
-        loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
-    if shift_labels is None:
-        logps = nn.functional.pad(logps[:, :-1], (1, 0))
-        for name, value in values.items():
-            values[name] = torch.cat([torch.zeros_like(value[:, :1]), value[:, :-1]], 1)
-    return FusedCausalLMOutput(
-        loss=loss if model._fused_shift or shift_labels is not None else None,
-        per_token_logps=logps,
-        **values,
-        **fields,
-    )
-
-
-def _read_targets(labels: Tensor | None, shift_labels: Tensor | None, ids: Any) -> Tensor:
-    """(B, T) ids that each position predicts."""
-    name, targets = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-    targets = _check_labels(name, targets, ids)
-    if shift_labels is not None:
-        return targets
-    return nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
-
-
-def _pack_results(result: LogProbs) -> tuple[Tensor, dict[str, torch.dtype]]:
-    """(..., columns) float32, all results as one answer of a head, and the dtypes of the results by name."""
-    values = {name: value for name, value in result._asdict().items() if value is not None}
-    return torch.stack([x.float() for x in values.values()], -1), {name: x.dtype for name, x in values.items()}
-
-
-def _unpack_results(packed: Tensor, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), packed.unbind(-1), strict=True)}
 
 
 def _check_plain_arguments(model: Any, names: Iterable[str]) -> None:
@@ -347,12 +399,12 @@ def _check_plain_arguments(model: Any, names: Iterable[str]) -> None:
 
 
 def check_arguments(model: Any, names: Iterable[str]) -> None:
-    """TypeError if a swapped model takes no argument of one of these names."""
+    """TypeError if the backbone of a swapped model takes no argument of one of these names."""
     unknown = [name for name in names if name not in model._fused_arguments]
     if unknown:
         raise TypeError(
-            f"{type(model).__name__} takes no {', '.join(unknown)} with fused=True; it takes its own arguments and "
-            f"{', '.join(FUSED_OPTIONS)}"
+            f"{type(model).__name__} takes no {', '.join(unknown)} with fused=True; it takes its backbone's arguments "
+            f"and {', '.join(FUSED_OPTIONS)}"
         )
 
 
@@ -362,11 +414,3 @@ def _check_labels(name: str, labels: Any, ids: Tensor | None) -> Tensor:
         expected = "(B, T)" if ids is None else f"(B, T) = {tuple(ids.shape)} from input_ids"
         raise ValueError(f"{name} must be {expected}, got {tuple(labels.shape)}")
     return labels
-
-
-def router_loss(model: Any, aux_loss: Tensor) -> Tensor:
-    """A mixture of experts' aux_loss, weighted as the model's own loss weighs it."""
-    for holder in (model, model.config):
-        if hasattr(holder, "router_aux_loss_coef"):
-            return holder.router_aux_loss_coef * aux_loss
-    raise ValueError(f"{type(model).__name__} returns an aux_loss, but names no router_aux_loss_coef to weigh it by")

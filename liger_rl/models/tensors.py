@@ -52,7 +52,7 @@ def plain_type(layer: nn.Module) -> type:
 def has_dtensor(values: Sequence[object]) -> bool:
     # No module, no DTensor. We do not import it, because that takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+    return module is not None and bool([value for value in values if isinstance(value, module.DTensor)])
 
 
 class LocalTensors(NamedTuple):

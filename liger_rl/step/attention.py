@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from liger_rl.models.modules import list_modules
+from liger_rl.models.randomness import list_rates
 from liger_rl.step.reason import Reason
 
 # Rows of whole blocks: flex attention then takes a quarter less time, because its kernels check no row's end.
@@ -26,14 +26,19 @@ SDPA = 'attn_implementation="sdpa"'
 DENSE_ATTENTION = ("sdpa", "eager")  # kinds of attention that take a dense mask
 
 
-def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device) -> Reason | None:
-    """Why rows of this model cannot be trees; None if its attention allows them. `config`: the text model's."""
-    name, kind, modules = type(model).__name__, config._attn_implementation, list_modules(model)
+def find_attention_obstacle(
+    model: nn.Module, modules: list[nn.Module], config: Any, device: torch.device
+) -> Reason | None:
+    """Why rows of this model cannot be trees; None if its attention allows them.
+
+    `modules`: those of the model and its wrappers. `config`: the text model's.
+    """
+    name, kind = type(model).__name__, config._attn_implementation
     layers = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if layers:
         return Reason(f"{name} has layers of type {', '.join(sorted(layers))}, which take no mask of prefixes")
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    if any(mask.dtype == torch.bool and mask.dim() == 4 for mask in buffers):
+    if [mask for mask in buffers if mask.dtype == torch.bool and mask.dim() == 4]:
         return Reason(f"{name} makes an attention mask of its own")
     if len({str(place) for place in getattr(model, "hf_device_map", {}).values()}) > 1:
         return Reason(f"the layers of {name} are on several devices", 'leave device_map="auto" out')
@@ -44,21 +49,14 @@ def find_attention_obstacle(model: nn.Module, config: Any, device: torch.device)
             return Reason(f"attention {kind!r} takes no mask of shared prefixes", SDPA)
     elif kind not in ALL_ATTENTION_FUNCTIONS or not getattr(model, "_supports_attention_backend", False):
         return Reason(f"attention {kind!r} cannot run as flex attention, which shared prefixes need", SDPA)
-    if device.type != "cpu" and any(hasattr(module, "sinks") for module in modules):
+    if device.type != "cpu" and [module for module in modules if hasattr(module, "sinks")]:
         return Reason(f"{name} has attention sinks")
     # An adapter's dropout draws for each element of its input, wherever that stands. A shared token draws once.
     adapted: list[Any] = [module for module in modules if hasattr(module, "lora_dropout")]
     in_adapters = {dropout for layer in adapted for dropout in layer.lora_dropout.values()}
-    if any(module.training and find_rates(module) for module in modules if module not in in_adapters):
+    if list_rates([module for module in modules if module.training and module not in in_adapters]):
         return Reason("dropout draws for each sequence", _name_dropouts(config))
     return None
-
-
-def find_rates(module: nn.Module) -> list[str]:
-    """Attributes of the module that make it draw random numbers in training: rates of dropout, a router's noise."""
-    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-    names = [name for name in vars(module) if "drop" in name or "jitter_noise" in name or (is_dropout and name == "p")]
-    return [name for name in names if isinstance(vars(module)[name], float) and vars(module)[name] > 0]
 
 
 def _name_dropouts(config: Any) -> str:
@@ -142,10 +140,21 @@ def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device
 # --- flex attention in place of others --------------------------------------------------------------------------------
 
 
-@cache
+_replaced: dict[str, Callable] = {}  # kinds of attention -> transformers' functions
+
+
 def _install_flex_attention(kind: str) -> None:
-    """Let attention of this kind run flex attention if it gets a tree's `BlockMask`, for the rest of the process."""
-    ALL_ATTENTION_FUNCTIONS[kind] = _wrap_attention(ALL_ATTENTION_FUNCTIONS[kind], softcap=kind != "sdpa")
+    """Let attention of this kind run flex attention if it gets a tree's `BlockMask`, until `restore_attention`."""
+    if kind not in _replaced:
+        _replaced[kind] = ALL_ATTENTION_FUNCTIONS[kind]
+        ALL_ATTENTION_FUNCTIONS[kind] = _wrap_attention(_replaced[kind], softcap=kind != "sdpa")
+
+
+def restore_attention() -> None:
+    """Put transformers' attention functions back. A step that needs trees replaces them again."""
+    while _replaced:
+        kind, function = _replaced.popitem()
+        ALL_ATTENTION_FUNCTIONS[kind] = function
 
 
 def _wrap_attention(attention: Callable, *, softcap: bool) -> Callable:

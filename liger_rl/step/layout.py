@@ -2,74 +2,52 @@
 
 `lay_out` is pure: it reads no device and no model, and gives the same layout on every rank for the same sequences.
 Sequences that begin with the same tokens become a tree in one row (`prefix_tree`) if that saves a tenth of the tokens.
-Otherwise they are packed into one row, or padded. Micro-batches have sequences with a common prefix, or of similar
-length.
+Otherwise they are padded. Micro-batches have sequences with a common prefix, or of similar length.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from liger_rl.head.checks import check_optional_count
-from liger_rl.losses.options import Options
 from liger_rl.step.attention import BLOCK
-from liger_rl.step.body import Body
+from liger_rl.step.facts import Facts
 from liger_rl.step.prefix_tree import LEAST_SHARED, PrefixTree, SortedSequences, build_prefix_tree, sort_sequences
 from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences
 
-Idle = Literal["skip", "forward", "backward"]
-MAX_TREE_SHARE = 0.9  # trees run if they have at most this share of the tokens of packed or padded rows
-# Trees of fewer tokens, and rows of more, run only with share_prefixes=True: a small step on a GPU takes as long as its
-# launches, and a dense mask has all pairs of tokens.
+MAX_TREE_FRACTION = 0.9  # trees run if they have at most this fraction of the tokens of padded rows
+# Trees of fewer tokens, and rows of more, do not run: a small step on a GPU takes as long as its launches, and a dense
+# mask has all pairs of tokens.
 MIN_TREE_TOKENS, MAX_DENSE_TOKENS = {"cuda": 1024}, {"cpu": 2048}
 AS_IT_IS = "the batch as it is"
-NO_TRIM = Reason("trim=False keeps rows as they are", "leave trim out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions(Options):
-    """The keywords of `loss_steps` that choose rows and micro-batches."""
-
-    max_tokens: int | None = None
-    trim: Annotated[bool, bool] = True
-    packing: Annotated[bool | None, bool] = None
-    share_prefixes: Annotated[bool | None, bool] = None
-    idle: Annotated[Idle, get_args(Idle)] = "skip"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_optional_count("max_tokens", self.max_tokens)
 
 
 class MicroBatch(NamedTuple):
     """Sequences that run together."""
 
-    # (b, w), or (1, n) packed, int64 in CPU memory: flat indices into the (B, T) batch, -1 for padding.
-    cells: Tensor | None  # None: the batch as it is
+    # (b, w), or (1, n) of a tree, int64 in CPU memory: flat indices into the (B, T) batch, -1 for padding.
+    flat_index: Tensor | None  # None: the batch as it is
     lengths: tuple[int, ...]  # number of tokens of each sequence, in order
-    packed: bool = False  # all sequences are in one row
     keeps_mask: bool = True  # the attention mask must be passed on
     rows: tuple[int, ...] = ()  # the rows of the batch whose loss this micro-batch computes
-    tree: "TreeRow | None" = None  # if the one row of `cells` is a tree
+    tree: "TreeRow | None" = None  # of the one row of `flat_index`
 
     @property
     def tokens(self) -> int:
         """Number of tokens that the model runs, padding included."""
-        return sum(self.lengths) if self.cells is None else self.cells.numel()
+        return sum(self.lengths) if self.flat_index is None else self.flat_index.numel()
 
 
 class TreeRow(NamedTuple):
-    """A micro-batch's tree, in CPU memory. Tokens of several sequences may share a place."""
+    """A micro-batch's tree, in CPU memory. Tokens of several sequences may share a place in the row."""
 
     tree: PrefixTree
-    positions: Tensor  # (n,) int64, position_ids
-    cells: Tensor  # (m,) int64: flat indices into the (B, T) batch, of all sequences' tokens
+    position_ids: Tensor  # (n,) int64
+    flat_index: Tensor  # (m,) int64: flat indices into the (B, T) batch, of all sequences' tokens
     places: Tensor  # (m,) int64: the place in the row at which each of these tokens is predicted
 
 
@@ -79,12 +57,12 @@ class Layout(NamedTuple):
     live: list[MicroBatch]  # with a backward; their losses add up to the loss of the batch
     idle: list[MicroBatch]  # without a backward; the loss of the first live one includes their rows
     left_out: tuple[int, ...]  # rows with completion tokens that do not run
-    # The shortest live sequence. A rank with fewer micro-batches runs it again with weight zero, so that all ranks make
-    # the same number of collective calls.
-    carrier: MicroBatch
+    # The shortest live sequence. A rank with fewer micro-batches runs it again and masks its loss, so that all ranks
+    # make the same number of collective calls.
+    repeated: MicroBatch
     text: str  # how the tokens are laid out
     reason: Reason | None  # why the batch stays as it is, or why no prefix is shared
-    body: Body
+    facts: Facts
 
     def describe(self) -> str:
         return self.text if self.reason is None else f"{self.text}: {self.reason}"
@@ -98,8 +76,8 @@ class Layout(NamedTuple):
         return any(micro.tree is not None for micro in (*self.live, *self.idle))
 
     def take(self, number: int) -> "Layout":
-        """The layout of one optimizer micro-batch. The first has the idle ones, and one behind the last the carrier."""
-        live = self.live[number] if number < len(self.live) else self.carrier
+        """The layout of one micro-batch. The first has the idle ones, and one behind the last the repeated one."""
+        live = self.live[number] if number < len(self.live) else self.repeated
         return self._replace(live=[live], idle=self.idle if number == 0 else [])
 
 
@@ -108,27 +86,23 @@ Groups = list[tuple[int, list[int]]]  # (number of tokens, rows) of each micro-b
 
 def lay_out(
     sequences: Sequences,
-    body: Body,
-    options: LayoutOptions,
+    facts: Facts,
     *,
+    max_tokens: int | None = None,  # of a micro-batch, padding included
     runs_idle: bool = True,  # rows without a gradient run too, without a graph
     one_micro_batch: Reason | None = None,  # why all sequences must be in one micro-batch; None if they need not
     pairs: bool = False,  # rows r and B / 2 + r run together, and both if one has a gradient
     padded_groups: int = 1,  # number of micro-batches of padded rows, if there are as many rows; not with pairs
 ) -> Layout:
-    """The micro-batches of a batch. ValueError for options that the model or the batch does not allow.
+    """The micro-batches of a batch. ValueError if one cannot have as few as `max_tokens`.
 
     With `padded_groups` the rows of each micro-batch have similar lengths, and no other split of the rows into as many
     groups has fewer tokens, padding included.
     """
     assert padded_groups == 1 or not pairs
-    obstacle = body.obstacle or (None if options.trim else NO_TRIM)
-    for name, reason in (("packing", body.no_packing), ("share_prefixes", body.no_tree)):
-        if getattr(options, name) and (obstacle or reason):
-            raise ValueError(f"{name} must not be True here: {obstacle or reason}")
-    batch, budget = len(sequences.ids), options.max_tokens
     if sequences.obstacle is not None:
-        return _keep_batch(sequences, body, budget)
+        return _keep_batch(sequences, facts, max_tokens)
+    batch = len(sequences.ids)
     half = batch // 2 if pairs else batch
     if pairs:
         spans = [
@@ -136,35 +110,39 @@ def lay_out(
             for row, span in enumerate(sequences.spans)
         ]
         sequences = sequences._replace(spans=spans)
-    live, no_gradient = _select_rows(sequences, half, every_row=body.has_router_loss or options.idle == "backward")
+    live, no_gradient = _select_rows(sequences, half, every_row=facts.has_router_loss)
     idle, left_out = (no_gradient, []) if runs_idle else ([], no_gradient)
-    selected = sorted([*live, *idle])
-    longest = max(selected, key=sequences.length)
-    if budget is not None and budget < sequences.length(longest):
-        raise ValueError(
-            f"max_tokens must be at least {sequences.length(longest)}, the longest sequence (row {longest} of "
-            f"input_ids, without its padding), got {budget}"
-        )
-    rows = _Rows(sequences, body, half, _can_pack(sequences, selected, body, options), padded_groups)
-    planner, groups, text, reason = _choose_planner(rows, live, idle, options)
+    _check_longest(sequences, [*live, *idle], max_tokens)
+    rows = _Rows(sequences, facts, half, padded_groups)
+    planner, groups, text, reason = _choose_planner(rows, live, idle, max_tokens)
     most, group = max((entry for part in groups for entry in part), key=lambda entry: entry[0])
-    if budget is not None and most > budget:
+    if max_tokens is not None and most > max_tokens:
         raise ValueError(
-            f"max_tokens must be at least {most}, the tokens of the pair in rows {group} of input_ids, got {budget}"
+            f"max_tokens must be at least {most}, the tokens of the pair in rows {group} of input_ids, got {max_tokens}"
         )
     live_micros, idle_micros = ([planner.make_micro_batch(group) for _, group in part] for part in groups)
     if len(live_micros) > 1 and one_micro_batch is not None:
         raise ValueError(
-            f"max_tokens must be None or at least {_sum_tokens([planner.make_groups(live, None)])} here, got {budget}: "
-            f"{one_micro_batch}"
+            f"max_tokens must be None or at least {_sum_tokens([planner.make_groups(live, None)])} here, got "
+            f"{max_tokens}: {one_micro_batch}"
         )
     without_backward = set(range(batch)) - set(live)
     live_micros[0] = live_micros[0]._replace(rows=tuple(sorted(without_backward.union(live_micros[0].rows))))
-    carrier = rows.make_micro_batch([min(live, key=sequences.length)])
-    return Layout(live_micros, idle_micros, tuple(left_out), carrier, text, reason, body)
+    repeated = rows.make_micro_batch([min(live, key=lambda row: sequences.spans[row].length)])
+    return Layout(live_micros, idle_micros, tuple(left_out), repeated, text, reason, facts)
 
 
-def _keep_batch(sequences: Sequences, body: Body, budget: int | None) -> Layout:
+def _check_longest(sequences: Sequences, selected: list[int], max_tokens: int | None) -> None:
+    longest = max(sorted(selected), key=lambda row: sequences.spans[row].length)
+    length = sequences.spans[longest].length
+    if max_tokens is not None and max_tokens < length:
+        raise ValueError(
+            f"max_tokens must be at least {length}, the longest sequence (row {longest} of input_ids, without its "
+            f"padding), got {max_tokens}"
+        )
+
+
+def _keep_batch(sequences: Sequences, facts: Facts, budget: int | None) -> Layout:
     """The batch as it is, in one micro-batch."""
     batch, width = sequences.ids.shape
     if budget is not None and budget < batch * width:
@@ -173,7 +151,7 @@ def _keep_batch(sequences: Sequences, body: Body, budget: int | None) -> Layout:
             f"{budget}: {sequences.obstacle}"
         )
     whole = MicroBatch(None, (width,) * batch, rows=tuple(range(batch)))
-    return Layout([whole], [], (), whole, AS_IT_IS, sequences.obstacle, body)
+    return Layout([whole], [], (), whole, AS_IT_IS, sequences.obstacle, facts)
 
 
 def _select_rows(sequences: Sequences, half: int, *, every_row: bool) -> tuple[list[int], list[int]]:
@@ -187,33 +165,33 @@ def _select_rows(sequences: Sequences, half: int, *, every_row: bool) -> tuple[l
     if live:
         return live, others
     # A loss needs a graph to call backward on.
-    shortest = min(others or range(len(sequences.spans)), key=sequences.length)
+    shortest = min(others or range(len(sequences.spans)), key=lambda row: sequences.spans[row].length)
     live = sorted({shortest, (shortest + half) % len(sequences.spans)})
     return live, [row for row in others if row not in live]
 
 
 def _choose_planner(
-    rows: "_Rows", live: list[int], idle: list[int], options: LayoutOptions
+    rows: "_Rows", live: list[int], idle: list[int], budget: int | None
 ) -> tuple["_Rows | _Trees", list[Groups], str, Reason | None]:
     """-> `rows` or trees, the groups of the live and of the idle rows, their description, why no prefix is shared."""
-    sequences, budget = rows.sequences, options.max_tokens
+    sequences = rows.sequences
     groups = [rows.make_groups(selection, budget) for selection in (live, idle)]
     count = _sum_tokens(groups)
-    text = f"{count:,} tokens in {'packed' if rows.packed else 'padded'} rows; no prefix is shared"
+    text = f"{count:,} tokens in padded rows; no prefix is shared"
     selected = sorted([*live, *idle])
-    reason = _find_tree_obstacle(sequences, selected, rows.body, options)
+    reason = _find_tree_obstacle(sequences, selected, rows.facts)
     if reason is not None:
         return rows, groups, text, reason
-    trees = _Trees(sequences, rows.body, rows.half)
+    trees = _Trees(sequences, rows.facts, rows.half)
     tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
     tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
     # With a dense mask, padding is no worse than the other sequences of a row.
     other_count = count if sequences.device == "cuda" else sum(sequences.lengths(selected))
     # On a GPU one row in place of several groups of rows saves the launches of their layers, too.
     saves_runs = sequences.device == "cuda" and len(tree_groups[0]) < len(groups[0]) and tree_count <= other_count
-    pays = saves_runs or tree_count <= MAX_TREE_SHARE * other_count
+    pays = saves_runs or tree_count <= MAX_TREE_FRACTION * other_count
     pays = pays and tree_count >= MIN_TREE_TOKENS.get(sequences.device, 0)
-    if options.share_prefixes or (pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most)):
+    if pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most):
         return trees, tree_groups, f"{tree_count:,} tokens in trees of shared prefixes, of {count:,}", None
     return rows, groups, text, _describe_small_gain(sequences.device, tree_count, other_count, most)
 
@@ -222,7 +200,7 @@ def _describe_small_gain(device: str, tree_count: int, other_count: int, most: i
     """Why trees of `tree_count` tokens, up to `most` in a row, do not run in place of `other_count` tokens."""
     if tree_count >= other_count:
         return Reason(f"no two sequences have more than their first {LEAST_SHARED} tokens in common")
-    if tree_count > MAX_TREE_SHARE * other_count:
+    if tree_count > MAX_TREE_FRACTION * other_count:
         return Reason(f"with prefixes once, {tree_count:,} of {other_count:,} tokens would remain, more than 90%")
     least, longest = MIN_TREE_TOKENS.get(device, 0), MAX_DENSE_TOKENS.get(device, most)
     if tree_count < least:
@@ -234,77 +212,49 @@ def _sum_tokens(groups: list[Groups]) -> int:
     return sum(tokens for part in groups for tokens, _ in part)
 
 
-# --- packed and padded rows -------------------------------------------------------------------------------------------
-
-
-def wants_packing(body: Body, options: LayoutOptions) -> bool:
-    packing = body.packs_by_default if options.packing is None else options.packing
-    return packing and options.trim and body.obstacle is None and body.no_packing is None
-
-
-def _can_pack(sequences: Sequences, selected: list[int], body: Body, options: LayoutOptions) -> bool:
-    if not wants_packing(body, options):
-        return False
-    for r in selected:
-        span = sequences.spans[r]
-        if not (span.is_run and (span.first_position == 0 or body.rotary)):
-            if not options.packing:
-                return False
-            raise ValueError(
-                f"packing must not be True here: row {r} of input_ids has padding between tokens, or positions that "
-                "are not 0, 1, 2, ..."
-            )
-    return True
+# --- padded rows ------------------------------------------------------------------------------------------------------
 
 
 class _Rows(NamedTuple):
-    """Sequences in padded rows, or packed into one row."""
+    """Sequences in padded rows."""
 
     sequences: Sequences
-    body: Body
+    facts: Facts
     half: int  # rows r and r + half stay together
-    packed: bool
     padded_groups: int
 
     def make_groups(self, selected: list[int], budget: int | None) -> Groups:
         """(number of tokens, rows) of each micro-batch, rows in the batch's order. The longest rows come first."""
         groups: list[list[int]] = []
         for part in self._split_by_length(selected):
-            first = len(groups)
+            groups.append([])
             units = sorted(_group_pairs(part, self.half), key=lambda unit: -max(self.sequences.lengths(unit)))
             for unit in units:
-                # Without packing, a short row would be padded to the length of a long one.
-                for group in groups[first if self.packed else max(first, len(groups) - 1) :]:
-                    if budget is None or self._count_tokens([*group, *unit]) <= budget:
-                        group += unit
-                        break
-                else:
-                    groups.append(unit)
+                # In an earlier micro-batch a short row would be padded to the length of a long one.
+                if groups[-1] and budget is not None and self._count_tokens([*groups[-1], *unit]) > budget:
+                    groups.append([])
+                groups[-1] += unit
         return [(self._count_tokens(group), sorted(group)) for group in groups]
 
     def make_micro_batch(self, group: list[int]) -> MicroBatch:
         batch, width = self.sequences.ids.shape
         lengths = tuple(self.sequences.lengths(group))
-        if not self.packed and len(group) == batch and min(lengths) == width:
+        if len(group) == batch and min(lengths) == width:
             return MicroBatch(None, lengths, rows=tuple(group))
         starts, sizes = torch.tensor(self.sequences.starts(group)), torch.tensor(lengths)
-        if self.packed:
-            offsets = torch.arange(sum(lengths)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-            cells = (torch.repeat_interleave(starts, sizes) + offsets)[None]
-            return MicroBatch(cells, lengths, packed=True, rows=tuple(group))
         column = torch.arange(max(lengths))
-        cells = torch.where(column < sizes[:, None], starts[:, None] + column, -1)
-        plain = self.body.drops_left_padding and self.body.causal and not self.body.has_router_loss
+        index = torch.where(column < sizes[:, None], starts[:, None] + column, -1)
+        plain = self.facts.drops_left_padding and self.facts.causal and not self.facts.has_router_loss
         plain = plain and all(self.sequences.spans[r].is_run for r in group)
-        return MicroBatch(cells, lengths, keeps_mask=not plain, rows=tuple(group))
+        return MicroBatch(index, lengths, keeps_mask=not plain, rows=tuple(group))
 
     def _count_tokens(self, group: list[int]) -> int:
         lengths = self.sequences.lengths(group)
-        return sum(lengths) if self.packed else max(lengths) * len(lengths)
+        return max(lengths) * len(lengths)
 
     def _split_by_length(self, selected: list[int]) -> list[list[int]]:
-        """Rows in `padded_groups` groups, or one for each row, with the fewest padded tokens; packed rows in one."""
-        number = 1 if self.packed else min(self.padded_groups, len(selected))
+        """Rows in `padded_groups` groups, or one for each row, with the fewest padded tokens."""
+        number = min(self.padded_groups, len(selected))
         if number <= 1:
             return [selected] if selected else []
         ordered = sorted(selected, key=lambda r: -self.sequences.spans[r].length)
@@ -356,28 +306,20 @@ def _group_pairs(sequences: list[int], half: int) -> list[list[int]]:
 # --- trees of shared prefixes -----------------------------------------------------------------------------------------
 
 
-def _find_tree_obstacle(sequences: Sequences, selected: list[int], body: Body, options: LayoutOptions) -> Reason | None:
-    """Why the selected rows cannot be trees; ValueError with share_prefixes=True."""
-    if not options.trim:
-        return NO_TRIM
-    if body.no_tree is not None:
-        return body.no_tree
-    if options.share_prefixes is False:
-        return Reason("share_prefixes=False", "leave share_prefixes out")
-    for r in selected:
-        if not sequences.spans[r].is_run:
-            reason = f"row {r} of input_ids has padding between tokens, or positions that jump"
-            if options.share_prefixes:
-                raise ValueError(f"share_prefixes must not be True here: {reason}")
-            return Reason(reason)
-    return None
+def _find_tree_obstacle(sequences: Sequences, selected: list[int], facts: Facts) -> Reason | None:
+    """Why the selected rows cannot be trees."""
+    if facts.no_tree is not None:
+        return facts.no_tree
+    gaps = (r for r in selected if not sequences.spans[r].is_run)
+    row = next(gaps, None)
+    return None if row is None else Reason(f"row {row} of input_ids has padding between tokens, or positions that jump")
 
 
 class _Trees(NamedTuple):
     """Sequences in trees, each in one row."""
 
     sequences: Sequences
-    body: Body
+    facts: Facts
     half: int  # rows r and r + half stay together
 
     def make_groups(self, selected: list[int], budget: int | None) -> Groups:
@@ -416,19 +358,21 @@ class _Trees(NamedTuple):
         lengths, starts = tuple(self.sequences.lengths(group)), self.sequences.starts(group)
         multiple = BLOCK if self.sequences.device == "cuda" else 1
         tree = build_prefix_tree(lengths, self._sort(group), multiple)
-        first = np.array([self._first_position(r) for r in group])
+        first = np.array(self._list_first_positions(group))
         sequences, offsets = tree.sequences.numpy(), tree.offsets.numpy()
         tokens = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
         places = np.concatenate([places.numpy() for places in tree.places])
         arrays = (first[sequences] + offsets, tokens, places)
         row = TreeRow(tree, *map(torch.from_numpy, arrays))
-        cells = torch.from_numpy(np.array(starts)[sequences] + offsets)[None]
-        return MicroBatch(cells, lengths, packed=True, rows=tuple(group), tree=row)
+        index = torch.from_numpy(np.array(starts)[sequences] + offsets)[None]
+        return MicroBatch(index, lengths, rows=tuple(group), tree=row)
 
     def _sort(self, selected: list[int]) -> SortedSequences:
         spans = self.sequences.spans
         tokens = [self.sequences.ids[r, spans[r].start : spans[r].stop] for r in selected]
-        return sort_sequences(tokens, [self._first_position(r) for r in selected])
+        return sort_sequences(tokens, self._list_first_positions(selected))
 
-    def _first_position(self, row: int) -> int:
-        return 0 if self.body.rotary or self.body.counts_attended else self.sequences.spans[row].first_position
+    def _list_first_positions(self, rows: list[int]) -> list[int]:
+        if self.facts.rotary or self.facts.counts_attended:
+            return [0] * len(rows)
+        return [self.sequences.spans[row].first_position for row in rows]

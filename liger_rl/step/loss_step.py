@@ -17,39 +17,32 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
-from liger_rl.head.checks import check_dense, check_integers, check_shape
+from liger_rl.head.checks import check_optional_count
+from liger_rl.head.head_options import COMPUTE_OPTIONS
 from liger_rl.kernels.argument_checks import check_type
 from liger_rl.losses.batch import COLUMNS, AlignedBatch
 from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.metrics import Metric, reduce_metrics
-from liger_rl.models.modules import walked_once
-from liger_rl.step.body import (
-    ROUTER_LOSS,
-    TOKEN_INPUTS,
-    Body,
-    fused_forward,
+from liger_rl.models.project import IGNORE_INDEX
+from liger_rl.models.router import find_router_loss, weigh_router_loss
+from liger_rl.models.swap import ROWS
+from liger_rl.step.facts import ROUTER_LOSS, fit_facts, is_plain, read_facts
+from liger_rl.step.loss_batch import (
+    align_batch,
+    check_inputs,
+    check_loss,
+    check_world_size,
     get_swapped_model,
-    is_plain,
-    read_body,
     read_model_inputs,
-    router_loss,
-)  # fmt: skip
-from liger_rl.step.layout import Idle, Layout, LayoutOptions, lay_out, wants_packing
+    read_tokens,
+)
 from liger_rl.step.memory import DEFAULT_SHARE, check_memory, run_with_kept_layers, without_idle_checkpoints
-from liger_rl.step.ranks import (
-    agree_on_counts,
-    agree_on_minimum,
-    count_averaging_ranks,
-    find_ddp,
-    find_rank_groups,
-    first_device,
-)  # fmt: skip
+from liger_rl.step.ranks import count_averaging_ranks, find_ddp, find_rank_groups, first_device
 from liger_rl.step.reason import Reason
-from liger_rl.step.router import find_router_module, recorded_router_calls
 from liger_rl.step.run import Output, Outputs, run
-from liger_rl.step.sequences import TokenBatch, read_sequences
-from liger_rl.step.trial import apply_trial, needs_trial, tries_rows
+from liger_rl.step.sequences import TokenBatch
+from liger_rl.step.step import StepInputs, plan_step
 
 __all__ = ["LossStep", "LossSteps", "completion_logps", "loss_step", "loss_steps"]
 
@@ -81,13 +74,11 @@ def loss_step(model: nn.Module, batch: Mapping[str, Any], loss: FusedLinearLoss,
             Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
         loss: a fused loss, such as `FusedLinearGRPOLoss`. Its temperature divides the logits; softcap and scale are the
             model's.
-        options: trim, packing, share_prefixes, idle, memory, group and further arguments for the model, as in
-            `loss_steps`.
+        options: memory, group and further arguments for the model, as in `loss_steps`.
 
     Raises:
-        TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, a softcap or
-            scale of the loss that is not the model's, or packing that the model or the batch does not allow. If one of
-            the ranks that run the model together raises, all do.
+        TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, or a softcap or
+            scale of the loss that is not the model's. If one of the ranks that run the model together raises, all do.
     """
     if "max_tokens" in options:
         raise TypeError("max_tokens must be given to loss_steps, which makes micro-batches; loss_step has one")
@@ -100,10 +91,6 @@ def loss_steps(
     loss: FusedLinearLoss,
     *,
     max_tokens: int | None = None,
-    trim: bool = True,
-    packing: bool | None = None,
-    share_prefixes: bool | None = None,
-    idle: Idle = "skip",
     memory: float = DEFAULT_SHARE,
     group: Any = None,
     **extra_inputs: Any,
@@ -118,21 +105,13 @@ def loss_steps(
 
     Losses, gradients and merged metrics add up to those of the padded batch, to rounding. Call backward on each step
     before you take the next one. The model does not run padding, tokens after the last completion token, and sequences
-    without a completion token or without a gradient. docs/transformers.md lists exceptions, and describes steps on
-    several ranks.
+    without a completion token. Tokens with which sequences begin alike run once. Sequences without a gradient run
+    without a graph if a metric needs them, else not at all, and their log-probabilities are NaN. docs/transformers.md
+    lists exceptions, and describes steps on several ranks.
 
     Args:
         model, batch, loss: as in `loss_step`.
         max_tokens: the most tokens that the model runs at once, padding included; None is one micro-batch.
-        trim: whether padding is removed.
-        packing: whether sequences are put into one row, separated by position_ids. None packs with flash attention,
-            True also with "flex_attention", "sdpa" and "eager".
-        share_prefixes: whether sequences that begin with the same tokens run these tokens once. None shares if at most
-            90% of the tokens remain; `LossStep.layout` has the reason if not. True raises an error where sharing is
-            impossible (docs/transformers.md).
-        idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph, in the
-            first step. "skip": as "forward" if a metric needs them, else not at all, and their log-probabilities are
-            NaN.
         memory: the share of a GPU's free memory for layers' activations; 0: none, inputs in CPU memory.
         group: process group whose ranks run the model together. None finds that of DDP, FSDP2, ZeRO-3 and tensor
             parallelism. Other wrappers need it.
@@ -145,10 +124,7 @@ def loss_steps(
         TypeError, ValueError: as `loss_step`; also for max_tokens below the longest sequence, or below a batch that
             cannot be split.
     """
-    options = {
-        "max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes, "idle": idle
-    }  # fmt: skip
-    return LossSteps(model, batch, loss, extra_inputs, options, group, memory=memory)
+    return LossSteps(model, batch, loss, extra_inputs, max_tokens=max_tokens, group=group, memory=memory)
 
 
 class LossSteps(Iterator[LossStep]):
@@ -158,94 +134,85 @@ class LossSteps(Iterator[LossStep]):
     in the sequences of other steps. `layout` is how the tokens are laid out, and why no prefix is shared.
     """
 
-    @walked_once()
     def __init__(
         self,
         model: nn.Module,
         batch: Mapping[str, Any],
         loss: FusedLinearLoss,
         extra_inputs: dict[str, Any],
-        options: dict[str, Any],  # of `LayoutOptions`
-        group: Any,
         *,
+        max_tokens: int | None,
+        group: Any,
         memory: float = 0,
         logps_alone: bool = False,
     ) -> None:
         self._model, self._loss, self._memory = model, loss, memory
-        groups, device = find_rank_groups(model, group), first_device(model)
-        self._agree = partial(agree_on_minimum, groups, device=device) if groups else None
-        with agree_on_counts(groups, device) as counts:
+        self._aligned: AlignedBatch | None = None
+
+        def prepare() -> StepInputs:
             # The swap comes first: it runs the model, which has collectives if it is sharded.
-            self._swapped = swapped = get_swapped_model(model)
-            row_options = LayoutOptions(**options)
+            self._swapped = get_swapped_model(model)
+            check_optional_count("max_tokens", max_tokens)
             check_memory(memory)
-            aligned = self._read_batch(batch, extra_inputs, [*options, "memory", "group"], logps_alone=logps_alone)
-            has_segments = batch.get("segments") is not None
-            obstacle = Reason("its segments are one packed row") if has_segments else None
-            body = read_body(model, swapped, self._batch.inputs, self._batch.ids, obstacle)
-            packs = wants_packing(body, row_options)
-            counts[0] = packs and needs_trial(swapped, body, "packing")
-            counts[1] = tries_rows(swapped) and needs_trial(swapped, body, "rows")
-        # A trial may have collectives, so all ranks run it if one rank needs it.
-        if counts[1] or tries_rows(swapped):
-            body = self._apply_trial(body, "rows", again=bool(groups) and counts[1] > 0)
-        if packs or counts[0]:
-            body = self._apply_trial(body, "packing", again=bool(groups) and counts[0] > 0)
-        if aligned is None:
-            body = replace(body, has_router_loss=False)  # nobody reads the router loss
-        self._layout, (self._steps, idle_runs) = self._agree_on_layout(groups, device, body, aligned, row_options)
+            return self._read(batch, extra_inputs, max_tokens, logps_alone=logps_alone)
+
+        groups = find_rank_groups(model, group)
+        self._plan = plan_step(prepare, groups, first_device(model))
+        self._layout, self._facts = self._plan.layout, self._plan.layout.facts
         self.layout = self._layout.describe()
-        # On ranks so many forwards run without a graph, in the first step.
-        self._idle_runs = idle_runs if groups else None
-        # An earlier step may have given NaN for rows that do not run.
-        self._aligned = None if aligned is None else _clear_logps(aligned, self._layout.left_out, self._batch.ids)
+        if self._aligned is not None:  # an earlier step may have given NaN for rows that do not run
+            self._aligned = _clear_logps(self._aligned, self._layout.left_out, self._batch.ids)
         self._steps_taken = 0
         self._total: LossStep | None = None
 
-    def _read_batch(
-        self, batch: Mapping[str, Any], extra_inputs: dict[str, Any], options: list[str], *, logps_alone: bool
-    ) -> AlignedBatch | None:
-        """Checks and keeps the tokens and the model's inputs. -> the loss's columns, None without a loss"""
+    def _read(
+        self, batch: Mapping[str, Any], extra_inputs: dict[str, Any], max_tokens: int | None, *, logps_alone: bool
+    ) -> StepInputs:
+        """Checks and keeps the tokens, the model's inputs and the loss's columns."""
         check_type("batch", batch, Mapping, "a mapping of columns by name")
-        _check_loss(self._loss, self._swapped)
-        inputs = read_model_inputs(self._model, self._swapped, batch, self._loss, extra_inputs, options)
-        ids, mask = _read_tokens(batch)
-        _check_inputs(inputs, ids)
-        aligned = None if logps_alone else _align_batch(batch, self._loss, ids, mask)
+        model, loss = self._model, self._loss
+        check_loss(loss, self._swapped)
+        inputs = read_model_inputs(model, self._swapped, batch, loss, extra_inputs, ["max_tokens", "memory", "group"])
+        ids, mask = read_tokens(batch)
+        check_inputs(inputs, ids)
+        aligned = None if logps_alone else align_batch(batch, loss, ids, mask)
         if aligned is not None and batch.get("num_items_in_batch") is not None:
-            _check_world_size(self._loss, count_averaging_ranks(self._model))
+            check_world_size(loss, count_averaging_ranks(model))
         if aligned is not None and aligned.nll_mask is not None:  # the NLL term has tokens of its own
             mask = aligned.mask.view(ids.shape) != 0
-        self._batch = TokenBatch(ids, mask, inputs)
-        return aligned
-
-    def _agree_on_layout(
-        self, groups: list[Any], device: torch.device, body: Body, aligned: AlignedBatch | None, options: LayoutOptions
-    ) -> tuple[Layout, tuple[int, int]]:
-        """The layout, and the most live and idle micro-batches of a rank. A trial of trees runs if a rank needs it."""
-        is_tried = body.no_tree is not None or not needs_trial(self._swapped, body, "trees")
-        if is_tried and body.no_tree is None:
-            body = self._apply_trial(body, "trees", again=False)
-        while True:
-            with agree_on_counts(groups, device) as counts:
-                layout = self._lay_out(body, aligned, options)
-                counts[:] = len(layout.live), len(layout.idle), layout.has_trees and not is_tried
-            if not counts[2]:
-                return layout, (counts[0], counts[1])
-            body, is_tried = self._apply_trial(body, "trees", again=bool(groups)), True
+        facts = fit_facts(read_facts(self._swapped, model), inputs, ids)
+        if batch.get("segments") is not None:
+            facts = replace(facts, obstacle=facts.obstacle or Reason("its segments are one packed row"))
+        if aligned is None:
+            facts = replace(facts, has_router_loss=False)  # nobody reads the router loss
+        if facts.has_router_loss:
+            inputs["output_router_logits"] = True
+            if not facts.router_is_known:
+                raise ValueError(f"{facts.name} has a router loss of its own; set output_router_logits=False")
+        self._batch, self._aligned = TokenBatch(ids, mask, inputs), aligned
+        terms, one_micro_batch = loss.terms, ROUTER_LOSS if facts.has_router_loss else None
+        if one_micro_batch is None and aligned is not None and terms.scope == "batch":
+            one_micro_batch = Reason("the loss's sequences depend on each other")
+        return StepInputs(
+            model=self._swapped, wrapper=model, facts=facts, batch=self._batch, run_rows=self._run_trial_rows,
+            weights=aligned.advantages if aligned is not None and terms.idle_scope else None,
+            max_tokens=max_tokens, share=self._memory,
+            runs_idle=aligned is None or terms.metrics_read_all,
+            one_micro_batch=one_micro_batch,
+            pairs=aligned is not None and aligned.pairs,
+        )  # fmt: skip
 
     def __len__(self) -> int:
-        return self._steps
+        return self._plan.live
 
-    @walked_once()
     def __next__(self) -> LossStep:
         """Runs the next micro-batch. Idle micro-batches run with the first."""
         number = self._steps_taken
-        if number == self._steps:
+        if number == len(self):
             raise StopIteration
-        wrapper = find_ddp(self._model) if number < self._steps - 1 else None
+        wrapper = find_ddp(self._model) if number < len(self) - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():
-            idle_runs = self._idle_runs if number == 0 else 0
+            idle_runs = self._plan.idle if number == 0 or self._plan.idle is None else 0
             clauses = [self.layout]
             outputs = run(
                 self._layout.take(number), self._batch, self._forward, idle_runs=idle_runs,
@@ -269,7 +236,7 @@ class LossSteps(Iterator[LossStep]):
     def logps(self) -> Tensor:
         """(B, T) log-probabilities, without a loss."""
         idle = self._layout._replace(live=[], idle=self._layout.live)
-        return cast(Tensor, run(idle, self._batch, self._forward, idle_runs=self._steps).get("logps"))
+        return cast(Tensor, run(idle, self._batch, self._forward, idle_runs=len(self)).get("logps"))
 
     @cached_property
     def _prepared_loss(self) -> PreparedLoss:
@@ -277,34 +244,41 @@ class LossSteps(Iterator[LossStep]):
         assert self._aligned is not None
         return self._loss.terms.prepare(self._aligned, torch.float32)
 
+    def _run_model(self, inputs: dict[str, Any], **options: Any) -> Any:
+        """The model's output with log-probabilities of the tokens of `input_ids` where inputs["counted"] is set."""
+        inputs = dict(inputs)
+        labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
+        options |= {name: getattr(self._loss.options, name) for name in COMPUTE_OPTIONS}
+        with without_idle_checkpoints(self._model):
+            return self._model(labels=labels, fused=ROWS, **options, **inputs)
+
+    def _run_trial_rows(self, inputs: dict[str, Any]) -> Tensor:
+        plain = {name: value for name, value in self._batch.inputs.items() if is_plain(value)}
+        return self._run_model(plain | inputs, temperature=1.0).per_token_logps
+
     def _forward(self, inputs: dict[str, Any]) -> Output:
-        router = find_router_module(self._swapped)
-        with without_idle_checkpoints(self._model), recorded_router_calls(router) as calls:
-            output = fused_forward(self._model, self._loss, inputs, others=self._aligned is not None)
+        results = ("entropy", "lse", "extras") if self._aligned is not None else ()
+        options = {name: getattr(self._loss.options, name) for name in results}
+        output = self._run_model(inputs, temperature=self._loss.transform.temperature, **options)
         width, device = inputs["input_ids"].shape[1], self._batch.ids.device
         names = ("entropy", *self._loss.terms.head_values)
         values = {name: value for name in names if (value := getattr(output, name)) is not None}
         values["logps"] = output.per_token_logps
         # Without the virtual tokens that prompt tuning puts before each row.
         values = {name: value[:, -width:].to(device) for name, value in values.items()}
-        return Output(values, output.aux_loss, calls[0] if calls else None)
+        return Output(values, output.router_logits if self._facts.has_router_loss else None)
 
     def _run_with_graph(self, clauses: list[str], forward: Callable[[], Any], tokens: int) -> Any:
-        outputs, clause = run_with_kept_layers(self._model, forward, tokens, share=self._memory, agree=self._agree)
+        outputs, clause = run_with_kept_layers(self._model, forward, tokens, share=self._memory, agreed=self._plan.kept)
         clauses.extend([] if clause is None else [clause])
         return outputs
 
     def _make_step(self, number: int, outputs: Outputs) -> LossStep:
         """The step of the rows of a micro-batch. The idle ones of the first have metrics only."""
         shape, device, rows = self._batch.ids.shape, self._batch.ids.device, self._layout.live[number].rows
-        prepared, index, aux_loss = self._prepared_loss, None, outputs.outputs[0].extra
-        if aux_loss is not None and not self._layout.body.has_router_loss and outputs.source is not None:
-            raise ValueError(
-                f"{type(self._swapped).__name__} returns a router loss without output_router_logits in its config or "
-                'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
-            )
-        router_losses = outputs.compute_router_losses(self._batch.inputs.get("attention_mask"), [shape[0]])
-        aux_loss = aux_loss if router_losses is None else router_losses[0]
+        prepared, index = self._prepared_loss, None
+        router = find_router_loss(self._swapped) if self._facts.has_router_loss else None
+        router_losses = outputs.compute_router_losses(router, self._batch.inputs.get("attention_mask"), [shape[0]])
         if len(rows) < shape[0]:
             index = torch.tensor(rows).to(device, non_blocking=True)
             positions = index[:, None] * shape[1] + torch.arange(shape[1], device=device)
@@ -323,8 +297,8 @@ class LossSteps(Iterator[LossStep]):
             prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape),
             others={name: x.reshape(*loss_shape, *x.shape[2:]) for name, x in others.items()},
         )  # fmt: skip
-        if aux_loss is not None:
-            total = total + router_loss(self._swapped, aux_loss).to(total.device)
+        if router_losses is not None:
+            total = total + weigh_router_loss(self._swapped, router_losses[0]).to(total.device)
         values = whole(logps)
         if number == 0 and self._layout.left_out:
             left_out = _mask_rows(self._layout.left_out, self._batch.ids)
@@ -337,31 +311,6 @@ class LossSteps(Iterator[LossStep]):
         zeros = self._batch.ids.new_zeros(self._batch.ids.shape, dtype=torch.float32)
         loss = values["logps"].masked_fill(torch.ones_like(values["logps"], dtype=torch.bool), 0.0).sum()
         return LossStep(loss, {}, zeros, zeros if "entropy" in values else None, self.layout)
-
-    def _apply_trial(self, body: Body, layout: str, *, again: bool) -> Body:
-        inputs = self._batch.inputs
-        options = {name: value for name, value in inputs.items() if name not in TOKEN_INPUTS and is_plain(value)}
-
-        def run_row(inputs: dict[str, Any]) -> Tensor:
-            inputs = options | inputs
-            with recorded_router_calls(find_router_module(self._swapped)):
-                return fused_forward(self._model, self._loss, inputs, others=False, temperature=1.0).per_token_logps
-
-        return apply_trial(run_row, self._swapped, body, self._batch.ids.device, layout, again=again)
-
-    def _lay_out(self, body: Body, aligned: AlignedBatch | None, options: LayoutOptions) -> Layout:
-        terms, one_micro_batch = self._loss.terms, None
-        if body.has_router_loss:
-            one_micro_batch = ROUTER_LOSS
-        elif aligned is not None and terms.scope == "batch":
-            one_micro_batch = Reason("the loss's sequences depend on each other")
-        weights = aligned.advantages if aligned is not None and terms.idle_scope else None
-        return lay_out(
-            read_sequences(self._batch, body, trim=options.trim, weights=weights), body, options,
-            runs_idle=aligned is None or terms.metrics_read_all or options.idle == "forward",
-            one_micro_batch=one_micro_batch,
-            pairs=aligned is not None and aligned.pairs,
-        )  # fmt: skip
 
 
 def _merge_steps(a: LossStep, b: LossStep) -> LossStep:
@@ -377,20 +326,15 @@ def completion_logps(
     loss: FusedLinearLoss,
     *,
     max_tokens: int | None = None,
-    trim: bool = True,
-    packing: bool | None = None,
-    share_prefixes: bool | None = None,
     group: Any = None,
     **extra_inputs: Any,
 ) -> Tensor:
     """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
 
     For old and reference log-probabilities, at the loss's temperature. Arguments and errors are those of
-    `loss_steps`. Of the batch it reads the mask and the model's inputs. The model's training mode does
-    not change.
+    `loss_steps`. Of the batch it reads the mask and the model's inputs. The model's training mode does not change.
     """
-    options = {"max_tokens": max_tokens, "trim": trim, "packing": packing, "share_prefixes": share_prefixes}
-    return LossSteps(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
+    return LossSteps(model, batch, loss, extra_inputs, max_tokens=max_tokens, group=group, logps_alone=True).logps()
 
 
 def _clear_logps(aligned: AlignedBatch, rows: tuple[int, ...], ids: Tensor) -> AlignedBatch:
@@ -409,73 +353,3 @@ def _mask_rows(rows: tuple[int, ...], ids: Tensor) -> Tensor:
     mask = torch.zeros(ids.shape[0], 1, dtype=torch.bool)
     mask[list(rows)] = True
     return mask.to(ids.device, non_blocking=True)
-
-
-def _align_batch(batch: Mapping[str, Any], loss: FusedLinearLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
-    columns: dict[str, Any] = {name: batch.get(name) for name in loss.COLUMNS}
-    if columns.get("nll_mask") is not None:
-        nll_mask = check_dense("nll_mask", columns["nll_mask"], ids, "input_ids")
-        check_shape("nll_mask", nll_mask, ids.shape, f"(B, T) = {tuple(ids.shape)} from input_ids")
-        _check_mask_values("nll_mask", nll_mask)
-        columns["nll_mask"] = nn.functional.pad(nll_mask[:, 1:] != 0, (1, 0))
-    if columns["segments"] is not None:
-        if ids.shape[0] != 1:
-            raise ValueError(f"input_ids must be one packed row, (1, T), with segments, got {tuple(ids.shape)}")
-        per_token = [name for name, x in columns.items() if isinstance(x, Tensor) and x.shape == ids.shape]
-        columns |= {name: columns[name].reshape(-1) for name in per_token}
-        ids, mask = ids.reshape(-1), mask.reshape(-1)
-    return loss.terms.check(loss.batch(ids, mask, source="input_ids", **columns), mask.shape, ids.device)
-
-
-def _read_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """input_ids (B, T), and their mask as bool, False in the first column."""
-    for name in ("input_ids", "mask"):
-        check_type(name, batch.get(name), Tensor, "a tensor in the batch")
-    ids, mask = batch["input_ids"], batch["mask"]
-    check_integers("input_ids", ids)
-    if ids.dim() != 2 or not ids.numel():
-        raise ValueError(f"input_ids must be (B, T) with at least one token, got {tuple(ids.shape)}")
-    if mask.shape != ids.shape or mask.device != ids.device:
-        raise ValueError(
-            f"mask must be (B, T) = {tuple(ids.shape)} on {ids.device} from input_ids, "
-            f"got {tuple(mask.shape)} on {mask.device}"
-        )
-    _check_mask_values("mask", mask)
-    return ids, nn.functional.pad(mask[:, 1:] != 0, (1, 0))
-
-
-def _check_mask_values(name: str, mask: Tensor) -> None:
-    """The host reads a mask that is not bool."""
-    wrong = 0 if mask.dtype == torch.bool else int(((mask != 0) & (mask != 1)).sum())
-    if wrong:
-        raise ValueError(f"{name} must be 0 or 1 at each token; {wrong} of its values are neither")
-
-
-def _check_inputs(inputs: Mapping[str, Any], ids: Tensor) -> None:
-    """Raises ValueError for a mask or positions of other tokens. Other numbers of dimensions are the model's own."""
-    shapes: dict[str, list[tuple]] = {"attention_mask": [ids.shape], "position_ids": [ids.shape, (1, ids.shape[1])]}
-    for name, allowed in shapes.items():
-        column = inputs.get(name)
-        if isinstance(column, Tensor) and column.dim() <= 2 and column.shape not in allowed:
-            raise ValueError(f"{name} must be (B, T) = {tuple(ids.shape)} from input_ids, got {tuple(column.shape)}")
-
-
-def _check_loss(loss: Any, swapped: Any) -> None:
-    check_type("loss", loss, FusedLinearLoss, "a fused loss, such as FusedLinearGRPOLoss")
-    for name, unset in (("softcap", None), ("scale", 1.0)):
-        value, model_value = getattr(loss.transform, name), getattr(swapped._fused_transform, name)
-        if value not in (unset, model_value):
-            raise ValueError(
-                f"{name} must be left out of the loss, the model's own is used: {model_value} for "
-                f"{type(swapped).__name__}, got {value}"
-            )
-
-
-def _check_world_size(loss: FusedLinearLoss, ranks: int) -> None:
-    """ValueError if the average over the ranks would not be the gradient of all ranks' tokens."""
-    size = getattr(loss.terms.reduction, "world_size", ranks)
-    if ranks > 1 and size != ranks:
-        raise ValueError(
-            f"world_size must be {ranks} in the loss, the number of ranks whose gradients are averaged, because "
-            f"num_items_in_batch counts the tokens of all ranks, got {size}"
-        )

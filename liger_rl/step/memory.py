@@ -16,7 +16,7 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +28,6 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_rl.models.modules import list_modules, list_parameters
 from liger_rl.models.tensors import is_dtensor, is_zero_3
 from liger_rl.step.host_inputs import HostInputs, are_saved_tensors_hooked
 
@@ -61,63 +60,88 @@ def run_with_kept_layers(
     tokens: int,
     *,
     share: float = DEFAULT_SHARE,
-    agree: Callable[[int], int] | None = None,
+    agreed: int | None = None,
 ) -> tuple[Result, str | None]:
     """The result of `forward()`, and a clause such as "24 of 28 layers kept".
 
     As many layers keep their activations as fit. With share 0 none does, and their inputs are kept in CPU memory. The
     clause is None, and the forward runs as it is, without a graph, without checkpointed layers, on other devices than
     CUDA, for a compiled model, with DeepSpeed's ZeRO-3 and a share above 0, and inside a context that keeps activations
-    elsewhere (TRL's `activation_offloading`). If the forward runs out of memory and `agree` is None, it runs once more
-    with every layer recomputed, and later runs keep fewer layers.
+    elsewhere (TRL's `activation_offloading`). If the forward runs out of memory and nothing was agreed, it runs once
+    more with every layer recomputed, and later runs keep fewer layers.
 
     Args:
         model: a model of transformers, or a wrapper of one (PEFT, DDP, FSDP).
         forward: runs the model, on `tokens` tokens in all, padding included. One backward is through all of them.
         share: the share of the free memory that a run may take, 0 to 1.
-        agree: a collective of the ranks that run the model together: the number of layers that this rank could keep ->
-            the smallest such number. Called once for each run, except where the clause is None or the share 0.
+        agreed: the smallest number of layers that a rank could keep, if ranks run the model together.
     """
-    layers = find_layers(model) if torch.is_grad_enabled() and not are_saved_tensors_hooked() else []
-    device = _find_device(layers)
-    memory = None if device is None else read_memory(device)
-    if device is None or memory is None:
+    layers, memory = _find_candidates(model)
+    if memory is None:
         return forward(), None
+    device = _find_device(layers)
+    assert device is not None
     if not share:
         inputs = HostInputs(device)
         with _replaced_checkpoints(layers, inputs.wrap_checkpoint):
             output = forward()
         inputs.finish_forward()
         return output, f"{len(layers)} layers recomputed" + (", their inputs in CPU memory" if inputs.runs else "")
-    # A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
-    # backward reads next.
-    if is_zero_3(next(layers[-1].parameters(), None)):
+    if _is_zero_3(layers):
         return forward(), None
-    key, tokens, kept = layers[-1], max(tokens, 1), 0
-    measurement = _measurements.get(key)
-    if measurement is not None and tokens > MAX_GROWTH * measurement.tokens:
-        measurement = None
-    if measurement is not None:
-        spare = memory.spare - count_missing_gradients(model)
-        kept = choose_kept_layers(spare, tokens, measurement, len(layers), share)
-    if agree is not None:
-        kept = agree(kept)
+    measurement = _get_measurement(layers, tokens)
+    kept = _choose(model, layers, memory, tokens, share) if agreed is None else min(agreed, len(layers))
     clause = f"{kept} of {len(layers)} layers kept"
     if measurement is None:
-        return _measure(model, forward, tokens, layers, device), f"{clause}: this run is measured"
+        return _measure(model, forward, max(tokens, 1), layers, device), f"{clause}: this run is measured"
     if kept:
         try:
             with keep_activations(layers[-kept:]):
                 return forward(), clause
         except torch.OutOfMemoryError:
-            if agree is not None:  # the other ranks do not run again
+            if agreed is not None:  # the other ranks do not run again
                 raise
         # The graph of the failed forward is free only behind the except clause.
         gc.collect()
         torch.cuda.empty_cache()
-        _measurements[key] = replace(measurement, layer_bytes=2 * measurement.layer_bytes)
+        _measurements[layers[-1]] = replace(measurement, layer_bytes=2 * measurement.layer_bytes)
         clause = f"0 of {len(layers)} layers kept: memory ran out with {kept}"
     return forward(), clause
+
+
+def count_kept_layers(model: nn.Module, tokens: int, share: float) -> int | None:
+    """The number of layers that a run of so many tokens could keep, to be agreed on; None if it chooses none."""
+    layers, memory = _find_candidates(model)
+    if memory is None or not share or _is_zero_3(layers):
+        return None
+    return _choose(model, layers, memory, tokens, share)
+
+
+def _find_candidates(model: nn.Module) -> tuple[list[nn.Module], "DeviceMemory | None"]:
+    """Layers that may keep their activations, and the memory of their device; None if no layer may."""
+    layers = find_layers(model) if torch.is_grad_enabled() and not are_saved_tensors_hooked() else []
+    device = _find_device(layers)
+    return layers, None if device is None else read_memory(device)
+
+
+def _is_zero_3(layers: list[nn.Module]) -> bool:
+    """A run is measured with whole recomputations. At the end of one ZeRO-3 releases the layer's parameters, which the
+    backward reads next."""
+    return is_zero_3(next(layers[-1].parameters(), None))
+
+
+def _get_measurement(layers: list[nn.Module], tokens: int) -> Measurement | None:
+    """The measurement of a run of about so many tokens."""
+    measurement = _measurements.get(layers[-1])
+    return None if measurement is None or tokens > MAX_GROWTH * measurement.tokens else measurement
+
+
+def _choose(model: nn.Module, layers: list[nn.Module], memory: "DeviceMemory", tokens: int, share: float) -> int:
+    measurement = _get_measurement(layers, tokens)
+    if measurement is None:
+        return 0
+    spare = memory.spare - count_missing_gradients(model)
+    return choose_kept_layers(spare, max(tokens, 1), measurement, len(layers), share)
 
 
 def choose_kept_layers(spare: int, tokens: int, measurement: Measurement, layers: int, share: float) -> int:
@@ -167,17 +191,14 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def has_reentrant_checkpoints(model: nn.Module) -> bool:
+def has_reentrant_checkpoints(modules: Iterable[nn.Module]) -> bool:
     """Whether a layer is recomputed by a backward of its own, after which DDP takes its gradients as complete."""
-    return any(
-        getattr(module, "gradient_checkpointing", False)
-        and _is_reentrant(getattr(module, "_gradient_checkpointing_func", None))
-        for module in list_modules(model)
-    )
+    checkpointed = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
+    return any(_is_reentrant(getattr(module, "_gradient_checkpointing_func", None)) for module in checkpointed)
 
 
 def _may_have_router_loss(model: nn.Module) -> bool:
-    transformer = next((module for module in list_modules(model) if isinstance(module, PreTrainedModel)), None)
+    transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     return transformer is not None and hasattr(transformer.config.get_text_config(), "output_router_logits")
 
 
@@ -273,7 +294,7 @@ def read_memory(device: torch.device, *, restart_peak: bool = False) -> DeviceMe
 
 def count_missing_gradients(model: nn.Module) -> int:
     """Bytes of the gradients of parameters that have none yet: the backward allocates them."""
-    return _count_bytes(p for p in list_parameters(model) if p.requires_grad and p.grad is None)
+    return _count_bytes(p for p in model.parameters() if p.requires_grad and p.grad is None)
 
 
 @torch.no_grad()
@@ -309,7 +330,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, key: nn.Module, tokens: int, device: torch.device) -> None:
         self.key, self.tokens, self.device = ref(key), tokens, device
-        self.without_gradient = [p for p in list_parameters(model) if p.requires_grad and p.grad is None]
+        self.without_gradient = [p for p in model.parameters() if p.requires_grad and p.grad is None]
         self.peak = self.entered = self.gradients = 0  # bytes
         # Bytes that each layer keeps, by its number. A layer runs once for each micro-batch.
         self.kept: Counter[int] = Counter()

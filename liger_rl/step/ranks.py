@@ -1,59 +1,68 @@
 """Ranks that run one model on different batches must run it equally often."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from liger_rl.distributed import gathered_objects
-from liger_rl.models.modules import list_modules
-from liger_rl.models.tensors import is_dtensor, reshard
-from liger_rl.step.body import find_sharding, iterate_wrappers
+from liger_rl.models.tensors import has_dtensor, is_dtensor, is_zero_3, reshard
+
+UNLIMITED = 1 << 62
 
 
-@contextmanager
-def agree_on_counts(groups: list[Any], device: torch.device) -> Iterator[list[int]]:
-    """Yields three counts, to be set inside the context. After it they are the maximum over all ranks of the groups.
+class Agreement(NamedTuple):
+    """What all ranks of a step must do alike: the maximum over the ranks, of `capacity`, `window` and `kept` the
+    minimum."""
 
-    A collective. If one rank raises an error inside, every other rank raises a TypeError or ValueError with its text.
+    live: int = 0  # forwards with a graph
+    idle: int = 0  # forwards without one
+    groups: int = 1  # micro-batches of padded rows that a rank wants ...
+    capacity: int = UNLIMITED  # ... and the most that it can make
+    kept: int = UNLIMITED  # layers that keep their activations
+    window: int = UNLIMITED  # micro-batches that run in one forward
+    trial: int = 0  # the trial that a rank needs next, 0 if it needs none
+    refuses: bool = False  # a rank runs each micro-batch as it is
+
+
+_LEAST = tuple(name in ("capacity", "kept", "window") for name in Agreement._fields)
+
+
+def agree(
+    groups: Sequence[Any], wanted: Agreement, device: torch.device, *, problem: Exception | None = None
+) -> Agreement:
+    """What the ranks of the process groups agree on; `wanted` without a group. One collective for each group.
+
+    If one rank has a `problem`, it raises it, and every other rank raises a TypeError or ValueError with its text.
     """
-    counts, problem = [0, 0, 0], None
-    try:
-        yield counts
-    except Exception as error:
-        if not groups:
-            raise
-        problem = error
     if not groups:
-        return
-    most = torch.tensor([problem is not None, *counts], dtype=torch.int64, device=device)
+        if problem is not None:
+            raise problem
+        return wanted
+    # A minimum is the negative of a maximum.
+    signed = [-x if least else x for x, least in zip(map(int, wanted), _LEAST, strict=True)]
+    most = torch.tensor([problem is not None, *signed], dtype=torch.int64, device=device)
     for group in groups:
         most = most.to(pick_device(group, device))
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    refused, *counts[:] = most.tolist()
-    if not refused:
-        return
+    has_problem, *numbers = most.tolist()
+    if has_problem:
+        _raise_shared(groups, problem, most)
+    agreed = Agreement(*(-x if least else x for x, least in zip(numbers, _LEAST, strict=True)))
+    return agreed._replace(refuses=bool(agreed.refuses))
+
+
+def _raise_shared(groups: Sequence[Any], problem: Exception | None, buffer: torch.Tensor) -> None:
     shared = None
     if problem is not None:
         # Not the error itself, which may be of a kind that does not pickle.
         kind = TypeError if isinstance(problem, TypeError) else ValueError
         shared = kind(f"{problem} (rank {torch.distributed.get_rank()})")
     for group in groups:
-        shared = next((error for error in gathered_objects(shared, group, most) if error is not None), None)
+        shared = next((error for error in gathered_objects(shared, group, buffer) if error is not None), None)
     raise cast(Exception, shared if problem is None else problem)
-
-
-def agree_on_minimum(groups: list[Any], value: int, device: torch.device) -> int:
-    """The smallest value of all ranks of the groups. A collective."""
-    if not groups:
-        return value
-    least = torch.tensor(value, dtype=torch.int64, device=device)
-    for group in groups:
-        least = least.to(pick_device(group, device))
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
-    return int(least)
 
 
 def first_device(model: Any) -> torch.device:
@@ -68,8 +77,22 @@ def pick_device(group: Any, device: torch.device) -> torch.device:
     return device if device.type in kinds else torch.device(kinds[0])
 
 
+def find_sharding(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
+    """What shards the model's parameters: "ZeRO-3", "FSDP1", "DTensor" (FSDP2, tensor parallelism), or None."""
+    parameters = list(model.parameters())
+    if [parameter for parameter in parameters if is_zero_3(parameter)]:
+        return "ZeRO-3"
+    if has_dtensor(parameters):
+        return "DTensor"
+    return "FSDP1" if any(map(_is_fsdp1, {type(module): module for module in modules}.values())) else None
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    return "FullyShardedDataParallel" in type(module).__name__
+
+
 def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
-    """The process groups whose ranks run `model` together: `group` if given, or those of DDP and DTensors (FSDP2).
+    """The process groups whose ranks run `model` together: `group` if given, or those of its wrapper or its DTensors.
 
     DeepSpeed's ZeRO-3 has all ranks.
     """
@@ -88,7 +111,10 @@ def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
         reshard(model)
         meshes = _list_meshes(model)
     if not meshes:
-        return [torch.distributed.group.WORLD] if find_sharding(model) == "ZeRO-3" else []
+        fsdp1: Any = next((module for module in model.modules() if _is_fsdp1(module)), None)
+        if fsdp1 is not None:
+            return [fsdp1.process_group]
+        return [torch.distributed.group.WORLD] if any(map(is_zero_3, model.parameters())) else []
     mesh = max(meshes, key=lambda mesh: mesh.ndim)
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
@@ -100,11 +126,11 @@ def count_averaging_ranks(model: nn.Module) -> int:
     wrapper = find_ddp(model)
     if wrapper is not None:
         return wrapper.process_group.size()
-    for module in list_modules(model):
+    for module in model.modules():
         # DeepSpeed's engine, FSDP1, FSDP2.
         if isinstance(size := getattr(module, "dp_world_size", None), int):
             return size
-        if "FullyShardedDataParallel" in type(module).__name__:
+        if _is_fsdp1(module):
             return cast(Any, module).process_group.size()
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         group = None if state is None else state._fsdp_param_group
@@ -115,9 +141,13 @@ def count_averaging_ranks(model: nn.Module) -> int:
 
 
 def find_ddp(model: nn.Module) -> Any:
-    """The `DistributedDataParallel` around a swapped model; None if there is none."""
-    kind = nn.parallel.DistributedDataParallel
-    return next((module for module in iterate_wrappers(model) if isinstance(module, kind)), None)
+    """The `DistributedDataParallel` around a model of transformers; None if there is none."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return module
+        if isinstance(module, PreTrainedModel):
+            return None
+    return None
 
 
 def _list_meshes(model: nn.Module) -> list[Any]:

@@ -7,14 +7,13 @@ the hooks of `wandb.watch` read parameters and shapes, and layers of quantized w
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_rl.models.modules import list_modules
 from liger_rl.step.reason import Reason
 
 KNOWN_PACKAGES = {
@@ -26,13 +25,13 @@ UNTRIED = Reason("its first step shows whether its layers keep values of the bat
 MAX_KEPT_VALUES = 1 << 20  # larger tensors of a layer are weights or tables, not statistics
 
 
-def find_row_reader(model: nn.Module, *, in_training: bool = False) -> Reason | None:
+def find_row_reader(model: nn.Module, modules: Sequence[nn.Module], *, in_training: bool = False) -> Reason | None:
     """A hook or layer of a transformers model that reads rows in training mode; None if none is known to.
 
-    `in_training`: as if all modules were in training mode.
+    `modules`: of the model. `in_training`: as if all of them were in training mode.
     """
     body = getattr(model, "base_model", model)
-    trained = [module for module in list_modules(model) if in_training or module.training]
+    trained = [module for module in modules if in_training or module.training]
     hooked = (m for m in trained if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
     reasons = [
         _judge_hook(function, module)
@@ -116,11 +115,11 @@ def _find_autograd_function(kind: type[nn.Module]) -> str | None:
 # --- layers that keep values ------------------------------------------------------------------------------------------
 
 
-def find_unknown_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers of no known package."""
-    kinds: Any = {type(module) for module in list_modules(model)}
+def list_unknown_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of a model's modules that are of no known package."""
+    kinds: Any = {type(module) for module in modules}
     unknown = {kind for kind in kinds if not _is_known_kind(kind)}
-    return [module for module in list_modules(model) if type(module) in unknown] if unknown else []
+    return [module for module in modules if type(module) in unknown] if unknown else []
 
 
 @functools.cache
@@ -128,7 +127,7 @@ def _is_known_kind(kind: Any) -> bool:
     return _is_known(_find_owner(kind).__module__)
 
 
-def find_kept_values(layers: list[nn.Module], run: Callable[[], Any]) -> Reason | None:
+def find_kept_values(layers: Sequence[nn.Module], run: Callable[[], Any]) -> Reason | None:
     """The layer that keeps values of each call: running statistics, a loss as an attribute or in a list.
 
     Runs twice, because a table may be built in the first call. All values are as before afterwards.

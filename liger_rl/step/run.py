@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from liger_rl.models.router import RouterLogits, RouterLoss, compute_router_losses
 from liger_rl.step import attention
-from liger_rl.step.body import TYPE_INPUTS, Body, no_graph
+from liger_rl.step.facts import TYPE_INPUTS, Facts, no_graph
 from liger_rl.step.layout import Layout, MicroBatch, TreeRow
-from liger_rl.step.router import RouterCall, compute_router_losses
 from liger_rl.step.sequences import TokenBatch
 
 
@@ -20,8 +20,7 @@ class Output(NamedTuple):
     """The outputs of a model for rows (b, n) of tokens."""
 
     values: dict[str, Tensor]  # by name, (b, n, ...): of the log-probability, entropy, ... of each token of the rows
-    extra: Any = None  # what the caller reads of the first output
-    router: RouterCall | None = None  # of a mixture of experts' router loss
+    router: RouterLogits | None = None  # of a mixture of experts
 
 
 Forward = Callable[[dict[str, Any]], Output]  # of the inputs that `make_inputs` makes
@@ -29,19 +28,21 @@ RunWithGraph = Callable[[Callable[[], Any], int], Any]
 
 
 class Outputs(NamedTuple):
-    """The outputs of some micro-batches. Values are flat, in the order of the micro-batches' cells."""
+    """The outputs of some micro-batches. Values are flat, in the order of the tokens of the micro-batches' rows."""
 
     outputs: list[Output]  # live ones first
     source: Tensor | None  # (B, T) index into the concatenated values; None: the batch ran as it is
     mask: Tensor  # (B, T) bool, completion tokens
     host_source: Tensor  # `source` of the whole batch, in CPU memory; the tokens' own indices if the batch ran as it is
 
-    def compute_router_losses(self, attention: Tensor | None, sizes: Sequence[int]) -> Tensor | None:
-        """(M,) the router loss of micro-batches of so many rows; None if a forward has none."""
-        calls = [output.router for output in self.outputs if output.router is not None]
-        if len(calls) < len(self.outputs):
+    def compute_router_losses(
+        self, loss: RouterLoss | None, attention: Tensor | None, sizes: Sequence[int]
+    ) -> Tensor | None:
+        """(M,) the router loss of micro-batches of so many rows; None if the forwards have none."""
+        logits = [output.router for output in self.outputs if output.router is not None]
+        if loss is None or len(logits) < len(self.outputs):
             return None
-        return compute_router_losses(calls, self.host_source, attention, sizes)
+        return compute_router_losses(loss, logits, self.host_source, attention, sizes)
 
     def get(self, name: str) -> Tensor | None:
         """(B, T, ...) values at the batch's tokens, 0 where the mask is not set or the token did not run."""
@@ -72,15 +73,15 @@ def run(
 ) -> Outputs:
     """The outputs of a layout: idle micro-batches without a graph, live ones with the caller's gradient mode.
 
-    `idle_runs`: number of forwards without a graph, so that every rank makes as many; the carrier runs in those that
-    this rank does not need. None runs the idle micro-batches alone.
+    `idle_runs`: number of forwards without a graph, so that every rank makes as many; the repeated micro-batch runs in
+    those that this rank does not need. None runs the idle micro-batches alone.
     `recomputes`: whether each live micro-batch keeps no activations, and runs again in the backward.
     `with_graph`: (a function, the number of live tokens) -> the function's result. The function runs the live
     micro-batches, whose graphs are alive at once, and what runs behind them.
     """
     idle, spare = layout.idle, (idle_runs or 0) - len(layout.idle)
     live_inputs, idle_inputs = (
-        _prepare_inputs(micros, batch, layout.body) for micros in (layout.live, [*idle, *[layout.carrier] * spare])
+        _prepare_inputs(micros, batch, layout.facts) for micros in (layout.live, [*idle, *[layout.repeated] * spare])
     )
     run_micro = partial(checkpoint, _run, use_reentrant=False) if recomputes else _run
 
@@ -104,10 +105,12 @@ def run(
     return Outputs(outputs, source.to(batch.ids.device, non_blocking=True), batch.mask, source)
 
 
-def _prepare_inputs(micros: Sequence[MicroBatch], batch: TokenBatch, body: Body) -> list[Callable[[], dict[str, Any]]]:
+def _prepare_inputs(
+    micros: Sequence[MicroBatch], batch: TokenBatch, facts: Facts
+) -> list[Callable[[], dict[str, Any]]]:
     """Functions that give the inputs. On a GPU they are made here, because a copy may wait for forwards before it.
     Elsewhere they are made for each forward: dense masks take memory."""
-    makers: list[Callable[[], dict[str, Any]]] = [partial(make_inputs, micro, batch, body) for micro in micros]
+    makers: list[Callable[[], dict[str, Any]]] = [partial(make_inputs, micro, batch, facts) for micro in micros]
     if not batch.ids.is_cuda:
         return makers
     return [partial(dict, make()) for make in makers]
@@ -118,68 +121,60 @@ def _run(forward: Forward, inputs: dict[str, Any]) -> Output:
     return output._replace(values={name: value.flatten(0, 1) for name, value in output.values.items()})
 
 
-def make_inputs(micro: MicroBatch, batch: TokenBatch, body: Body) -> dict[str, Any]:
+def make_inputs(micro: MicroBatch, batch: TokenBatch, facts: Facts) -> dict[str, Any]:
     """The model's inputs of a micro-batch, by name. `counted` is the mask of completion tokens."""
     ids, mask, inputs = batch
-    if micro.cells is None:
+    if micro.flat_index is None:
         return {"input_ids": ids, "counted": mask, **inputs}
-    cells = micro.cells.to(ids.device, non_blocking=True)
-    inside, places = cells >= 0, cells.clamp(min=0)
+    index = micro.flat_index.to(ids.device, non_blocking=True)
+    inside, index = index >= 0, index.clamp(min=0)
     tensors = dict(inputs)
-    tensors["input_ids"] = ids.reshape(-1)[places]
-    tensors["counted"] = mask.reshape(-1)[places] & inside
+    tensors["input_ids"] = ids.reshape(-1)[index]
+    tensors["counted"] = mask.reshape(-1)[index] & inside
     for name in TYPE_INPUTS:
         if tensors.get(name) is not None:
-            tensors[name] = tensors[name].reshape(-1)[places.to(tensors[name].device)]
-    attended, positions = tensors.pop("attention_mask", None), tensors.pop("position_ids", None)
+            tensors[name] = tensors[name].reshape(-1)[index.to(tensors[name].device)]
+    attended, position_ids = tensors.pop("attention_mask", None), tensors.pop("position_ids", None)
     if micro.tree is not None:
-        return tensors | _make_tree_inputs(micro.tree, mask, body)
-    if attended is not None and not micro.packed and micro.keeps_mask:
+        return tensors | _make_tree_inputs(micro.tree, mask, facts)
+    if attended is not None and micro.keeps_mask:
         device = attended.device
-        tensors["attention_mask"] = attended.reshape(-1)[places.to(device)].masked_fill(~inside.to(device), 0)
-    if (body.drops_left_padding and body.needs_positions) or positions is not None or micro.packed:
-        tensors["position_ids"] = _make_positions(micro, positions, places, inside, ids, body)
-    if micro.packed and body.takes_sequence_ends:
-        # Otherwise flash attention would search the positions for the sequences' ends in each layer.
-        ends = nn.functional.pad(torch.tensor(micro.lengths).cumsum(0), (1, 0))
-        ends, longest = ends.to(ids.device, torch.int32, non_blocking=True), max(micro.lengths)
-        tensors |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        tensors["attention_mask"] = attended.reshape(-1)[index.to(device)].masked_fill(~inside.to(device), 0)
+    if (facts.drops_left_padding and facts.needs_positions) or position_ids is not None:
+        tensors["position_ids"] = _make_positions(micro, position_ids, index, inside, ids, facts)
     return tensors
 
 
-def _make_tree_inputs(row: TreeRow, mask: Tensor, body: Body) -> dict[str, Any]:
+def _make_tree_inputs(row: TreeRow, mask: Tensor, facts: Facts) -> dict[str, Any]:
     device, tree = mask.device, row.tree
-    cells, places, follows = (x.to(device, non_blocking=True) for x in (row.cells, row.places, tree.follows))
-    # A place is predicted if it is a completion token of one of its sequences.
+    index, places, follows = (x.to(device, non_blocking=True) for x in (row.flat_index, row.places, tree.follows))
+    # A place is a target if one of its sequences counts the token that stands there.
     counts = torch.zeros(tree.tokens, dtype=torch.int32, device=device)
-    counts.index_add_(0, places, mask.reshape(-1)[cells].to(torch.int32))
+    counts.index_add_(0, places, mask.reshape(-1)[index].to(torch.int32))
     return {
         "counted": ((counts > 0) & follows)[None],
-        "position_ids": row.positions[None].to(device, non_blocking=True),
+        "position_ids": row.position_ids[None].to(device, non_blocking=True),
         "attention_mask": attention.make_masks(
-            body.config, tree.ends, row.positions, device, body.dtype, dense=device.type == "cpu"
+            facts.config, tree.ends, row.position_ids, device, facts.dtype, dense=device.type == "cpu"
         ),
     }
 
 
 def _make_positions(
-    micro: MicroBatch, position_ids: Tensor | None, places: Tensor, inside: Tensor, ids: Tensor, body: Body
+    micro: MicroBatch, position_ids: Tensor | None, index: Tensor, inside: Tensor, ids: Tensor, facts: Facts
 ) -> Tensor:
-    """The padded batch's positions; packed sequences begin at 0. Padding continues the positions before it, so that a
-    row without a mask is recognized as one sequence."""
+    """The padded batch's position_ids. Padding continues those before it, so that a row without a mask is recognized as
+    one sequence."""
     batch, width = ids.shape
     if position_ids is None:
-        positions = places % width
+        positions = index % width
     else:
-        positions = position_ids.to(ids.device).expand(batch, width).reshape(-1)[places]
+        positions = position_ids.to(ids.device).expand(batch, width).reshape(-1)[index]
     lengths = torch.tensor(micro.lengths).to(ids.device, non_blocking=True)
-    if micro.packed:
-        first = positions[0, lengths.cumsum(0) - lengths]
-        return positions - torch.repeat_interleave(first, lengths, output_size=positions.shape[1])
     last = positions.gather(1, lengths[:, None] - 1)
     running = positions[:, :1] + torch.arange(positions.shape[1], device=ids.device, dtype=positions.dtype)
     # A table of positions may have no entry beyond the model's last position.
-    return torch.where(inside, positions, torch.minimum(running, last.clamp(min=body.positions - 1)))
+    return torch.where(inside, positions, torch.minimum(running, last.clamp(min=facts.positions - 1)))
 
 
 def _index_outputs(micros: list[MicroBatch], shape: torch.Size) -> Tensor | None:
@@ -187,15 +182,15 @@ def _index_outputs(micros: list[MicroBatch], shape: torch.Size) -> Tensor | None
 
     Tokens that did not run get the index behind the last output. None if the batch ran as it is.
     """
-    if len(micros) == 1 and micros[0].cells is None:
+    if len(micros) == 1 and micros[0].flat_index is None:
         return None
     source, base = np.full(shape.numel(), -1), 0
     for micro in micros:
-        cells = np.arange(shape.numel()) if micro.cells is None else micro.cells.numpy().reshape(-1)
+        index = np.arange(shape.numel()) if micro.flat_index is None else micro.flat_index.numpy().reshape(-1)
         if micro.tree is not None:
-            source[micro.tree.cells.numpy()] = base + micro.tree.places.numpy()
+            source[micro.tree.flat_index.numpy()] = base + micro.tree.places.numpy()
         else:
-            source[cells[cells >= 0]] = base + (cells >= 0).nonzero()[0]
-        base += cells.size
+            source[index[index >= 0]] = base + (index >= 0).nonzero()[0]
+        base += index.size
     source[source < 0] = base
     return torch.from_numpy(source).view(shape)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.step.body import TYPE_INPUTS, Body
+from liger_rl.step.facts import TYPE_INPUTS, Facts
 from liger_rl.step.reason import Reason
 
 
@@ -23,14 +23,11 @@ class SequenceSpan(NamedTuple):
 
     start: int
     stop: int
-    has_targets: int  # whether it has a completion token
-    has_gradient: int  # whether its log-probabilities may have a gradient
-    is_run: int  # whether the attention mask is set at each token, and each position is one more than the one before
+    length: int  # stop - start
+    has_targets: bool  # it has a completion token
+    has_gradient: bool  # its log-probabilities may have a gradient
+    is_run: bool  # the attention mask is set at each token, and each position is one more than the one before
     first_position: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
 
 
 class Sequences(NamedTuple):
@@ -41,11 +38,8 @@ class Sequences(NamedTuple):
     device: str  # the type of the batch's device
     obstacle: Reason | None = None  # why the batch stays as it is
 
-    def length(self, row: int) -> int:
-        return self.spans[row].length
-
     def lengths(self, rows: Iterable[int]) -> list[int]:
-        return [self.length(row) for row in rows]
+        return [self.spans[row].length for row in rows]
 
     def starts(self, rows: Iterable[int]) -> list[int]:
         """The flat index into the (B, T) batch of each row's first token."""
@@ -54,16 +48,15 @@ class Sequences(NamedTuple):
 
 def read_sequences(
     batch: TokenBatch,
-    body: Body,
+    facts: Facts,
     *,
-    trim: bool = True,
     weights: Tensor | None = None,  # (B, T) or (B, 1), factors of the gradient; None: every row may have a gradient
     labels: Tensor | None = None,  # (B, T); a batch stays as it is if they are not its ids where the mask is set
 ) -> Sequences:
     """The span of each row without its padding, and all token ids. One copy to the host, none with an obstacle."""
     ids, mask, inputs = batch
     device, width = ids.device, ids.shape[1]
-    obstacle = body.obstacle or (None if ids.numel() else Reason("it has no token"))
+    obstacle = facts.obstacle or (None if ids.numel() else Reason("it has no token"))
     if obstacle is not None:
         return Sequences([], torch.empty(ids.shape, dtype=torch.int64, device="meta"), device.type, obstacle)
     column = torch.arange(width, device=device)
@@ -71,16 +64,15 @@ def read_sequences(
     attended = torch.ones_like(mask) if attention is None else attention.to(device) != 0
     counts = mask.any(1)
     lives = counts if weights is None else ((weights != 0) & mask).any(1)
-    start, stop = torch.zeros_like(counts, dtype=torch.int64), torch.full_like(counts, width, dtype=torch.int64)
-    if trim:
-        stop = torch.where(mask, column + 1, 0).amax(1)
-        if body.has_router_loss or not body.causal:
-            stop = torch.maximum(stop, torch.where(attended, column + 1, 0).amax(1))
-        if body.drops_left_padding or body.counts_attended:
-            # The token before the first completion token predicts it, and may be padding.
-            first = torch.where(mask, column - 1, width - 1).amin(1)
-            start = torch.minimum(first, torch.where(attended, column, width - 1).amin(1))
-        stop = torch.maximum(stop, start + 1)
+    stop = torch.where(mask, column + 1, 0).amax(1)
+    if facts.has_router_loss or not facts.causal:
+        stop = torch.maximum(stop, torch.where(attended, column + 1, 0).amax(1))
+    start = torch.zeros_like(stop)
+    if facts.drops_left_padding or facts.counts_attended:
+        # The token before the first completion token predicts it, and may be padding.
+        first = torch.where(mask, column - 1, width - 1).amin(1)
+        start = torch.minimum(first, torch.where(attended, column, width - 1).amin(1))
+    stop = torch.maximum(stop, start + 1)
     inside = (column >= start[:, None]) & (column < stop[:, None])
     runs, first = (attended | ~inside).all(1), start
     if positions is not None:
@@ -93,13 +85,16 @@ def read_sequences(
     images = (torch.stack(types) != 0).any(2).any(0) if types else torch.zeros_like(counts)
     negative = ((ids < 0) & inside).any(1)
     table = torch.stack(
-        [flag.long() for flag in (images, differs, negative, start, stop, counts, lives, runs, first)], 1
+        [number.long() for number in (images, differs, negative, start, stop, first, counts, lives, runs)], 1
     )
     host = torch.cat([table, ids.long()], 1).cpu()
     has_images, differ, are_negative, *numbers = host[:, : table.shape[1]].T.tolist()
     if any(are_negative):
         raise ValueError(f"input_ids must be token ids, got a negative one in row {are_negative.index(1)}")
-    spans = [SequenceSpan(*row) for row in zip(*numbers, strict=True)]
+    spans = [
+        SequenceSpan(start, stop, stop - start, bool(counts), bool(lives), bool(runs), first)
+        for start, stop, first, counts, lives, runs in zip(*numbers, strict=True)
+    ]
     obstacle = Reason("its labels are not its input_ids") if any(differ) else None
     obstacle = Reason("it has tokens of an image") if any(has_images) else obstacle
     return Sequences(spans, host[:, table.shape[1] :], device.type, obstacle)

@@ -1,7 +1,7 @@
 """Runs a model to find out what its config does not say: whether sequences of one row see each other."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,118 +10,95 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_rl.step.attention import BLOCK, find_rates, make_masks
-from liger_rl.step.body import Body, no_graph
-from liger_rl.step.layout import MicroBatch
+from liger_rl.models.randomness import without_randomness
+from liger_rl.step.attention import BLOCK, make_masks
+from liger_rl.step.facts import Facts, no_graph
 from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefix_tree
 from liger_rl.step.reason import Reason
-from liger_rl.step.row_readers import UNTRIED, find_kept_values, find_unknown_layers
-from liger_rl.step.run import make_inputs
-from liger_rl.step.sequences import TokenBatch
+from liger_rl.step.row_readers import UNTRIED, find_kept_values
 
-TRIAL_TOKENS = 16  # of each packed sequence
+TRIAL_TOKENS = 16  # of each row without a tree
 TREE_TOKENS = (20, 8)  # shared by two sequences, and of each alone
 
 RunModel = Callable[[dict[str, Any]], Tensor]  # inputs, as `make_inputs` makes them -> log-probabilities (b, n)
 
 
 _lock = threading.Lock()
-# For each model: (kind of attention, kind of device, "packing", "trees" or "rows") -> the reason against it, and if
-# positions may be shifted. There is no reason if sequences have the log-probabilities that they have alone.
-_trials: WeakKeyDictionary[Any, dict[tuple[str, str, str], tuple[Reason | None, bool]]] = WeakKeyDictionary()
+# For each model: (kind of attention, kind of device, trial) -> the reason against it, and if positions may be shifted.
+# There is no reason if sequences have the log-probabilities that they have alone.
+_trials: WeakKeyDictionary[Any, dict[tuple[str, str, int], tuple[Reason | None, bool]]] = WeakKeyDictionary()
 
 
-def _trial_key(model: Any, body: Body, layout: str) -> tuple[str, str, str]:
-    return body.config._attn_implementation, next(model.parameters()).device.type, layout
+ROWS, TREES = 1, 2  # trials, in the order in which they run
 
 
-def needs_trial(model: Any, body: Body, layout: str) -> bool:
-    """Whether `apply_trial` would run the model, as it does once for each kind of attention."""
-    return _trial_key(model, body, layout) not in _trials.get(model, {})
+def _trial_key(model: Any, facts: Facts, trial: int) -> tuple[str, str, int]:
+    return facts.config._attn_implementation, facts.device.type, trial
 
 
-def tries_rows(model: nn.Module) -> bool:
-    """Whether a trial of "rows" says more of the model than its hooks and the classes of its layers."""
-    return model.training and bool(find_unknown_layers(model))
+def apply_known_trials(model: Any, facts: Facts) -> Facts:
+    """The facts with the results of the trials that have run."""
+    for trial in (ROWS, TREES):
+        result = _trials.get(model, {}).get(_trial_key(model, facts, trial))
+        if result is not None and (trial == TREES or model.training):
+            facts = _add_result(facts, trial, *result)
+    return facts
 
 
-def find_known_row_reader(model: Any) -> Reason | None:
-    """What a trial of "rows" has found, `UNTRIED` if the model needs one."""
-    results = [reason for (*_, layout), (reason, _) in _trials.get(model, {}).items() if layout == "rows"]
-    return results[0] if results else UNTRIED if find_unknown_layers(model) else None
+def find_needed_trial(model: Any, facts: Facts, *, has_trees: bool) -> int:
+    """The trial that must run before a layout of these facts runs; 0 if none must."""
+    known = _trials.get(model, {})
+    if model.training and facts.unknown_layers and _trial_key(model, facts, ROWS) not in known:
+        return ROWS
+    return TREES if has_trees and _trial_key(model, facts, TREES) not in known else 0
+
+
+def find_known_row_reader(model: Any, unknown_layers: Sequence[nn.Module]) -> Reason | None:
+    """What a trial of rows has found, `UNTRIED` if the model needs one."""
+    results = [reason for (*_, trial), (reason, _) in _trials.get(model, {}).items() if trial == ROWS]
+    return results[0] if results else UNTRIED if unknown_layers else None
 
 
 @no_graph()
-def apply_trial(run: RunModel, model: Any, body: Body, device: torch.device, layout: str, *, again: bool) -> Body:
-    """The body with the result of a trial: a reason against packing or trees if sequences of one row see each other.
+def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
+    """Run a model to see what its facts do not say. `apply_known_trials` has the result from then on.
 
-    `layout` is "packing", eight forwards, or "trees", ten, of at most 56 tokens; on a GPU trees have 256. "rows" are
-    two forwards of a model with layers of its own, to see whether they keep values of the batch, which must stay as it
-    is then. A trial runs once for a model and its kind of attention, or `again`. `rotary` becomes False if shifted
-    positions change log-probabilities.
+    `TREES` are ten forwards of at most 56 tokens, of 256 on a GPU: a reason against trees if sequences of one row see
+    each other. `rotary` becomes False if shifted positions change log-probabilities. `ROWS` are two forwards of a model
+    with layers of its own, to see whether they keep values of the batch, which must stay as it is then.
+
+    Every rank of a sharded model must run it at once.
     """
-    reason, shifts = _run_trial_once(run, model, body, device, layout, again=again)
-    body = replace(body, rotary=body.rotary and shifts)
-    # A rank that has a reason already runs the trial only because other ranks do.
-    if layout == "rows":
-        return replace(body, obstacle=body.obstacle or reason)
-    if layout == "packing":
-        return replace(body, no_packing=body.no_packing or reason)
-    return replace(body, no_tree=body.no_tree or reason)
-
-
-def _run_trial_once(
-    run: RunModel, model: Any, body: Body, device: torch.device, layout: str, *, again: bool
-) -> tuple[Reason | None, bool]:
     with _lock:
-        trials = _trials.setdefault(model, {})
-        key, name = _trial_key(model, body, layout), type(model).__name__
-        if again or key not in trials:
-            try:
-                with _without_randomness(model, device):
-                    if layout == "rows":
-                        trials[key] = _try_rows(run, model, body, device), True
-                    else:
-                        try_layout = _try_packing if layout == "packing" else _try_trees
-                        problem, shifts = try_layout(run, model, body, device)
-                        trials[key] = None if problem is None else Reason(f"{name} {problem}"), shifts
-            except Exception as error:
-                if layout != "trees" or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                # Nobody asked for trees, so this is no error. Some models take no mask of four dimensions.
-                trials[key] = Reason(f"the forward of {name} fails with a tree: {error}"), True
-        return trials[key]
-
-
-@contextmanager
-def _without_randomness(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Without dropout, noise, checkpoints and updates of running statistics.
-
-    The model stays in training mode, because some quantized layers store their weights in another way in evaluation.
-    """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        changed = []
-        for module in model.modules():
-            values: dict[str, Any] = dict.fromkeys(find_rates(module), 0.0)
-            if vars(module).get("gradient_checkpointing"):
-                values["gradient_checkpointing"] = False
-            if isinstance(module, nn.Embedding | nn.modules.batchnorm._NormBase):  # NEFTune's noise is an embedding's
-                values["training"] = False
-            changed += [(vars(module), name, vars(module)[name]) for name in values]
-            vars(module).update(values)
+        key = _trial_key(model, facts, trial)
         try:
-            yield
-        finally:
-            for attributes, name, value in changed:
-                attributes[name] = value
+            with without_randomness(model, facts.device):
+                if trial == ROWS:
+                    result = _try_rows(run, facts), True
+                else:
+                    problem, shifts = _try_trees(run, model, facts)
+                    result = None if problem is None else Reason(f"{facts.name} {problem}"), shifts
+        except Exception as error:
+            if trial != TREES or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # Nobody asked for trees, so this is no error. Some models take no mask of four dimensions.
+            result = Reason(f"the forward of {facts.name} fails with a tree: {error}"), True
+        _trials.setdefault(model, {})[key] = result
+
+
+def _add_result(facts: Facts, trial: int, reason: Reason | None, shifts: bool) -> Facts:
+    facts = replace(facts, rotary=facts.rotary and shifts)
+    if trial == ROWS:
+        return replace(facts, obstacle=facts.obstacle or reason)
+    return replace(facts, no_tree=facts.no_tree or reason)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 # Log-probabilities agree within this multiple of what a rounding error after each layer changes ...
 ROUNDINGS = 2
-# ... or within this share of what another context changes.
-CONTEXT_SHARE = 1 / 16
+# ... or within this fraction of what another context changes.
+CONTEXT_FRACTION = 1 / 16
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 SEES_ANOTHER = "lets a sequence see another one of its row"
 DIFFERS = "gives log-probabilities in {} that are not those of separate rows"
@@ -198,7 +175,7 @@ class _Comparison:
     ) -> None:
         self.effect = joined_changed - joined
         rounding = (rounded - alone).abs().max()
-        self.tolerance = torch.maximum(ROUNDINGS * rounding, CONTEXT_SHARE * self.effect.abs().max())
+        self.tolerance = torch.maximum(ROUNDINGS * rounding, CONTEXT_FRACTION * self.effect.abs().max())
         # The bits of activations that are quantized together depend on all rows.
         self.is_exact = torch.equal(other_row[1], alone[1]) or bool(_find_experts(model))
 
@@ -219,63 +196,28 @@ class _Comparison:
 # --- the trials -------------------------------------------------------------------------------------------------------
 
 
-def _try_rows(run: RunModel, model: Any, body: Body, device: torch.device) -> Reason | None:
+def _try_rows(run: RunModel, facts: Facts) -> Reason | None:
     """The layer that keeps values of two short rows."""
-    length = min(TRIAL_TOKENS, body.positions or TRIAL_TOKENS)
-    ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % body.config.vocab_size
-    counted = torch.arange(length, device=device).expand(2, length) != 0
-    return find_kept_values(find_unknown_layers(model), lambda: run({"input_ids": ids, "counted": counted}))
+    length = min(TRIAL_TOKENS, facts.positions or TRIAL_TOKENS)
+    ids = torch.arange(3, 3 + 2 * length, device=facts.device).view(2, length) % facts.config.vocab_size
+    counted = torch.arange(length, device=facts.device).expand(2, length) != 0
+    return find_kept_values(facts.unknown_layers, lambda: run({"input_ids": ids, "counted": counted}))
 
 
-def _try_packing(run: RunModel, model: Any, body: Body, device: torch.device) -> tuple[str | None, bool]:
-    """(what the model does wrong with packed sequences, whether positions may be shifted).
-
-    Runs the second of two sequences packed, packed behind another first sequence, alone, and in one row with the first.
-    Some models do not pass positions to their attention, carry a state from one sequence to the next, or use positions
-    for more than a rotary embedding.
-    """
-    length = min(TRIAL_TOKENS, body.positions // 2 or TRIAL_TOKENS)
-    ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % body.config.vocab_size
-    changed = torch.stack([(ids[0] + 2 * length) % body.config.vocab_size, ids[1]])
-    counted = torch.arange(length, device=device).expand(2, length) != 0
-    micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
-    last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
-
-    def run_packed(ids: Tensor) -> Tensor:
-        return run(make_inputs(micro, TokenBatch(ids, counted, {}), body))[0, length + 1 :]
-
-    in_second = torch.arange(2 * length, device=device) >= length
-    packed, packed_changed = _run_both(model, (lambda: run_packed(ids), lambda: run_packed(changed)), in_second)
-    alone, other_row = (run({"input_ids": x, "counted": counted})[:, 1:] for x in (ids, changed))
-    with _rounded_otherwise(model):
-        rounded = run({"input_ids": ids, "counted": counted})[:, 1:]
-    joined, joined_changed = (
-        run({"input_ids": x.view(1, -1), "counted": counted.reshape(1, -1)})[0, length + 1 :] for x in (ids, changed)
-    )
-    comparison = _Comparison(model, alone, rounded, other_row, joined, joined_changed)
-    moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})[0, 1:]
-    problem = None
-    if not comparison.is_independent(packed, packed_changed):
-        problem = SEES_ANOTHER
-    elif not comparison.are_close(packed, alone[1]):
-        problem = DIFFERS.format("a packed row")
-    return problem, comparison.are_close(moved, alone[1])
-
-
-def _try_trees(run: RunModel, model: Any, body: Body, device: torch.device) -> tuple[str | None, bool]:
+def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, bool]:
     """(what the model does wrong with two sequences in a tree, whether positions may be shifted).
 
     The values of the second sequence do not depend on the tokens of the first alone. They depend on the shared tokens,
     and on position_ids. They are those of separate rows. A row without the tree's mask shows how much the first
     sequence changes the second if the second sees it.
     """
-    shared, tail = TREE_TOKENS
-    if 0 < body.positions < shared + tail:
-        shared, tail = LEAST_SHARED + 1, body.positions - LEAST_SHARED - 1
+    (shared, tail), device = TREE_TOKENS, facts.device
+    if 0 < facts.positions < shared + tail:
+        shared, tail = LEAST_SHARED + 1, facts.positions - LEAST_SHARED - 1
     length = shared + tail
     if tail < 2:
-        raise ValueError(f"a trial takes {LEAST_SHARED + 3} positions, the model has {body.positions}")
-    numbers, vocab = torch.arange(3, 3 + 2 * length), body.config.vocab_size
+        raise ValueError(f"a trial takes {LEAST_SHARED + 3} positions, the model has {facts.positions}")
+    numbers, vocab = torch.arange(3, 3 + 2 * length), facts.config.vocab_size
     first = numbers[:length] % vocab
     second = torch.cat([first[:shared], numbers[length : length + tail] % vocab])
     # The last shared token stands in both branches.
@@ -288,7 +230,7 @@ def _try_trees(run: RunModel, model: Any, body: Body, device: torch.device) -> t
     places, counted = torch.stack(tree.places).to(device), torch.arange(length, device=device).expand(2, length) != 0
 
     def run_tree(*sequences: Tensor, ends: Tensor = tree.ends, positions: Tensor = tree.offsets) -> Tensor:
-        mask = make_masks(body.config, ends, tree.offsets, device, body.dtype, dense=device.type == "cpu")
+        mask = make_masks(facts.config, ends, tree.offsets, device, facts.dtype, dense=device.type == "cpu")
         row = torch.stack(sequences)[tree.sequences, tree.offsets][None].to(device)
         inputs = {"input_ids": row, "counted": tree.follows[None].to(device), "attention_mask": mask}
         return run(inputs | {"position_ids": positions[None].to(device)})[0][places][:, 1:]
@@ -313,8 +255,8 @@ def _try_trees(run: RunModel, model: Any, body: Body, device: torch.device) -> t
         rounded = run_rows(first, second)
     comparison = _Comparison(model, alone, rounded, other_row, joined, joined_changed)
     shifts = True
-    if body.rotary:
-        last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
+    if facts.rotary:
+        last = torch.arange(length, device=device)[None] + max(facts.positions - length, length)
         shifts = comparison.are_close(run_rows(first, positions={"position_ids": last}), alone[:1])
     own = 1, slice(shared - 1, None)  # the second sequence's values that its own branch predicts
     problem = None

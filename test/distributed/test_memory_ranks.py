@@ -1,6 +1,5 @@
 """Ranks with different amounts of free memory keep the same layers, as many as the rank with the least."""
 
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ from test_models import VOCAB, tiny_llama, wrap  # noqa: E402
 
 from liger_rl.step import memory  # noqa: E402
 from liger_rl.step.memory import DeviceMemory, run_with_kept_layers  # noqa: E402
-from liger_rl.step.ranks import agree_on_minimum  # noqa: E402
+from liger_rl.step.ranks import Agreement, agree  # noqa: E402
 
 TOKENS = 24
 
@@ -35,12 +34,13 @@ def steps_of(rank, wrapper):
         return DeviceMemory(room[rank.index], allocated, allocated)
 
     room = [1 << 40, 1 << 40]
-    agree = partial(agree_on_minimum, [rank.group], device=rank.device)
     with streams.on_device(rank.device), mock.patch.object(memory, "read_memory", read):
         for share in (0, 0.8, 0.8):
             model.zero_grad()
+            wanted = Agreement(kept=memory.count_kept_layers(model, TOKENS, share) or 0)
+            agreed = agree([rank.group], wanted, rank.device).kept
             loss, clause = run_with_kept_layers(
-                model, lambda: model(input_ids=ids, labels=ids).loss, TOKENS, share=share, agree=agree
+                model, lambda: model(input_ids=ids, labels=ids).loss, TOKENS, share=share, agreed=agreed
             )
             loss.backward()
             results.append((clause, loss.item(), gradients(model)))
@@ -67,5 +67,18 @@ def test_the_rank_with_the_least_memory_decides(ranks, wrapper, two):
             assert all(torch.equal(grads[name], expected[name]) for name in grads)
 
 
-def test_the_minimum_without_groups_is_the_value():
-    assert agree_on_minimum([], 3, torch.device("cpu")) == 3
+def test_without_groups_ranks_agree_on_what_they_want():
+    wanted = Agreement(live=3, kept=2, refuses=True)
+    assert agree([], wanted, torch.device("cpu")) is wanted
+
+
+def agreed_on(rank):
+    """Each rank wants other numbers."""
+    number = rank.index + 1
+    return agree([rank.group], Agreement(live=number, groups=number, capacity=number, kept=number), rank.device)
+
+
+def test_ranks_agree_on_the_largest_numbers_and_on_the_least_room(ranks):
+    for agreed in ranks.run(agreed_on):
+        assert (agreed.live, agreed.groups, agreed.capacity, agreed.kept) == (2, 2, 1, 1)
+        assert not agreed.refuses

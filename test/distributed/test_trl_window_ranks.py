@@ -5,8 +5,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -15,7 +18,8 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 import trl_runs
 from liger_rl.integrations.trl import report
 
-SCRIPT, SECONDS = Path(__file__).with_name("trl_run_on_rank.py"), 150
+SCRIPT = Path(__file__).with_name("trl_run_on_rank.py")
+IDLE_SECONDS = 120  # without any processor time, after which ranks hang
 CASES = (
     "SFT",
     "SFT, one long row",
@@ -39,6 +43,21 @@ DEEPSPEED_CASES += [("zero3-offload", case) for case in ("SFT", "GRPO, checkpoin
 SHARED = {"DPO, LoRA", "GRPO", "GRPO, checkpoints"}  # each micro-batch has sequences of one prompt
 
 
+def wait_while_they_work(processes: list[subprocess.Popen]) -> None:
+    """Until all have ended, one has failed, or none has used the processor for a while. A loaded machine is no hang."""
+    known, since = 0.0, time.monotonic()
+    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        time.sleep(0.2)
+        used = 0.0
+        for process in processes:
+            with suppress(psutil.Error):
+                used += sum(psutil.Process(process.pid).cpu_times()[:2])
+        # A rank that has ended has no time. One that waits in a collective wakes up for milliseconds.
+        if abs(used - known) > 0.05:
+            known, since = used, time.monotonic()
+        assert time.monotonic() - since < IDLE_SECONDS, "the ranks wait for each other"
+
+
 def run_on_ranks(directory: Path, *wrappers: str) -> list[dict]:
     """-> the results of each rank, of all wrappers. Ranks that hang are ended, and the test fails."""
     model = trl_runs.save_model("qwen3", directory)
@@ -46,18 +65,18 @@ def run_on_ranks(directory: Path, *wrappers: str) -> list[dict]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
-    processes = []
+    processes, logs = [], [directory / f"log-{rank}" for rank in range(2)]
     for rank in range(2):
         environment = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, SCRIPT, model, directory / str(rank), *wrappers]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **streams))
+        with logs[rank].open("w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        texts = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        wait_while_they_work(processes)
     finally:
         for process in processes:
             process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in texts)
+    assert not any(process.wait() for process in processes), "\n".join(log.read_text()[-3000:] for log in logs)
     return [json.loads((directory / str(rank)).read_text()) for rank in range(2)]
 
 

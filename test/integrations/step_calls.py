@@ -1,11 +1,17 @@
-"""Batches of policy steps, and the same steps spelt out with full logits."""
+"""Batches of steps, and the same steps spelt out with full logits of the padded batch."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_models import VOCAB, assert_same_gradients, build, full, gradients
 from liger_rl import FusedLinearGRPOLoss, loss_steps, ppo_loss_fn
 from liger_rl.losses import PolicyBatch
+from liger_rl.step import layout
 
 BATCH, LENGTH = 6, 13
 # First attended token, first completion token, end, of each row. The last row has no completion token that counts.
@@ -56,6 +62,17 @@ def packed(batch: dict) -> tuple[dict, Tensor]:
     return columns, sequence
 
 
+@contextmanager
+def sharing(shares: bool) -> Iterator[None]:
+    """Inside of it a model whose rows can be trees has trees, however little they save; or none has."""
+    never = dict.fromkeys(("cpu", "cuda"), math.inf)
+    constants = {"MAX_TREE_FRACTION": math.inf, "MIN_TREE_TOKENS": {}, "MAX_DENSE_TOKENS": {}}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (constants if shares else {"MIN_TREE_TOKENS": never}).items():
+            patch.setattr(layout, name, value)
+        yield
+
+
 def full_step(model: nn.Module, batch: dict, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities and entropies of the tokens themselves, from full logits; column 0 is 0."""
     inputs = {name: batch[name] for name in INPUTS if name in batch}
@@ -97,25 +114,30 @@ def run(model: nn.Module, batch: dict, loss: FusedLinearGRPOLoss, **options):
 
 
 def assert_same_metrics(metrics: dict, expected: dict) -> None:
-    values = ({name: metric.value for name, metric in part.items()} for part in (metrics, expected))
+    values = ({name: getattr(x, "value", x) for name, x in part.items()} for part in (metrics, expected))
     torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
 
 
-def assert_as_padded(model: nn.Module, batch: dict, loss: FusedLinearGRPOLoss, **options):
-    """Loss, metrics, log-probabilities and gradients are those of full logits; the batch is left alone."""
+def assert_as_padded(model: nn.Module, batch: dict, loss, expected: tuple | None = None, **options):
+    """Loss, metrics, log-probabilities and gradients are those of full logits; the batch is left alone.
+
+    `expected`: as `expected_step` returns them, some metrics are enough; of a policy loss it is called here.
+    """
     before = {name: torch.as_tensor(value).clone() for name, value in batch.items()}
-    torch.manual_seed(5)  # for the objective that draws lots
-    total, metrics, expected, logps = expected_step(model, batch, loss)
-    torch.manual_seed(5)
+    total, metrics, truth, logps = expected_step(model, batch, loss) if expected is None else expected
     steps, grads = run(model, batch, loss, **options)
     torch.testing.assert_close(steps.total.loss, total, rtol=1e-5, atol=1e-5)
-    assert_same_metrics(steps.total.metrics, metrics)
-    seen, mask = steps.total.per_token_logps, batch["mask"].bool()
+    found = steps.total.metrics
+    assert_same_metrics(found if expected is None else {name: found[name] for name in metrics}, metrics)
+    seen, mask = steps.total.per_token_logps, batch["mask"].bool() | batch.get("nll_mask", False)
     known = seen.isfinite()
     torch.testing.assert_close(seen[known & mask], logps[known & mask], rtol=1e-5, atol=1e-5)
     assert not seen.requires_grad
     assert not seen[~mask].any()
-    assert_same_gradients(grads, expected)
+    if any(grad.any() for grad in truth.values()):
+        assert_same_gradients(grads, truth)
+    else:  # as where all tokens are clipped
+        assert not any(grad.any() for grad in grads.values())
     assert before.keys() == batch.keys()
     assert all(torch.equal(torch.as_tensor(batch[name]), value) for name, value in before.items())
     return steps

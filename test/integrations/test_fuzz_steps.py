@@ -1,102 +1,183 @@
-"""Steps whose sequences share prefixes against each row by itself in the plain model, on random batches of every
-architecture: losses, log-probabilities and gradients."""
+"""The property of a step: in every layout it is a step on full logits of the padded batch.
 
+Random batches of every architecture, padding and loss, in trees and in padded rows, whole and in micro-batches: loss,
+metrics, log-probabilities and gradients.
+"""
+
+import inspect
 import os
 import random
 from functools import cache
 
 import pytest
 import torch
+from test_architectures import image_text_model
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 import oracles
-from hf_models import BEFORE_5, CONFIGS, VOCAB, assert_same_gradients, build, gradients
-from liger_rl import FusedLinearCrossEntropyLoss, FusedLinearPreferenceLoss, loss_steps
+from hf_models import BEFORE_5, CONFIGS, HYBRIDS, VOCAB, build, gradients
+from liger_rl import (
+    FusedLinearCrossEntropyLoss,
+    FusedLinearGRPOLoss,
+    FusedLinearPreferenceLoss,
+    FusedLinearUnpairedLoss,
+)
+from liger_rl.losses import PRESETS, SequenceMean
+from step_calls import INPUTS, assert_as_padded, full_step, sharing, with_columns
 
-CASES = max(1, round(0.06 * int(os.environ.get("FUZZ_CASES", "500"))))
+IMAGES = ("Llava", "SmolVLM", "Gemma3", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+# Other options than those of `CONFIGS`: windows, softcaps, eager attention, no router loss.
+VARIANTS = {
+    "Gemma2, windows": ("Gemma2", {"attn_logit_softcapping": 2.0, "sliding_window": 9}),
+    "Gemma2, eager": ("Gemma2", {"attention": "eager", "attn_logit_softcapping": 2.0, "sliding_window": 9}),
+    "Gemma3Text, windows": ("Gemma3Text", WINDOWS),
+    "Mistral, windows": ("Mistral", {"sliding_window": 4}),
+    "Mistral, eager": ("Mistral", {"attention": "eager", "sliding_window": 18}),
+    "GptOss, eager": ("GptOss", {"attention": "eager", "sliding_window": 9}),
+    **{f"{name}, no router": (name, {"output_router_logits": False}) for name in ("Qwen3Moe", "Olmoe", "Mixtral")},
+}
+NAMES = sorted({*CONFIGS, *HYBRIDS, *VARIANTS, *IMAGES})
+# Models with layers of a state, and those that make a mask of their own.
+WITHOUT_TREES = {*HYBRIDS, "RecurrentGemma", "Qwen3_5"} | ({"GPT2", "GraniteMoe"} if BEFORE_5 else set())
+SUPERVISED = ("dpo", "orpo", "kto", "tokens", "sequences", "eaft")
+LOSSES = (*PRESETS, *SUPERVISED)
+PADDINGS = ("left", "right", "both")
+
+# By default each architecture has each padding, and about six of the losses' cases have each loss.
+CASES = 3 * len(NAMES)
+if "FUZZ_CASES" in os.environ:
+    CASES = max(1, round(0.06 * int(os.environ["FUZZ_CASES"])))
 # Without a FUZZ_CASES the cases are the same in every run, as in test/fuzz.
 SEEDS = range(CASES) if "FUZZ_CASES" not in os.environ else random.SystemRandom().sample(range(2**40), CASES)
 
 
 @cache
 def model_of(name: str) -> nn.Module:
-    # The router's loss is of the whole batch, padding included.
-    return build(name, **({"output_router_logits": False} if "output_router_logits" in CONFIGS[name] else {}))
+    if name in IMAGES:
+        return image_text_model(name, "sdpa")
+    architecture, options = VARIANTS.get(name, (name, {}))
+    return build(architecture, **options)
 
 
-def draw_batch(draw: random.Random, pairs: bool, left: bool) -> dict[str, Tensor]:
-    """Sequences that continue one of two prompts, or each other, padded on one side."""
+def draw_batch(draw: random.Random, padding: str, *, least: int, even: bool) -> dict[str, Tensor]:
+    """Sequences that continue one of two prompts, or each other, or begin alone, with `least` completion tokens."""
     numbers = torch.Generator().manual_seed(draw.getrandbits(32))
 
     def some(least: int, most: int) -> list[int]:
-        return torch.randint(3, VOCAB, (draw.randint(least, most),), generator=numbers).tolist()
+        return torch.randint(9, VOCAB, (draw.randint(least, most),), generator=numbers).tolist()
 
-    prompts = [some(8, 20), some(8, 20)]
-    turn, rows = some(8, 12), []
-    for _ in range(draw.randint(2, 3)):
-        prompt = draw.choice(prompts)
-        rows.append([(prompt + draw.choice(([], turn)) + some(1, 6), len(prompt)) for _ in range(2)])
-    sequences = [row for part in zip(*rows, strict=True) for row in part]
-    width = max(len(tokens) for tokens, _ in sequences) + draw.randint(0, 2)
-    ids, attended, mask = (torch.zeros(len(sequences), width, dtype=torch.long) for _ in range(3))
-    for row, (tokens, first) in enumerate(sequences):
-        start = width - len(tokens) if left else 0
+    prompts, turn, rows = [some(18, 21), some(18, 21), some(2, 17)], some(3, 6), []
+    count = draw.randint(1, 6)
+    for _ in range(count + count % 2 if even else count):
+        start = draw.choice([*prompts, prompts[0], some(1, 9)])
+        tokens = start + draw.choice(([], turn)) + some(least, 6)
+        rows.append((tokens, draw.choice((len(start), max(len(tokens) - 2, len(start))))))
+        if draw.random() < 0.2:
+            prompts.append(tokens[:35])
+    width = max(len(tokens) for tokens, _ in rows) + draw.randint(0, 3)
+    ids, attended, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+    for row, (tokens, first) in enumerate(rows):
+        room = width - len(tokens)
+        start = {"left": room, "right": 0, "both": draw.randint(0, room)}[padding]
         ids[row, start : start + len(tokens)] = torch.tensor(tokens)
         attended[row, start : start + len(tokens)] = 1
-        mask[row, start + first : start + len(tokens)] = 1
-    mask[draw.randrange(len(sequences))] *= 1 if pairs else draw.randint(0, 1)
-    return {"input_ids": ids, "attention_mask": attended, "mask": mask}
+        # The last token counts, others perhaps.
+        counts = [draw.random() < 0.8 for _ in tokens[first + 1 :]] + [True] * (first < len(tokens))
+        mask[row, start + first : start + len(tokens)] = torch.tensor(counts).long()
+    return {"input_ids": ids, "attention_mask": attended, "mask": mask.bool()}
 
 
-def logps_of_rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """(B, T) of completion tokens, each row by itself and without padding."""
-    found = []
-    for ids, attended, mask in zip(*(batch[name] for name in ("input_ids", "attention_mask", "mask")), strict=True):
-        alone = ids[attended.bool()][None]
-        log_p = model(input_ids=alone).logits.float().log_softmax(-1)[:, :-1]
-        logps = log_p.gather(-1, alone[:, 1:, None])[0, :, 0]
-        place = attended.nonzero()[1:, 0]
-        found.append(torch.zeros(ids.shape).index_put((place,), logps) * mask)
-    return torch.stack(found)
+def draw_inputs(draw: random.Random, model: nn.Module, batch: dict, padding: str, *, images: bool) -> None:
+    """Positions, and no mask where the model may see the padding."""
+    if "position_ids" in inspect.signature(model.forward).parameters and not images and draw.random() < 0.5:
+        late = torch.tensor([[draw.choice((0, 0, 3))] for _ in batch["mask"]])
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0) + late
+    elif padding == "right" and draw.random() < 0.3:
+        del batch["attention_mask"]
+
+
+def draw_policy(draw: random.Random, preset: str, model: nn.Module, batch: dict) -> tuple[FusedLinearGRPOLoss, dict]:
+    """A loss with columns of its own. Some sequences have no gradient, or no completion."""
+    rows, width = batch["mask"].shape
+    options = {"dr_grpo": {"max_completion_length": 10}, "cispo": {"epsilon_high": 2.0}}.get(preset, {})
+    options |= {"metrics": draw.choice(("none", "loss", "basic", "with_entropy")), "temperature": draw.choice((1, 0.7))}
+    options |= draw.choice(({}, {}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"chunk_tokens": 7, "chunk_vocab": 50}))
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    advantages = torch.randn(rows, draw.choice((1, width)), generator=generator)
+    advantages *= torch.tensor([[row < 2 or draw.random() < 0.6] for row in range(rows)])
+    batch |= {"advantages": advantages if advantages.shape[1] == width else advantages[:, 0]}
+    batch |= draw.choice(({}, {"num_items_in_batch": 31}))
+    if preset != "vespo" and draw.random() < 0.5:
+        batch["importance_ratio"] = torch.rand(rows, 1, generator=generator) + 0.5
+    loss = FusedLinearGRPOLoss(preset, **options)
+    columns = with_columns(model, batch, loss.transform.temperature)
+    if loss.terms.kl.beta == 0:  # which nothing reads
+        del columns["ref_per_token_logps"]
+    return loss, columns
+
+
+def expect_supervised(kind: str, model: nn.Module, batch: dict):
+    """-> the loss, its columns, and its value, metrics, gradients and log-probabilities."""
+    rows, mask, ids = len(batch["mask"]), batch["mask"], batch["input_ids"]
+    half = rows // 2
+    logps = full_step(model, batch)[0]
+    sums, metrics = torch.where(mask, logps, 0.0).sum(1), {}
+    reference = sums.detach() + torch.linspace(-3, 3, rows)
+    if kind == "dpo":
+        margins = sums - reference
+        batch, loss = batch | {"ref_logps": reference}, FusedLinearPreferenceLoss("dpo")
+        total, metrics = oracles.dpo(margins, 0.1), {"reward_margins": 0.1 * (margins[:half] - margins[half:]).mean()}
+    elif kind == "orpo":  # whose NLL term counts tokens of its own
+        nll_mask = torch.ones_like(mask) if "attention_mask" not in batch else batch["attention_mask"].bool()
+        # Padding in front of a sequence predicts its first token.
+        nll_mask &= torch.nn.functional.pad(nll_mask[:, :-1], (1, 0))
+        nll_mask[half:] = False
+        means = sums / mask.sum(1)
+        odds, nll = means - torch.log1p(-means.exp()), -logps[nll_mask].mean()
+        total, metrics = nll - 0.1 * logsigmoid(odds[:half] - odds[half:]).mean(), {"nll": nll}
+        batch, loss = batch | {"nll_mask": nll_mask}, FusedLinearPreferenceLoss("orpo")
+        mask = mask | nll_mask
+    elif kind == "kto":
+        labels = torch.arange(rows) % 3 == 0
+        batch, loss = batch | {"labels": labels, "kl": 0.3, "ref_logps": reference}, FusedLinearUnpairedLoss("kto")
+        total = oracles.kto(sums - reference, labels, 0.1, 0.3)
+    else:
+        logits = model(**{name: batch[name] for name in INPUTS if name in batch}).logits.float()[:, :-1]
+        counted, options = mask[:, 1:], {} if kind == "eaft" else {"label_smoothing": 0.1, "z_loss": 1e-3}
+        losses = (oracles.cross_entropy if options else oracles.eaft)(logits, ids[:, 1:], **options)
+        losses = torch.where(counted, losses, 0.0)
+        total = (losses.sum(1) / counted.sum(1)).mean() if kind == "sequences" else losses.sum() / counted.sum()
+        loss = FusedLinearCrossEntropyLoss(
+            "eaft" if kind == "eaft" else "nll", metrics="with_entropy", **options,
+            reduction=SequenceMean() if kind == "sequences" else None,
+        )  # fmt: skip
+        metrics = {"accuracy": (logits.argmax(-1) == ids[:, 1:])[counted].float().mean()}
+    if getattr(model.config, "output_router_logits", False):
+        total = total + 0.1 * model(**{name: batch[name] for name in INPUTS if name in batch}).aux_loss
+    metrics = {name: torch.as_tensor(value).detach() for name, value in metrics.items()}
+    return loss, batch, (total.detach(), metrics, gradients(model, total), logps.detach())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_by_themselves(seed):
-    draw = random.Random(seed)
-    name, pairs, left = draw.choice(sorted(CONFIGS)), draw.random() < 0.5, draw.random() < 0.5
+def test_a_step_is_that_of_the_padded_batch(seed):
+    draw, turn = random.Random(seed), seed // len(NAMES)
+    name, padding, kind = NAMES[seed % len(NAMES)], PADDINGS[turn % 3], LOSSES[(seed + turn) % len(LOSSES)]
     if name == "RecurrentGemma" and BEFORE_5:
         pytest.skip("in transformers 4.57 a RecurrentGemma without a cache keeps the graph of the forward before")
-    model = model_of(name)
-    batch = draw_batch(draw, pairs, left)
-    if name == "GPT2":  # its default positions are columns
-        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    options = {"share_prefixes": True, "max_tokens": draw.choice((None, 90))}
-    loss = FusedLinearPreferenceLoss("dpo", reference_free=True) if pairs else FusedLinearCrossEntropyLoss()
-    try:
-        steps = loss_steps(model, batch, loss, **options)
-    except ValueError as error:
-        if "share_prefixes must not be True here" not in str(error):
-            raise
-        # Without a tree, only padding on the right leaves every model's rows alone.
-        if left:
-            batch = draw_batch(draw, pairs, False)
-        steps = loss_steps(model, batch, loss)
-    logps = logps_of_rows(model, batch)
-    if pairs:
-        chosen, rejected = logps.sum(1).chunk(2)
-        expected = -logsigmoid(0.1 * (chosen - rejected)).mean()
+    model, policy = model_of(name), kind in PRESETS
+    batch = draw_batch(draw, padding, least=0 if policy else 1, even=kind in ("dpo", "orpo"))
+    draw_inputs(draw, model, batch, padding, images=name in IMAGES)
+    if policy:
+        (loss, batch), expected = draw_policy(draw, kind, model, batch), None
     else:
-        expected = -logps.sum() / batch["mask"].sum()
-    truth = gradients(model, expected)
-    model.zero_grad()
-    for step in steps:
-        step.loss.backward()
-    torch.testing.assert_close(steps.total.loss, expected.detach(), rtol=1e-4, atol=1e-4, msg=f"{name} {steps.layout}")
-    seen = steps.total.per_token_logps
-    torch.testing.assert_close(
-        seen.nan_to_num(0.0), torch.where(seen.isnan(), 0.0, logps.detach()), rtol=1e-4, atol=1e-4
-    )
-    found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    if oracles.whole(truth).norm() > 1e-3:
-        assert_same_gradients(found, truth)
+        loss, batch, expected = expect_supervised(kind, model, batch)
+    whole = getattr(model.config, "output_router_logits", False)
+    width = batch["mask"].shape[1]
+    for shares in (True, False):
+        budget = None if whole else draw.choice((None, 2 * width, 3 * width))
+        with sharing(shares):
+            steps = assert_as_padded(model, batch, loss, expected, max_tokens=budget)
+        trees = shares and name not in WITHOUT_TREES
+        assert ("in trees" in steps.layout) == trees, f"{name}: {steps.layout}"

@@ -9,19 +9,19 @@ import torch
 pytest.importorskip("transformers", reason="a step's models are its")
 
 from host_reads import host_reads
-from liger_rl.step.body import Body
-from liger_rl.step.layout import Layout, LayoutOptions, MicroBatch, count_padded_groups, lay_out
+from liger_rl.step.facts import Facts
+from liger_rl.step.layout import Layout, MicroBatch, count_padded_groups, lay_out
 from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 
 REFUSED = Reason("a test")
-BODY = Body(
-    obstacle=None, drops_left_padding=True, needs_positions=True, causal=True, has_router_loss=False, rotary=True,
-    counts_attended=False, packs_by_default=False, takes_sequence_ends=False, no_packing=None, no_tree=None,
-    config=None, dtype=torch.float32, positions=0,
+FACTS = Facts(
+    name="a model", config=None, dtype=torch.float32, device=torch.device("cpu"), sharding=None,
+    has_reentrant_checkpoints=False, unknown_layers=(), obstacle=None, no_tree=None, causal=True, reads_types=False,
+    rotary=True, takes_positions=True, positions_are_known=True, has_no_positions=False, needs_positions=True,
+    positions=0, longest_row=float("inf"), router_is_known=True, drops_left_padding=True,
 )  # fmt: skip
-PADDED = replace(BODY, no_tree=REFUSED)
-OPTIONS = LayoutOptions()
+PADDED = replace(FACTS, no_tree=REFUSED)
 
 
 def draw(rows: int, seed: int, *, shared: int = 0, width: int = 60) -> tuple[TokenBatch, torch.Tensor]:
@@ -40,67 +40,68 @@ def draw(rows: int, seed: int, *, shared: int = 0, width: int = 60) -> tuple[Tok
     return TokenBatch(ids, mask, {"attention_mask": attended.long()}), weights
 
 
-def read(batch: TokenBatch, body: Body = BODY, weights: torch.Tensor | None = None) -> Sequences:
-    return read_sequences(batch, body, weights=weights)
+def read(batch: TokenBatch, facts: Facts = FACTS, weights: torch.Tensor | None = None) -> Sequences:
+    return read_sequences(batch, facts, weights=weights)
 
 
 def count_tokens(layout: Layout) -> int:
     return sum(micro.tokens for micro in (*layout.live, *layout.idle))
 
 
-def cells_of(micro: MicroBatch, shape: torch.Size) -> list[int]:
+def list_tokens(micro: MicroBatch, shape: torch.Size) -> list[int]:
     """The tokens of the batch that a micro-batch runs; one of a tree once for each of its sequences."""
-    if micro.cells is None:
+    if micro.flat_index is None:
         return list(range(shape.numel()))
-    return (micro.cells[micro.cells >= 0] if micro.tree is None else micro.tree.cells).tolist()
+    return (micro.flat_index[micro.flat_index >= 0] if micro.tree is None else micro.tree.flat_index).tolist()
 
 
+# name -> facts, options of `lay_out`
 KINDS = {
-    "padded": (PADDED, OPTIONS, {}),
-    "padded groups": (PADDED, OPTIONS, {"padded_groups": 3}),
-    "packed": (PADDED, LayoutOptions(packing=True), {}),
-    "trees": (BODY, LayoutOptions(share_prefixes=True), {}),
-    "by themselves": (BODY, OPTIONS, {"padded_groups": 2}),
-    "as they are": (replace(BODY, obstacle=REFUSED), OPTIONS, {}),
-    "a budget": (BODY, LayoutOptions(max_tokens=120), {}),
-    "a budget, packed": (PADDED, LayoutOptions(packing=True, max_tokens=120), {}),
-    "padded groups and a budget": (PADDED, LayoutOptions(max_tokens=120), {"padded_groups": 2}),
+    "padded": (PADDED, {}),
+    "padded groups": (PADDED, {"padded_groups": 3}),
+    "trees": (FACTS, {}),
+    "trees in place of groups": (FACTS, {"padded_groups": 2}),
+    "as they are": (replace(FACTS, obstacle=REFUSED), {}),
+    "a budget": (PADDED, {"max_tokens": 120}),
+    "a budget, trees": (FACTS, {"max_tokens": 120}),
+    "padded groups and a budget": (PADDED, {"max_tokens": 120, "padded_groups": 2}),
+    "no idle rows": (FACTS, {"runs_idle": False}),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_that_a_loss_reads_runs_once(kind):
-    body, options, arguments = KINDS[kind]
+    facts, options = KINDS[kind]
     for seed in range(12):
         batch, weights = draw(1 + seed, seed, shared=20 * (seed % 2))
-        layout = lay_out(read(batch, body, weights), body, options, **arguments)
+        layout = lay_out(read(batch, facts, weights), facts, **options)
         shape = batch.ids.shape
         parts = (layout.live, layout.idle)
-        live, idle = ([cell for micro in part for cell in cells_of(micro, shape)] for part in parts)
+        live, idle = ([token for micro in part for token in list_tokens(micro, shape)] for part in parts)
         assert len({*live, *idle}) == len([*live, *idle])
-        mask = batch.mask.reshape(-1)
+        mask = batch.mask.index_fill(0, torch.tensor(layout.left_out, dtype=torch.long), False).reshape(-1)
         assert set(mask.nonzero()[:, 0].tolist()) <= {*live, *idle}
         assert set((mask & (weights != 0).expand(shape).reshape(-1)).nonzero()[:, 0].tolist()) <= set(live)
-        if body.obstacle is None:
+        if facts.obstacle is None:
             assert not (mask & (weights != 0).expand(shape).reshape(-1))[idle].any()
-        assert all(micro.tokens <= (options.max_tokens or micro.tokens) for micro in (*layout.live, *layout.idle))
+        assert all(micro.tokens <= (options.get("max_tokens", micro.tokens)) for micro in (*layout.live, *layout.idle))
         assert sorted(row for micro in layout.live for row in micro.rows) == list(range(shape[0]))
         for micro in (*layout.live, *layout.idle):
             if micro.tree is not None:  # each place has the token of each of its sequences
-                places = torch.stack([micro.tree.places, micro.tree.cells])[:, 1:]
-                row = batch.ids.reshape(-1)[micro.cells[0]]
+                places = torch.stack([micro.tree.places, micro.tree.flat_index])[:, 1:]
+                row = batch.ids.reshape(-1)[micro.flat_index[0]]
                 assert torch.equal(row[places[0]], batch.ids.reshape(-1)[places[1]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_sequences_have_the_same_layout(kind):
-    body, options, arguments = KINDS[kind]
+    facts, options = KINDS[kind]
     batch, weights = draw(9, 3, shared=20)
-    first, second = (lay_out(read(batch, body, weights), body, options, **arguments) for _ in range(2))
+    first, second = (lay_out(read(batch, facts, weights), facts, **options) for _ in range(2))
     assert first.describe() == second.describe()
     for a, b in zip([*first.live, *first.idle], [*second.live, *second.idle], strict=True):
-        assert (a.rows, a.lengths, a.packed) == (b.rows, b.lengths, b.packed)
-        assert a.cells is b.cells is None or torch.equal(a.cells, b.cells)
+        assert (a.rows, a.lengths, a.tree is None) == (b.rows, b.lengths, b.tree is None)
+        assert a.flat_index is b.flat_index is None or torch.equal(a.flat_index, b.flat_index)
 
 
 @pytest.mark.parametrize("idle", [True, False], ids=["idle rows", "every row is live"])
@@ -111,14 +112,14 @@ def test_padded_groups_run_no_more_tokens_than_micro_batches(number, idle):
     for seed in range(25):
         batch, weights = draw(rows, seed)
         weights = weights if idle else None
-        layout = lay_out(read(batch, PADDED, weights), PADDED, OPTIONS, padded_groups=number)
+        layout = lay_out(read(batch, PADDED, weights), PADDED, padded_groups=number)
         alone = 0
         for part in range(number):
             part_rows = slice(part * rows // number, (part + 1) * rows // number)
             inputs = {name: column[part_rows] for name, column in batch.inputs.items()}
             micro = TokenBatch(batch.ids[part_rows], batch.mask[part_rows], inputs)
             sequences = read(micro, PADDED, None if weights is None else weights[part_rows])
-            alone += count_tokens(lay_out(sequences, PADDED, OPTIONS))
+            alone += count_tokens(lay_out(sequences, PADDED))
         assert count_tokens(layout) <= alone
         live = {row for row in range(rows) if bool(batch.mask[row].any()) and (weights is None or weights[row] != 0)}
         assert len(layout.live) == min(number, len(live))
@@ -131,17 +132,16 @@ def test_padded_groups_are_the_best_of_all():
         column = torch.arange(40)
         mask = (column > 0) & (column < torch.tensor(lengths)[:, None])
         batch = TokenBatch(torch.ones(6, 40, dtype=torch.long), mask, {})
-        layout = lay_out(read(batch, PADDED), PADDED, OPTIONS, padded_groups=3)
+        layout = lay_out(read(batch, PADDED), PADDED, padded_groups=3)
         splits = [[[n for n, g in zip(lengths, choice, strict=True) if g == k] for k in range(3)] for choice in choices]
         best = min(sum(len(group) * max(group, default=0) for group in groups) for groups in splits)
         assert (len(layout.live), count_tokens(layout)) == (3, best)
 
 
-def test_rows_that_share_a_prefix_or_are_packed_are_one_group():
+def test_rows_that_share_a_prefix_are_one_group():
     batch, _ = draw(8, 0, shared=30)
-    for body, options in ((BODY, OPTIONS), (PADDED, LayoutOptions(packing=True))):
-        layout = lay_out(read(batch, body), body, options, padded_groups=4)
-        assert [micro.packed for micro in layout.live] == [True]
+    layout = lay_out(read(batch), FACTS, padded_groups=4)
+    assert [micro.tree is not None for micro in layout.live] == [True]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -154,7 +154,7 @@ def test_the_fewest_groups_that_are_no_worse_than_micro_batches(seed):
         alone += size * max(lengths[stop - size : stop])
 
     def count(groups):
-        layout = lay_out(sequences, PADDED, OPTIONS, padded_groups=groups, runs_idle=True)
+        layout = lay_out(sequences, PADDED, padded_groups=groups, runs_idle=True)
         return sum(micro.tokens for micro in (*layout.live, *layout.idle))
 
     assert count(number) <= alone
@@ -172,19 +172,19 @@ def every_split(rows, number):
 
 def test_more_groups_than_rows():
     batch, _ = draw(3, 1)
-    layout = lay_out(read(batch, PADDED), PADDED, OPTIONS, padded_groups=9)
+    layout = lay_out(read(batch, PADDED), PADDED, padded_groups=9)
     assert [len(micro.lengths) for micro in layout.live] == [1] * len(layout.live)
 
 
 def test_labels_that_are_not_the_ids_keep_the_batch():
     batch, _ = draw(4, 2)
     other = batch.ids.clone()
-    assert read_sequences(batch, BODY, labels=other.masked_fill(~batch.mask, -100)).obstacle is None
+    assert read_sequences(batch, FACTS, labels=other.masked_fill(~batch.mask, -100)).obstacle is None
     row, column = batch.mask.nonzero()[0].tolist()
     other[row, column] += 1
-    layout = lay_out(read_sequences(batch, BODY, labels=other), BODY, OPTIONS, padded_groups=2)
+    layout = lay_out(read_sequences(batch, FACTS, labels=other), FACTS, padded_groups=2)
     assert layout.describe() == "the batch as it is: its labels are not its input_ids"
-    assert [micro.cells for micro in layout.live] == [None]
+    assert [micro.flat_index for micro in layout.live] == [None]
 
 
 def test_one_copy_to_the_host(device):
@@ -192,5 +192,5 @@ def test_one_copy_to_the_host(device):
     inputs = {name: column.to(device) for name, column in batch.inputs.items()}
     batch, weights = TokenBatch(batch.ids.to(device), batch.mask.to(device), inputs), weights.to(device)
     with host_reads(device) as reads:
-        read_sequences(batch, BODY, weights=weights, labels=batch.ids)
+        read_sequences(batch, FACTS, weights=weights, labels=batch.ids)
     assert len(reads.names) == (device.type == "cuda")  # on CPU the copy is none

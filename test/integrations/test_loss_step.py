@@ -1,33 +1,23 @@
-"""Preference and supervised losses from token ids: against full logits, in every layout and in micro-batches."""
+"""Preference and supervised losses from token ids: their columns and errors. The numbers: test_fuzz_steps.py."""
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import pad
 
 import oracles
-from hf_models import VOCAB, assert_same_gradients, build, gradients
+from hf_models import VOCAB, build, gradients
 from liger_rl import (
     FusedLinearCrossEntropyLoss,
     FusedLinearPreferenceLoss,
-    FusedLinearUnpairedLoss,
     completion_logps,
     loss_step,
     loss_steps,
 )
-from liger_rl.losses import SequenceMean
-from step_calls import Calls, small_llama
+from step_calls import Calls, assert_as_padded, sharing, small_llama
 
 PAIRS, LENGTH = 3, 24
 PROMPTS, ENDS = [10, 7, 9], [20, 14, 24, 18, 24, 15]
-LAYOUTS = (
-    {},
-    {"max_tokens": 48},
-    {"share_prefixes": True},
-    {"share_prefixes": True, "max_tokens": 40},
-    {"packing": True, "max_tokens": 60},
-    {"trim": False},
-)
 
 
 def batch_of_pairs() -> dict[str, Tensor]:
@@ -50,85 +40,6 @@ def full_logps(model, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
     return torch.where(mask, pad(logps, (1, 0)), 0.0)
 
 
-def by_steps(model, batch, loss, **layout):
-    """The summed loss and gradients of all micro-batches."""
-    model.zero_grad()
-    steps = loss_steps(model, batch, loss, **layout)
-    for step in steps:
-        step.loss.backward()
-    return steps.total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_pairs(layout):
-    model, batch = small_llama(), batch_of_pairs()
-    margins = full_logps(model, batch, batch["mask"]).sum(1) - batch["ref_logps"]
-    chosen, rejected = margins.chunk(2)
-    expected = oracles.dpo(margins, 0.1)
-    total, found = by_steps(model, batch, FusedLinearPreferenceLoss("dpo"), **layout)
-    torch.testing.assert_close(total.loss, expected.detach())
-    torch.testing.assert_close(total.metrics["reward_margins"].value, 0.1 * (chosen - rejected).detach().mean())
-    assert_same_gradients(found, gradients(model, expected))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_nll_term_counts_tokens_of_its_own(layout):
-    model, batch = small_llama(), batch_of_pairs()
-    nll_mask = batch["attention_mask"].bool().clone()
-    nll_mask[PAIRS:] = False
-    counted = nll_mask.clone()
-    counted[:, 0] = False
-    of_all = full_logps(model, batch, counted | batch["mask"])
-    means = torch.where(batch["mask"], of_all, 0.0).sum(1) / batch["mask"].sum(1)
-    odds = means - torch.log1p(-means.exp())
-    nll = -of_all[counted].mean()
-    expected = nll - 0.1 * logsigmoid(odds[:PAIRS] - odds[PAIRS:]).mean()
-    del batch["ref_logps"]
-    total, found = by_steps(model, batch | {"nll_mask": nll_mask}, FusedLinearPreferenceLoss("orpo"), **layout)
-    torch.testing.assert_close(total.loss, expected.detach())
-    torch.testing.assert_close(total.metrics["nll"].value, nll.detach())
-    assert_same_gradients(found, gradients(model, expected))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:4], ids=str)
-def test_single_sequences(layout):
-    model, batch = small_llama(), batch_of_pairs()
-    labels = torch.tensor([True, False, False, True, True, False])
-    margins = full_logps(model, batch, batch["mask"]).sum(1) - batch["ref_logps"]
-    expected = oracles.kto(margins, labels, 0.1, 0.3)
-    total, found = by_steps(model, batch | {"labels": labels, "kl": 0.3}, FusedLinearUnpairedLoss("kto"), **layout)
-    torch.testing.assert_close(total.loss, expected.detach())
-    assert_same_gradients(found, gradients(model, expected))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
-@pytest.mark.parametrize("reduction", [None, SequenceMean()], ids=["tokens", "sequences"])
-def test_cross_entropy(layout, reduction):
-    model, batch = small_llama(), batch_of_pairs()
-    del batch["ref_logps"]
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()[:, :-1]
-    mask, labels = batch["mask"][:, 1:], batch["input_ids"][:, 1:]
-    losses = torch.where(mask, oracles.cross_entropy(logits, labels, 1e-3, label_smoothing=0.1), 0.0)
-    expected = losses.sum() / mask.sum() if reduction is None else (losses.sum(1) / mask.sum(1)).mean()
-    loss = FusedLinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3, metrics="with_entropy", reduction=reduction)
-    total, found = by_steps(model, batch, loss, **layout)
-    torch.testing.assert_close(total.loss, expected.detach())
-    accuracy = (logits.argmax(-1) == labels)[mask].float().mean()
-    torch.testing.assert_close(total.metrics["accuracy"].value, accuracy)
-    assert_same_gradients(found, gradients(model, expected))
-
-
-def test_the_entropy_reaches_the_loss():
-    model, batch = small_llama(), batch_of_pairs()
-    del batch["ref_logps"]
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()[:, :-1]
-    mask, labels = batch["mask"][:, 1:], batch["input_ids"][:, 1:]
-    expected = oracles.eaft(logits, labels)[mask].mean()
-    total, found = by_steps(model, batch, FusedLinearCrossEntropyLoss("eaft"), max_tokens=48)
-    torch.testing.assert_close(total.loss, expected.detach())
-    assert_same_gradients(found, gradients(model, expected))
-
-
 def test_a_row_of_weight_0_does_not_run():
     model, batch = small_llama(), batch_of_pairs()
     del batch["ref_logps"]
@@ -145,9 +56,9 @@ def test_a_pair_with_an_empty_side_stays_whole():
     margins = full_logps(model, batch, batch["mask"]).sum(1)
     margins = margins - torch.where(batch["mask"].any(1), batch["ref_logps"], 0.0)
     expected = oracles.dpo(margins, 0.1)
-    total, found = by_steps(model, batch, FusedLinearPreferenceLoss("dpo"), max_tokens=48)
-    torch.testing.assert_close(total.loss, expected.detach())
-    assert_same_gradients(found, gradients(model, expected))
+    logps = full_logps(model, batch, batch["mask"])
+    truth = expected.detach(), {}, gradients(model, expected), logps.detach()
+    assert_as_padded(model, batch, FusedLinearPreferenceLoss("dpo"), truth, max_tokens=48)
 
 
 def test_reference_log_probabilities_of_another_model():
@@ -216,18 +127,18 @@ def test_the_nll_term_is_of_the_chosen_sequences(coef):
     torch.testing.assert_close(step.loss.detach(), (without + coef * expected).detach())
 
 
-@pytest.mark.parametrize(("share", "least"), [(False, 48), (True, 39)])
-def test_a_pair_larger_than_max_tokens(share, least):
+@pytest.mark.parametrize(("shares", "least"), [(False, 48), (True, 39)])
+def test_a_pair_larger_than_max_tokens(shares, least):
     model, batch = small_llama(), batch_of_pairs()
     del batch["ref_logps"]
-    with pytest.raises(
-        ValueError, match=rf"max_tokens must be at least {least}, the tokens of the pair in rows \[\d, \d\]"
-    ):
-        loss_steps(model, batch, ORPO, max_tokens=least - 1, share_prefixes=share)
+    message = rf"max_tokens must be at least {least}, the tokens of the pair in rows \[\d, \d\]"
+    with sharing(shares), pytest.raises(ValueError, match=message):
+        loss_steps(model, batch, ORPO, max_tokens=least - 1)
     # The one pair of a batch has row 1, the first rejected one.
     one = {name: x[[2, 2 + PAIRS]] for name, x in batch.items()}
-    steps, calls = loss_steps(model, one, ORPO, max_tokens=39, share_prefixes=True), Calls(model)
-    torch.testing.assert_close(next(steps).loss, loss_step(model, one, ORPO).loss)
-    assert (len(steps), calls[0][0]) == (1, (1, 39))
-    with pytest.raises(ValueError, match=r"max_tokens must be at least 39, the tokens of the pair in rows \[0, 1\]"):
-        loss_steps(model, one, ORPO, max_tokens=38, share_prefixes=True)
+    with sharing(True):
+        steps, calls = loss_steps(model, one, ORPO, max_tokens=39), Calls(model)
+        torch.testing.assert_close(next(steps).loss, loss_step(model, one, ORPO).loss)
+        assert (len(steps), calls[0][0]) == (1, (1, 39))
+        with pytest.raises(ValueError, match=r"max_tokens must be at least 39, the tokens of the pair in rows \[0, 1"):
+            loss_steps(model, one, ORPO, max_tokens=38)

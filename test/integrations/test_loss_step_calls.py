@@ -1,4 +1,4 @@
-"""One call for a step: how it is called, what wraps its model, and what is refused. The numbers: test_layout.py."""
+"""One call for a step: how it is called, what wraps its model, and what is refused. The numbers: test_fuzz_steps.py."""
 
 import copy
 import re
@@ -105,13 +105,12 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 3:-1].log_softmax(-1)
     logps = logits.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
-    step = loss_step(model, batch, FusedLinearGRPOLoss("grpo"), idle="backward")
+    step = loss_step(model, batch, FusedLinearGRPOLoss("grpo"))
     assert step.per_token_logps.shape == batch["input_ids"].shape
     mask = batch["mask"][:, 1:]
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
-    with pytest.raises(ValueError, match="prompt learning of PEFT puts tokens of its own before each sequence"):
-        loss_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
+    assert step.layout == "the batch as it is: prompt learning of PEFT puts tokens of its own before each sequence"
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -149,6 +148,17 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
             {"options": {"max_token": 64}},
             TypeError,
             r"max_token .*\(did you mean max_tokens\?\); a step takes max_tokens",
+        ),
+        # Names of options that are no more.
+        (
+            {"options": {"packing": True}},
+            TypeError,
+            "takes no packing .*; a step takes max_tokens, memory,",
+        ),
+        (
+            {"options": {"idle": "forward"}},
+            TypeError,
+            "takes no idle .*; a step takes max_tokens, memory,",
         ),
         ({"logits_to_keep": 3}, ValueError, "batch has no column 'logits_to_keep'"),
         ({"segments": Segments(index=torch.zeros(13).long(), count=1)}, ValueError, r"one packed row, \(1, T\)"),

@@ -25,6 +25,7 @@ from liger_rl.step.memory import (
     Measurement,
     choose_kept_layers,
     count_fitting_tokens,
+    count_kept_layers,
     find_layers,
     run_with_kept_layers,
 )
@@ -181,7 +182,7 @@ def test_every_number_of_layers_gives_the_same_bits(name, use_reentrant, adapter
     for options, kept, expected_clause in cases:
         model.zero_grad()
         torch.manual_seed(3)
-        loss, grads, clause = step(model, agree=lambda _, kept=kept: kept, **options)
+        loss, grads, clause = step(model, agreed=kept, **options)
         assert torch.equal(loss, expected_loss)
         assert grads.keys() == expected.keys()
         assert all(torch.equal(grads[name], expected[name]) for name in grads)
@@ -520,6 +521,9 @@ def test_trls_forward_keeps_layers(device_memory, caplog):
     runs = LayerRuns(model)
     with patched_trl():
         trl_utils.add_fused_lm_head(model)
+        with torch.no_grad():
+            model(**batch, fused_lm_head=True)  # compares it with the plain forward
+        runs.take()
         for _ in range(2):
             model.zero_grad()
             output = model(**batch, fused_lm_head=True)
@@ -551,7 +555,7 @@ def test_layers_are_put_back(error, device_memory):
         run_with_kept_layers(model, forward, TOKENS)
     else:
         with pytest.raises(error):
-            run_with_kept_layers(model, forward, TOKENS, agree=lambda kept: kept)
+            run_with_kept_layers(model, forward, TOKENS, agreed=LAYERS)
     assert functions() == before
     assert len(seen) == 1
     assert not set(seen[0]) & set(before)
@@ -587,25 +591,16 @@ def test_a_forward_that_runs_out_of_memory_runs_again(device_memory):
     assert step(model)[2] == "2 of 4 layers kept"
 
 
-def test_ranks_agree_once_for_each_run(device_memory):
-    model, asked = checkpointed(), []
-
-    def agree(kept):
-        asked.append(kept)
-        return min(kept, 1)
-
-    assert step(model, agree=agree)[2] == MEASURED
-    assert step(model, agree=agree)[2] == "1 of 4 layers kept"
+def test_the_number_that_ranks_agree_on(device_memory):
+    """Each says what it could keep. Another rank may have less memory."""
+    model = checkpointed()
+    assert count_kept_layers(model, TOKENS, 0.8) == 0  # not yet measured
+    assert step(model, agreed=0)[2] == MEASURED
+    assert count_kept_layers(model, TOKENS, 0.8) == count_kept_layers(model, 0, 0.8) == LAYERS
+    assert step(model, agreed=1)[2] == "1 of 4 layers kept"
     device_memory.spare = 0
-    assert step(model, agree=agree)[2] == "0 of 4 layers kept"
-    assert asked == [0, LAYERS, 0]
-
-
-def test_a_rank_without_tokens_agrees_too(device_memory):
-    model, asked = checkpointed(), []
-    step(model)
-    run_with_kept_layers(model, lambda: None, 0, agree=lambda kept: asked.append(kept) or 0)
-    assert asked == [LAYERS]
+    assert count_kept_layers(model, TOKENS, 0.8) == 0
+    assert count_kept_layers(model, TOKENS, 0) is None
 
 
 @pytest.mark.parametrize("case", ["eval", "no_grad", "no checkpointing", "compiled", "ZeRO-3"])
@@ -630,13 +625,14 @@ def test_nothing_changes(case, device_memory):
         return "output"
 
     with torch.set_grad_enabled(case != "no_grad"):
-        result = run_with_kept_layers(model, forward, TOKENS, agree=lambda kept: pytest.fail("the ranks agree"))
+        assert count_kept_layers(model, TOKENS, 0.8) is None
+        result = run_with_kept_layers(model, forward, TOKENS, agreed=LAYERS)
     assert result == ("output", None)
 
 
 def test_memory_of_a_cpu_is_not_read():
     model = checkpointed()
-    assert step(model)[2] is step(model, agree=lambda kept: pytest.fail("asked"))[2] is None
+    assert step(model)[2] is count_kept_layers(model, TOKENS, 0.8) is None
     assert count_fitting_tokens(model) is None
 
 

@@ -155,7 +155,7 @@ def test_hooks_that_watch_parameters(package, reads):
     model = build("Qwen3")
     for layer in model.model.layers:
         layer.register_forward_hook(namespace["log_parameters"])
-    reason = find_row_reader(model)
+    reason = find_row_reader(model, list(model.modules()))
     assert (f"{package}.log_parameters" in str(reason)) == reads
     assert (reason is None) != reads
 
@@ -177,7 +177,7 @@ def test_layers_of_quantized_weights(package, reads):
     model = build("Qwen3")
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = namespace["QuantLinear"]
-    assert (find_row_reader(model) is not None) == reads
+    assert (find_row_reader(model, list(model.modules())) is not None) == reads
 
 
 def test_layers_that_keep_nothing_of_the_batch(monkeypatch):

@@ -1,216 +1,184 @@
-"""TRL's trainers on our head: the op against TRL's own, what is patched and what is refused, and whole runs."""
+"""TRL's trainers on our head: the fused forward against TRL's own, what is patched and what is refused, and runs."""
 
-import importlib
+import logging
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.utils as trl_utils
-from trl.kernels import ChunkedLogProbFunction as THEIRS
+from peft import LoraConfig
 
 import oracles
 import trl_runs
-from head_calls import Products
+from hf_models import VOCAB, build, make_batch
 from liger_rl import patch_trl
-from liger_rl.integrations.trl import adapted_head, patched_trl, unpatch_trl
-from liger_rl.integrations.trl.patches import FusedLogProbs as OURS
+from liger_rl.integrations.trl import patched_trl, unpatch_trl
+from liger_rl.integrations.trl.forward import PER_TOKEN
 from liger_rl.integrations.trl.settings import get_settings
 
-NAME = "_ChunkedLogProbFunction"
-ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-HIDDEN, VOCAB = 32, 301
+NAME = "add_fused_lm_head"
+THEIRS = vars(trl_utils)[NAME]
 
 
-# --- the op against TRL's own -----------------------------------------------------------------------------------------
-
-PLAIN, MIXED = (1.0, None, 1.0), (1.6, 2.0, 1.7)  # temperature, softcap, scale
+# --- the fused forward against TRL's own ------------------------------------------------------------------------------
 
 
-def inputs(n=23, *, bias=True, dtype=torch.float32, device="cpu"):
-    """(hidden, weight, bias, targets); every other target is the model's own choice."""
-    hidden = torch.randn(n, HIDDEN)
-    weight = torch.randn(VOCAB, HIDDEN) * 2 / math.sqrt(HIDDEN)
-    biases = torch.randn(VOCAB) if bias else None
-    best = oracles.linear_logits(hidden, weight, biases).argmax(-1)
-    targets = torch.where(torch.arange(n) % 2 == 0, best, torch.randint(VOCAB, (n,)))
-    floats = (None if t is None else t.to(device, dtype) for t in (hidden, weight, biases))
-    return *floats, targets.to(device)
+def fused(name, *, temperature=1.0, outputs=PER_TOKEN, dtype=torch.float32, device="cpu", in_float32=False):
+    """A model with our forward, which is TRL's after `unpatch_trl`."""
+    patch_trl()
+    model = build(name, device, num_hidden_layers=1).to(dtype)
+    trl_utils.add_fused_lm_head(model, temperature=temperature, outputs=outputs, cast_lm_head_to_fp32=in_float32)
+    return model
 
 
-def solve(op, tensors, *options, chunk_size=64):
-    """-> the five outputs of an op with TRL's `apply`, and its gradients."""
-    *floats, targets = tensors
-    leaves = [None if t is None else t.detach().requires_grad_() for t in floats]
-    temperature, softcap, scale, outputs = options
-    values = op.apply(*leaves, targets, temperature, chunk_size, softcap, scale, outputs)
-    return values, torch.autograd.grad(weighted(values), [leaf for leaf in leaves if leaf is not None])
+def solve(model, batch, *, patched):
+    """-> the outputs for each token, and the gradients of a loss of those that have one."""
+    if not patched:
+        unpatch_trl()
+    model.zero_grad()
+    output = model(**batch, fused_lm_head=True)
+    generator = torch.Generator().manual_seed(1)
+    names = [name for name in ("log_probs", "entropy") if getattr(output, name) is not None]
+    weights = (torch.randn(output[name].shape, generator=generator).to(output[name].device) for name in names)
+    (output.loss + sum((output[name] * w).sum() for name, w in zip(names, weights, strict=True))).backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def weighted(values):
-    weights = torch.randn(2, len(values[0]), generator=torch.Generator().manual_seed(1)).to(values[0].device)
-    loss = (values[0] * weights[0]).sum()
-    return loss if values[1] is None else loss + (values[1] * weights[1]).sum()
+# -> the model: a head without anything, a bias, a softcap, a scale, a divisor, a tied head.
+MODELS = {"Llama": 1.0, "Phi": 0.7, "Gemma2": 1.6, "Cohere": 2, "Granite": 0.9, "GPT2": 1.0}
 
 
-PARITY = {
-    "plain": (PLAIN, ALL, {}),
-    "without a bias": (PLAIN, ALL, {"bias": False}),
-    "all": (MIXED, ALL, {}),
-    "whole numbers": ((2, 3, 2), ALL, {}),
-    "log-probabilities": (PLAIN, ("log_probs",), {}),
-    "one statistic": (PLAIN, ("log_sum_sq_probs",), {}),
-    "no token": ((0.9, 4.0, 1.0), ALL, {"n": 0}),
-}
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_agrees_with_trls_forward(name, device):
+    model, batch = fused(name, temperature=MODELS[name], device=device), make_batch(device)
+    # Every other label is the model's own choice.
+    best = model(batch["input_ids"]).logits.argmax(-1).roll(1, 1)
+    batch["labels"] = torch.where((batch["labels"] >= 0) & (torch.arange(best.shape[1], device=device) % 2 == 0), best,
+                                  batch["labels"])  # fmt: skip
+    (values, grads), (expected, truth) = (solve(model, batch, patched=patched) for patched in (True, False))
+    assert values.keys() == expected.keys()
+    for name in PER_TOKEN:
+        assert values[name].requires_grad == expected[name].requires_grad, name
+    torch.testing.assert_close(dict(values), dict(expected), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(grads, truth, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(("transform", "outputs", "options"), PARITY.values(), ids=PARITY)
-def test_float32_agrees_with_trls_op(transform, outputs, options, device):
-    tensors = inputs(**options, device=device)
-    values, grads = solve(OURS, tensors, *transform, outputs, chunk_size=300)  # which ours does not use
-    expected, their_grads = solve(THEIRS, tensors, *transform, outputs)
-    assert [x is None for x in values] == [x is None for x in expected]
-    values, expected = ([x for x in five if x is not None] for five in (values, expected))
-    assert [x.requires_grad for x in values] == [x.requires_grad for x in expected]
-    torch.testing.assert_close((*values, *grads), (*expected, *their_grads), rtol=1e-5, atol=5e-6)
-    if outputs == ALL and len(tensors[0]):
-        assert 0 < values[-1].sum() < len(values[-1])
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "log_sum_sq_probs")])
+def test_outputs_are_those_that_were_asked_for(outputs):
+    batch = make_batch()
+    batch["labels"][1] = -100
+    model = fused("Llama", outputs=outputs)
+    values, expected = (solve(model, batch, patched=patched)[0] for patched in (True, False))
+    assert [name for name in PER_TOKEN if getattr(values, name) is not None] == list(outputs)
+    torch.testing.assert_close(dict(values), dict(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_outputs_default_to_all():
-    for op in (OURS, THEIRS):
-        assert all(x is not None for x in op.apply(*inputs(), 1.0, 64))
+def test_a_call_without_labels_has_a_loss():
+    model, batch = fused("Llama"), make_batch()
+    batch["labels"][:] = -100
+    values, grads = solve(model, batch, patched=True)
+    assert not any(grad.any() for grad in grads.values())
+    assert values.loss.item() == 0.0
 
 
-@pytest.mark.parametrize(
-    ("transform", "dtype", "autocast"),
-    [(PLAIN, torch.bfloat16, False), ((1.0, None, 0.25), torch.bfloat16, True), (MIXED, torch.float16, False)],
-)
-def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, device):
-    """With low-precision inputs, and with float32 ones under autocast.
-
-    Both round the gradient of the logits once, and TRL rounds the logits too. A scale of 1/4 makes them so small that
-    this is little, and chance decides whose error is the larger one: hence twice TRL's error and a rounding.
-    """
-    rounded = inputs(64, dtype=dtype, device=device)
-    leaves, targets = [t.double().requires_grad_() for t in rounded[:3]], rounded[3]
-    z = oracles.linear_logits(*leaves, *transform)
-    found = oracles.values(z, targets)
-    exact = found.logps, found.entropy, found.log_sum_sq_probs, found.mean_logits
-    truth = (*exact, *torch.autograd.grad(weighted(exact), leaves))
-    tensors = (*(t.float() for t in rounded[:3]), targets) if autocast else rounded
-    errors = []
-    for op in (OURS, THEIRS):
-        with torch.autocast(device.type, dtype, enabled=autocast):
-            values, grads = solve(op, tensors, *transform, ALL[:3])
-        pairs = zip((*values[:4], *grads), truth, strict=True)
-        errors.append([oracles.norm_error(mine, gold) / gold.norm().item() for mine, gold in pairs])
-    pairs = list(zip(*errors, strict=True))
-    assert all(a < 0.1 * b for a, b in pairs[:4])  # outputs: ours are of float32 logits
-    assert all(a <= 2 * b + torch.finfo(dtype).eps for a, b in pairs[4:])
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_the_dtype_of_the_hidden_states_is_that_of_the_products(dtypes):
-    """TRL's float32-head mode hands over float32 hidden states, whatever the weight is."""
-    hidden, weight, bias, targets = inputs(dtype=torch.bfloat16)
-    tensors = (hidden.to(dtypes[0]), weight.to(dtypes[1]), bias.to(dtypes[1]), targets)
-    values, grads = solve(OURS, tensors, *PLAIN, ALL)
-    if dtypes[0] == torch.float32:
-        expected, their_grads = solve(THEIRS, tensors, *PLAIN, ALL)
-        torch.testing.assert_close(values, expected, rtol=2e-6, atol=5e-6)
-        for mine, theirs in zip(grads, their_grads, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=torch.finfo(mine.dtype).eps, atol=1e-4)
-    assert [g.dtype for g in grads] == [dtypes[0], dtypes[1], dtypes[1]]
+def test_shifted_labels_agree_with_trls_forward():
+    """As context parallelism gives them."""
+    model, batch = fused("Llama"), make_batch()
+    batch["shift_labels"] = batch.pop("labels").roll(-1, 1)
+    (values, grads), (expected, truth) = (solve(model, batch, patched=patched) for patched in (True, False))
+    torch.testing.assert_close(dict(values), dict(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, truth, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("position", "value", "message"),
-    [
-        (0, torch.zeros(23, HIDDEN, dtype=torch.float64), "hidden"),
-        (1, torch.zeros(VOCAB, 31), "weight"),
-        (3, torch.full((23,), VOCAB), "targets"),
-        (4, 0.0, "temperature"),
-        (6, 0.0, "softcap"),
-        (7, 0.0, "scale"),
-        *((8, outputs, "outputs must be among") for outputs in (("log_probs", "entropies"), "entropy", ("logits",))),
-    ],
+    ("name", "dtype"), [("Llama", torch.bfloat16), ("Granite", torch.bfloat16), ("Llama", torch.float16)]
 )
-def test_what_would_be_computed_differently_is_refused_by_name(position, value, message):
-    """TRL computes 0 as a logit scale, 1 for a softcap of 0, -lse for a target beyond the vocabulary, and None for an
-    output that it does not know."""
-    arguments = [*inputs(), 1.0, 64, None, 1.0, ALL]
-    arguments[position] = value
-    with pytest.raises((TypeError, ValueError), match=rf"\b{message}\b"):
-        OURS.apply(*arguments)
+def test_low_precision_is_closer_to_float64(name, dtype, device):
+    """TRL rounds the logits. The hidden states are the same."""
+    model, batch, hidden = fused(name, dtype=dtype, device=device), make_batch(device), []
+    handle = model.base_model.register_forward_hook(lambda *args: hidden.append(args[-1].last_hidden_state.detach()))
+    values, expected = (solve(model, batch, patched=patched)[0] for patched in (True, False))
+    handle.remove()
+    torch.testing.assert_close(hidden[-2], hidden[-1], rtol=0, atol=0)
+    scale = 1 / model.config.logits_scaling if name == "Granite" else 1.0
+    weight = model.lm_head.weight.detach().double()
+    found = oracles.values(
+        oracles.linear_logits(hidden[-1].double(), weight, None, 1.0, None, scale)[:, :-1],
+        batch["labels"][:, 1:].clamp(min=0),
+    )
+    for key, truth in (("log_probs", found.logps), ("entropy", found.entropy)):
+        truth = truth.where(values.label_mask, 0.0)
+        mine, theirs = (oracles.norm_error(output[key], truth) for output in (values, expected))
+        assert mine < 0.1 * theirs
 
 
-def test_the_head_is_gathered_for_each_direction(monkeypatch):
-    """By TRL's own context, which does nothing where the head is whole already, as TRL has it in the forward."""
-    entered = []
+def test_a_head_in_float32_agrees_with_trls_forward():
+    """TRL's `cast_lm_head_to_fp32`, on a body in bfloat16, also under autocast."""
+    model, batch = fused("Llama", dtype=torch.bfloat16, in_float32=True), make_batch()
+    model.lm_head.float()
+    model.lm_head.register_forward_pre_hook(lambda head, args: (args[0].float(),))
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            values, expected = (solve(model, batch, patched=patched)[0] for patched in (True, False))
+            patch_trl()
+        torch.testing.assert_close(values.log_probs, expected.log_probs, rtol=2e-6, atol=1e-5)
 
-    @contextmanager
-    def gather(*parameters):
-        entered.append(parameters)
-        yield
 
-    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
-    hidden, weight, bias, targets = inputs()
-    logps = OURS.apply(hidden.requires_grad_(), weight, bias, targets, 1.0, 64)[0]
-    assert len(entered) == 1
-    logps.sum().backward()
-    assert len(entered) == 2
-    for parameters in entered:
-        assert parameters[0] is weight
-        assert parameters[1] is bias
+def test_a_model_that_computes_something_else_runs_as_trl_runs_it(caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    model, batch = fused("Llama"), make_batch()
+    model.lm_head.register_forward_hook(lambda head, args, logits: 2 * logits)
+    values, expected = (solve(model, batch, patched=patched)[0] for patched in (True, False))
+    assert torch.equal(values.log_probs, expected.log_probs)
+    text = "LlamaForCausalLM: as TRL runs it: the plain forward of LlamaForCausalLM has other log-probabilities"
+    assert text in caplog.text
+
+
+def test_a_target_beyond_the_vocabulary_is_named():
+    """TRL returns -lse for one."""
+    model, batch = fused("Llama"), make_batch()
+    batch["labels"][0, 5] = VOCAB
+    with pytest.raises(ValueError, match=rf"\[0, {VOCAB}\)"):
+        solve(model, batch, patched=True)
 
 
 # --- what is patched --------------------------------------------------------------------------------------------------
 
 
 def test_options_come_and_go_with_the_patch():
-    patch_trl(chunk_vocab=64)
-    assert vars(trl_utils)[NAME] is OURS
-    assert get_settings().chunk_vocab == 64
-    with patched_trl(chunk_vocab=32):
-        assert get_settings().chunk_vocab == 32
-    assert get_settings().chunk_vocab == 64
+    patch_trl(max_tokens=64)
+    assert vars(trl_utils)[NAME] is not THEIRS
+    assert get_settings().max_tokens == 64
+    with patched_trl(max_tokens=32):
+        assert get_settings().max_tokens == 32
+    assert get_settings().max_tokens == 64
     with patched_trl():
-        assert get_settings().chunk_vocab is None
+        assert get_settings().max_tokens is None
         unpatch_trl()
-    assert get_settings().chunk_vocab == 64
+        assert vars(trl_utils)[NAME] is THEIRS
+    assert get_settings().max_tokens == 64
 
 
-def test_options_reach_the_head():
-    tensors = inputs()
-    patch_trl(chunk_tokens=5, chunk_vocab=64)
-    with Products() as products:
-        vars(trl_utils)[NAME].apply(*tensors, 1.0, 32768)
-    assert max(products.logits(HIDDEN)) == (5, 64)
-
-
-@pytest.mark.parametrize("options", [{"chunk_tokens": -1}, {"chunk_tokens": math.nan}, {"chunk_vocab": 0}])
+@pytest.mark.parametrize("options", [{"max_tokens": -1}, {"max_tokens": math.nan}, {"memory": 2}])
 def test_options_are_refused_before_anything_is_patched(options):
-    original = vars(trl_utils)[NAME]
     with pytest.raises((TypeError, ValueError), match=next(iter(options))):
         patch_trl(**options)
-    assert vars(trl_utils)[NAME] is original
-    patch_trl(chunk_vocab=64)
+    assert vars(trl_utils)[NAME] is THEIRS
+    patch_trl(max_tokens=64)
     with pytest.raises((TypeError, ValueError)):
         patch_trl(**options)
-    assert get_settings().chunk_vocab == 64
+    assert get_settings().max_tokens == 64
 
 
-def test_without_peft_there_is_nothing_to_lift(monkeypatch):
-    monkeypatch.setattr("transformers.utils.is_peft_available", lambda: False)
-    modules = [importlib.import_module(name) for name in adapted_head.TRAINERS]
-    before = [vars(module)["BaseTunerLayer"] for module in modules]
-    patch_trl()
-    assert [vars(module)["BaseTunerLayer"] for module in modules] == before
-    assert vars(trl_utils)[NAME] is OURS
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_an_adapter_on_the_head_is_refused_by_trl(kind, path_of, tmp_path):
+    adapter = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    with patched_trl(), pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
+        trl_runs.build(kind, path_of["qwen3"], tmp_path, peft_config=adapter)
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------
@@ -245,7 +213,7 @@ def test_only_clipped_tokens_part_runs_at_a_bound(changed, parted):
 
 
 def test_a_trainer_that_outlives_the_patch(path_of, tmp_path):
-    """It goes on with TRL's own op."""
+    """It goes on with TRL's own forward."""
     plain, patched = trl_runs.pair(
         "GRPO", path_of["qwen3"], tmp_path, prepare=lambda trainer: unpatch_trl(), max_steps=2
     )
@@ -256,13 +224,16 @@ def test_a_trainer_that_outlives_the_patch(path_of, tmp_path):
 @pytest.mark.parametrize("model", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("kind", trl_runs.TRAINERS)
 def test_every_trainer(kind, model, path_of, tmp_path):
-    """On Qwen 3 the patch comes after the trainer was built: the head alone."""
     options = {"GRPO": {"max_steps": 2}, "DPO": {"use_weighting": model == "gemma2"}}  # the only use of log sum p^2
-    plain, patched = trl_runs.pair(
-        kind, path_of[model], tmp_path, built_before=model == "qwen3", **options.get(kind, {"max_steps": 10})
-    )
-    trl_runs.assert_same_run(patched, plain, shares=model == "gemma2")
+    plain, patched = trl_runs.pair(kind, path_of[model], tmp_path, **options.get(kind, {"max_steps": 10}))
+    trl_runs.assert_same_run(patched, plain)
     assert plain.log["loss"][0] != plain.log["loss"][-1]
+
+
+def test_a_trainer_that_was_built_before_the_patch_runs_as_trl_runs_it(path_of, tmp_path):
+    plain, patched = trl_runs.pair("DPO", path_of["qwen3"], tmp_path, built_before=True, max_steps=2)
+    assert patched.calls == 0
+    assert patched.log["loss"] == plain.log["loss"]
 
 
 def test_a_float32_head_on_a_bfloat16_body(path_of, tmp_path):

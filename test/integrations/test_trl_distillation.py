@@ -11,17 +11,13 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.distillation_trainer as module
 import trl.trainer.utils as trl_utils
-from peft import LoraConfig
-from trl import DistillationTrainer
 
 import oracles
 import trl_runs
 from head_calls import Products
-from liger_rl.integrations.trl import patched_trl
-from liger_rl.integrations.trl.distillation import LOSS, METHOD_PATCH, CheckedStudentLayer
+from liger_rl.integrations.trl.distillation import LOSS
 from liger_rl.integrations.trl.distillation import _chunked_divergence_loss as patched_loss
 
-NAME = "ChunkedDivergenceFunction"
 THEIR_LOSS = vars(module)[LOSS]
 
 
@@ -155,62 +151,3 @@ def test_three_steps_of_the_trainer(student, beta, path_of, tmp_path):
     plain, patched = trl_runs.pair("Distillation", path_of[student], tmp_path, **options)
     assert patched.calls == 3
     trl_runs.assert_same_run(patched, plain, shares=False, by_step=True)
-
-
-# --- LoRA on the student's head ---------------------------------------------------------------------------------------
-
-
-class FullLogits:
-    """TRL's op from the logits of the student's own head, adapters and all; for a temperature alone."""
-
-    def __init__(self):
-        self.head = None
-
-    def apply(self, hidden, _weight, _bias, teacher_hidden, teacher_weight, _teacher_bias, beta, temperature, *rest):
-        assert rest == (1.0, None, 0.5, None)  # Granite's scale of the teacher's logits
-        log_p = (self.head(hidden) / temperature).log_softmax(-1)
-        log_q = (teacher_hidden @ teacher_weight.mT * 0.5 / temperature).log_softmax(-1)
-        return oracles.divergence(log_p, log_q, "jsd", beta), -(log_p.exp() * log_p).sum(-1).detach()
-
-
-LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-
-
-def adapted(path_of, directory, **config):
-    options = {"teacher": path_of["teacher"], "beta": 0.5, "max_steps": 3}
-    return trl_runs.build(
-        "Distillation", path_of["qwen3"], directory, peft_config=LoraConfig(**LORA, **config), **options
-    )
-
-
-def test_an_adapter_on_the_head_is_trained(path_of, tmp_path, monkeypatch):
-    """As with full logits; without the patch it is refused, and a trainer that outlives the patch raises."""
-    before = vars(DistillationTrainer)["_compute_loss"]
-    with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
-        adapted(path_of, tmp_path)
-    with monkeypatch.context() as changed:
-        full_op = FullLogits()
-        changed.setattr(module, "BaseTunerLayer", ())
-        changed.setattr(module, NAME, full_op)
-        trainer = adapted(path_of, tmp_path)
-        full_op.head = trainer.model.get_output_embeddings()
-        full = trl_runs.run(trainer)
-    with patched_trl():
-        trainer = adapted(path_of, tmp_path)
-        start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        patched = trl_runs.run(trainer)
-    trl_runs.assert_same_run(patched, full, shares=False, by_step=True)
-    for factor in ("lora_A", "lora_B"):
-        (name,) = (name for name in start if "lm_head" in name and factor in name)
-        moved = (full.weights[name] - start[name]).norm()
-        assert moved > 1e-3 * start[name].norm()
-        assert (patched.weights[name] - full.weights[name]).norm() < 1e-4 * moved
-    with patched_trl():
-        with pytest.raises(ValueError, match="DoraLinearVariant"):
-            adapted(path_of, tmp_path, use_dora=True)
-        trainer = adapted(path_of, tmp_path)
-    with pytest.raises(RuntimeError, match=r"patch_trl\(\) must hold"):
-        trainer.train()
-    CheckedStudentLayer.accepted = False
-    METHOD_PATCH.undo()
-    assert vars(DistillationTrainer)["_compute_loss"] is before

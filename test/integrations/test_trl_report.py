@@ -22,7 +22,7 @@ from liger_rl import explain_trl, patch_trl
 from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
 from liger_rl.models.swap import CACHE
-from liger_rl.step import trial
+from trl_runs import is_in_trial
 
 SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6}
 OPTIONS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "log_level": "passive"}
@@ -59,7 +59,7 @@ def count_body_tokens(trainer) -> list[int]:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
 
         def before(body, args, inputs):
-            if body.training and inputs.get(CACHE) is None and not trial._lock.locked():
+            if body.training and inputs.get(CACHE) is None and not is_in_trial():
                 tokens.append(inputs["input_ids"].numel())
 
         model.base_model.register_forward_pre_hook(before, with_kwargs=True)
@@ -184,7 +184,7 @@ WARNINGS = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label smoothing", "label_smoothing_factor=0", True),
     "padding-free": ({"padding_free": True, "max_length": None}, "packed into one row", "padding_free=False", True),
     "NEFTune": ({"neftune_noise_alpha": 5.0}, "NEFTune's noise", "neftune_noise_alpha=None", True),
-    "compiled": ({"prepare": compile_calls}, "the model is compiled", "torch_compile=False", True),
+    "compiled": ({"prepare": compile_calls}, "the model is compiled", "torch_compile=False", False),
 }
 
 

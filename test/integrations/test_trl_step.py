@@ -19,10 +19,10 @@ from test_trl_window import half_without_advantage, moe
 import trl_runs
 from hf_models import BEFORE_5, assert_same_gradients, build
 from liger_rl import patch_trl
-from liger_rl.integrations.trl import forward as trl_forward
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
-from liger_rl.integrations.trl.forward import WindowCall, set_window_call
+from liger_rl.integrations.trl.forward import CALL, ModelCall
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.step import step, trial
 from liger_rl.step.layout import MAX_DENSE_TOKENS
 from peaks import tensor_peak
 
@@ -219,7 +219,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
 
 # --- the forward ------------------------------------------------------------------------------------------------------
 
-apply_trial = trl_forward._apply_trial
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -242,11 +241,11 @@ def fused(make=qwen3):
     return model
 
 
-def solved(model, inputs, whole_step):
-    """-> TRL's output, and the gradients of a loss of its log-probabilities and entropies."""
+def solved(model, inputs, whole_step, **call):
+    """-> TRL's output, and the gradients of a loss of its log-probabilities and entropies. `call`: of `ModelCall`."""
     model.zero_grad()
     with patched_trl(whole_step=whole_step):
-        output = model(**inputs, fused_lm_head=True)
+        output = model(**inputs, fused_lm_head=True, **{CALL: ModelCall(**call)})
     (output.log_probs.exp().sum() + 0.3 * output.entropy.square().sum()).backward()
     return output, {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -264,9 +263,8 @@ def test_parts_keep_no_activations(checkpoints):
     forwards, results, peaks = trl_runs.watched(model), [], []
     for limit in (None, 1, 300):  # a window has at least the tokens of a micro-batch of TRL's
         forwards.clear()
-        call = WindowCall(shapes=((4, 32),) * 8, max_tokens=limit)
-        with set_window_call(call), tensor_peak(torch.device("cpu")) as peak:
-            results.append(solved(model, inputs, True))
+        with tensor_peak(torch.device("cpu")) as peak:
+            results.append(solved(model, inputs, True, shapes=((4, 32),) * 8, max_tokens=limit))
         peaks.append(peak.bytes)
         most = {None: math.inf, 1: 4 * 29, 300: 300}[limit]
         assert max(forward.tokens for forward in forwards) <= most
@@ -285,8 +283,7 @@ def test_parts_that_fit_together_are_not_recomputed():
     inputs["attention_mask"][1::2, 12:] = 0
     inputs["labels"][1::2, 12:] = -100
     forwards = trl_runs.watched(model)
-    with set_window_call(WindowCall(shapes=((2, 32),) * 2, max_tokens=90)):
-        _, gradients = solved(model, inputs, True)
+    _, gradients = solved(model, inputs, True, shapes=((2, 32),) * 2, max_tokens=90)
     assert [forward.tokens for forward in forwards] == [64, 24]
     assert_same_gradients(gradients, solved(model, inputs, True)[1])
 
@@ -295,8 +292,7 @@ def test_rows_without_padding_run_in_parts():
     patch_trl()
     model, inputs = fused(), batch(shared=9, padding=0)
     forwards = trl_runs.watched(model)
-    with set_window_call(WindowCall(shapes=((2, 32),) * 2, max_tokens=64)):
-        _, gradients = solved(model, inputs, True)
+    _, gradients = solved(model, inputs, True, shapes=((2, 32),) * 2, max_tokens=64)
     assert [forward.tokens for forward in forwards] == [64] * 4
     assert_same_gradients(gradients, solved(model, inputs, True)[1])
 
@@ -307,10 +303,10 @@ def test_parts_that_are_trees_have_a_trial(monkeypatch):
     model, inputs = fused(), batch()
     monkeypatch.setitem(MAX_DENSE_TOKENS, "cpu", 60)
     forwards, trials = trl_runs.watched(model), []
-    monkeypatch.setattr(trl_forward, "_apply_trial", lambda *args: (trials.append(args[-1]), apply_trial(*args))[1])
-    with set_window_call(WindowCall(shapes=((2, 32),) * 2, max_tokens=60)):
-        _, gradients = solved(model, inputs, True)
-    assert trials == ["trees"]
+    run_trial = trial.run_trial
+    monkeypatch.setattr(step, "run_trial", lambda *args: (trials.append(args[-1]), run_trial(*args))[1])
+    _, gradients = solved(model, inputs, True, shapes=((2, 32),) * 2, max_tokens=60)
+    assert trials == [trial.TREES]
     assert [forward.tree for forward in forwards] == [True] * 4
     assert_same_gradients(gradients, solved(model, inputs, False)[1])
 
@@ -347,8 +343,7 @@ def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(idle):
         inputs["attention_mask"][row, end:] = 0
         inputs["labels"][row, end:] = -100
     forwards = trl_runs.watched(model)
-    with set_window_call(WindowCall(idle, ((2, 1),) * 2)):
-        whole, grads = solved(model, inputs, True)
+    whole, grads = solved(model, inputs, True, idle_rows=idle, shapes=((2, 1),) * 2)
     assert [forward.tokens for forward in forwards] == ([2 * 32, 2 * 14] if idle is None else [30, 2 * 14, 32])
     plain, expected = solved(model, inputs, False)
     torch.testing.assert_close(dict(whole), dict(plain), rtol=1e-5, atol=1e-5)
@@ -376,17 +371,16 @@ def test_each_micro_batch_of_a_call_has_its_router_loss(name, shared):
     inputs["labels"][1, 20:] = -100
     forwards = trl_runs.watched(model)
 
-    def solve(calls, whole_step):
+    def solve(calls, whole_step, **known):
         model.zero_grad()
         with patched_trl(whole_step=whole_step):
-            outputs = [model(**call, fused_lm_head=True) for call in calls]
+            outputs = [model(**call, fused_lm_head=True, **{CALL: ModelCall(**known)}) for call in calls]
         losses = torch.cat([output.aux_loss.view(-1) for output in outputs])
         total = sum(output.log_probs.exp().sum() for output in outputs) + (losses * torch.tensor([3.0, 5.0])).sum()
         total.backward()
         return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    with set_window_call(WindowCall(None, ((2, 32),) * 2)):
-        losses, grads = solve([inputs], True)
+    losses, grads = solve([inputs], True, shapes=((2, 32),) * 2)
     assert [forward.tree for forward in forwards] == [shared == 24]
     calls = [{key: value[rows] for key, value in inputs.items()} for rows in (slice(2), slice(2, 4))]
     expected_losses, expected = solve(calls, False)

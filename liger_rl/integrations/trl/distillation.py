@@ -1,13 +1,10 @@
 """The loss of TRL's DistillationTrainer on this package's divergence of two heads.
 
-With PEFT two more things are replaced, to train a LoRA adapter on the student's lm_head: the class by which the trainer
-recognises and refuses such an adapter, and the method that calls the loss, which sets the head of the call. Once an
-adapter was accepted, the method stays after `unpatch_trl`, and raises if TRL's loss would leave the adapter out.
-
-TRL 1.15 has none of this, and then nothing is replaced.
+TRL 1.15 does not have it, and then nothing is replaced.
 """
 
-from typing import Any
+import importlib
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -16,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl import adapted_head
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.tensors import is_zero_3
 
@@ -53,12 +49,9 @@ def _chunked_divergence_loss(
     autocast = torch.is_autocast_enabled(student_hidden_states.device.type)
     compute_dtype = None if autocast or dtype != teacher_dtype else dtype
     sharded = any(map(is_zero_3, (weight, bias, teacher_weight, teacher_bias)))
-    hidden, head = student_hidden_states, adapted_head.get_adapted_head()
-    if head is not None:
-        (hidden, weight), bias = head.widen(hidden, weight), head.sum_biases()
     mask = completion_mask != 0
     call = DivergenceCall(
-        hidden=hidden,
+        hidden=student_hidden_states,
         weight=weight,
         bias=bias,
         teacher_hidden=teacher_hidden_states,
@@ -74,7 +67,7 @@ def _chunked_divergence_loss(
                 temperature=temperature, softcap=student_final_logit_softcapping, scale=student_logit_scale
             ),
             compute_dtype=compute_dtype,
-            gather=adapted_head.gather_head if sharded else None,
+            gather=_gather_head if sharded else None,
         ),
     )
     count = mask.sum()
@@ -87,6 +80,11 @@ def _chunked_divergence_loss(
     return loss, result.entropy.sum(), count
 
 
+def _gather_head(*parameters: Tensor) -> AbstractContextManager:
+    """TRL's context that gathers a head under ZeRO-3."""
+    return importlib.import_module("trl.trainer.utils").maybe_gather_lm_head_ctx(*parameters)
+
+
 def _gather_weight(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The whole head under FSDP2, as TRL's loss gathers it."""
     if not isinstance(weight, DTensor):
@@ -94,31 +92,4 @@ def _gather_weight(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> t
     return weight.full_tensor().to(dtype), bias.full_tensor() if isinstance(bias, DTensor) else bias
 
 
-class CheckedStudentLayer(adapted_head.CheckedLayer):
-    """For this trainer alone: whether it accepted an adapter."""
-
-    accepted = False
-
-
-class _MethodPatch(Patch):
-    """A patch that stays if an adapter was accepted."""
-
-    def undo(self) -> None:
-        if not CheckedStudentLayer.accepted:
-            super().undo()
-
-
-def _compute_loss(self: Any, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
-    """The trainer's method, with its model's head set for the loss."""
-    with adapted_head.set_adapted_head(unwrapped_student):
-        return METHOD_PATCH.original(self, unwrapped_student, inputs, num_items_in_batch)
-
-
-METHOD_PATCH = _MethodPatch(
-    f"{TRAINER}:DistillationTrainer._compute_loss", _compute_loss, since=SINCE, needed=adapted_head.uses_peft
-)
-PATCHES = (
-    Patch(f"{TRAINER}:{LOSS}", _chunked_divergence_loss, modules=(TRAINER,), since=SINCE),
-    METHOD_PATCH,
-    adapted_head.make_layer_patch(TRAINER, CheckedStudentLayer, since=SINCE),
-)
+PATCHES = (Patch(f"{TRAINER}:{LOSS}", _chunked_divergence_loss, modules=(TRAINER,), since=SINCE),)

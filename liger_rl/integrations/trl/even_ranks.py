@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import gathered_objects
-from liger_rl.integrations.trl.forward import find_wrapped
-from liger_rl.models.modules import walked_once
-from liger_rl.step.body import find_sharding, is_plain, read_body
+from liger_rl.step.facts import Facts, fit_facts, is_plain
 from liger_rl.step.prefix_tree import LEAST_SHARED
-from liger_rl.step.ranks import count_averaging_ranks, pick_device
+from liger_rl.step.ranks import count_averaging_ranks, find_sharding, pick_device
 
 LIVE, IDLE = 3, 1  # cost of a token with a backward and without one, in forwards
 MIN_GAIN = 0.03  # the least share of the largest cost that an exchange must save
@@ -51,14 +49,11 @@ class Rows:
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-def can_share_prompts(model: nn.Module, call: Mapping[str, Any]) -> bool:
+def can_share_prompts(facts: Facts, call: Mapping[str, Any]) -> bool:
     """Whether a window runs equal prompts once, as far as known without a trial."""
-    wrapped = find_wrapped(model)
-    assert wrapped is not None
     inputs = {name: value for name, value in call.items() if name not in ("input_ids", "labels", "num_items_in_batch")}
-    with walked_once():
-        body = read_body(wrapped, wrapped, inputs, call["input_ids"], None)
-    return body.obstacle is None and body.no_tree is None
+    facts = fit_facts(facts, inputs, call["input_ids"])
+    return facts.obstacle is None and facts.no_tree is None
 
 
 def read_costs(batches: list[Rows], shares_prompts: bool) -> list[Cost]:
@@ -155,13 +150,12 @@ class _TensorSpec:
 _Template = dict[tuple[int, str], Any]  # `Values` with a `_TensorSpec` in place of each tensor
 
 
-@walked_once()
 def can_exchange(accelerator: Any, model: nn.Module) -> bool:
     """Whether the gradient is a mean over all ranks, and each has sequences of its own; equal on all ranks.
 
     A sharded model runs sequences without a backward with one, so less is uneven: measured, an exchange gains nothing.
     """
-    if accelerator.num_processes == 1 or find_sharding(model) is not None:
+    if accelerator.num_processes == 1 or find_sharding(model, list(model.modules())) is not None:
         return False
     # Ranks of tensor, context or sequence parallelism have the same sequences or parts of them.
     others = getattr(getattr(accelerator, "parallelism_config", None), "non_data_parallel_size", 1)

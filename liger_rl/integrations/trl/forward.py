@@ -1,46 +1,43 @@
 """TRL's fused forward on live tokens only: no padding, no prefix twice, no graph of sequences without a gradient.
 
 TRL's trainers call `model(input_ids, attention_mask, labels, fused_lm_head=True)` for the policy, the old policy and
-the reference, and read values (B, T - 1) of the tokens with a label. `wrap_forward` wraps that forward in the three
-functions of a step: `read_sequences`, `lay_out` and `run`, whose forward is TRL's own. Values are 0 where there is no
-label.
+the reference, and read values (B, T - 1) of the tokens with a label. `wrap_forward` puts `project` and a step's plan
+in place of the forward behind this call. Values are 0 where there is no label.
 
 A batch or a model that does not allow it runs as it is. The log "liger_rl" says why, at the level INFO.
 """
 
 import functools
+import importlib
+import inspect
 import logging
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from liger_rl.integrations.trl.call_record import find_role, record_call
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.models.modules import walked_once
-from liger_rl.models.swap import IGNORE_INDEX
-from liger_rl.step.body import ACTIVATED_LORA, Body, find_sharding, has_activated_lora, has_router_loss, read_body
-from liger_rl.step.layout import AS_IT_IS, Layout, LayoutOptions, count_padded_groups, lay_out
-from liger_rl.step.memory import has_reentrant_checkpoints, run_with_kept_layers, without_idle_checkpoints
-from liger_rl.step.ranks import agree_on_counts, agree_on_minimum, find_rank_groups
+from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.models.project import IGNORE_INDEX, find_backbone, project, project_labels, prove, read_transform
+from liger_rl.models.router import RouterLogits, compute_router_losses, find_router_loss, has_router_loss
+from liger_rl.step.facts import ACTIVATED_LORA, Facts, fit_facts, has_activated_lora, read_facts
+from liger_rl.step.layout import AS_IT_IS
+from liger_rl.step.memory import run_with_kept_layers, without_idle_checkpoints
+from liger_rl.step.ranks import find_rank_groups
 from liger_rl.step.reason import Reason
-from liger_rl.step.router import compute_router_losses, recorded_router_calls
 from liger_rl.step.run import Output, run
-from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
-from liger_rl.step.trial import apply_trial, needs_trial, tries_rows
+from liger_rl.step.sequences import TokenBatch
+from liger_rl.step.step import Plan, StepInputs, plan_step
 
 # Outputs with a value for each token.
-PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-BUILT_BEFORE = Reason("the trainer was built before patch_trl()", "call patch_trl() before the trainer is built")
-LAYOUT_OPTIONS = LayoutOptions(packing=False)
+PER_TOKEN = ("log_probs", "entropy", *EXTRAS)
+CALL = "liger_rl_call"  # the keyword by which a `ModelCall` goes through the wrappers of a model
 
 logger = logging.getLogger("liger_rl")
 # The texts that were logged for each model, without their numbers.
@@ -49,135 +46,118 @@ WRAPPED_MODELS: WeakSet[Any] = WeakSet()  # whose forward is one of `wrap_forwar
 
 
 @dataclass(frozen=True)
-class WindowCall:
-    """What is known of a call of the model."""
+class CallRecord:
+    """How one call of a model ran, in place of one or more of TRL's forwards."""
 
-    # (B,) bool, the sequences whose log-probabilities and entropies have no gradient; None if each may have one. Their
-    # values are still read, by metrics, the entropy quantile and ratios.
-    idle_rows: Tensor | None = None
-    # (B, T) of each micro-batch whose sequences are in the call, below each other and padded on the right; as many on
-    # all ranks. (): one micro-batch.
-    shapes: tuple[tuple[int, int], ...] = ()
-    max_tokens: int | None = None  # how many live tokens may keep activations; None: any number
-    live_tokens: list[int] = field(default_factory=list)  # grows by those that a forward runs with a graph
+    role: str  # "policy" or "reference"
+    has_graph: bool
+    padded_tokens: int  # that TRL's forwards run
+    body_tokens: int  # that the model's body ran, padding included
+    text: str  # how it ran, a clause
+    reason: Reason | None  # why the batch ran as it is, or why no prefix was shared
 
 
-_NO_WINDOW = WindowCall()
-_window_call: ContextVar[WindowCall] = ContextVar("liger_rl_trl_window_call", default=_NO_WINDOW)
-get_window_call = _window_call.get
+class ModelCall:
+    """One call of a model: what its caller knows, and how it ran.
+
+    No dataclass: FSDP copies these, and what a copy records is lost.
+    """
+
+    def __init__(
+        self,
+        role: str | None = None,  # "policy" or "reference"; None outside of training
+        *,
+        # (B,) bool, the sequences whose log-probabilities and entropies have no gradient; None if each may have one.
+        # Their values are still read, by metrics, the entropy quantile and ratios.
+        idle_rows: Tensor | None = None,
+        # (B, T) of each micro-batch whose sequences are in the call, below each other and padded on the right; as many
+        # on all ranks. (): one micro-batch.
+        shapes: Sequence[tuple[int, int]] = (),
+        max_tokens: int | None = None,  # how many live tokens may keep activations; None: any number
+        read_facts: Callable[[nn.Module], Facts] = read_facts,
+    ) -> None:
+        self.role, self.idle_rows, self.shapes, self.max_tokens = role, idle_rows, shapes, max_tokens
+        self.read_facts = read_facts
+        self.records: list[CallRecord] = []
+        self.live_tokens = 0  # that ran with a graph, of several micro-batches
+
+    def record(self, ids: Tensor | None, body_tokens: int, text: str, reason: Reason | None) -> None:
+        padded = 0 if ids is None else self._count_padded_tokens(ids)
+        has_graph = torch.is_grad_enabled()
+        if self.role is not None:
+            self.records.append(CallRecord(self.role, has_graph, padded, body_tokens, text, reason))
+
+    def _count_padded_tokens(self, ids: Tensor) -> int:
+        """How many tokens the forwards of TRL have, in place of which the call has `ids`, (B, T) or (B, T, H)."""
+        rows, width = ids.shape[:2]
+        is_joined = (rows, width) == (sum(b for b, _ in self.shapes), max((t for _, t in self.shapes), default=0))
+        return sum(b * t for b, t in self.shapes) if is_joined else rows * width
+
+    def list_sizes(self, rows: int) -> list[int]:
+        """The number of rows of each micro-batch in a call of so many rows."""
+        sizes = [size for size, _ in self.shapes]
+        return sizes if sum(sizes) == rows else [rows]  # the last call for scores may have fewer rows
 
 
-@contextmanager
-def set_window_call(call: WindowCall) -> Iterator[None]:
-    """`get_window_call()` is `call` in this context."""
-    token = _window_call.set(call)
-    try:
-        yield
-    finally:
-        _window_call.reset(token)
+class FusedHead(NamedTuple):
+    """The options of TRL's `add_fused_lm_head`, and the class of its outputs."""
+
+    temperature: float
+    in_float32: bool
+    outputs: tuple[str, ...]
+
+    def project(self, model: Any, inputs: dict[str, Any], labels: Tensor, *, shifted: bool = False) -> "Values":
+        """The values of all positions, entry t of labels[:, t]; `shifted`: which position t predicts, not t - 1."""
+        values, output = (project if shifted else project_labels)(
+            model, inputs, labels, transform=replace(read_transform(model), temperature=self.temperature),
+            entropy="entropy" in self.outputs, extras=[name for name in EXTRAS if name in self.outputs],
+            in_float32=self.in_float32, casts_weight=True,
+        )  # fmt: skip
+        named = {"log_probs": values.logps, "entropy": values.entropy}
+        # TRL's statistics have no gradient.
+        named |= {name: None if (x := getattr(values, name)) is None else x.detach() for name in EXTRAS}
+        by_name = {name: value for name, value in named.items() if value is not None}
+        return Values(by_name, getattr(output, "router_logits", None))
 
 
-def wrap_forward(fused_forward: Callable, is_enabled: Callable[[], bool]) -> Callable:
-    """TRL's fused forward, on live tokens only while `is_enabled()`."""
+class Values(NamedTuple):
+    """What a forward of rows (b, n) gives."""
+
+    by_name: dict[str, Tensor]  # (b, n)
+    router: RouterLogits | None
+
+
+def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[[], bool]) -> Callable:
+    """TRL's fused forward, `project` in its place while `is_enabled()`."""
 
     @functools.wraps(fused_forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        # A compiled forward would be compiled again for each layout.
-        if not (fused_lm_head and is_enabled()) or torch.compiler.is_compiling():
+        call = kwargs.pop(CALL, None) or ModelCall()
+        if not (fused_lm_head and is_enabled()):
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        return _run_forward(functools.partial(fused_forward, self, fused_lm_head=True), self, *args, **kwargs)
+        try:
+            prove(self, functools.partial(fused_forward, self))
+        except (TypeError, ValueError) as error:
+            log_once(self, call, f"as TRL runs it: {error}")
+            return fused_forward(self, *args, fused_lm_head=True, **kwargs)
+        # A compiled forward would be compiled again for each layout.
+        if torch.compiler.is_compiling() or not get_settings().whole_step:
+            return _run_as_it_is(self, head, ModelCall(), "", None, args, kwargs)
+        return _run_forward(self, head, call, args, kwargs)
 
     return forward
 
 
-@walked_once()
-def _run_forward(fused_forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    reason = find_unreadable(model, args, kwargs)
-    if reason is None:
-        return _run_live_tokens(fused_forward, model, **kwargs)
-    log_once(model, f"{AS_IT_IS}: {reason}")
-    return _run_as_it_is(fused_forward, model, AS_IT_IS, reason, *args, **kwargs)
-
-
 def find_wrapped(model: nn.Module) -> nn.Module | None:
     """The module inside `model` whose fused forward is `wrap_forward`'s; None if there is none."""
-    # Without `list_modules`: it is one of the first modules, and a trainer asks dozens of times in an optimizer step.
     return next((module for module in model.modules() if module in WRAPPED_MODELS), None)
 
 
-def _count_padded_tokens(ids: Tensor) -> int:
-    """How many tokens the forwards of TRL have, in place of which a call has `ids`, (B, T) or (B, T, H)."""
-    shapes, (rows, width) = get_window_call().shapes, ids.shape[:2]
-    is_joined = (rows, width) == (sum(b for b, _ in shapes), max((t for _, t in shapes), default=0))
-    return sum(b * t for b, t in shapes) if is_joined else rows * width
-
-
-def _run_as_it_is(
-    fused_forward: Callable, model: Any, text: str, reason: Reason | None, *args: Any, **inputs: Any
-) -> Any:
-    """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
-    shapes, attention = get_window_call().shapes, inputs.get("attention_mask")
-    ids = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
-    padded = 0 if ids is None else _count_padded_tokens(ids)
-    # A rank of a sharded model does not know whether the widths of another rank differ. Prompt tuning has no input_ids.
-    runs_once = find_sharding(model) is not None or has_reentrant_checkpoints(model)
-    runs_once = runs_once or inputs.get("input_ids") is None or len({width for _, width in shapes}) <= 1
-    body_tokens = padded if ids is None or not runs_once else ids.shape[:2].numel()
-    record_call(model, padded, body_tokens, text, reason)
-    _note_live_tokens(body_tokens)
-    if runs_once:
-        with recorded_router_calls(_find_router(model, inputs) if shapes else None) as calls:
-            output = fused_forward(*args, **inputs)
-        if attention is None or not calls:
-            return output
-        cells = torch.arange(attention.numel()).view(attention.shape)
-        return replace(output, aux_loss=compute_router_losses(calls, cells, attention, _list_sizes(len(attention))))
-    width, row, outputs = inputs["input_ids"].shape[1], 0, []
-    for rows, columns in shapes:
-        index = slice(row, row := row + rows), slice(columns)
-        outputs.append(
-            fused_forward(**{n: x[index] if isinstance(x, Tensor) and x.dim() == 2 else x for n, x in inputs.items()})
-        )
-
-    def join(name: str) -> Tensor | None:
-        values = [getattr(output, name) for output in outputs]
-        if values[0] is None:
-            return None
-        return torch.cat(
-            [nn.functional.pad(value, (0, width - columns)) for value, (_, columns) in zip(values, shapes, strict=True)]
-        )
-
-    aux_loss = None if outputs[0].aux_loss is None else torch.stack([output.aux_loss for output in outputs])
-    return replace(outputs[0], **{name: join(name) for name in (*PER_TOKEN, "label_mask")}, aux_loss=aux_loss)
-
-
-def _note_live_tokens(tokens: int) -> None:
-    call = get_window_call()
-    if call.shapes and torch.is_grad_enabled():
-        call.live_tokens.append(tokens)
-
-
-def _list_sizes(rows: int) -> list[int]:
-    """The number of rows of each micro-batch in a call of so many rows."""
-    sizes = [size for size, _ in get_window_call().shapes]
-    return sizes if sum(sizes) == rows else [rows]  # the last call for scores may have fewer rows
-
-
-def _find_router(model: Any, inputs: Mapping[str, Any]) -> ModuleType | None:
-    """The Python module whose function TRL calls for every mixture of experts; None if TRL computes no router loss."""
-    if not has_router_loss(model.config.get_text_config(), inputs):
-        return None
-    from transformers.models.mixtral import modeling_mixtral
-
-    return modeling_mixtral
-
-
-def log_once(model: Any, text: str) -> None:
+def log_once(model: Any, call: ModelCall, text: str) -> None:
     """Log a text once for each model and its role, on the main process; texts that differ in their numbers are one."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
-    role = find_role(model)
-    text = f"{type(model).__name__}{'' if role is None else f' ({role})'}: {text}"
+    text = f"{type(model).__name__}{'' if call.role is None else f' ({call.role})'}: {text}"
     texts, key = _logged_texts.setdefault(model, set()), re.sub(r"[\d,]+", "", text)
     if key not in texts:
         texts.add(key)
@@ -191,146 +171,243 @@ def find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         return Reason("the call has no input_ids or no labels by name")
     if ids.dim() != 2 or ids.shape != labels.shape:
         return Reason("input_ids and labels are not both (B, T)")
-    return ACTIVATED_LORA if has_activated_lora(model) else None
+    return ACTIVATED_LORA if has_activated_lora(list(model.modules())) else None
+
+
+# --- live tokens ------------------------------------------------------------------------------------------------------
+
+
+def _run_forward(model: Any, head: FusedHead, call: ModelCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """TRL's output of the batch."""
+    reason = find_unreadable(model, args, kwargs)
+    inputs = {name: x for name, x in kwargs.items() if name not in ("input_ids", "labels", "num_items_in_batch")}
+    if reason is None:
+        ids, labels = kwargs["input_ids"], kwargs["labels"]
+        counted = labels[:, 1:] != IGNORE_INDEX
+        batch = TokenBatch(ids, nn.functional.pad(counted, (1, 0)), inputs)
+    else:  # another rank of a sharded model may have a batch that can be read, and all ranks agree
+        labels = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        batch = TokenBatch(labels, labels != 0, {})
+    plan = _plan(model, head, call, batch, labels, reason)
+    layout = plan.layout
+    if layout.live[0].flat_index is None:  # the batch as it is, whose labels may not be its ids
+        log_once(model, call, layout.describe())
+        text = AS_IT_IS if layout.text == AS_IT_IS else "no prefix shared, no padding"
+        return _run_as_it_is(model, head, call, text, layout.reason, args, kwargs)
+    return _run_live_tokens(model, head, call, plan, batch, kwargs.get("num_items_in_batch"))
+
+
+def _plan(
+    model: Any, head: FusedHead, call: ModelCall, batch: TokenBatch, labels: Tensor, unreadable: Reason | None
+) -> Plan:
+    def run_rows(inputs: dict[str, Any]) -> Tensor:
+        return _run_rows(model, head, inputs).values["log_probs"]
+
+    def prepare() -> StepInputs:
+        facts = fit_facts(known, batch.inputs, batch.ids)
+        obstacle = unreadable or facts.obstacle
+        if obstacle is None and batch.inputs.get("attention_mask") is None:
+            obstacle = Reason("it has no attention_mask")
+        weights, idle = None, call.idle_rows
+        if idle is not None and torch.is_grad_enabled() and facts.sharding is None and len(idle) == len(batch.ids):
+            weights = (~idle).to(batch.ids.device)[:, None]
+        return StepInputs(
+            model=model, wrapper=model, facts=replace(facts, obstacle=obstacle), batch=batch, run_rows=run_rows,
+            weights=weights, labels=labels, share=get_settings().memory, shapes=call.shapes,
+            live_tokens=call.max_tokens if torch.is_grad_enabled() else None,
+        )  # fmt: skip
+
+    known = call.read_facts(model)
+    groups = [] if known.sharding is None else find_rank_groups(model, None)
+    return plan_step(prepare, groups, batch.ids.device)
+
+
+def _run_rows(model: Any, head: FusedHead, inputs: dict[str, Any]) -> Output:
+    """The values of rows, whose counted tokens are targets."""
+    inputs = {"use_cache": False, **inputs}
+    labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
+    with without_idle_checkpoints(model):
+        values = head.project(model, inputs, labels)
+    return Output(values.by_name, values.router)
 
 
 def _run_live_tokens(
-    fused_forward: Callable,
-    model: Any,
-    *,
-    input_ids: Tensor,  # (B, T)
-    labels: Tensor,  # (B, T)
-    num_items_in_batch: Any = None,
-    **inputs: Any,
+    model: Any, head: FusedHead, call: ModelCall, plan: Plan, batch: TokenBatch, num_items_in_batch: Any
 ) -> Any:
-    """TRL's output of the batch."""
-    counted = labels[:, 1:] != IGNORE_INDEX
-    batch = TokenBatch(input_ids, nn.functional.pad(counted, (1, 0)), inputs)
-    layout, has_parts = _lay_out(fused_forward, model, batch, labels)
-    if layout.live[0].cells is None:  # the batch as it is, whose labels may not be its ids
-        log_once(model, layout.describe())
-        inputs |= {"input_ids": input_ids, "labels": labels, "num_items_in_batch": num_items_in_batch}
-        text = AS_IT_IS if layout.text == AS_IT_IS else "no prefix shared, no padding"
-        return _run_as_it_is(fused_forward, model, text, layout.reason, **inputs)
-
-    def run_rows(row_inputs: dict[str, Any]) -> Output:
-        chosen = torch.where(row_inputs.pop("counted"), row_inputs["input_ids"], IGNORE_INDEX)
-        with without_idle_checkpoints(model), recorded_router_calls(router) as calls:
-            output = fused_forward(labels=chosen, **row_inputs)
-        values = {name: value for name in PER_TOKEN if (value := getattr(output, name)) is not None}
-        # The first token of a row has no prediction.
-        values = {name: nn.functional.pad(value, (1, 0)) for name, value in values.items()}
-        return Output(values, type(output), calls[0] if calls else None)
-
-    clauses, router = [layout.describe()], _find_router(model, inputs)
-    _note_live_tokens(layout.live_tokens)
+    layout, router = plan.layout, None
+    clauses = [layout.describe()]
+    if layout.facts.has_router_loss:
+        router = find_router_loss(model, _get_router_module())
+        batch = batch._replace(inputs={**batch.inputs, "output_router_logits": True})
+    if call.shapes and torch.is_grad_enabled():
+        call.live_tokens += layout.live_tokens
 
     def run_with_graph(forward: Callable[[], Any], tokens: int) -> Any:
-        if has_parts:
+        if plan.in_parts:
             clauses.append(f"{len(layout.live)} parts, each recomputed: more tokens than fit together")
             return forward()
-        agree = _make_agreement(model, input_ids.device) if find_sharding(model) else None
         share = get_settings().memory
-        outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agree=agree)
+        outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agreed=plan.kept)
         clauses.extend([] if clause is None else [clause])
         return outputs
 
-    outputs = run(layout, batch, run_rows, recomputes=has_parts, with_graph=run_with_graph)
-    aux_loss = outputs.compute_router_losses(inputs.get("attention_mask"), _list_sizes(len(input_ids)))
+    run_rows = functools.partial(_run_rows, model, head)
+    outputs = run(layout, batch, run_rows, recomputes=plan.in_parts, with_graph=run_with_graph)
+    sizes = call.list_sizes(len(batch.ids))
+    aux_loss = outputs.compute_router_losses(router, batch.inputs.get("attention_mask"), sizes)
     outputs = outputs.take((slice(None), slice(1, None)))
-    log_once(model, "; ".join(clauses))
+    log_once(model, call, "; ".join(clauses))
     text = "prompts once, no padding" if layout.has_trees else "no prefix shared, rows of similar length"
     tokens = sum(micro.tokens for micro in (*layout.live, *layout.idle))
-    record_call(model, _count_padded_tokens(input_ids), tokens, "; ".join([text, *clauses[1:]]), layout.reason)
+    call.record(batch.ids, tokens, "; ".join([text, *clauses[1:]]), layout.reason)
     values = {name: outputs.get(name) for name in PER_TOKEN}
+    return _make_output(model, call, values, outputs.mask, num_items_in_batch, aux_loss)
+
+
+# --- the batch as it is -----------------------------------------------------------------------------------------------
+
+
+def _run_as_it_is(
+    model: Any,
+    head: FusedHead,
+    call: ModelCall,
+    text: str,
+    reason: Reason | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
+    kwargs = dict(kwargs)
+    items, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
+    labels = kwargs.pop("labels", None)
+    shifted = shift_labels is not None
+    targets = shift_labels if shifted else labels
+    kwargs["use_cache"] = False
+    router = None
+    if has_router_loss(model.config.get_text_config(), kwargs):
+        kwargs["output_router_logits"], router = True, find_router_loss(model, _get_router_module())
+    kwargs |= dict(zip(inspect.signature(find_backbone(model).forward).parameters, args, strict=False))
+    ids = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    parts = _list_parts(model, call, kwargs)
+    body_tokens = sum(rows * columns for rows, columns in parts)
+    if not parts and ids is not None:
+        body_tokens = ids.shape[:2].numel()
+    call.record(ids, body_tokens, text, reason)
+    if call.shapes and torch.is_grad_enabled():
+        call.live_tokens += body_tokens
+    row, width, outputs = 0, targets.shape[1], []
+    for rows, columns in parts or [targets.shape]:
+        place = slice(row, row + rows), slice(columns)
+        inputs = kwargs
+        if parts:
+            inputs = {n: x[place] if isinstance(x, Tensor) and x.dim() == 2 else x for n, x in kwargs.items()}
+        outputs.append(head.project(model, inputs, targets[place], shifted=shifted))
+        row += rows
+    values = {
+        name: torch.cat([nn.functional.pad(x.by_name[name], (0, width - x.by_name[name].shape[1])) for x in outputs])
+        for name in outputs[0].by_name
+    }
+    aux_loss = None
+    if router is not None:
+        aux_loss = _compute_aux_loss(router, outputs, parts or [targets.shape], call, kwargs.get("attention_mask"))
+    mask = targets != IGNORE_INDEX
+    if not shifted:
+        values, mask = {name: value[:, 1:] for name, value in values.items()}, mask[:, 1:]
+    return _make_output(model, call, values, mask, items, aux_loss)
+
+
+def _list_parts(model: nn.Module, call: ModelCall, inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Rows and columns of the micro-batches that run apart; empty if the call runs at once."""
+    if inputs.get("input_ids") is None or len({width for _, width in call.shapes}) <= 1:
+        return []  # prompt tuning has no input_ids
+    # A rank of a sharded model does not know whether the widths of another rank differ.
+    facts = call.read_facts(model)
+    return [] if facts.sharding is not None or facts.has_reentrant_checkpoints else list(call.shapes)
+
+
+def _compute_aux_loss(
+    router: Any, outputs: list[Values], parts: Sequence[tuple[int, int]], call: ModelCall, attention: Tensor | None
+) -> Tensor:
+    """(M,) the router loss of each micro-batch."""
+    logits = [output.router for output in outputs if output.router is not None]
+    rows, width = sum(rows for rows, _ in parts), max(columns for _, columns in parts)
+    source = torch.full((rows, width), sum(rows * columns for rows, columns in parts))
+    row = base = 0
+    for number, columns in parts:
+        source[row : row + number, :columns] = base + torch.arange(number * columns).view(number, columns)
+        row, base = row + number, base + number * columns
+    return compute_router_losses(router, logits, source, attention, call.list_sizes(rows))
+
+
+def _get_router_module() -> ModuleType:
+    """The Python module whose function TRL calls for every mixture of experts."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    return modeling_mixtral
+
+
+def _make_output(
+    model: Any,
+    call: ModelCall,
+    values: Mapping[str, Tensor | None],  # (B, T - 1)
+    mask: Tensor,  # (B, T - 1) bool
+    num_items_in_batch: Any,
+    aux_loss: Tensor | None,  # (M,)
+) -> Any:
     log_probs = values["log_probs"]
     assert log_probs is not None
-    counted = counted.to(log_probs.device)
-    items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    mask = mask.to(log_probs.device)
+    items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss = -log_probs.sum() / items
-    if aux_loss is not None and not get_window_call().shapes:
+    if aux_loss is not None and not call.shapes:
         aux_loss = aux_loss[0]
         loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
     # Of a window, one router loss for each micro-batch.
-    return outputs.outputs[0].extra(loss=loss, **values, label_mask=counted, aux_loss=aux_loss)
+    utils: Any = importlib.import_module("trl.trainer.utils")
+    per_token = {name: values.get(name) for name in PER_TOKEN}
+    return utils.FusedCausalLMOutput(loss=loss, **per_token, label_mask=mask, aux_loss=aux_loss)
 
 
-def _make_agreement(model: nn.Module, device: torch.device) -> Callable[[int], int]:
-    """The smallest number of all ranks that shard the model."""
-    groups = find_rank_groups(model, None) or [torch.distributed.group.WORLD]  # FSDP1 has no DTensors
-    return lambda number: agree_on_minimum(groups, number, device)
+# --- calls of a model -------------------------------------------------------------------------------------------------
+
+RunModel = Callable[..., Any]  # of the model's arguments
 
 
-def _lay_out(fused_forward: Callable, model: Any, batch: TokenBatch, labels: Tensor) -> tuple[Layout, bool]:
-    """The layout of a call, and whether its live micro-batches are parts that do not fit into memory together.
+@contextmanager
+def caught_calls(
+    models: Sequence[nn.Module], call: Callable[[nn.Module, RunModel, dict[str, Any]], Any]
+) -> Iterator[None]:
+    """In this context calls of the models with fused_lm_head=True go to `call`, with what runs the model.
 
-    A trial of trees runs before it if it has trees, and before all else in a sharded model.
+    A model is called at its outermost module, before the forward of DDP and the hooks of FSDP. Its own calls of other
+    models (DDP's of its module) are not caught.
     """
-    obstacle = Reason("it has no attention_mask") if batch.inputs.get("attention_mask") is None else None
-    body = read_body(model, model, batch.inputs, batch.ids, obstacle)
-    is_sharded, device, call = find_sharding(model) is not None, batch.ids.device, get_window_call()
-    if tries_rows(model):
-        body = _apply_trial(fused_forward, model, device, body, "rows")
-    needs_tree_trial = body.no_tree is None and needs_trial(model, body, "trees")
-    # Every rank of a sharded model must run its layers equally often.
-    if body.no_tree is None and (is_sharded or not needs_tree_trial):
-        body, needs_tree_trial = _apply_trial(fused_forward, model, device, body, "trees"), False
-    weights, idle = None, call.idle_rows
-    if torch.is_grad_enabled() and not is_sharded and idle is not None and idle.shape == batch.ids.shape[:1]:
-        weights = (~idle).to(device)[:, None]
-    sequences = read_sequences(batch, body, weights=weights, labels=labels)
-    padded_groups = 1
-    if not (has_reentrant_checkpoints(model) or sequences.obstacle is not None):
-        padded_groups = count_padded_groups(sequences, [rows for rows, _ in call.shapes])
-    if is_sharded:
-        return _lay_out_equally(model, device, sequences, body, padded_groups), False
-    budget = math.inf if has_reentrant_checkpoints(model) else _find_budget(sequences)
-    layout = _lay_out_within(budget, sequences, body, padded_groups)
-    if layout.has_trees and needs_tree_trial:
-        body = _apply_trial(fused_forward, model, device, body, "trees")
-        layout = _lay_out_within(budget, sequences, body, padded_groups)
-    return layout, layout.live_tokens > budget
+    is_running = False
 
+    def catch(model: nn.Module) -> RunModel:
+        original = model._call_impl
 
-def _lay_out_within(budget: float, sequences: Sequences, body: Body, padded_groups: int) -> Layout:
-    """The layout of a batch, whose live micro-batches have at most so many tokens each if they have more together."""
-    layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=padded_groups)
-    if layout.live_tokens <= budget:
-        return layout
-    return lay_out(sequences, body, replace(LAYOUT_OPTIONS, max_tokens=int(budget)))
+        def run_model(**inputs: Any) -> Any:
+            nonlocal is_running
+            is_running = True
+            try:
+                return original(**inputs)
+            finally:
+                is_running = False
 
+        def catching(*args: Any, **inputs: Any) -> Any:
+            if is_running or args or not inputs.get("fused_lm_head"):
+                return original(*args, **inputs)
+            return call(model, run_model, inputs)
 
-def _find_budget(sequences: Sequences) -> float:
-    """How many live tokens may keep activations: at least those of the largest micro-batch, as TRL would run it."""
-    call, row, budget = get_window_call(), 0, math.inf
-    is_window = len(call.shapes) > 1 and sequences.obstacle is None
-    if call.max_tokens is not None and is_window and torch.is_grad_enabled():
-        budget = call.max_tokens
-        for rows, _ in call.shapes:
-            longest = max((span.length for span in sequences.spans[row : row + rows]), default=0)
-            budget, row = max(budget, rows * longest), row + rows
-    return budget
+        return catching
 
-
-def _lay_out_equally(model: Any, device: torch.device, sequences: Sequences, body: Body, padded_groups: int) -> Layout:
-    """The layout of a rank of a sharded model: one micro-batch, or the same number of padded groups on each rank."""
-    groups = find_rank_groups(model, None) if len(get_window_call().shapes) > 1 else []
-    if groups:
-        with agree_on_counts(groups, device) as counts:
-            counts[0] = padded_groups
-        most = counts[0]
-        with agree_on_counts(groups, device) as counts:
-            layout = lay_out(sequences, body, LAYOUT_OPTIONS, padded_groups=most)
-            counts[0] = len(layout.live) != most
-        if not counts[0]:
-            return layout
-    return lay_out(sequences, body, LAYOUT_OPTIONS)
-
-
-def _apply_trial(fused_forward: Callable, model: Any, device: torch.device, body: Body, layout: str) -> Body:
-    def run_row(inputs: dict[str, Any]) -> Tensor:
-        labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
-        with recorded_router_calls(_find_router(model, {})):
-            return nn.functional.pad(fused_forward(labels=labels, **inputs).log_probs, (1, 0))
-
-    return apply_trial(run_row, model, body, device, layout, again=False)
+    caught = list({id(model): model for model in models}.values())
+    for model in caught:
+        # An attribute of the object in front of the class's method, through which torch calls a module.
+        vars(model)["_call_impl"] = catch(model)
+    try:
+        yield
+    finally:
+        for model in caught:
+            vars(model).pop("_call_impl", None)

@@ -1,9 +1,10 @@
 """What the user sees of the patch: two values in TRL's log, one line and at most one warning of a training run, and
 `explain_trl`.
 
-A training step records the calls of its models (`call_record`). The values and the line are of this process.
+An `OptimizerStep` records the calls of its models. The values and the line are of this process.
 """
 
+import functools
 import logging
 import sys
 from collections.abc import Iterator
@@ -15,12 +16,20 @@ import torch
 from torch import nn
 
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl import window
-from liger_rl.integrations.trl.adapted_head import TRAINERS
-from liger_rl.integrations.trl.call_record import CallRecord, recorded_calls
-from liger_rl.integrations.trl.forward import AS_IT_IS, find_unreadable, find_wrapped
+from liger_rl.integrations.trl.forward import CallRecord, find_unreadable, find_wrapped
+from liger_rl.integrations.trl.optimizer_step import (
+    TRAINERS,
+    OptimizerStep,
+    find_refusal,
+    find_trained_row_reader,
+    get_size,
+    is_compiled,
+    is_trl_trainer,
+    list_own_methods,
+)
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.step.body import COMPILED, read_body
+from liger_rl.step.facts import COMPILED, fit_facts, read_facts
+from liger_rl.step.layout import AS_IT_IS
 from liger_rl.step.reason import Reason
 
 TOKENS, SAVED = "liger_rl/body_tokens", "liger_rl/body_tokens_saved"
@@ -33,7 +42,6 @@ logger = logging.getLogger("liger_rl.trl")
 class _Report:
     """The calls of a trainer's models."""
 
-    calls: list[CallRecord] = field(default_factory=list)  # of the optimizer step that runs
     # By role, of the last optimizer step that has such calls.
     last_calls: dict[str, list[CallRecord]] = field(default_factory=dict)
     # Since the last entry of TRL's log.
@@ -50,24 +58,24 @@ def _get_report(trainer: Any) -> _Report:
 
 
 def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """`transformers.Trainer.training_step`, whose calls of models are recorded."""
-    if not window.is_trl_trainer(self):
-        return PATCH.original(self, model, inputs, num_items_in_batch)
-    report = _get_report(self)
-    if report.run is not self.state:  # what an interrupted run has left does not count
-        report.calls, report.run, report.run_steps, report.is_announced = [], self.state, 0, False
-    with recorded_calls(self, report.calls):
-        loss = window.run_training_step(self, PATCH.original, model, inputs, num_items_in_batch)
+    """`transformers.Trainer.training_step` as a part of an `OptimizerStep`."""
+    run = functools.partial(PATCH.original, self, model, inputs, num_items_in_batch)
+    if not is_trl_trainer(self):
+        return run()
+    report, step = _get_report(self), OptimizerStep.of(self, model)
+    if report.run is not self.state:
+        report.run, report.run_steps, report.is_announced = self.state, 0, False
+    loss = step.run_micro_batch(run)
     if self.accelerator.sync_gradients:
-        calls, report.calls = report.calls, []
-        report.last_calls |= {call.role: [c for c in calls if c.role == call.role] for call in calls}
+        step.close()
+        report.last_calls |= {call.role: [c for c in step.calls if c.role == call.role] for call in step.calls}
         report.run_steps += 1
-        _log_tokens(self, report, calls)
+        _log_tokens(self, report, step.calls)
         # On a GPU the first step measures memory, so the second one says more.
         is_last = self.state.global_step + 1 >= self.state.max_steps
         if not report.is_announced and (report.run_steps > 1 or is_last or self.args.device.type != "cuda"):
             report.is_announced = True
-            _announce(self, model, calls)
+            _announce(step)
     return loss
 
 
@@ -98,15 +106,15 @@ def _sum_tokens(calls: list[CallRecord]) -> tuple[int, int]:
 # --- the line and the warning of a training run -----------------------------------------------------------------------
 
 
-def _announce(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> None:
+def _announce(step: OptimizerStep) -> None:
     """Log what the optimizer step has run, and a warning if a setting of the user keeps it from running less."""
-    name = type(trainer).__name__
-    reasons = _find_reasons(trainer, model, calls)
+    trainer, calls = step.trainer, step.calls
+    name, reasons = type(trainer).__name__, _find_reasons(step)
     if calls:
         text, reason = _describe_calls(calls)
         _log(trainer, logging.INFO, f"{name}: {text}{'' if reason is None else f': {reason}'}")
     elif not any(reason.fix for reason in reasons):
-        gain = AS_TRL if _find_obstacle(trainer, model) is None else _name_gain(trainer)
+        gain = AS_TRL if _find_obstacle(trainer, step.model) is None else _name_gain(trainer)
         _log(trainer, logging.INFO, f"{name}: {gain}{''.join(f': {reason}' for reason in reasons[:1])}")
     changes = [f"{reason} (to change that: {reason.fix})" for reason in reasons if reason.fix]
     if changes:
@@ -128,12 +136,10 @@ def _describe_calls(calls: list[CallRecord]) -> tuple[str, Reason | None]:
     return f"{body:,} of {padded:,} tokens run; {call.text}", call.reason
 
 
-def _find_reasons(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> list[Reason]:
+def _find_reasons(step: OptimizerStep) -> list[Reason]:
     """Why the trainer runs more than it must, as far as known."""
-    reasons = [
-        _find_obstacle(trainer, model) or window.find_refusal(trainer, model),
-        *(call.reason for call in calls),
-    ]
+    refusal = step.refusal or find_refusal(step.trainer, step.model)
+    reasons = [_find_obstacle(step.trainer, step.model) or refusal, *(call.reason for call in step.calls)]
     return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
 
@@ -142,8 +148,8 @@ def _find_obstacle(trainer: Any, model: nn.Module) -> Reason | None:
     if not get_settings().whole_step:
         return Reason("whole_step=False")
     if find_wrapped(trainer.model) is None:
-        return window.find_refusal(trainer, model)
-    return COMPILED if window.is_compiled(trainer, model) else None
+        return find_refusal(trainer, model)
+    return COMPILED if is_compiled(trainer, model) else None
 
 
 def _log(trainer: Any, level: int, text: str) -> None:
@@ -187,7 +193,7 @@ def explain_trl(trainer: Any) -> str:
     """
     from transformers import Trainer
 
-    if not (isinstance(trainer, Trainer) and window.is_trl_trainer(trainer)):
+    if not (isinstance(trainer, Trainer) and is_trl_trainer(trainer)):
         raise TypeError(f"trainer must be a trainer of TRL, got {type(trainer).__name__}")
     name, model = type(trainer).__name__, trainer.model_wrapped
     if not PATCH.patched:
@@ -196,7 +202,7 @@ def explain_trl(trainer: Any) -> str:
     if obstacle is not None:
         return f"{name}: {_name_gain(trainer)}{_describe_reason(obstacle)}"
     lines = [f"optimizer step: {_explain_window(trainer, model)}"]
-    report, own = _get_report(trainer), window.list_own_methods(trainer)
+    report, own = _get_report(trainer), list_own_methods(trainer)
     for role, calls in sorted(report.last_calls.items()):
         text, reason = _describe_calls(calls)
         lines.append(f"{role}: {text}{_describe_reason(reason)}")
@@ -207,7 +213,7 @@ def explain_trl(trainer: Any) -> str:
         lines.append(f"policy: {text}")
     elif not report.last_calls:
         models = {"policy": trainer.model, "reference": getattr(trainer, "ref_model", None)}
-        known = {"policy": window.find_trained_row_reader(trainer)}
+        known = {"policy": find_trained_row_reader(trainer)}
         lines += [f"{role}: {_predict(model, known.get(role))}" for role, model in models.items() if model is not None]
     return "\n".join([name, *(f"- {line}" for line in lines)])
 
@@ -220,7 +226,7 @@ def _describe_reason(reason: Reason | None) -> str:
 
 def _explain_window(trainer: Any, model: nn.Module) -> str:
     number = trainer.args.gradient_accumulation_steps
-    reason, size = window.find_refusal(trainer, model), window.get_size(trainer)
+    reason, size = find_refusal(trainer, model), get_size(trainer)
     if number == 1:
         return f"one micro-batch{_describe_reason(reason if reason is not None and reason.fix else None)}"
     if reason is not None:
@@ -239,13 +245,13 @@ def _predict(model: nn.Module, reason: Reason | None) -> str:
     training = {module: module.training for module in wrapped.modules()}
     try:
         wrapped.train()  # with dropout
-        body = read_body(wrapped, wrapped, {"attention_mask": torch.ones_like(ids)}, ids, None)
-        reason = find_unreadable(wrapped, (), {"input_ids": ids, "labels": ids}) or body.obstacle or reason
+        facts = fit_facts(read_facts(wrapped), {"attention_mask": torch.ones_like(ids)}, ids)
+        reason = find_unreadable(wrapped, (), {"input_ids": ids, "labels": ids}) or facts.obstacle or reason
     finally:
         for module, mode in training.items():
             module.training = mode
     if reason is not None:
         return f"{AS_IT_IS}{_describe_reason(reason)}"
-    if body.no_tree is not None:
-        return f"live tokens only, no prefix shared{_describe_reason(body.no_tree)}"
+    if facts.no_tree is not None:
+        return f"live tokens only, no prefix shared{_describe_reason(facts.no_tree)}"
     return "live tokens only, prompts once"

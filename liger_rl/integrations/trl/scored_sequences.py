@@ -1,19 +1,26 @@
 """What is particular to TRL's GRPOTrainer and RLOOTrainer, which train on sequences with advantages.
 
-`_compute_loss` records which sequences have no gradient, in a `WindowCall`. The log-probabilities of the old policy
-and of the reference, which TRL computes without a graph in a loop, take as many micro-batches in one forward as an
-optimizer step does (`window`). Neither is done for a subclass with its own loss or calls of the model.
+`_compute_loss` tells the trainer's `OptimizerStep` which sequences have no gradient. The log-probabilities of the old
+policy and of the reference, which TRL computes without a graph in a loop, take as many micro-batches in one forward as
+an optimizer step does. Neither is done for a subclass with its own loss or calls of the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl import window
-from liger_rl.integrations.trl.forward import WindowCall, find_wrapped, get_window_call, set_window_call
+from liger_rl.integrations.trl.forward import CALL, ModelCall, caught_calls, find_wrapped
+from liger_rl.integrations.trl.optimizer_step import (
+    find_step,
+    find_trained_row_reader,
+    get_size,
+    is_compiled,
+    list_own_methods,
+)
 from liger_rl.integrations.trl.settings import get_settings
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
@@ -37,13 +44,16 @@ def _find_idle_rows(inputs: dict[str, Any]) -> Tensor:
 def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> tuple[Patch, Patch]:
     """The two patches of a trainer, "module:Class"."""
 
-    def applies(self: Any) -> bool:
-        return get_settings().whole_step and not (find_wrapped(self.model) is None or window.list_own_methods(self))
-
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        knows_rows = applies(self) and not (self.aux_loss_enabled or has_other_gradients(self))
-        with set_window_call(WindowCall(_find_idle_rows(inputs) if knows_rows else None)):
+        step = find_step(self)
+        applies = step is not None and get_settings().whole_step and not step.own_methods
+        if step is None or not applies or self.aux_loss_enabled or has_other_gradients(self):
             return loss.original(self, model, inputs)
+        step.idle_rows = _find_idle_rows(inputs)
+        try:
+            return loss.original(self, model, inputs)
+        finally:
+            step.idle_rows = None
 
     def _get_per_token_logps_and_entropies(
         self: Any,
@@ -55,19 +65,47 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
         *args: Any,
         **options: Any,
     ) -> Any:
-        has_images = any(options.get(name) is not None for name in options.keys() - OPTIONS)
-        may_join = applies(self) and not (has_images or torch.is_grad_enabled())
-        call = get_window_call()
-        if batch_size is not None and may_join and window.find_trained_row_reader(self) is None:
-            shape, size = (batch_size, input_ids.shape[1]), window.get_size(self)
-            batch_size = int(min(batch_size * size, len(input_ids)))
-            call = WindowCall(shapes=(shape,) * -(-batch_size // shape[0]))
-        with set_window_call(call):
+        def run(batch_size: int | None) -> Any:
             return logps.original(self, model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **options)
+
+        # The loss has a graph, and a forward of its own.
+        if batch_size is None or torch.is_grad_enabled() or not _may_join(self, model, options):
+            return run(batch_size)
+        shape, joined = (batch_size, input_ids.shape[1]), int(min(batch_size * get_size(self), len(input_ids)))
+        shapes = (shape,) * -(-joined // batch_size)
+        with _called_with(self, model, shapes):
+            return run(joined)
 
     loss = Patch(f"{trainer}._compute_loss", _compute_loss)
     logps = Patch(f"{trainer}._get_per_token_logps_and_entropies", _get_per_token_logps_and_entropies, None)
     return loss, logps
+
+
+def _may_join(trainer: Any, model: Any, options: dict[str, Any]) -> bool:
+    """Whether several micro-batches of scores can be one forward."""
+    if not get_settings().whole_step or find_wrapped(trainer.model) is None or list_own_methods(trainer):
+        return False
+    has_images = any(options.get(name) is not None for name in options.keys() - OPTIONS)
+    return not (has_images or is_compiled(trainer, model)) and find_trained_row_reader(trainer) is None
+
+
+@contextmanager
+def _called_with(trainer: Any, model: Any, shapes: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Calls of the model in this context are for micro-batches of these shapes."""
+    step = find_step(trainer)
+    if step is not None:
+        step.shapes = shapes
+        try:
+            yield
+        finally:
+            step.shapes = ()
+        return
+
+    def call(_: Any, run_model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        return run_model(**inputs, **{CALL: ModelCall(shapes=shapes)})
+
+    with caught_calls([model], call):  # an evaluation
+        yield
 
 
 PATCHES = (

@@ -7,14 +7,12 @@ from liger_rl.step.memory import DEFAULT_SHARE
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the models of TRL's trainers run, and the chunks of their head."""
+    """How the models of TRL's trainers run."""
 
     whole_step: bool = True  # False: as TRL runs them
     even_ranks: bool = True  # micro-batches change ranks
     max_tokens: int | None = None  # about how many tokens one forward may have; None: as free memory allows
     memory: float = DEFAULT_SHARE  # the share of a GPU's free memory that activations may take
-    chunk_tokens: int | None = None
-    chunk_vocab: int | None = None
 
 
 _settings = Settings()

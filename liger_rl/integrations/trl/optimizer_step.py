@@ -1,0 +1,320 @@
+"""One optimizer step of a trainer of TRL: what it may do, how large its windows are, and how its calls ran.
+
+A trainer has one `OptimizerStep` at a time. Facts of its models, reasons against a window and its size are asked once,
+when its first micro-batch comes, and agreed on with the other ranks. What stays for the next step are measurements.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.integrations.trl.even_ranks import can_exchange, can_share_prompts
+from liger_rl.integrations.trl.forward import (
+    CALL,
+    CallRecord,
+    ModelCall,
+    RunModel,
+    caught_calls,
+    find_wrapped,
+    log_once,
+)
+from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.integrations.trl.window import Window
+from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, Facts, read_facts, read_static_positions
+from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
+from liger_rl.step.ranks import UNLIMITED, Agreement, agree
+from liger_rl.step.reason import Reason
+from liger_rl.step.row_readers import NEFTUNE, find_row_reader, list_unknown_layers
+from liger_rl.step.trial import find_known_row_reader
+
+TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
+BUILT_BEFORE = Reason("the trainer was built before patch_trl()", "call patch_trl() before the trainer is built")
+ANOTHER_RANK = Reason("another rank has a reason against one forward for all micro-batches")
+# Methods with a trainer's calls of the model.
+METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "_compute_kl_logps")
+
+
+class _Waits(BaseException):
+    """The training step of a micro-batch ends without a loss."""
+
+
+@dataclasses.dataclass
+class Measurements:
+    """What a trainer's windows have measured."""
+
+    size: float = 0  # micro-batches of a window; 0: not known yet
+    largest: int = 0  # tokens of the largest micro-batch so far
+    token_bytes: float = 0.0  # memory of the first window for each of its tokens
+
+
+def get_measurements(trainer: Any) -> Measurements:
+    # On the trainer: what refers to it would be kept in any other table.
+    return vars(trainer).setdefault("_liger_rl_measurements", Measurements())
+
+
+class OptimizerStep:
+    """The micro-batches of one optimizer step of a trainer."""
+
+    def __init__(self, trainer: Any, model: nn.Module) -> None:
+        self.trainer, self.model = trainer, model
+        self.key = trainer.state, trainer.state.global_step
+        self.calls: list[CallRecord] = []
+        self.window: Window | None = None
+        self.idle_rows: Tensor | None = None  # (B,) bool, of the calls of the `_compute_loss` that runs
+        self.shapes: Sequence[tuple[int, int]] = ()  # of the micro-batches whose scores one call computes
+        self.own_methods = list_own_methods(trainer)
+        self._facts: dict[tuple[int, bool], Facts] = {}
+        self._wrapped: dict[int, nn.Module | None] = {}
+        self._models = [m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+        self._finished: Window | None = None  # which has run in this training step
+        self._live_tokens = 0  # of the first call of that window with a graph
+        self.limit: int | None = None  # how many tokens a window may have; None: any number
+        self.refusal: Reason | None = None  # why each micro-batch has a forward of its own
+        if get_settings().whole_step and trainer.args.gradient_accumulation_steps > 1:
+            self.refusal = find_refusal(trainer, model)
+            self._agree()
+            if self.refusal is not None:
+                log_once(trainer, ModelCall(), f"a forward for each micro-batch: {self.refusal}")
+
+    @classmethod
+    def of(cls, trainer: Any, model: nn.Module) -> "OptimizerStep":
+        """The optimizer step that runs, or a new one. An error may have ended the one before."""
+        step = find_step(trainer)
+        state = trainer.state
+        if step is None or step.key[0] is not state or step.key[1] != state.global_step:
+            step = vars(trainer)["_liger_rl_step"] = cls(trainer, model)
+        return step
+
+    def close(self) -> None:
+        """The next training step begins another optimizer step."""
+        vars(self.trainer).pop("_liger_rl_step", None)
+
+    def _agree(self) -> None:
+        """The size of the windows and a refusal, equal on all ranks. A collective of all ranks."""
+        trainer, measured = self.trainer, get_measurements(self.trainer)
+        if find_wrapped(trainer.model) is None:  # on all ranks
+            return
+        self.limit = None if self.refusal is not None else _find_limit(trainer, self.model, measured)
+        size = UNLIMITED
+        if self.limit is not None:
+            size = max(1, self.limit // measured.largest) if measured.largest else 1
+        groups: list[Any] = [torch.distributed.group.WORLD] if trainer.accelerator.num_processes > 1 else []
+        wanted = Agreement(window=size, refuses=self.refusal is not None)
+        agreed = agree(groups, wanted, trainer.args.device)
+        if agreed.refuses and self.refusal is None:
+            self.refusal = ANOTHER_RANK
+        if self.limit is not None or agreed.window != UNLIMITED:
+            measured.size = agreed.window
+
+    # --- micro-batches ------------------------------------------------------------------------------------------------
+
+    def run_micro_batch(self, run_training_step: Callable[[], Any]) -> Any:
+        """transformers' `training_step` of a micro-batch, which may wait for the next ones."""
+        trainer = self.trainer
+        with caught_calls([] if is_compiled(trainer, self.model) else self._models, self._call):
+            if not get_settings().whole_step or trainer.args.gradient_accumulation_steps == 1 or self.refusal:
+                return run_training_step()
+            trainer.compute_loss = functools.partial(self._compute_loss, trainer.compute_loss)
+            try:
+                with self._measured_memory():
+                    return run_training_step()
+            except _Waits:
+                return torch.zeros((), device=trainer.args.device)
+            finally:
+                del trainer.compute_loss
+                self._finished = None
+
+    def _compute_loss(self, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the micro-batches so far, or `_Waits`."""
+        trainer = self.trainer
+        if self.window is None:
+            self.window = Window(compute_loss, trainer.accelerator.gradient_state, self._run_joined)
+        window, size = self.window, get_size(trainer)
+        loss = window.add(model, *args, **kwargs)
+        if not trainer.accelerator.sync_gradients and window.added < size:
+            if loss is None:
+                raise _Waits
+            return loss
+        self._live_tokens = 0
+        try:
+            if size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model):
+                window.exchange(model, trainer.args.device, self._shares_prompts)
+            if not window.micro_batches:
+                return loss
+            total = window.sum_losses()
+        finally:
+            self.window = None
+        measured = get_measurements(trainer)
+        self._finished, measured.largest = window, max(measured.largest, *window.tokens)
+        return total if loss is None else total + loss
+
+    def _shares_prompts(self, call: dict[str, Any]) -> bool:
+        wrapped = self.find_wrapped(self.model)
+        assert wrapped is not None
+        return can_share_prompts(self.read_facts(wrapped), call)
+
+    # --- calls of models ----------------------------------------------------------------------------------------------
+
+    def _call(self, model: nn.Module, run_model: RunModel, inputs: dict[str, Any]) -> Any:
+        """The output of a call of one of the trainer's models in a training step."""
+        run = functools.partial(self._run, model, run_model)
+        if self.window is not None and self.window.is_running:
+            return self.window.call(run, inputs, self.idle_rows)
+        return run(ModelCall(idle_rows=self.idle_rows, shapes=self.shapes), **inputs)
+
+    def _run_joined(
+        self, run: RunModel, inputs: dict[str, Any], idle_rows: Tensor | None, shapes: Sequence[tuple[int, int]]
+    ) -> Any:
+        call = ModelCall(idle_rows=idle_rows, shapes=shapes, max_tokens=self.limit if shapes else None)
+        output = run(call, **inputs)
+        self._live_tokens = self._live_tokens or call.live_tokens
+        return output
+
+    def find_wrapped(self, model: nn.Module) -> nn.Module | None:
+        """The module inside one of the trainer's models whose forward is ours."""
+        if id(model) not in self._wrapped:
+            self._wrapped[id(model)] = find_wrapped(model)
+        return self._wrapped[id(model)]
+
+    def _run(self, model: nn.Module, run_model: RunModel, call: ModelCall, **inputs: Any) -> Any:
+        if self.find_wrapped(model) is None:
+            return run_model(**inputs)
+        call.role, call.read_facts = self._find_role(model), self.read_facts
+        output = run_model(**inputs, **{CALL: call})
+        self.calls += call.records
+        return output
+
+    def _find_role(self, model: nn.Module) -> str:
+        if model is getattr(self.trainer, "ref_model", None):
+            return "reference"
+        return "policy" if torch.is_grad_enabled() or not _runs_as_reference(model) else "reference"
+
+    def read_facts(self, model: nn.Module) -> Facts:
+        """The facts of a model, which are asked once for each of its modes."""
+        key = id(model), model.training
+        if key not in self._facts:
+            self._facts[key] = read_facts(model)
+        return self._facts[key]
+
+    @contextmanager
+    def _measured_memory(self) -> Iterator[None]:
+        """Sets `token_bytes` of a training step on a GPU whose window runs in this context, if it is not known yet."""
+        measured, device = get_measurements(self.trainer), self.trainer.args.device
+        before = None if measured.token_bytes else read_memory(device, restart_peak=True)
+        gradients = 0 if before is None else count_missing_gradients(self.model)
+        yield
+        if before is not None and self._finished is not None:
+            memory = read_memory(device)
+            assert memory is not None
+            # Gradients stay, and do not grow with the number of tokens.
+            peak = memory.peak - before.allocated - (gradients - count_missing_gradients(self.model))
+            measured.token_bytes = max(peak, 1) / max(self._live_tokens, 1)
+
+
+def find_step(trainer: Any) -> OptimizerStep | None:
+    """The optimizer step whose training step runs, or that waits for micro-batches."""
+    return vars(trainer).get("_liger_rl_step")
+
+
+def _runs_as_reference(model: nn.Module) -> bool:
+    """Whether the model's adapters are off, or TRL's copy "ref" of them is active."""
+    if "peft" not in sys.modules:
+        return False
+    layer: Any = next((module for module in model.modules() if hasattr(module, "_disable_adapters")), None)
+    return layer is not None and (layer.disable_adapters or layer.active_adapters == ["ref"])
+
+
+# --- the size of a window ---------------------------------------------------------------------------------------------
+
+
+def get_size(trainer: Any) -> float:
+    """How many micro-batches the trainer's windows have at most."""
+    measured = get_measurements(trainer)
+    if not measured.size:
+        # Where there is a limit, the first windows have one micro-batch, to measure what it takes.
+        measured.size = 1 if get_settings().max_tokens is not None or trainer.args.device.type == "cuda" else math.inf
+    return measured.size
+
+
+def _find_limit(trainer: Any, model: nn.Module, measured: Measurements) -> int | None:
+    """How many tokens a window may have, 1 if it is not known yet; None for any number."""
+    settings = get_settings()
+    memory = read_memory(trainer.args.device)
+    if settings.max_tokens is not None or memory is None:
+        return settings.max_tokens
+    share = settings.memory or DEFAULT_SHARE  # without kept layers, too, a window takes what is free
+    count = count_fitting_tokens(model, share)
+    if count is None and measured.token_bytes:  # no layer is recomputed, or none has transformers' switch
+        count = int(share * (memory.spare - count_missing_gradients(model)) / measured.token_bytes)
+    return max(count or 1, 1)
+
+
+# --- reasons against a window -----------------------------------------------------------------------------------------
+
+
+def is_trl_trainer(trainer: Any) -> bool:
+    """Whether the trainer is TRL's, or of a subclass."""
+    return any(kind.__module__.startswith("trl.trainer.") for kind in type(trainer).__mro__)
+
+
+def list_own_methods(trainer: Any) -> list[str]:
+    """The names of the methods with a loss or calls of the model that a subclass or the trainer itself defines."""
+    own = [method for method in METHODS if method in vars(trainer) and method != "compute_loss"]  # the window's
+    kind: Any = type(trainer)
+    return own + _list_methods_of_others(kind)
+
+
+@functools.cache
+def _list_methods_of_others(kind: Any) -> list[str]:
+    """The names of `METHODS` that neither TRL nor transformers defines for a class of trainers."""
+    owners = {method: next((base for base in kind.__mro__ if method in vars(base)), object) for method in METHODS}
+    packages = ("trl.trainer.", "transformers.", "builtins")
+    return [method for method, owner in owners.items() if not owner.__module__.startswith(packages)]
+
+
+def is_compiled(trainer: Any, model: nn.Module) -> bool:
+    """Whether torch.compile compiles the model that the trainer calls."""
+    return trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+
+
+def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
+    """Why each micro-batch has a forward of its own; None if they have one together."""
+    if find_wrapped(trainer.model) is None:
+        if any(kind.__module__ in TRAINERS for kind in type(trainer).__mro__):
+            return BUILT_BEFORE
+        return Reason(f"{type(trainer).__name__} does not call TRL's fused head")
+    own = list_own_methods(trainer) or [method for method in ("compute_loss",) if method in vars(trainer)]
+    if own:  # what it does before a call would be done several times
+        return Reason(f"{type(trainer).__name__} has a {own[0]} of its own")
+    if callable(getattr(trainer, "compute_loss_func", None)):  # GRPO and RLOO have a text there
+        return Reason("compute_loss_func takes logits", "leave compute_loss_func out")
+    if getattr(trainer, "label_smoother", None) is not None:
+        return Reason("label smoothing takes logits", "label_smoothing_factor=0")
+    if getattr(trainer, "_is_vlm", False) and trainer.accelerator.num_processes > 1:
+        return Reason("a micro-batch of one rank may have images, and that of another rank none")
+    if read_static_positions(trainer.model.config.get_text_config()) < math.inf:
+        return DYNAMIC_ROPE
+    if is_compiled(trainer, model):
+        return COMPILED
+    if isinstance(model, nn.DataParallel):
+        return Reason("DataParallel splits a micro-batch over devices", "one process for each GPU (torchrun)")
+    return find_trained_row_reader(trainer)
+
+
+def find_trained_row_reader(trainer: Any) -> Reason | None:
+    """What reads the rows of the policy's batch in training; None if nothing is known to."""
+    if getattr(trainer, "neftune_noise_alpha", None) is not None:  # its hook is there in training alone
+        return NEFTUNE
+    model = find_wrapped(trainer.model)
+    assert model is not None
+    modules = list(model.modules())
+    return find_row_reader(model, modules, in_training=True) or find_known_row_reader(
+        model, list_unknown_layers(modules)
+    )

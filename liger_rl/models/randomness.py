@@ -1,0 +1,47 @@
+"""A model without randomness, for runs whose values are compared."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def list_rates(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Attributes by which modules draw random numbers in training: rates of dropout, a router's noise."""
+    rates = []
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and _is_rate(module, name):
+                rates.append((module, name))
+    return rates
+
+
+def _is_rate(module: nn.Module, name: str) -> bool:
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    return "drop" in name or "jitter_noise" in name or (is_dropout and name == "p")
+
+
+@contextmanager
+def without_randomness(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Without dropout, noise, checkpoints and updates of running statistics.
+
+    The model stays in training mode, because some quantized layers store their weights in another way in evaluation.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        modules = list(model.modules())
+        values: list[tuple[nn.Module, str, Any]] = [(module, name, 0.0) for module, name in list_rates(modules)]
+        for module in modules:
+            if vars(module).get("gradient_checkpointing"):
+                values.append((module, "gradient_checkpointing", False))
+            if isinstance(module, nn.Embedding | nn.modules.batchnorm._NormBase):  # NEFTune's noise is an embedding's
+                values.append((module, "training", False))
+        changed = [(vars(module), name, vars(module)[name]) for module, name, _ in values]
+        for module, name, value in values:
+            vars(module)[name] = value
+        try:
+            yield
+        finally:
+            for attributes, name, value in changed:
+                attributes[name] = value

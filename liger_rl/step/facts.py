@@ -1,0 +1,219 @@
+"""What a model allows a step to do with the rows of its batches: read once for each optimizer step.
+
+`read_facts` looks at the config, the modules and the forward. `fit_facts` adds what depends on the inputs of a batch.
+What neither says is found by trials (`trial`).
+"""
+
+import inspect
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.models.router import find_router_loss, has_router_loss
+from liger_rl.models.swap import find_swapped
+from liger_rl.step.attention import find_attention_obstacle
+from liger_rl.step.memory import has_reentrant_checkpoints
+from liger_rl.step.ranks import find_sharding
+from liger_rl.step.reason import Reason
+from liger_rl.step.row_readers import find_row_reader, list_unknown_layers
+
+# Models without rotary embeddings. A token's default position is its column in the first list, and its number among the
+# attended tokens of its row in the second.
+POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
+POSITION_IS_COUNT = ("opt",)
+# Models with layers of a state that have no other positions, unless they have a rotary embedding.
+WITHOUT_POSITIONS = ("falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba")
+# Models with a state that padding on the left changes, which begins anew at position 0.
+FEELS_PADDING = ("recurrent_gemma",)
+DYNAMIC_ROPE = Reason("the rotary embedding depends on the longest row of the batch (rope_type dynamic or longrope)")
+# Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
+NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "paligemma", "rembert", "roformer", "xlm", "xlnet"}
+COMPILED = Reason("the model is compiled, and would be compiled again for each batch", "torch_compile=False")
+ACTIVATED_LORA = Reason("activated LoRA begins at a token of each sequence")
+PROMPT_LEARNING = Reason("prompt learning of PEFT puts tokens of its own before each sequence")
+ROUTER_LOSS = Reason(
+    "the router's loss is of all tokens of the batch",
+    "router_aux_loss_coef=0, output_router_logits=False elsewhere",
+)
+USE_CACHE = Reason("use_cache=True keeps keys and values", "use_cache=False")
+# Per-token inputs that a step can rearrange.
+TOKEN_INPUTS = ("attention_mask", "position_ids")
+# Which tokens are of an image. A batch stays as it is if one is not 0.
+TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")
+# Inputs of a batch whose sequences were packed into one row.
+PACKED_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """How a model and its inputs allow the rows of a batch to be rearranged."""
+
+    name: str  # of the model's class
+    config: Any  # of the model's text
+    dtype: torch.dtype  # of the model's parameters
+    device: torch.device  # of the model's first parameter
+    sharding: str | None  # what shards the parameters, see `find_sharding`
+    has_reentrant_checkpoints: bool
+    unknown_layers: Sequence[nn.Module]  # layers of no known package, which a trial looks at
+    obstacle: Reason | None  # why the batch must stay as it is; None if rows may be rearranged
+    no_tree: Reason | None  # why rows cannot be trees of shared prefixes; None if a trial may decide
+    causal: bool  # no token depends on a later one
+    reads_types: bool  # attention depends on `TYPE_INPUTS` also in text
+    rotary: bool  # only differences of a sequence's positions matter
+    takes_positions: bool  # the forward takes position_ids
+    positions_are_known: bool  # a token's default position is a function of its row and its mask
+    has_no_positions: bool  # the model's layers have a state, and no other positions
+    needs_positions: bool  # rows without left padding need their position_ids
+    positions: int  # number of positions that the model has, up to which its rotary embedding is fixed; 0 if unknown
+    longest_row: float  # for which the rotary embedding does not depend on the row's length
+    router_is_known: bool  # the model's router loss, if it has one, can be computed of other rows
+    # Of a batch, by `fit_facts`.
+    drops_left_padding: bool = False  # rows may lose padding on the left: the model takes positions or has none
+    has_router_loss: bool = False  # the model returns a router loss, a mean over all tokens of the batch
+    counts_attended: bool = False  # a token's default position is its number among its row's attended tokens
+
+
+def read_facts(model: Any, wrapper: nn.Module | None = None) -> Facts:
+    """The facts of a causal LM of transformers, inside of `wrapper` if it has one."""
+    outer = model if wrapper is None else wrapper
+    modules, inner = list(outer.modules()), list(model.modules())
+    name, config, first = type(model).__name__, model.config.get_text_config(), next(model.parameters())
+    # A tower of images has other attention and positions than the text.
+    kinds = ((module, getattr(module, "config", None)) for module in inner)
+    text = next((module for module, kind in kinds if getattr(kind, "model_type", None) == config.model_type), model)
+    text_modules = inner if text is model else list(text.modules())
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    rotary = bool([1 for module in text_modules for buffer in module._buffers if buffer.endswith("inv_freq")])
+    reads_types = model.config.model_type in NOT_CAUSAL
+    causal = not reads_types and config.model_type not in NOT_CAUSAL
+    causal = causal and getattr(config, "is_causal", True)
+    causal = causal and not [module for module in text_modules if getattr(module, "is_causal", None) is False]
+    has_no_positions = config.model_type in WITHOUT_POSITIONS and not rotary
+    longest_row = read_static_positions(config)
+    return Facts(
+        name=name,
+        config=config,
+        dtype=first.dtype,
+        device=first.device,
+        sharding=find_sharding(outer, modules),
+        has_reentrant_checkpoints=has_reentrant_checkpoints(modules),
+        unknown_layers=list_unknown_layers(inner),
+        obstacle=_find_wrapper_obstacle(modules, model) or find_row_reader(model, inner),
+        no_tree=_find_tree_obstacle(modules, model, causal and takes_positions),
+        causal=causal,
+        reads_types=reads_types,
+        rotary=rotary,
+        takes_positions=takes_positions,
+        positions_are_known=rotary or config.model_type in POSITION_IS_COLUMN,
+        has_no_positions=has_no_positions,
+        # A model of images may take several positions for a token. By default they are columns.
+        needs_positions=not (has_no_positions or (rotary and config is not model.config)),
+        positions=int(min(getattr(config, "max_position_embeddings", None) or 0, longest_row)),
+        longest_row=longest_row,
+        router_is_known=find_router_loss(model) is not None,
+    )
+
+
+def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor) -> Facts:
+    """The facts of a batch, from the names and shapes of its inputs."""
+    config, given = facts.config, inputs.get("position_ids") is not None
+    counts = config.model_type in POSITION_IS_COUNT and facts.takes_positions and not given
+    # Llama 4 scales queries by their columns, whatever position_ids are.
+    known = facts.takes_positions and (given or facts.positions_are_known)
+    known = known and not getattr(config, "attn_temperature_tuning", False) and config.model_type not in FEELS_PADDING
+    has_router, no_tree = has_router_loss(config, inputs), facts.no_tree
+    if no_tree is None and not (counts or known):
+        no_tree = Reason(f"{facts.name} is not a causal model of text that takes position_ids")
+    if no_tree is None and inputs.get("use_cache"):
+        no_tree = USE_CACHE
+    if no_tree is None and has_router and not facts.router_is_known:
+        no_tree = Reason(f"{facts.name} has a router loss of its own", ROUTER_LOSS.fix)
+    has_mask = inputs.get("attention_mask") is not None
+    return replace(
+        facts,
+        obstacle=facts.obstacle or _find_input_obstacle(facts, inputs, ids),
+        no_tree=no_tree,
+        drops_left_padding=(known or facts.has_no_positions) and has_mask,
+        has_router_loss=has_router,
+        counts_attended=counts,
+    )
+
+
+def _find_wrapper_obstacle(modules: list[nn.Module], model: nn.Module) -> Reason | None:
+    for module in itertools.takewhile(lambda module: module is not model, modules):
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            return PROMPT_LEARNING
+    return None
+
+
+def _find_input_obstacle(facts: Facts, inputs: Mapping[str, Any], ids: Tensor) -> Reason | None:
+    known = TOKEN_INPUTS if facts.reads_types else (*TOKEN_INPUTS, *TYPE_INPUTS)
+    unknown = [name for name, value in inputs.items() if name not in known and not is_plain(value)]
+    if PACKED_INPUTS.intersection(unknown):
+        return Reason("its sequences are packed into one row already", "padding_free=False, packing=False")
+    if unknown:
+        return Reason(f"it has {', '.join(sorted(unknown))}, which belong to tokens by their place in the batch")
+    shapes: dict[str, tuple] = dict.fromkeys(("attention_mask", *TYPE_INPUTS), (ids.shape,))
+    shapes["position_ids"] = (ids.shape, (1, ids.shape[1]))
+    for name, allowed in shapes.items():
+        column = inputs.get(name)
+        if column is not None and not (isinstance(column, Tensor) and column.shape in allowed):
+            return Reason(f"its {name} is not (B, T)")
+    return DYNAMIC_ROPE if ids.shape[1] > facts.longest_row else None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a model's input is one value for all tokens."""
+    return isinstance(value, (type(None), bool, int, float, str))
+
+
+def read_static_positions(config: Any) -> float:
+    """The longest row for which the rotary embedding does not depend on the row's length."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    limit = float("inf")
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        name = kind.get("rope_type") or ""
+        if "dynamic" in name or name == "longrope":
+            length = kind.get("original_max_position_embeddings")
+            length = length or getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, length or config.max_position_embeddings)
+    return limit
+
+
+def _find_tree_obstacle(modules: list[nn.Module], model: Any, takes_positions: bool) -> Reason | None:
+    if not takes_positions:
+        return Reason(f"{type(model).__name__} is not a causal model of text that takes position_ids")
+    if has_activated_lora(modules):
+        return ACTIVATED_LORA
+    if [module for module in modules if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None]:
+        return COMPILED
+    config = model.config.get_text_config()
+    return find_attention_obstacle(model, modules, config, next(model.parameters()).device)
+
+
+def has_activated_lora(modules: Collection[Any]) -> bool:
+    """Whether an adapter of PEFT's activated LoRA is on one of the modules."""
+    variants = (v for module in modules for v in (getattr(module, "lora_variant", None) or {}).values())
+    return any("ALora" in type(variant).__name__ for variant in variants)
+
+
+def iterate_wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules around the swapped model, the outermost first; all modules if none is swapped."""
+    swapped = find_swapped(model)
+    return itertools.takewhile(lambda module: module is not swapped, model.modules())
+
+
+@contextmanager
+def no_graph() -> Iterator[None]:
+    """`torch.no_grad` for a forward that is followed by one with a graph.
+
+    Autocast caches the weights that it casts. Before torch 2.10 the next forward would take these, without a graph.
+    """
+    with torch.no_grad():
+        yield
+    torch.clear_autocast_cache()

@@ -1,0 +1,137 @@
+"""The one driver of a step, for TRL's trainers and for one's own loop: what runs, in which order, on which ranks.
+
+    facts + sequences -> layout -> ranks agree -> a trial if a rank needs one, and again -> plan
+
+Ranks agree once. In the first step of a model they agree again after each of its trials.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.step.facts import Facts
+from liger_rl.step.layout import Layout, count_padded_groups, lay_out
+from liger_rl.step.memory import count_kept_layers
+from liger_rl.step.ranks import UNLIMITED, Agreement, agree
+from liger_rl.step.reason import Reason
+from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
+from liger_rl.step.trial import RunModel, apply_known_trials, find_needed_trial, run_trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What a step is planned from."""
+
+    model: Any  # of transformers
+    wrapper: nn.Module  # the model or what is around it
+    facts: Facts  # of the batch, by `fit_facts`
+    batch: TokenBatch
+    run_rows: RunModel  # for trials
+    weights: Tensor | None = None  # (B, T) or (B, 1), factors of the gradient; None: every row may have a gradient
+    labels: Tensor | None = None  # (B, T), of a call that brings them
+    share: float = 0.0  # of the free memory that activations may take
+    max_tokens: int | None = None  # of a micro-batch, which may not be exceeded
+    runs_idle: bool = True  # sequences without a gradient run
+    one_micro_batch: Reason | None = None
+    pairs: bool = False
+    # Of a call for several micro-batches: their rows and columns, and how many live tokens may keep activations.
+    shapes: Sequence[tuple[int, int]] = ()
+    live_tokens: int | None = None
+
+
+class Plan(NamedTuple):
+    """What a rank runs."""
+
+    layout: Layout
+    live: int  # forwards with a graph, of each rank
+    idle: int | None  # forwards without a graph, of each rank; None: those of the layout
+    kept: int | None  # the layers that keep their activations; None: as many as fit here
+    in_parts: bool  # the live micro-batches do not fit into memory together
+
+
+def plan_step(prepare: Callable[[], StepInputs], groups: Sequence[Any], device: torch.device) -> Plan:
+    """The plan of a step. If `prepare` raises an error on one rank of the process groups, all ranks raise it.
+
+    `device`: where ranks agree, of one type on all of them.
+    """
+    inputs: StepInputs | None = None
+    while True:
+        wanted, problem, layout, in_parts = Agreement(), None, None, False
+        try:
+            inputs = prepare() if inputs is None else inputs
+            facts = apply_known_trials(inputs.model, inputs.facts)
+            sequences = read_sequences(inputs.batch, facts, weights=inputs.weights, labels=inputs.labels)
+            padded_groups = _count_groups(inputs, facts, sequences)
+            layout, in_parts = _lay_out(inputs, facts, sequences, padded_groups)
+            wanted = _make_agreement(inputs, facts, sequences, layout, padded_groups, bool(groups))
+        except Exception as error:
+            if not groups:
+                raise
+            problem = error
+        agreed = agree(groups, wanted, device, problem=problem)
+        assert inputs is not None
+        assert layout is not None
+        if agreed.trial:
+            run_trial(inputs.run_rows, inputs.model, facts, agreed.trial)
+            continue
+        if not groups:
+            return Plan(layout, len(layout.live), None, None, in_parts)
+        equal = agreed.groups if agreed.capacity >= agreed.groups else 1
+        if inputs.shapes and len(layout.live) != equal:
+            layout = lay_out(sequences, facts, padded_groups=equal)
+        return Plan(layout, agreed.live, agreed.idle, None if agreed.kept == UNLIMITED else agreed.kept, in_parts)
+
+
+def _make_agreement(
+    inputs: StepInputs, facts: Facts, sequences: Sequences, layout: Layout, padded_groups: int, has_groups: bool
+) -> Agreement:
+    trial = find_needed_trial(inputs.model, facts, has_trees=layout.has_trees)
+    if not has_groups:
+        return Agreement(trial=trial)
+    is_fixed = layout.has_trees or sequences.obstacle is not None
+    # All live micro-batches of a call for several run before the backward.
+    tokens = layout.live_tokens if inputs.shapes else max(micro.tokens for micro in layout.live)
+    kept = count_kept_layers(inputs.wrapper, tokens, inputs.share)
+    return Agreement(
+        live=len(layout.live),
+        idle=len(layout.idle),
+        groups=1 if is_fixed else padded_groups,
+        capacity=1 if is_fixed else sum(len(micro.lengths) for micro in layout.live),
+        kept=UNLIMITED if kept is None else kept,
+        trial=trial,
+    )
+
+
+def _count_groups(inputs: StepInputs, facts: Facts, sequences: Sequences) -> int:
+    if facts.has_reentrant_checkpoints or sequences.obstacle is not None:
+        return 1
+    return count_padded_groups(sequences, [rows for rows, _ in inputs.shapes])
+
+
+def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_groups: int) -> tuple[Layout, bool]:
+    """The layout, and whether its live micro-batches are parts that do not fit into memory together."""
+    layout = lay_out(
+        sequences, facts, max_tokens=inputs.max_tokens, runs_idle=inputs.runs_idle,
+        one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
+    )  # fmt: skip
+    budget = _find_budget(inputs, facts, sequences)
+    if layout.live_tokens <= budget:
+        return layout, False
+    layout = lay_out(sequences, facts, max_tokens=int(budget))
+    return layout, layout.live_tokens > budget
+
+
+def _find_budget(inputs: StepInputs, facts: Facts, sequences: Sequences) -> float:
+    """How many live tokens may keep activations: at least those of the largest micro-batch, as TRL would run it."""
+    is_alone = len(inputs.shapes) <= 1 or sequences.obstacle is not None
+    if inputs.live_tokens is None or is_alone or facts.has_reentrant_checkpoints or facts.sharding is not None:
+        return math.inf
+    row, budget = 0, inputs.live_tokens
+    for rows, _ in inputs.shapes:
+        longest = max((span.length for span in sequences.spans[row : row + rows]), default=0)
+        budget, row = max(budget, rows * longest), row + rows
+    return budget
