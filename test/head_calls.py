@@ -231,7 +231,7 @@ def _divergence_in_one_pass(x: Batch, **options):
         teacher_bias=None, teacher_transform=LogitTransform(), measure=make_measure("jsd", 0.5), mask=x.mask,
         options=HeadOptions(**options),
     )  # fmt: skip
-    found, hook = compute_in_one_pass_if_free(call, torch.tensor(0.25, device=x.hidden.device))
+    found, hook = compute_in_one_pass_if_free(call, x.hidden.new_full((), 0.25, dtype=torch.float32))
     return (0.25 * found.divergence.sum() + hook,)
 
 

@@ -26,6 +26,7 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.adapters import HeadParts, read_head
 from liger_rl.models.randomness import without_randomness
 from liger_rl.models.tensors import is_dtensor, is_fsdp, is_zero_3, localize, plain_type
+from liger_rl.models.unknown_layers import keeping_values, list_unknown_layers
 
 IGNORE_INDEX = -100
 # HuggingFace's names. Configs multiply the logits by the first, and divide them by `DIVISOR`.
@@ -195,7 +196,7 @@ def prove(model: Any, plain_forward: Callable[..., Any]) -> None:
     """
     with _lock:
         if model not in _proofs:
-            with without_randomness(model, model.device), torch.no_grad():
+            with without_randomness(model, model.device), _make_one_dtype(model), torch.no_grad():
                 try:
                     _compare(model, plain_forward)
                     _proofs[model] = None
@@ -206,6 +207,14 @@ def prove(model: Any, plain_forward: Callable[..., Any]) -> None:
         raise ValueError(text)
 
 
+def _make_one_dtype(model: Any) -> AbstractContextManager:
+    """Autocast for a model whose head has another dtype than its body, which it cannot run without."""
+    head, device = check_head(model).linear.weight.dtype, model.device.type
+    if head == next(find_backbone(model).parameters()).dtype or torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, torch.bfloat16)
+
+
 def forget_proof(model: Any) -> None:
     """Compare the model anew at its next proof."""
     _proofs.pop(model, None)
@@ -214,13 +223,17 @@ def forget_proof(model: Any) -> None:
 def _compare(model: Any, plain_forward: Callable[..., Any]) -> None:
     name, transform = type(model).__name__, read_transform(model)
     head, inputs = check_head(model), make_proof_inputs(model, plain_forward)
-    backbone = find_backbone(model)
-    hidden, logits = _run_plain(plain_forward, head, inputs, 1.0, name)
+    # Layers that keep values of each forward give the same in each.
+    unknown = list_unknown_layers(list(model.modules()))
+    run_plain, backbone = (keeping_values(unknown)(run) for run in (_run_plain, find_backbone(model)))
+    hidden, logits = run_plain(plain_forward, head, inputs, 1.0, name)
     returned = _get_whole(get_hidden(backbone(**inputs)))
     if returned.shape != hidden.shape or not are_close(returned, hidden, torch.finfo(hidden.dtype).eps ** 0.5):
-        raise _Differs(f"the head of {name} gets other hidden states than those that {_name(backbone)} returns")
+        raise _Differs(
+            f"the head of {name} gets other hidden states than those that {_name(find_backbone(model))} returns"
+        )
     factor = PROOF_LOGIT / max(logits.abs().max().item(), 1e-30)
-    hidden, logits = _run_plain(plain_forward, head, inputs, factor, name)
+    hidden, logits = run_plain(plain_forward, head, inputs, factor, name)
     # Where something was added to some logits, the largest or the smallest is among these.
     spread = torch.linspace(0, logits.shape[-1] - 1, PROOF_IDS, device=logits.device).long()
     ids = torch.cat([logits.argmax(-1, True), logits.argmin(-1, True), spread.expand(*logits.shape[:-1], -1)], -1)

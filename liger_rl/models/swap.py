@@ -39,6 +39,7 @@ from liger_rl.models.project import (
 from liger_rl.models.randomness import without_randomness
 from liger_rl.models.router import find_router_loss, has_router_loss, weigh_router_loss
 from liger_rl.models.tensors import plain_type, reshard
+from liger_rl.models.unknown_layers import keeping_values, list_unknown_layers
 
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
@@ -286,7 +287,9 @@ def _derive_fused_class(model_class: Any) -> type:
 def _prove(model: Any, plain_forward: Callable[..., Any]) -> None:
     """ValueError if the model is not causal, or as `prove`. Sets `_fused_shift`."""
     prove(model, plain_forward)
-    inputs, backbone = make_proof_inputs(model, plain_forward), find_backbone(model)
+    inputs = make_proof_inputs(model, plain_forward)
+    unknown = list_unknown_layers(list(model.modules()))
+    backbone = keeping_values(unknown)(find_backbone(model))
     ids = inputs["input_ids"]
     with without_randomness(model, ids.device):
         hidden, changed = (
@@ -297,7 +300,8 @@ def _prove(model: Any, plain_forward: Callable[..., Any]) -> None:
         if not are_close(changed, hidden, torch.finfo(hidden.dtype).eps ** 0.5):
             name = type(model).__name__
             raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
-        model._fused_shift = _shifts_labels(model, plain_forward, inputs)
+        with keeping_values(unknown):
+            model._fused_shift = _shifts_labels(model, plain_forward, inputs)
 
 
 def _shifts_labels(model: Any, plain_forward: Callable[..., Any], inputs: dict[str, Any]) -> bool:

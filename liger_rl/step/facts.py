@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from liger_rl.models.router import find_router_loss, has_router_loss
 from liger_rl.models.swap import find_swapped
+from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.attention import find_attention_obstacle
 from liger_rl.step.memory import has_reentrant_checkpoints
 from liger_rl.step.ranks import find_sharding
 from liger_rl.step.reason import Reason
-from liger_rl.step.row_readers import find_row_reader, list_unknown_layers
+from liger_rl.step.row_readers import find_row_reader
 
 # Models without rotary embeddings. A token's default position is its column in the first list, and its number among the
 # attended tokens of its row in the second.

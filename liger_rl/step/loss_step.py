@@ -25,7 +25,7 @@ from liger_rl.losses.fused import evaluate
 from liger_rl.losses.loss import PreparedLoss
 from liger_rl.losses.metrics import Metric, reduce_metrics
 from liger_rl.models.project import IGNORE_INDEX
-from liger_rl.models.router import find_router_loss, weigh_router_loss
+from liger_rl.models.router import find_router_loss, has_router_loss, weigh_router_loss
 from liger_rl.models.swap import ROWS
 from liger_rl.step.facts import ROUTER_LOSS, fit_facts, is_plain, read_facts
 from liger_rl.step.loss_batch import (
@@ -180,11 +180,12 @@ class LossSteps(Iterator[LossStep]):
             check_world_size(loss, count_averaging_ranks(model))
         if aligned is not None and aligned.nll_mask is not None:  # the NLL term has tokens of its own
             mask = aligned.mask.view(ids.shape) != 0
-        facts = fit_facts(read_facts(self._swapped, model), inputs, ids)
+        known = read_facts(self._swapped, model)
+        if aligned is None and has_router_loss(known.config, inputs):  # nobody reads it
+            inputs["output_router_logits"] = False
+        facts = fit_facts(known, inputs, ids)
         if batch.get("segments") is not None:
             facts = replace(facts, obstacle=facts.obstacle or Reason("its segments are one packed row"))
-        if aligned is None:
-            facts = replace(facts, has_router_loss=False)  # nobody reads the router loss
         if facts.has_router_loss:
             inputs["output_router_logits"] = True
             if not facts.router_is_known:

@@ -14,15 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_rl.models.unknown_layers import copy_values, find_owner, get_places, is_known, keeping_values
 from liger_rl.step.reason import Reason
 
-KNOWN_PACKAGES = {
-    "accelerate", "aqlm", "awq", "bitsandbytes", "deepspeed", "eetq", "gptqmodel", "hqq", "liger_kernel", "liger_rl",
-    "peft", "torch", "transformers", "trl", "wandb",
-}  # fmt: skip
 NEFTUNE = Reason("NEFTune's noise is scaled by a row's length and drawn for each token", "neftune_noise_alpha=None")
 UNTRIED = Reason("its first step shows whether its layers keep values of the batch")
-MAX_KEPT_VALUES = 1 << 20  # larger tensors of a layer are weights or tables, not statistics
 
 
 def find_row_reader(model: nn.Module, modules: Sequence[nn.Module], *, in_training: bool = False) -> Reason | None:
@@ -64,15 +60,11 @@ def _judge_hook(hook: Callable, module: nn.Module) -> Reason | None:
         return NEFTUNE
     # The __module__ of a wrapper is that of the function that it wraps.
     origin = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-    if _is_known(origin):
+    if is_known(origin):
         return None
     return Reason(
         f"{origin}.{name}, a hook on {type(module).__name__}, may read the batch's rows", "leave the hook out"
     )
-
-
-def _is_known(origin: str) -> bool:
-    return origin.partition(".")[0] in KNOWN_PACKAGES
 
 
 @functools.cache
@@ -80,18 +72,13 @@ def _judge_kind(kind: Any) -> Reason | None:
     """Why a layer of this class reads rows in training."""
     if issubclass(kind, nn.modules.batchnorm._NormBase):
         return Reason(f"{kind.__name__} takes statistics of the batch in training", f"a model without {kind.__name__}")
-    owner = _find_owner(kind)
-    name = None if _is_known(owner.__module__) else _find_autograd_function(owner)
+    owner = find_owner(kind)
+    name = None if is_known(owner.__module__) else _find_autograd_function(owner)
     if name is None:
         return None
     return Reason(
         f"{owner.__name__} calls {name}, an autograd function that may add a loss", "add the loss outside of the layer"
     )
-
-
-def _find_owner(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that defines the forward. FSDP2 and parametrizations make subclasses of a layer's class."""
-    return next(base for base in kind.__mro__ if "forward" in vars(base))
 
 
 def _find_autograd_function(kind: type[nn.Module]) -> str | None:
@@ -115,55 +102,22 @@ def _find_autograd_function(kind: type[nn.Module]) -> str | None:
 # --- layers that keep values ------------------------------------------------------------------------------------------
 
 
-def list_unknown_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of a model's modules that are of no known package."""
-    kinds: Any = {type(module) for module in modules}
-    unknown = {kind for kind in kinds if not _is_known_kind(kind)}
-    return [module for module in modules if type(module) in unknown] if unknown else []
-
-
-@functools.cache
-def _is_known_kind(kind: Any) -> bool:
-    return _is_known(_find_owner(kind).__module__)
-
-
 def find_kept_values(layers: Sequence[nn.Module], run: Callable[[], Any]) -> Reason | None:
     """The layer that keeps values of each call: running statistics, a loss as an attribute or in a list.
 
     Runs twice, because a table may be built in the first call. All values are as before afterwards.
     """
-    before = [_copy_values(layer) for layer in layers]
-    try:
+    with keeping_values(layers):
         run()
-        first = [_copy_values(layer) for layer in layers]
+        first = [copy_values(layer) for layer in layers]
         run()
         for layer, values in zip(layers, first, strict=True):
             for name, (value, content) in values.items():
-                now = _get_places(layer, name).get(name)
+                now = get_places(layer, name).get(name)
                 if now is not value or not _is_equal(now, content):
                     reason = f"{type(layer).__name__} keeps values of the batch in training ({name})"
                     return Reason(reason, f"a model without {type(layer).__name__}")
         return None
-    finally:
-        for layer, values in zip(layers, before, strict=True):
-            for name, (value, content) in values.items():
-                _get_places(layer, name)[name] = value
-                if isinstance(value, Tensor):
-                    value.data.copy_(content)
-                else:
-                    value[:] = content
-
-
-def _get_places(layer: nn.Module, name: str) -> dict[str, Any]:
-    return layer._buffers if name in layer._buffers else vars(layer)
-
-
-def _copy_values(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """By name: (a tensor or list of the layer, a copy of its values)."""
-    values = {**vars(layer), **layer._buffers}
-    tensors = {n: x for n, x in values.items() if isinstance(x, Tensor) and x.numel() <= MAX_KEPT_VALUES}
-    lists = {name: value for name, value in values.items() if isinstance(value, list)}
-    return {n: (x, x.detach().clone()) for n, x in tensors.items()} | {n: (x, list(x)) for n, x in lists.items()}
 
 
 def _is_equal(value: Any, content: Any) -> bool:

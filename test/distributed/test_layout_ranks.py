@@ -131,7 +131,7 @@ MISTAKES = {
     "budget": ({"max_tokens": 3}, "ValueError: max_tokens must be at least 5, the longest sequence (row 0 of"),
     "options": ({"memory": "all"}, "ValueError: memory must be a number from 0 to 1"),
     "extra": ({"bogus": 1}, "TypeError: takes no bogus with fused=True"),
-    "extra option": ({"chunk_vocab": 64}, "ValueError: batch has no column 'chunk_vocab'"),
+    "extra option": ({"chunk_vocab": 64}, "TypeError: takes no chunk_vocab with fused=True"),
     "importance_ratio": ({"importance_ratio": torch.ones(3)}, "ValueError: importance_ratio must be (B, T) = (2, 12)"),
     "advantages": ({"advantages": [1.0, 2.0]}, "TypeError: advantages must be a real tensor, got list"),
     "mask": ({"mask": IDS}, "ValueError: mask must be (B, T) = (2, 12) on"),

@@ -45,7 +45,7 @@ SUPERVISED = ("dpo", "orpo", "kto", "tokens", "sequences", "eaft")
 LOSSES = (*PRESETS, *SUPERVISED)
 PADDINGS = ("left", "right", "both")
 
-# By default each architecture has each padding, and about six of the losses' cases have each loss.
+# By default each architecture has each padding, and each loss has about seven cases.
 CASES = 3 * len(NAMES)
 if "FUZZ_CASES" in os.environ:
     CASES = max(1, round(0.06 * int(os.environ["FUZZ_CASES"])))
@@ -62,7 +62,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def draw_batch(draw: random.Random, padding: str, *, least: int, even: bool) -> dict[str, Tensor]:
-    """Sequences that continue one of two prompts, or each other, or begin alone, with `least` completion tokens."""
+    """Sequences that continue a prompt, or each other, or begin alone, with at least so many completion tokens."""
     numbers = torch.Generator().manual_seed(draw.getrandbits(32))
 
     def some(least: int, most: int) -> list[int]:
@@ -138,7 +138,6 @@ def expect_supervised(kind: str, model: nn.Module, batch: dict):
         odds, nll = means - torch.log1p(-means.exp()), -logps[nll_mask].mean()
         total, metrics = nll - 0.1 * logsigmoid(odds[:half] - odds[half:]).mean(), {"nll": nll}
         batch, loss = batch | {"nll_mask": nll_mask}, FusedLinearPreferenceLoss("orpo")
-        mask = mask | nll_mask
     elif kind == "kto":
         labels = torch.arange(rows) % 3 == 0
         batch, loss = batch | {"labels": labels, "kl": 0.3, "ref_logps": reference}, FusedLinearUnpairedLoss("kto")

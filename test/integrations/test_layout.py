@@ -158,9 +158,7 @@ def test_other_batches(step, monkeypatch):
     if step.call is not None:
         assert [(shape, names) for shape, has_graph, names in calls if has_graph][-1] == step.call
     if step.change in (a_hole_in_the_mask, a_gap_in_the_positions):
-        assert (
-            "no prefix is shared: row 0 of input_ids has padding between tokens" in loss_step(model, batch, loss).layout
-        )
+        assert "no prefix is shared: row 0 of input_ids has padding between tokens" in layout
 
 
 BERT = {
@@ -192,11 +190,9 @@ def test_models_that_are_not_causal_are_refused(name):
     config = getattr(transformers, f"{name}Config")(**OF_BOTH_SIDES[name])
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, VOCAB - 1, (1, 9))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "advantages": torch.ones(1)}
-    batch["mask"] = (torch.arange(9) > 2) & (torch.arange(9) < 8)[None]
     others = torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1)
     with torch.no_grad():
-        before, after = (model(row, attention_mask=batch["attention_mask"]).logits[:, :-1] for row in (ids, others))
+        before, after = (model(row, attention_mask=torch.ones_like(ids)).logits[:, :-1] for row in (ids, others))
     if name in CAUSAL_IN_SOME and torch.allclose(before, after, atol=1e-6):
         pytest.skip(f"{name} is causal in {CAUSAL_IN_SOME[name]}")
     assert not torch.allclose(before, after, atol=1e-6)

@@ -13,7 +13,7 @@ from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_h
 from liger_rl.losses import GlobalTokenMean, Segments, TokenLoss
 from liger_rl.models.swap import is_swapped
 from liger_rl.step.loss_step import LossStep
-from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, make_batch, rows_of
+from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, assert_same_metrics, make_batch, packed, rows_of
 from threads import in_threads
 
 
@@ -111,6 +111,24 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
     assert step.layout == "the batch as it is: prompt learning of PEFT puts tokens of its own before each sequence"
+
+
+def test_a_packed_row_is_the_padded_batch():
+    """Sequences one after the other, told apart by position_ids, per-sequence ratios included."""
+    model, batch = build("Llama", attention="eager"), make_batch()
+    loss = FusedLinearGRPOLoss("gspo", metrics="basic")
+    batch["old_per_token_logps"] = completion_logps(model, batch, loss) + 0.1 * torch.randn(BATCH, LENGTH)
+    row, sequence = packed(batch)
+    row["segments"] = Segments(index=sequence, count=BATCH)
+    expected = loss_step(model, batch, loss)
+    expected_gradients = gradients(model, expected.loss)
+    step = loss_step(model, row, loss)
+    torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert step.layout == "the batch as it is: its segments are one packed row"
+    logps = expected.per_token_logps[batch["attention_mask"].bool()]
+    torch.testing.assert_close(step.per_token_logps[0], logps, rtol=1e-5, atol=1e-5)
+    assert_same_metrics(step.metrics, expected.metrics)
+    assert_same_gradients(gradients(model, step.loss), expected_gradients)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

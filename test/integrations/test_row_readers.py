@@ -147,6 +147,17 @@ def test_a_batch_stays_as_it_is_in_training(name):
     assert "trees of shared prefixes" in loss_steps(model.eval(), batch_of(), LOSS).layout
 
 
+@pytest.mark.parametrize("kind", [WithKeptLoss, WithListOfLosses, WithBatchNorm])
+def test_a_swap_leaves_what_layers_keep(kind):
+    """It runs the model on a few tokens."""
+    model = build("Llama").train()
+    around(kind)(model)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    swap_lm_head(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not getattr(model.model.layers[0].mlp, "losses", None)
+
+
 @pytest.mark.parametrize(("package", "reads"), [("wandb.integration.torch.wandb_torch", False), ("my_probes", True)])
 def test_hooks_that_watch_parameters(package, reads):
     """As `wandb.watch` has them on each layer."""

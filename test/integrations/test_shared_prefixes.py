@@ -32,7 +32,7 @@ SEQUENCES = [
 ]
 
 
-def batch_of(sequences=SEQUENCES, padding="right", *, positions=False, device="cpu") -> dict:
+def batch_of(sequences=SEQUENCES, padding="right", device="cpu") -> dict:
     width = max(len(tokens) for tokens, *_ in sequences) + 2
     ids, attention, mask = (torch.zeros(len(sequences), width, dtype=torch.long) for _ in range(3))
     for row, (tokens, first, _) in enumerate(sequences):
@@ -42,8 +42,6 @@ def batch_of(sequences=SEQUENCES, padding="right", *, positions=False, device="c
         mask[row, start + first : start + len(tokens)] = 1
     batch = {"input_ids": ids, "attention_mask": attention, "mask": mask}
     batch["advantages"] = torch.tensor([advantage for *_, advantage in sequences])
-    if positions:
-        batch["position_ids"] = (attention.cumsum(-1) - 1).clamp(min=0)
     return {name: value.to(device) for name, value in batch.items()}
 
 

@@ -27,11 +27,12 @@ from liger_rl.integrations.trl.forward import (
 )
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
+from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, Facts, read_facts, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.ranks import UNLIMITED, Agreement, agree
 from liger_rl.step.reason import Reason
-from liger_rl.step.row_readers import NEFTUNE, find_row_reader, list_unknown_layers
+from liger_rl.step.row_readers import NEFTUNE, find_row_reader
 from liger_rl.step.trial import find_known_row_reader
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
