@@ -209,7 +209,8 @@ def _logprobs(x: Batch, *, several=False, transformed=False, **options):
     options = {"entropy": True, **given, **options}
     found = linear_logprobs(x.hidden, x.weight, x.ids if several else x.targets, mask=x.mask, bias=x.bias, **options)
     others = ("lse" if options.get("lse") else None, *options.get("extras", ()))
-    return found.logps, found.entropy, *(getattr(found, name) for name in others if name is not None)
+    names = ("logps", "entropy" if options["entropy"] else None, *others)
+    return tuple(getattr(found, name) for name in names if name is not None)
 
 
 def _topk_divergence(x: Batch, **options):
@@ -235,9 +236,9 @@ def _divergence_in_one_pass(x: Batch, **options):
     return (0.25 * found.divergence.sum() + hook,)
 
 
-def _loss(x: Batch, **options):
-    module = FusedLinearGRPOLoss("gpg", **options)
-    return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias).loss,)
+def _loss(x: Batch, *, vocab_parallel=None, **options):
+    module, place = FusedLinearGRPOLoss("gpg", **options), {"vocab_parallel": vocab_parallel}
+    return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias, **place).loss,)
 
 
 def _given_logits(x: Batch, *, transformed=False, **options):
@@ -249,14 +250,14 @@ def _policy_of_given_logits(x: Batch, **options):
     return (grpo_loss_from_logits(x.logits, x.targets, x.advantages, x.mask, loss_type="gpg", **options).loss,)
 
 
-_EVERY = frozenset(("chunks", "autocast", "gather"))
+_EVERY = frozenset(("chunks", "autocast", "gather", "vocab_parallel"))
 _TWO_HEADS = frozenset(("autocast", "gather"))
 CALLS = {
     "dense": PublicCall(_logprobs, takes=_EVERY),
     "label smoothing": PublicCall(partial(_logprobs, lse=True, extras=("mean_logits",)), takes=_EVERY),
     "a temperature and a softcap": PublicCall(partial(_logprobs, transformed=True), takes=_EVERY),
     "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
-    "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("autocast",))),
+    "a teacher's lists": PublicCall(_topk_divergence, takes=frozenset(("autocast", "vocab_parallel"))),
     "support": PublicCall(_support_logprobs, takes=frozenset(("gather",))),
     "support with empty rows": PublicCall(
         partial(_support_logprobs, has_empty_rows=True), takes=frozenset(("gather",))

@@ -1,4 +1,4 @@
-"""DTensor weights and hidden states on meshes of several dimensions. On one: cases of test_vocab_parallel.py."""
+"""DTensor weights on meshes for data, and what cannot be. Of a sharded vocabulary: cases of test_vocab_parallel.py."""
 
 import math
 
@@ -7,165 +7,113 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from head_calls import batch
 from liger_rl import FusedLinearGRPOLoss, linear_logprobs
 from liger_rl.models.tensors import localize
-from ranks import message_of, sent
+from ranks import assert_whole, message_of, sent
 
-BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
-
-
-def problem(device="cpu"):
-    torch.manual_seed(4)
-    hidden, weight, bias = torch.randn(BATCH, TIME, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB)
-    targets = torch.randint(VOCAB, (BATCH, TIME))
-    targets[0, :3] = -100
-    return [values.to(device) for values in (hidden, weight, bias, targets, torch.randn(BATCH, TIME))]
+HIDDEN, VOCAB, TEACHER_HIDDEN = 6, 37, 14
 
 
-def local_logprobs(hidden, weight, targets, bias=None, **options):
-    local = localize(hidden, weight, bias=bias)
-    return linear_logprobs(
-        local.hidden, local.weight, targets, bias=local.bias, vocab_parallel=local.vocab_parallel, **options
-    )
+def solve(x, local, ranks=1):
+    """Results and gradients by name, those of the head times the number of ranks whose mean they are."""
+    found = linear_logprobs(*local[:2], x.targets, bias=local[2], mask=x.mask, entropy=True)
+    total = ((found.logps + found.entropy) * x.advantages).sum()
+    grads = torch.autograd.grad(total, (x.hidden, x.weight, x.bias))
+    whole = (ranks * grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads)
+    results = found.logps.detach(), found.entropy.detach(), *whole
+    names = ("logps", "entropy", "grad_hidden", "grad_weight", "grad_bias")
+    return {name: part.cpu() for name, part in zip(names, results, strict=True)}
 
 
-def solve(hidden, weight, bias, targets, upstream):
-    """Results, and gradients as whole tensors."""
-    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
-    found = local_logprobs(hidden, weight, targets, bias=bias, entropy=True)
-    grads = torch.autograd.grad((found.logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
-    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-    return [values.detach().cpu() for values in (*found[:2], *whole)]
+def make_batch(device="cpu"):
+    return batch((4, 8), HIDDEN, VOCAB, device=device)
 
 
-def assert_same(results, expected):
-    for result in results:
-        for found, truth in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
-            assert truth.any()
-
-
-def replicated(rank):
-    mesh = rank.mesh("tp")
-    hidden, weight, bias, targets, upstream = problem(rank.device)
+def distributed(rank, shape, names):
+    """Other tokens on each rank of data's dimensions, the same elsewhere."""
+    mesh = rank.mesh(*names, shape=shape if len(shape) > 1 else None)
+    parts = math.prod(shape) if names != ("tp",) else 1
+    tokens = slice(rank.index * 4 // parts, (rank.index + 1) * 4 // parts) if parts > 1 else slice(None)
+    x = make_batch(rank.device).tokens(tokens)
+    placements = [Replicate() if name in ("replicate", "tp") else Shard(0) for name in names]
+    heads = {name: distribute_tensor(getattr(x, name), mesh, placements) for name in ("weight", "bias")}
+    x = x._replace(**heads).leaves(("hidden", "weight", "bias"))
     with sent() as calls:
-        values = (distribute_tensor(value, mesh, [Replicate()]) for value in (weight, bias))
-        results = solve(hidden, *values, targets, upstream)
+        results = solve(x, localize(x.hidden, x.weight, bias=x.bias), parts)
     assert not calls
     return results
 
 
-def test_a_replicated_weight_needs_no_collective(ranks):
-    assert_same(ranks.run(replicated), solve(*problem()))
+MESHES = {"replicated": ((2,), ("tp",)), "fsdp": ((2,), ("dp",)), "hsdp": ((2, 2), ("replicate", "fsdp_shard"))}
 
 
-def fully_sharded(rank, shape, names):
-    """Other tokens on each rank of data's dimensions; gradients are means over them, as FSDP's."""
-    mesh = rank.mesh(*names, shape=shape if len(shape) > 1 else None)
-    hidden, weight, bias, targets, upstream = problem(rank.device)
-    ours, parts = 0, math.prod(shape)
-    for d, size in enumerate(shape):
-        ours = ours * size + mesh.get_local_rank(d)
-    tokens = slice(ours * BATCH // parts, (ours + 1) * BATCH // parts)
-    placements = [Replicate() if name == "replicate" else Shard(0) for name in names]
-    weight, bias = (distribute_tensor(value, mesh, placements) for value in (weight, bias))
-    results = solve(hidden[tokens].clone(), weight, bias, targets[tokens], upstream[tokens])
-    return ours, results
-
-
-@pytest.mark.parametrize(
-    ("shape", "names"),
-    [
-        ((2,), ("dp",)),
-        ((2, 2), ("replicate", "fsdp_shard")),
-    ],
-    ids=["fsdp", "hsdp"],
-)
-def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
-    results = ranks.run(fully_sharded, shape, names, world=math.prod(shape))
-    expected = solve(*problem())
-    replicas = {}
-    for ours, result in results:
-        replicas.setdefault(ours, result)
-    parts = [replicas[ours] for ours in sorted(replicas)]
-    for place in range(3):  # logps, entropy and the gradient of hidden are those of the rank's own tokens
-        torch.testing.assert_close(torch.cat([part[place] for part in parts]), expected[place], rtol=1e-5, atol=1e-5)
-    for place in (3, 4):
-        torch.testing.assert_close(parts[0][place] * len(parts), expected[place], rtol=1e-5, atol=1e-5)
-        for part in parts:
-            assert torch.equal(part[place], parts[0][place])
-
-
-def loss_of_gathered_rows(rank):
-    """Loss and gradients of FSDP's shards, with the same tokens on both ranks."""
-    hidden, weight, _, targets, upstream = problem()
-    mesh = rank.mesh("dp")
-    leaves = hidden.requires_grad_(), distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    local = localize(*leaves)
-    loss = FusedLinearGRPOLoss("grpo")(local.hidden, local.weight, targets, upstream).loss
-    grads = torch.autograd.grad(loss, leaves)
-    return loss.detach(), grads[0], grads[1].full_tensor()
-
-
-def test_a_loss_with_gathered_rows(ranks):
-    hidden, weight, _, targets, upstream = problem()
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    loss = FusedLinearGRPOLoss("grpo")(*leaves, targets, upstream).loss
-    expected = loss.detach(), *torch.autograd.grad(loss, leaves)
-    assert_same(ranks.run(loss_of_gathered_rows), expected)
+@pytest.mark.parametrize(("shape", "names"), MESHES.values(), ids=MESHES)
+def test_whole_weights_and_shards_of_data_parallelism(ranks, shape, names):
+    """Without a collective of ours. Shards are gathered, and their gradients are means, as FSDP's."""
+    x = make_batch().leaves(("hidden", "weight", "bias"))
+    results = ranks.run(distributed, shape, names, world=math.prod(shape))
+    assert_whole(results, solve(x, (x.hidden, x.weight, x.bias)), grad_tolerance=1e-5)
 
 
 def refused(rank):
-    mesh = rank.mesh("tp")
-    hidden, weight, _, targets, _ = problem()
-    columns = distribute_tensor(weight, mesh, [Shard(1)])
-    rows = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    unnamed = distribute_tensor(weight, rank.mesh(), [Shard(0)])
-    cut = distribute_tensor(hidden, mesh, [Shard(1)])
-    strided = DTensor.from_local(weight[:19], mesh, [_StridedShard(0, split_factor=2)])
+    mesh, x = rank.mesh("tp"), make_batch()
+    columns, rows = (distribute_tensor(x.weight, mesh, [Shard(dim)]) for dim in (1, 0))
+    unnamed = distribute_tensor(x.weight, rank.mesh(), [Shard(0)])
+    strided = DTensor.from_local(x.weight[:19], mesh, [_StridedShard(0, split_factor=2)])
+    cut, partial = distribute_tensor(x.hidden, mesh, [Shard(1)]), DTensor.from_local(x.hidden, mesh, [Partial()])
+    targets = distribute_tensor(x.targets, mesh, [Replicate()])
     loss = FusedLinearGRPOLoss("grpo")
     return [
-        message_of(lambda: localize(hidden, columns)),
-        message_of(lambda: localize(hidden, strided)),
-        message_of(lambda: localize(cut, weight)),
-        message_of(lambda: localize(DTensor.from_local(hidden, mesh, [Partial()]), rows)),
-        message_of(lambda: localize(hidden, weight, bias=columns)),
-        message_of(lambda: localize(hidden, unnamed)),
-        message_of(lambda: linear_logprobs(hidden, rows, targets)),
-        message_of(lambda: loss(hidden, rows, targets, torch.ones(BATCH))),
-        message_of(lambda: linear_logprobs(hidden, weight, distribute_tensor(targets, mesh, [Replicate()]))),
-        localize(hidden, unnamed, in_forward=True).vocab_parallel.vocab_start,
+        message_of(lambda: localize(x.hidden, columns)),
+        message_of(lambda: localize(x.hidden, strided)),
+        message_of(lambda: localize(x.hidden, x.weight, bias=columns)),
+        message_of(lambda: localize(cut, x.weight)),
+        message_of(lambda: localize(partial, rows)),
+        message_of(lambda: localize(x.hidden, unnamed)),
+        message_of(lambda: linear_logprobs(x.hidden, rows, x.targets)),
+        message_of(lambda: loss(x.hidden, rows, x.targets, torch.ones(4))),
+        message_of(lambda: linear_logprobs(x.hidden, x.weight, targets)),
+        localize(x.hidden, unnamed, in_forward=True).vocab_parallel.vocab_start,
     ]
 
 
+MESH = " must be Shard(0) or Replicate on a mesh for data, as of fully_shard, or on one of one dimension, as of a "
+MESH += "tensor-parallel plan; got "
+REFUSED = (
+    f"ValueError: weight{MESH}(Shard(dim=1),) on", f"ValueError: weight{MESH}(_StridedShard(dim=0, sf=2),) on",
+    f"ValueError: bias{MESH}", *["ValueError: hidden must be a plain tensor or Replicate on its mesh, got ("] * 2,
+    "ValueError: weight must be sharded on a mesh whose dimensions have names",
+    *["TypeError: weight must be a plain tensor, got a DTensor"] * 2,
+    "TypeError: targets must be a plain tensor, got a DTensor",
+)  # fmt: skip
+
+
 def test_what_cannot_be_is_named(ranks):
-    results = ranks.run(refused)
-    assert results[0][:-1] == results[1][:-1]
-    assert [result[-1] for result in results] == [0, 19]
-    columns, strided, cut, partial, bias, names, *heads, targets = results[0][:-1]
-    for message, name in ((columns, "weight"), (strided, "weight"), (bias, "bias")):
-        assert message.startswith(f"ValueError: {name} must be Shard(0) or Replicate on a mesh for data")
-    assert "got (Shard(dim=1),) on" in columns
-    assert "got (_StridedShard(dim=0, sf=2),) on" in strided
-    for message in (cut, partial):
-        assert message.startswith("ValueError: hidden must be a plain tensor or Replicate on its mesh, got (")
-    assert names.startswith("ValueError: weight must be sharded on a mesh whose dimensions have names")
-    for head in heads:
-        assert head.startswith("TypeError: weight must be a plain tensor, got a DTensor")
-    assert targets.startswith("TypeError: targets must be a plain tensor, got a DTensor")
+    for (*messages, start), first in zip(ranks.run(refused), (0, 19), strict=True):
+        assert [found[: len(text)] for found, text in zip(messages, REFUSED, strict=True)] == list(REFUSED)
+        assert start == first
 
 
-def repeated(rank):
-    """The rows that ranks tell each other are known of a DTensor, whose local tensor is another in each call."""
-    _, whole, _, targets, _ = problem()
-    weight = distribute_tensor(whole, rank.mesh("tp"), [Shard(0)]).requires_grad_()
-    hidden, counts = torch.randn(BATCH, TIME, HIDDEN), []
-    with sent() as calls:
-        for _ in range(3):
-            local_logprobs(hidden, weight, targets)
-            counts.append(sum(name == "all_gather_object" for name, _ in calls))
-    return counts
+def loss_of_trl(rank, patched):
+    from trl.trainer import distillation_trainer
+
+    from liger_rl.integrations.trl import distillation
+
+    loss = vars(distillation if patched else distillation_trainer)[distillation.LOSS]
+    hidden, teacher_hidden = torch.randn(4, 8, HIDDEN), torch.randn(4, 8, TEACHER_HIDDEN)
+    whole = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, TEACHER_HIDDEN)
+    heads = [distribute_tensor(part, rank.mesh("dp"), [Shard(0)]) for part in whole]
+    leaves = [hidden.requires_grad_(), heads[0].requires_grad_()]
+    mask = torch.arange(8) < torch.tensor([[8], [5], [1 + rank.index], [0]])
+    found = loss(hidden, teacher_hidden, *heads, mask, 0.5, 7)
+    grads = torch.autograd.grad(found[0], leaves)
+    return [found[0].detach(), *found[1:], grads[0], grads[1].full_tensor()]
 
 
-def test_a_dtensors_rows_are_told_once(ranks):
-    assert ranks.run(repeated) == [[1, 1, 1]] * 2
+def test_trls_loss_of_heads_that_are_dtensors(ranks):
+    """Gathered as TRL gathers them."""
+    pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+    runs = (ranks.run(loss_of_trl, patched) for patched in (True, False))
+    for found, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
