@@ -66,6 +66,8 @@ class Rows:
         if not self.by_mask:
             ids, mask = ids.masked_fill(~self.live, -100), None
         bias = self.leaves[2] if self.bias is not None else None
+        if "nll_targets" not in columns:
+            self.leaves[0].data[~self.live] = torch.nan
         arguments = self.laid_out(self.leaves[0]), self.leaves[1], self.laid_out(ids)
         return loss(*arguments, *more, mask=self.laid_out(mask), bias=bias, **columns, **self.segments)
 
@@ -88,8 +90,11 @@ class Rows:
         kind = one(self.draw, "tokens", "sums", "head") if self.order is None else "tokens"
         if kind == "head":
             hidden, weight = self.numbers.normal(*self.shape, 3), self.numbers.normal(self.vocab, 3, std=0.5)
-            columns["reference"] = ReferenceHead(hidden=hidden, weight=weight, transform=LogitTransform())
-            return self.logps_of(oracles.linear_logits(hidden, weight), self.ids, self.live)
+            plain = self.draw.random() < 0.5  # else its transform is the policy's
+            transform = LogitTransform() if plain else None
+            columns["reference"] = ReferenceHead(hidden=hidden, weight=weight, bias=self.bias, transform=transform)
+            logits = oracles.linear_logits(hidden, weight, self.bias, **({} if plain else self.transform))
+            return self.logps_of(logits, self.ids, self.live)
         columns["ref_logps"] = self.laid_out(ref.masked_fill(~self.live, torch.nan)) if kind == "tokens" else ref.sum(1)
         if kind == "sums":  # a sum counts as one number, as TRL has it with ld_alpha
             ref = torch.where(self.live & (self.live.cumsum(1) == 1), ref.sum(1, keepdim=True), 0.0)
@@ -116,7 +121,7 @@ def options_of_dpo(draw, name: str) -> dict:
 @fuzz(0.12)
 @given(seed=SEEDS)
 def test_pairs(seed: int) -> None:
-    name = one(random.Random(seed), *PAIR_LOSSES, *["cpo", "simpo", "orpo"] * 3)
+    name = one(random.Random(seed), *PAIR_LOSSES, *["cpo", "simpo", "orpo", "aot"] * 3)
     rows = Rows(seed, even=True, may_be_packed=not name.startswith("aot"))
     draw, columns, pairs = rows.draw, {}, rows.rows // 2
     o = {"beta": one(draw, 0.1, 0.5)}
@@ -180,12 +185,16 @@ def test_given_tokens(seed: int) -> None:
     draw, name = rows.draw, one(rows.draw, "nll", "nll", "dft", "eaft")
     o = {"label_smoothing": one(draw, 0.0, 0.2), "z_loss": one(draw, 0.0, 0.01)}
     if name == "eaft":
-        o |= {"eaft_alpha": one(draw, 1.0, 1.5), "eaft_scale": 2.0}
+        o |= one(draw, {}, {"eaft_alpha": 1.5, "eaft_scale": 2.0})
     targets = rows.ids.masked_fill(~rows.live, -100)
     weights = one(
         draw, None, rows.numbers.normal(*rows.shape).abs().masked_fill(rows.numbers.share(rows.shape, 0.3), 0)
     )
-    factors, columns = torch.ones(rows.shape) if weights is None else weights, {"token_weights": rows.laid_out(weights)}
+    factors = torch.ones(rows.shape) if weights is None else weights
+    if weights is not None and rows.order is None and draw.random() < 0.3:  # one for each sequence
+        weights = weights[:, 0]
+        factors = weights[:, None]
+    columns = {"token_weights": rows.laid_out(weights)}
     losses = torch.where(rows.live, factors * oracle.supervised_losses(name, o, rows.logits, targets), 0.0)
     expected, kind = losses.sum(), one(draw, "tokens", "items", "sequences", "sum")
     reductions = {"sequences": SequenceMean(), "sum": TokenSum()}
@@ -220,7 +229,8 @@ def test_lists(seed: int) -> None:
     slope = numbers.normal(*rows.shape).double()
     expected = torch.where(some, oracles.list_divergence(p.exp(), q.exp(), chosen, kind, beta, tail), 0.0)
     mask, options = rows.live.float(), {"kind": kind, "tail": tail} | ({"beta": beta} if kind == "jsd" else {})
-    packed = [rows.laid_out(x) for x in (rows.leaves[0], lists, q.float(), mask, slope)]
+    rows.leaves[0].data[~rows.live] = torch.nan
+    packed = [rows.laid_out(x) for x in (rows.leaves[0], lists, q.float().masked_fill(~listed, torch.nan), mask, slope)]
     found = topk_divergence(
         packed[0], rows.leaves[1], *packed[1:3], mask=packed[3], bias=rows.leaves[2] if rows.bias is not None else None,
         transform=LogitTransform(**rows.transform), **options,

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from liger_rl import ppo_loss_fn
-from liger_rl.losses import BCO, CPO, DPO, KTO, ORPO, PREFERENCES, APOZeroUnpaired, Segments, SequenceMean
+from liger_rl.losses import CPO, DPO, KTO, ORPO, PREFERENCES, SequenceMean
 from liger_rl.losses.batch import PreferenceBatch
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.preference import PAIR_LOSSES, SCORES, SORTED
@@ -124,21 +123,6 @@ def test_as_trl(names, options):
     assert_equal(found, trls(x, loss_types=list(names), **theirs), x)
 
 
-@pytest.mark.parametrize("reference_free", [False, True])
-@pytest.mark.parametrize("name", SORTED)
-def test_sorted_pairs_of_means(name, reference_free):
-    x = tokens()
-    policy, reference = (x[part].sum(1) / x["mask"].sum(1) for part in ("logps", "ref"))
-    reference = 0 * reference if reference_free else reference
-    first, second = (policy[:PAIRS], policy[PAIRS:]), (reference[:PAIRS], reference[PAIRS:])
-    if name == "aot_unpaired":
-        first, second = zip(first, second, strict=True)
-    margins = (first[0] - first[1]).sort().values - (second[0] - second[1]).sort().values
-    columns = {"ref_per_token_logps": None} if reference_free else {}
-    objective = DPO(loss_types=name, beta=BETA, average_log_prob=True, reference_free=reference_free)
-    assert_equal(ours(objective, x, **columns), -logsigmoid(BETA * margins).mean(), x)
-
-
 def test_every_loss_type_of_trl_has_a_name():
     with pytest.raises(ValueError, match="Unknown loss type") as error:
         trls(tokens(), loss_types=["none of them"])
@@ -187,69 +171,28 @@ def test_orpo_where_the_odds_are_infinite():
     assert torch.autograd.grad(loss, x["logps"])[0].isfinite().all()
 
 
-@pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(
-    ("objective", "formula"),
+    ("objective", "options", "message"),
     [
-        (KTO, lambda z, sign: 1 - torch.sigmoid(sign * BETA * (z - 0.2))),
-        (APOZeroUnpaired, lambda z, sign: 1 - torch.sigmoid(sign * BETA * z)),
-        (BCO, lambda z, sign: -logsigmoid(sign * (BETA * z - 0.2))),
-    ],
-    ids=["kto", "apo_zero_unpaired", "bco"],
-)
-def test_single_sequences(objective, formula, averaged):
-    x, labels = tokens(), torch.tensor([1, -1, -1, 1, 1, -1, 1, 1, -1, -1])
-    z = (x["logps"] - x["ref"]).sum(1)
-    z = z / x["mask"].sum(1) if averaged else z
-    weights = torch.where(labels > 0, 1.5, 0.5)
-    expected = (weights * formula(z, labels)).mean()
-    shift = None if objective is APOZeroUnpaired else torch.full((2 * PAIRS,), 0.2).double()
-    built = objective(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5, average_log_prob=averaged)
-    found = ours(built, x, advantages=labels.float(), pairs=False, num_sequences=2 * PAIRS, shift=shift)
-    assert_equal(found, expected, x)
-
-
-@pytest.mark.parametrize("objective", [DPO(beta=BETA), DPO(beta=BETA, loss_types=("ipo",)), ORPO(), CPO()], ids=str)
-def test_packed_pairs(objective):
-    """One segment for each pair, in any order of tokens."""
-    x = tokens()
-    rows = ours(objective, x, ref_per_token_logps=x["ref"] if objective.needs_reference else None)
-    order = torch.randperm(2 * PAIRS * LENGTH)
-    flat = {name: value.flatten()[order] for name, value in x.items()}
-    row = torch.arange(2 * PAIRS)[:, None].expand(2 * PAIRS, LENGTH).flatten()[order]
-    segments = Segments(index=row % PAIRS, count=PAIRS)
-    side = torch.where(row < PAIRS, 1.0, -1.0)
-    columns = {"advantages": side, "pairs": False, "segments": segments}
-    packed = ours(objective, flat, ref_per_token_logps=flat["ref"] if objective.needs_reference else None, **columns)
-    torch.testing.assert_close(packed, rows)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_types": "hinge", "label_smoothing": 0.1}, r"label_smoothing must be 0\.0 with loss_types"),
-        ({"loss_types": "exo_pair"}, "label_smoothing must be above 0 with exo_pair"),
-        ({"loss_types": ("sigmoid", "sft"), "loss_weights": [1.0]}, "one number for each of loss_types"),
-        ({"loss_types": "nca_pair", "f_divergence_type": "forward_kl"}, "f_divergence_type must be 'reverse_kl'"),
-        ({"loss_types": "aot", "use_weighting": True}, "use_weighting must be False"),
-        ({"loss_types": "ipo", "average_log_prob": True}, "average_log_prob must be False"),
-        ({"loss_types": "dpo"}, "loss_types must be one of"),
-        ({"discopop_tau": 0.1}, "discopop_tau must be 0.05 with loss_types"),
-        ({"f_alpha_divergence_coef": 0.7}, "f_alpha_divergence_coef must be 0.5 with loss_types"),
-        ({"beta": 0.0}, r"beta must be in \(0, inf\)"),
-        ({"loss_weights": 1.0}, "loss_weights must be a list, got float"),
-        ({"loss_types": 1}, "loss_types must be a list, got int"),
+        (DPO, {"loss_types": "hinge", "label_smoothing": 0.1}, r"label_smoothing must be 0\.0 with loss_types"),
+        (DPO, {"loss_types": "exo_pair"}, "label_smoothing must be above 0 with exo_pair"),
+        (DPO, {"loss_types": ("sigmoid", "sft"), "loss_weights": [1.0]}, "one number for each of loss_types"),
+        (DPO, {"loss_types": "nca_pair", "f_divergence_type": "forward_kl"}, "f_divergence_type must be 'reverse_kl'"),
+        (DPO, {"loss_types": "aot", "use_weighting": True}, "use_weighting must be False"),
+        (DPO, {"loss_types": "ipo", "average_log_prob": True}, "average_log_prob must be False"),
+        (DPO, {"loss_types": "dpo"}, "loss_types must be one of"),
+        (DPO, {"discopop_tau": 0.1}, "discopop_tau must be 0.05 with loss_types"),
+        (DPO, {"f_alpha_divergence_coef": 0.7}, "f_alpha_divergence_coef must be 0.5 with loss_types"),
+        (DPO, {"beta": 0.0}, r"beta must be in \(0, inf\)"),
+        (DPO, {"loss_weights": 1.0}, "loss_weights must be a list, got float"),
+        (DPO, {"loss_types": 1}, "loss_types must be a list, got int"),
+        (CPO, {"simpo_gamma": 0.7}, r"simpo_gamma must be 0\.5 with kind"),
+        (CPO, {"kind": "ipo", "label_smoothing": 0.1}, r"label_smoothing must be 0\.0 with kind"),
     ],
 )
-def test_refused_options(options, message):
+def test_refused_options(objective, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        DPO(**options)
-
-
-@pytest.mark.parametrize("options", [{"simpo_gamma": 0.7}, {"kind": "ipo", "label_smoothing": 0.1}], ids=str)
-def test_refused_options_of_cpo(options):
-    with pytest.raises(ValueError, match=r"(simpo_gamma|label_smoothing) must be 0\.\d with kind"):
-        CPO(**options)
+        objective(**options)
 
 
 def test_references_are_neither_missing_nor_unread():
