@@ -51,43 +51,6 @@ def test_large_logits_stay_finite_and_at_most_zero(chunk_vocab, device):
         assert (result.entropy >= 0).all()
 
 
-@pytest.mark.parametrize("kernels", ["PyTorch", "Triton", "an epilogue"])
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "all"])
-@pytest.mark.parametrize("alone", [False, True])
-def test_the_gradient_of_the_mean_logit(alone, transform, kernels, device, monkeypatch):
-    """Alone, and beside gradients of all other values, which some tokens do not have; masked tokens hold NaN."""
-    if kernels != "PyTorch":
-        skip_without_interpreter(device)
-        run_triton(monkeypatch, epilogue=kernels == "an epilogue")
-    dtype = torch.float16 if kernels == "an epilogue" else torch.float32
-    x = problem((40,), 64, 301, dtype, device, bias=True)
-    live = torch.arange(40, device=device) % 5 > 0
-    upstream = torch.randn(4, 40).to(device)
-    # All of a token's parts are rounded alike, so in sums over tokens they must not cancel.
-    upstream[0].abs_()
-    upstream[1:, :20] = 0.0
-
-    def total(mean_logits, *others) -> torch.Tensor:
-        values = [mean_logits] if alone else [mean_logits, *others]
-        return sum((value * factor).sum() for value, factor in zip(values, upstream, strict=False))
-
-    leaves = x._replace(hidden=x.hidden.masked_fill(~live[:, None], math.nan)).leaves()
-    options = {"entropy": True, "lse": True, "extras": ("mean_logits",), "transform": LogitTransform(**transform)}
-    found = call(leaves, mask=live, **options)
-    total(found.mean_logits, found.logps, found.entropy, found.lse).backward()
-    exact = x.to(torch.float64).leaves()
-    z = oracles.linear_logits(exact.hidden, exact.weight, exact.bias, **transform)
-    truth = oracles.values(z, x.targets)
-    mean_logits, *others = (
-        torch.where(live, v, 0.0) for v in (truth.mean_logits, truth.logps, truth.entropy, truth.lse)
-    )
-    total(mean_logits, *others).backward()
-    torch.testing.assert_close(found.mean_logits.double(), mean_logits, rtol=1e-5, atol=1e-5)
-    for name, grad in leaves.grads().items():
-        error = oracles.norm_error(grad, exact.grads()[name])
-        assert error <= (1e-5 if dtype == torch.float32 else 2e-3) * exact.grads()[name].norm(), name
-
-
 def round_fma_once(monkeypatch):
     """As a GPU does: Triton's interpreter rounds the product, and a fold's exponents of +-1e4 are then off by 5e-4."""
     from triton.runtime import interpreter
