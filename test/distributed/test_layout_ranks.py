@@ -1,9 +1,12 @@
 """Ranks whose batches make different numbers of micro-batches run the model as often as each other."""
 
+from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -11,28 +14,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
-from test_models import VOCAB, shard, tiny_llama, wrap  # noqa: E402
+from test_models import VOCAB, tiny_llama, wrap  # noqa: E402
 
 import oracles  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head  # noqa: E402
 from liger_rl.losses import GlobalTokenMean, TokenLoss  # noqa: E402
 from ranks import message_of  # noqa: E402
 
-TIME = 12
+TIME, WIDTH = 12, 26
 ENDS = (12, 11, 9, 10, 5, 4)
 SHARES = (slice(0, 4), slice(4, 6))  # of two ranks
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.7])
 
 
 def batch(device="cpu"):
     """Row 2 has no advantage, and its log-probabilities are in a metric."""
-    generator = torch.Generator().manual_seed(1)
     attended = torch.arange(TIME) < torch.tensor(ENDS)[:, None]
     columns = {
-        "input_ids": torch.randint(VOCAB, (len(ENDS), TIME), generator=generator),
+        "input_ids": torch.randint(VOCAB, (len(ENDS), TIME), generator=torch.Generator().manual_seed(1)),
         "attention_mask": attended.long(),
         "mask": attended & (torch.arange(TIME) >= 2),
-        "advantages": torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.7]),
+        "advantages": ADVANTAGES,
     }
+    return {name: column.to(device) for name, column in columns.items()}
+
+
+def branching(device="cpu"):
+    """The first four sequences have a prompt in common, the other two have none."""
+    ids = torch.randint(VOCAB, (len(ENDS), WIDTH), generator=torch.Generator().manual_seed(1))
+    ids[:4, :20] = ids[0, :20]
+    mask = torch.arange(WIDTH).expand(len(ENDS), WIDTH) >= 20
+    columns = {"input_ids": ids, "mask": mask, "advantages": ADVANTAGES + 0.1}
     return {name: column.to(device) for name, column in columns.items()}
 
 
@@ -40,45 +52,6 @@ def gradients(model):
     # A rank of FSDP1 has no element of some parameters.
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {n: (g.full_tensor() if isinstance(g, DTensor) else g).float().cpu() for n, g in grads.items()}
-
-
-@cache
-def reference():
-    model, whole = swap_lm_head(tiny_llama()), batch()
-    loss = FusedLinearGRPOLoss("bnpo", metrics="basic")
-    step = loss_step(model, whole, loss)
-    step.loss.backward()
-    return step.loss.item(), gradients(model), step.per_token_logps
-
-
-def step_of(rank, wrapper, max_tokens):
-    """-> forwards in the order of their shapes' rows, losses, gradients, log-probabilities of this rank's rows."""
-    model, calls = swap_lm_head(tiny_llama().to(rank.device)), []
-    model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append(torch.is_grad_enabled()), with_kwargs=True
-    )
-    reduced = []
-    if wrapper == "ddp":
-        wrapped = DistributedDataParallel(model, process_group=rank.group)
-        wrapped.register_comm_hook(rank.group, lambda group, bucket: reduced.append(1) or allreduce_hook(group, bucket))
-    else:
-        wrapped = shard(model, rank.mesh(), wrapper)
-    whole = batch(rank.device)
-    part = {name: column[SHARES[rank.index]] for name, column in whole.items()}
-    part["num_items_in_batch"] = whole["mask"].sum()
-    loss = FusedLinearGRPOLoss("dapo", metrics="basic", world_size=rank.world)
-    logps = completion_logps(wrapped, part, loss, max_tokens=max_tokens)
-    known = list(calls)
-    calls.clear()
-    steps = loss_steps(wrapped, part, loss, max_tokens=max_tokens)
-    numbers = len(steps), len(known)
-    for step in steps:
-        step.loss.backward()
-    assert len(reduced) == (wrapper == "ddp"), "gradients are reduced once"
-    torch.testing.assert_close(steps.total.per_token_logps, logps, rtol=1e-5, atol=1e-5)
-    grads = gradients(model)
-    loss_step(wrapped, part, loss).loss.backward()  # one rank alone has an idle sequence
-    return numbers, calls[:-2], calls[-2:], steps.total.loss.item(), grads, logps.cpu()
 
 
 def assert_same_gradients(grads, truth):
@@ -89,18 +62,99 @@ def assert_same_gradients(grads, truth):
     assert oracles.relative_error(found / scale, expected) <= 1e-5
 
 
+class Steps(NamedTuple):
+    make: Callable = branching  # the whole batch
+    shares: tuple[slice, slice] = SHARES
+    options: tuple[dict, dict] = ({}, {})  # of each rank
+    max_tokens: int = 35
+    reason: str = ""  # why the second rank has no trees
+
+
+CASES = {
+    "other numbers of micro-batches": Steps(batch, max_tokens=14),
+    "other prompts": Steps(reason="no two sequences have more than their first 16 tokens in common"),
+    # That rank runs the trial for the other.
+    "a cache": Steps(
+        shares=(slice(2, 6), slice(0, 2)), options=({}, {"use_cache": True}), reason="use_cache=True keeps keys and"
+    ),
+}
+
+
+@cache
+def reference(make):
+    """Loss, gradients and log-probabilities of the whole batch in one process."""
+    model = swap_lm_head(tiny_llama())
+    step = loss_step(model, make(), FusedLinearGRPOLoss("bnpo", metrics="basic"))
+    step.loss.backward()
+    return step.loss.item(), gradients(model), step.per_token_logps
+
+
+class Ran(NamedTuple):
+    """Of two steps, whose second has the loss and the gradients."""
+
+    layouts: list[str]
+    micro_batches: int
+    # Whether each run of the body has a graph: of the steps, of the log-probabilities, of one micro-batch alone.
+    runs: list[list[bool]]
+    loss: float
+    grads: dict[str, Tensor]
+    logps: Tensor  # of this rank's rows
+
+
+def run_steps(rank, wrapper, name) -> Ran:
+    case, seen, runs, reduced, layouts = CASES[name], [], [], [], []
+    model = swap_lm_head(tiny_llama().to(rank.device))
+    model.model.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    wrapped = wrap(model, rank, wrapper)
+    if wrapper == "ddp":
+        wrapped.register_comm_hook(rank.group, lambda group, bucket: reduced.append(1) or allreduce_hook(group, bucket))
+    whole = case.make(rank.device)
+    part = {column: values[case.shares[rank.index]] for column, values in whole.items()}
+    part |= {"num_items_in_batch": whole["mask"].sum(), **case.options[rank.index]}
+    loss = FusedLinearGRPOLoss("dapo", metrics="basic", world_size=rank.world)
+
+    def note() -> None:
+        runs.append(seen.copy())
+        seen.clear()
+
+    for _ in range(2):
+        model.zero_grad()
+        steps = loss_steps(wrapped, part, loss, max_tokens=case.max_tokens)
+        for step in steps:
+            step.loss.backward()
+        layouts.append(steps.layout)
+        note()
+    assert len(reduced) == 2 * (wrapper == "ddp"), "gradients are reduced once in a step"
+    grads = gradients(model)
+    logps = completion_logps(wrapped, part, loss, max_tokens=case.max_tokens)
+    torch.testing.assert_close(steps.total.per_token_logps, logps, rtol=1e-5, atol=1e-5)
+    note()
+    loss_step(wrapped, part, loss).loss.backward()
+    note()
+    return Ran(layouts, len(steps), runs, steps.total.loss.item(), grads, logps.cpu())
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "root", "own"])
-def test_ranks_with_other_numbers_of_micro_batches(ranks, wrapper, two):
-    expected, truth, logps = reference()
-    results = ranks.run(step_of, wrapper, 14, **two)
-    for numbers, calls, single, *_ in results:
-        assert numbers == (3, 4)
-        assert calls == [False, True, True, True]
-        assert single == [False, True]
-    assert sum(found[3] for found in results) / 2 == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(torch.cat([found[5] for found in results]), logps, rtol=1e-5, atol=1e-5)
-    for found in results:
-        assert_same_gradients(found[4], truth)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_whose_batches_differ(ranks, wrapper, two, name):
+    case = CASES[name]
+    loss, truth, logps = reference(case.make)
+    results = ranks.run(run_steps, wrapper, name, **two)
+    assert sum(ran.loss for ran in results) / 2 == pytest.approx(loss, rel=1e-5)
+    for ran, share in zip(results, case.shares, strict=True):
+        torch.testing.assert_close(ran.logps, logps[share], rtol=1e-5, atol=1e-5)
+        assert_same_gradients(ran.grads, truth)
+        assert ran.runs == results[0].runs
+    if case.make is batch:
+        for ran in results:
+            assert ran.micro_batches == 3
+            assert ran.runs[:2] == [[False, True, True, True]] * 2
+            assert len(ran.runs[2]) == 4
+            assert ran.runs[3] == [False, True]  # one rank alone has an idle sequence
+    elif two["device"] == "cpu":  # on GPUs small batches have no trees
+        assert len(results[0].runs[0]) == len(results[0].runs[1]) + 10  # the trial
+        for ran, text in zip(results, ("in trees of shared prefixes", case.reason), strict=True):
+            assert all(text in layout for layout in ran.layouts)
 
 
 # --- one rank's mistake -----------------------------------------------------------------------------------------------
@@ -209,7 +263,7 @@ def trl_batch(rank, step, *, long):
     return {"input_ids": ids, "attention_mask": attended.long(), "labels": labels}, weights
 
 
-def trl_steps(rank, wrapper, whole_step, long, micro_batches=1, steps=range(2)):
+def trl_steps(rank, wrapper, whole_step, long, micro_batches, steps):
     """-> gradients after the steps, and the shapes of the body's runs."""
     from trl.trainer import utils
 
@@ -231,98 +285,28 @@ def trl_steps(rank, wrapper, whole_step, long, micro_batches=1, steps=range(2)):
         return gradients(model), runs
 
 
-@pytest.mark.parametrize(("wrapper", "long"), [("ddp", False), ("fsdp1", False), ("root", False), ("root", True)])
-def test_trls_forward_on_ranks_whose_batches_differ(ranks, wrapper, long):
+TREES = [(1, 51), (1, 51)]  # of the sequences with a gradient, and of the others
+PADDED, PAIRS = [(len(TRL_ENDS), 40)], [(2, 40), (2, 36)]
+# Wrapper, whether one rank has long rows, micro-batches of a call, and the shapes of each rank's last runs.
+CALLS = [
+    ("ddp", False, 1, ([*TREES, *PADDED], TREES)),
+    *((wrapper, False, 1, ([(1, 79), *PADDED], [*PADDED, (1, 79)])) for wrapper in ("fsdp1", "root")),
+    ("root", True, 1, ([(1, 79), *PADDED], [(len(TRL_ENDS), LONG)] * 2)),
+    ("ddp", False, 2, ([*TREES, *PAIRS], [*PAIRS, *PAIRS])),
+    # In the first step one rank has trees: a sharded model then runs once on both.
+    *((wrapper, False, 2, ([(1, 79), *PAIRS], [*PADDED, *PAIRS])) for wrapper in ("fsdp1", "root", "own")),
+]
+
+
+@pytest.mark.parametrize(("wrapper", "long", "micro_batches", "shapes"), CALLS)
+def test_trls_forward_on_ranks_whose_batches_differ(ranks, wrapper, long, micro_batches, shapes):
     pytest.importorskip("trl", reason="TRL is not installed")
-    whole, plain = (ranks.run(trl_steps, wrapper, flag, long) for flag in (True, False))
-    for (grads, _), (expected, runs) in zip(whole, plain, strict=True):
-        assert runs[-2:] == [runs[-1]] * 2
+    steps = (0, 1) if micro_batches == 1 else (0, 2)
+    whole, plain = (ranks.run(trl_steps, wrapper, flag, long, micro_batches, steps) for flag in (True, False))
+    for (grads, runs), (expected, as_it_is), last in zip(whole, plain, shapes, strict=True):
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
-    runs = [runs for _, runs in whole]
-    sequences = len(TRL_ENDS)
-    if wrapper == "ddp":  # the tree of the sequences with a gradient and that of the others
-        assert runs[0][-3:] == [(1, 51), (1, 51), (sequences, 40)]
-        assert runs[1][3] == (sequences, 40)  # behind the proof of the model
-        assert runs[1][-2:] == [(1, 51), (1, 51)]
-    else:
-        assert len(runs[0]) == len(runs[1])
-        assert runs[0][-2:] == [(1, 79), (sequences, 40)]
-        assert runs[1][-2:] == ([(sequences, LONG)] * 2 if long else [(sequences, 40), (1, 79)])
-
-
-PAIRS, TOGETHER = [(2, 40), (2, 36)], [(4, 40)]
-# The shapes of each rank's runs. In the first step one rank has trees: a sharded model then runs once on both.
-RUNS = {
-    "ddp": ([(1, 51), (1, 51), *PAIRS], [*PAIRS, *PAIRS]),
-    "fsdp1": ([(1, 79), *PAIRS], [*TOGETHER, *PAIRS]),
-    "root": ([(1, 79), *PAIRS], [*TOGETHER, *PAIRS]),
-    "own": ([(1, 79), *PAIRS], [*TOGETHER, *PAIRS]),
-}
-
-
-@pytest.mark.parametrize("wrapper", RUNS)
-def test_a_call_of_two_micro_batches_on_ranks_whose_batches_differ(ranks, wrapper):
-    pytest.importorskip("trl", reason="TRL is not installed")
-    whole, plain = (ranks.run(trl_steps, wrapper, flag, False, 2, (0, 2)) for flag in (True, False))
-    for (grads, runs), (expected, _), shapes in zip(whole, plain, RUNS[wrapper], strict=True):
-        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
-        assert runs[-len(shapes) :] == shapes
+        assert runs[-len(last) :] == last
+        if micro_batches == 1:
+            assert as_it_is[-2:] == [as_it_is[-1]] * 2
+            assert as_it_is[-1] in runs  # in the step without trees
     assert wrapper == "ddp" or len(whole[0][1]) == len(whole[1][1])
-
-
-# --- trees of shared prefixes -----------------------------------------------------------------------------------------
-
-
-def branching(device="cpu"):
-    """The first four sequences have a prompt in common, the other two have none."""
-    ids = torch.randint(VOCAB, (len(ENDS), 26), generator=torch.Generator().manual_seed(1))
-    ids[:4, :20] = ids[0, :20]
-    mask = torch.arange(26).expand(len(ENDS), 26) >= 20
-    columns = {"input_ids": ids, "mask": mask, "advantages": batch()["advantages"] + 0.1}
-    return {name: column.to(device) for name, column in columns.items()}
-
-
-def tree_steps_of(rank, wrapper, shares, options):
-    """-> layouts and numbers of forwards of two steps, the losses and gradients of the second."""
-    model, calls, layouts, numbers = swap_lm_head(tiny_llama().to(rank.device)), [], [], []
-    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    if wrapper == "ddp":
-        wrapped = DistributedDataParallel(model, process_group=rank.group)
-    else:
-        wrapped = shard(model, rank.mesh(), wrapper)
-    part = {name: column[shares[rank.index]] for name, column in branching(rank.device).items()}
-    part |= {"num_items_in_batch": 36, **options[rank.index]}
-    for _ in range(2):
-        model.zero_grad()
-        steps = loss_steps(wrapped, part, FusedLinearGRPOLoss("dapo", world_size=rank.world), max_tokens=35)
-        for step in steps:
-            step.loss.backward()
-        layouts.append(steps.layout)
-        numbers.append(len(calls))
-        calls.clear()
-    return layouts, numbers, steps.total.loss.item(), gradients(model)
-
-
-TREES_OF_ONE_RANK = {
-    "other prompts": (SHARES, ({}, {}), "no two sequences have more than their first 16 tokens in common"),
-    # That rank runs the trial for the other.
-    "a cache": ((slice(2, 6), slice(0, 2)), ({}, {"use_cache": True}), "use_cache=True keeps keys and values"),
-}
-
-
-@pytest.mark.parametrize("wrapper", ["ddp", "root", "own"])
-@pytest.mark.parametrize(("shares", "options", "reason"), TREES_OF_ONE_RANK.values(), ids=TREES_OF_ONE_RANK)
-def test_trees_on_one_rank(ranks, wrapper, two, shares, options, reason):
-    model = swap_lm_head(tiny_llama())
-    whole = loss_step(model, branching() | {"num_items_in_batch": 36}, FusedLinearGRPOLoss("dapo"))
-    whole.loss.backward()
-    results = ranks.run(tree_steps_of, wrapper, shares, options, **two)
-    on_gpus = two["device"] == "cuda"  # small batches have no trees there
-    for index, text in enumerate(("in trees of shared prefixes", reason)):
-        assert on_gpus or all(text in layout for layout in results[index][0])
-    (first, *others), *rest = (numbers for _, numbers, *_ in results)
-    assert rest == [[first, *others]]
-    assert on_gpus or first == others[0] + 10  # the trial
-    assert sum(found[2] for found in results) / 2 == pytest.approx(whole.loss.item(), rel=1e-5)
-    for found in results:
-        assert_same_gradients(found[3], gradients(model))
