@@ -205,21 +205,7 @@ def test_layers_that_keep_nothing_of_the_batch(monkeypatch):
 # --- under TRL --------------------------------------------------------------------------------------------------------
 
 trl_runs = pytest.importorskip("trl_runs", reason="TRL is not installed")
-NEFTUNE = {"neftune_noise_alpha": 5.0, "max_steps": 3}
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
-def test_neftune_is_trls(kind, tmp_path):
-    path = trl_runs.save_model("qwen3", tmp_path)
-    options = ACCUMULATED
-    if kind == "GRPO":
-        options = {"script": [], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    plain, patched = trl_runs.pair(kind, path, tmp_path, **NEFTUNE, **options)
-    trl_runs.assert_same_log(patched, plain)
-    assert not any(forward.tree for forward in patched.forwards)
-    quiet = trl_runs.train(kind, path, tmp_path, patch=False, **options, max_steps=3)
-    assert trl_runs.weight_distance(quiet, plain) > 1e-3
 
 
 def test_running_statistics_are_trls(tmp_path):
@@ -236,6 +222,6 @@ def test_running_statistics_are_trls(tmp_path):
         model = make()
         runs.append(trl_runs.train("SFT", model, tmp_path, patch=patch, max_steps=2, **ACCUMULATED))
         means.append(model.model.layers[0].mlp.mean)
-    trl_runs.assert_same_log(*reversed(runs))
+    trl_runs.assert_same_run(*reversed(runs))
     torch.testing.assert_close(*means, rtol=1e-5, atol=0)
     assert means[0]

@@ -1,4 +1,4 @@
-"""TRL's distillation on our divergence: the loss against TRL's own, and whole runs."""
+"""TRL's distillation on our divergence: the loss against TRL's own. Whole runs: test_trl_runs.py."""
 
 import inspect
 from contextlib import contextmanager
@@ -13,16 +13,11 @@ import trl.trainer.distillation_trainer as module
 import trl.trainer.utils as trl_utils
 
 import oracles
-import trl_runs
 from head_calls import Products
 from liger_rl.integrations.trl.distillation import LOSS
 from liger_rl.integrations.trl.distillation import _chunked_divergence_loss as patched_loss
 
 THEIR_LOSS = vars(module)[LOSS]
-
-
-# --- the loss ---------------------------------------------------------------------------------------------------------
-
 STUDENT = ("student_hidden_states", "student_lm_head_weight", "student_lm_head_bias")
 H, TEACHER_H, VOCAB = 32, 48, 301
 
@@ -143,11 +138,3 @@ def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, entries, monke
     assert len(entered) == entries
     if dtype == torch.float32:
         torch.testing.assert_close((*results, *gradients), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("student", "beta"), [("qwen3", 0.5), ("gemma2", 0.0), ("cohere", 1.0)])
-def test_three_steps_of_the_trainer(student, beta, path_of, tmp_path):
-    options = {"teacher": path_of["teacher"], "beta": beta, "max_steps": 3}
-    plain, patched = trl_runs.pair("Distillation", path_of[student], tmp_path, **options)
-    assert patched.calls == 3
-    trl_runs.assert_same_run(patched, plain, shares=False, by_step=True)

@@ -12,99 +12,16 @@ import transformers
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from peft import LoraConfig
-from test_trl_step import gpt2
-from test_trl_window import subclass_with
+from test_trl_runs import gpt2, subclass_with
 
 import trl_runs
 from hf_models import NEEDS_TREES_OF_GPT2
 from liger_rl import explain_trl, patch_trl
 from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
-from liger_rl.models.swap import CACHE
-from trl_runs import is_in_trial
 
 SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6}
 OPTIONS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "log_level": "passive"}
-
-
-class Counter(transformers.TrainerCallback):
-    """The padded tokens of each optimizer step's calls of the models, as the outermost module gets them."""
-
-    def __init__(self, trainer) -> None:
-        self.is_running, self.steps, self.tokens = True, [], 0
-        trainer.add_callback(self)
-        for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
-            model.register_forward_pre_hook(self.count, with_kwargs=True)
-
-    def count(self, model, args, inputs):
-        if self.is_running and inputs.get("fused_lm_head"):
-            self.tokens += inputs["input_ids"].numel()
-
-    def on_step_end(self, *args, **options):
-        self.steps.append(self.tokens)
-        self.tokens = 0
-
-    def on_evaluate(self, *args, **options):
-        self.tokens = 0
-
-
-def count_body_tokens(trainer) -> list[int]:
-    """-> a list that grows by the tokens of each forward of a body with the fused head, in training, without trials."""
-    tokens, reference = [], getattr(trainer, "ref_model", None)
-    # Generation is in evaluation mode, in which the reference is anyway.
-    if reference is not None:
-        reference.train()
-    for model in {trainer.model, reference} - {None}:
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-
-        def before(body, args, inputs):
-            if body.training and inputs.get(CACHE) is None and not is_in_trial():
-                tokens.append(inputs["input_ids"].numel())
-
-        model.base_model.register_forward_pre_hook(before, with_kwargs=True)
-    return tokens
-
-
-def train(kind, model, directory, *, patch, **options):
-    """-> the run, its padded tokens of each optimizer step and its body's tokens."""
-    watched = {}
-
-    def watch(trainer):
-        watched.update(counter=Counter(trainer), tokens=count_body_tokens(trainer))
-
-    options = OPTIONS | (SCORED if kind in ("GRPO", "RLOO") else {}) | options
-    run = trl_runs.train(kind, model, directory, patch=patch, prepare=watch, **options)
-    return run, watched["counter"].steps, watched["tokens"]
-
-
-LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-# TRL's reference: GRPO's with beta > 0 is a model of its own, or the policy without its adapters; RLOO's and DPO's too.
-NUMBERS = {
-    "GRPO": ("GRPO", {"num_iterations": 1, "max_steps": 3}),
-    "GRPO, LoRA": ("GRPO", {"peft_config": LORA}),
-    "RLOO": ("RLOO", {}),
-    "DPO": ("DPO", {}),
-    "KTO": ("KTO", {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}),
-    "SFT, one entry for two steps": ("SFT", {"logging_steps": 2, "max_steps": 4, "per_device_train_batch_size": 8}),
-    "SFT, evaluations": ("SFT", {"eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 8}),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_the_log_has_the_tokens_of_each_logging_step(name, path_of, tmp_path):
-    kind, options = NUMBERS[name]
-    script = {"script": []} if kind in ("GRPO", "RLOO") else {}
-    plain, padded, _ = train(kind, path_of["qwen3"], tmp_path, patch=False, **script, **options)
-    patched, _, body = train(kind, path_of["qwen3"], tmp_path, patch=True, **script, **options)
-    assert patched.log.keys() - plain.log.keys() == {TOKENS, SAVED}
-    every, steps = options.get("logging_steps", 1), len(padded)
-    assert len(patched.log[TOKENS]) == len(patched.log[SAVED]) == steps // every
-    assert sum(patched.log[TOKENS]) * every == sum(body)
-    for number, (tokens, saved) in enumerate(zip(patched.log[TOKENS], patched.log[SAVED], strict=True)):
-        total = sum(padded[number * every : (number + 1) * every])
-        assert saved == pytest.approx(1 - tokens * every / total)
-        assert saved > 0.2
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -112,10 +29,10 @@ def test_a_smaller_micro_batch_is_no_loss(size, path_of, tmp_path):
     """Groups of four, in micro-batches of one, two or four sequences, and both groups of a step in one of eight."""
     options, script = {"num_iterations": 1, "max_steps": 3}, []
     whole, small = (
-        train(
-            "GRPO", path_of["qwen3"], tmp_path, patch=True, script=script,
+        trl_runs.train(
+            "GRPO", path_of["qwen3"], tmp_path, patch=True, script=script, max_completion_length=6,
             **options, per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows,
-        )[0]
+        )
         for rows in (8, size)
     )  # fmt: skip
     assert small.log[TOKENS] == whole.log[TOKENS]
@@ -140,7 +57,8 @@ def test_the_line_is_logged_once_for_each_training_run(path_of, tmp_path, caplog
         run = trainer.train
         trainer.train = lambda: (run(), run())
 
-    run, *_ = train("DPO", path_of["qwen3"], tmp_path, patch=True, **{"gradient_accumulation_steps": 1})
+    options = OPTIONS | {"gradient_accumulation_steps": 1}
+    run = trl_runs.train("DPO", path_of["qwen3"], tmp_path, patch=True, **options)
     (line,), warnings = read_lines(caplog, name="DPOTrainer")
     assert line.startswith(f"DPOTrainer: {run.log[TOKENS][0]:.0f} of ")
     assert line.endswith("tokens run; prompts once, no padding")

@@ -1,8 +1,10 @@
-"""The whole step under TRL: the model runs live tokens only, and every logged value and weight is TRL's."""
+"""The whole step under TRL: what the model runs of a call, and that the outputs are TRL's.
+
+Whole runs: test_trl_runs.py.
+"""
 
 import logging
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -14,187 +16,16 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 import trl.trainer.utils as trl_utils
 from peft import LoraConfig
 from test_architectures import image_text_model
-from test_trl_window import half_without_advantage, moe
+from test_trl_runs import IMAGE, qwen3, vlm
 
 import trl_runs
-from hf_models import BEFORE_5, assert_same_gradients, build
+from hf_models import assert_same_gradients, build
 from liger_rl import patch_trl
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import CALL, ModelCall
-from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.step import step, trial
 from liger_rl.step.layout import MAX_DENSE_TOKENS
 from peaks import tensor_peak
-
-
-def gpt2():
-    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **tokens))
-
-
-def window(**options):
-    """Shorter than the sequences."""
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**trl_runs.SIZES, sliding_window=16, **options))
-
-
-def qwen3(**options):
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES | options))
-
-
-IMAGE = 2
-
-
-def vlm():
-    text = transformers.Qwen2Config(**trl_runs.SIZES)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16)
-    return transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
-    )
-
-
-GLM_4_MOE = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
-
-def experts(name):
-    if name == "Glm4Moe":
-        return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**trl_runs.SIZES, **GLM_4_MOE))
-    tokens = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    model = build(name, attention="eager" if name == "GptOss" else "sdpa", **tokens)
-    model.config.output_router_logits = False  # TRL turns it on. Generation with it raises
-    return model
-
-
-def train(kind, make, directory, *, scored=None, prepare=None, **options):
-    """`scored` changes a generation's batch."""
-
-    def prepared(trainer):
-        if scored is not None:
-            score = trainer._generate_and_score_completions
-            trainer._generate_and_score_completions = lambda inputs: scored(score(inputs))
-        if prepare is not None:
-            prepare(trainer)
-
-    torch.manual_seed(0)
-    path = str(directory / "model")  # of which TRL makes the reference too
-    make().save_pretrained(path)
-    short = {"max_completion_length": 6} if kind == "GRPO" else {}
-    return trl_runs.train(kind, path, directory, prepare=prepared, **{"max_steps": 2, **short, **options})
-
-
-def without_advantages(batch):
-    return {**batch, "advantages": torch.zeros(len(batch["advantages"]))}
-
-
-def without_tokens(batch):
-    batch["completion_mask"][::3] = 0
-    return batch
-
-
-def without_any_token(batch):
-    batch["completion_mask"][:] = 0
-    return batch
-
-
-def case(make=qwen3, *, kind="GRPO", shares=True, **options):
-    return kind, make, options, shares
-
-
-def policy(make=qwen3, **options):
-    """A loss that has log-probabilities alone."""
-    return case(make, num_iterations=1, beta=0.0, **options)
-
-
-CASES = {
-    "idle rows": policy(scored=half_without_advantage()),
-    "idle rows at the quantile": policy(scored=half_without_advantage(), top_entropy_quantile=0.618),
-    "all idle": policy(scored=without_advantages),
-    "entropy bonus": policy(scored=half_without_advantage(), entropy_coef=0.02),
-    "advantages of tokens": policy(scored=half_without_advantage(per_token=True)),
-    "tool mask": policy(scored=half_without_advantage(tool_mask=True)),
-    "completions without a token": policy(scored=without_tokens),
-    "no completion has a token": policy(scored=without_any_token, shares=False),
-    "truncated": policy(mask_truncated_completions=True, max_completion_length=30),
-    "old log-probabilities": case(steps_per_generation=2, epsilon=0.02),
-    "eval": case(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8),
-    "learned positions": case(gpt2, shares=not BEFORE_5),  # in transformers 4.57 with a mask of its own
-    "window": case(window),
-    "eager window": case(lambda: window(attn_implementation="eager")),
-    "checkpointing": policy(scored=half_without_advantage(), gradient_checkpointing=True),
-    "reentrant checkpointing": policy(
-        scored=half_without_advantage(), gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": True},
-    ),
-    "experts": case(moe, router_aux_loss_coef=0.0),
-    "experts and a router loss": policy(moe, scored=half_without_advantage()),
-    "experts of Mixtral": case(partial(experts, "Mixtral"), max_steps=3),
-    "experts of OLMoE": case(partial(experts, "Olmoe"), kind="DPO", max_steps=3),
-    "experts of gpt-oss": case(partial(experts, "GptOss"), max_steps=3),
-    "experts of DeepSeek V3": case(partial(experts, "DeepseekV3"), max_steps=3),
-    "experts of GLM4-MoE": case(partial(experts, "Glm4Moe"), kind="KTO", max_steps=3),
-    "text alone of Llava": case(lambda: image_text_model("Llava", "sdpa"), max_steps=3),
-    "text alone of SmolVLM": case(lambda: image_text_model("SmolVLM", "sdpa"), kind="KTO", max_steps=3),
-    "text alone of Gemma 3": case(lambda: image_text_model("Gemma3", "sdpa"), max_steps=3),
-    "text alone of Qwen2.5-VL": case(lambda: image_text_model("Qwen2_5_VL", "sdpa"), kind="DPO", max_steps=3),
-    "text alone of Qwen3-VL": case(lambda: image_text_model("Qwen3VL", "sdpa"), kind="SFT", max_steps=3),
-    "SFT, accumulated": case(kind="SFT", per_device_train_batch_size=4, gradient_accumulation_steps=2),
-    "SFT, dft": case(kind="SFT", loss_type="dft"),
-    "SFT, label smoothing": case(kind="SFT", label_smoothing_factor=0.1),
-    "SFT, padding-free": case(kind="SFT", padding_free=True, max_length=None, shares=False),
-    "SFT, packed": case(kind="SFT", packing=True, shares=False),
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("error:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("name", CASES)
-def test_runs_agree(name, tmp_path):
-    """With what other tests of TRL's runs leave out: they have every loss, adapters and other trainers."""
-    (kind, make, options, shares), script = CASES[name], []
-    options = options | ({"script": script} if kind == "GRPO" else {})
-    plain, patched = (train(kind, make, tmp_path, patch=patch, **options) for patch in (False, True))
-    trl_runs.assert_layout(patched, plain, shares=shares)
-    trl_runs.assert_same_log(patched, plain)
-
-
-@pytest.mark.parametrize(
-    ("options", "trees"),
-    [
-        ({"patch_options": {"whole_step": False}}, [False, False]),
-        ({"built_before": True}, [False, False]),
-        ({"prepare": lambda trainer: trainer.add_callback(AfterAStep())}, [True, False]),
-        ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, [True, True]),
-        (
-            {"prepare": lambda trainer: setattr(trainer.model.model.layers[0].self_attn, "attention_dropout", 0.1)},
-            [False] * 2,
-        ),
-    ],
-    ids=["the head alone", "built before", "unpatched", "dropout of LoRA", "dropout"],
-)
-def test_how_the_model_runs(options, trees, tmp_path, caplog):
-    caplog.set_level(logging.INFO, "liger_rl")
-    run = train("GRPO", qwen3, tmp_path, patch=True, num_iterations=1, beta=0.0, entropy_coef=0.02, **options)
-    assert [forward.tree for forward in run.forwards] == trees
-    has_dropout = "prepare" in options and trees[0] is False
-    assert ("dropout draws for each sequence" in caplog.text) == has_dropout
-
-
-def test_autocast_is_about_as_far_from_float32(tmp_path):
-    """In bfloat16; of several models: test/convergence/test_trl_training.py."""
-    exact, plain, patched = (
-        train("DPO", qwen3, tmp_path, patch=patch, bf16=bf16, max_steps=4)
-        for patch, bf16 in ((False, False), (False, True), (True, True))
-    )
-    trl_runs.assert_layout(patched, plain, shares=True)
-    assert 0 < trl_runs.weight_distance(patched, exact) < 2 * trl_runs.weight_distance(plain, exact)
-    assert trl_runs.log_distance(patched, exact, "loss") < 2**-8
 
 
 class AfterAStep(transformers.TrainerCallback):
@@ -203,18 +34,26 @@ class AfterAStep(transformers.TrainerCallback):
             unpatch_trl()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "patch": True}
-    whole = train("DPO", qwen3, tmp_path, **saved)
-
-    def resuming(trainer):
-        run = trainer.train
-        trainer.train = lambda: run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-    resumed = train("DPO", qwen3, tmp_path, prepare=resuming, **saved)
-    assert [forward.tree for forward in resumed.forwards] == [True, True]
-    assert resumed.log["loss"] == whole.log["loss"]
-    assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
+@pytest.mark.parametrize(
+    ("options", "trees"),
+    [
+        ({"prepare": lambda trainer: trainer.add_callback(AfterAStep())}, [True, False]),
+        ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, [True, True]),
+        (
+            {"prepare": lambda trainer: setattr(trainer.model.model.layers[0].self_attn, "attention_dropout", 0.1)},
+            [False] * 2,
+        ),
+    ],
+    ids=["unpatched", "dropout of LoRA", "dropout"],
+)
+def test_how_the_model_runs(options, trees, path_of, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    # With a bonus for entropy no sequence is idle.
+    options = {"num_iterations": 1, "beta": 0.0, "entropy_coef": 0.02, "max_completion_length": 6} | options
+    run = trl_runs.train("GRPO", path_of["qwen3"], tmp_path, patch=True, max_steps=2, **options)
+    assert [forward.tree for forward in run.forwards] == trees
+    has_dropout = "prepare" in options and trees[0] is False
+    assert ("dropout draws for each sequence" in caplog.text) == has_dropout
 
 
 # --- the forward ------------------------------------------------------------------------------------------------------
@@ -439,14 +278,3 @@ def test_a_compiled_forward_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     solved(model, inputs, True)
     assert [forward.tokens for forward in forwards] == [inputs["input_ids"].numel()]
-
-
-def test_whole_step_comes_and_goes_with_the_patch():
-    for value in ("yes", 1, None):
-        for option in ("whole_step", "even_ranks"):
-            with pytest.raises(TypeError, match=option):
-                patch_trl(**{option: value})
-    patch_trl(whole_step=False)
-    with patched_trl():
-        assert get_settings().whole_step
-    assert not get_settings().whole_step

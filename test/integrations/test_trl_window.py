@@ -1,261 +1,304 @@
-"""GRPO's and RLOO's optimizer steps under the patch: one forward for their micro-batches, and which sequences have no
-gradient."""
+"""The micro-batches of an optimizer step in one forward: what differs from TRL, errors, and two trainers at once.
 
-from types import SimpleNamespace
+That the runs are TRL's: test_trl_runs.py.
+"""
+
+import gc
+import math
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
-from datasets import Dataset
+from torch.utils.data import SequentialSampler
 
 pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
 
-from trl import GRPOTrainer, RLOOTrainer
+from test_trl_runs import ALONE, EVALUATED, LORA, SINGLES, apart, moe
 
 import trl_runs
-from liger_rl import patch_trl
-from liger_rl.integrations.trl import patched_trl, unpatch_trl
-from liger_rl.integrations.trl.forward import CALL, ModelCall
+from liger_rl.integrations.trl import patched_trl
+from trl_runs import PROMPTS
 
-ACCUMULATED, STEPS = 2, 2  # micro-batches of an optimizer step, optimizer steps of a generation
-OPTIONS = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": ACCUMULATED,
-    "steps_per_generation": ACCUMULATED * STEPS,
-    "num_iterations": 1,
-    "max_steps": STEPS,
-    "max_completion_length": 5,
-    # The weights stay, so that all steps of two runs have the same completions.
-    "learning_rate": 0.0,
-    "max_grad_norm": 0.0,
-    "beta": 0.0,
-}
+OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 2}
 
 
-class Recorder(transformers.TrainerCallback):
-    """The inputs of every micro-batch, and of every forward with a graph its idle rows and its outputs' gradients."""
+def pair(kind, path, directory, **options) -> tuple[trl_runs.Run, trl_runs.Run]:
+    """-> the runs without the patch and with it."""
+    return trl_runs.pair(kind, path, directory, **OPTIONS | options)
+
+
+def test_the_router_loss_of_rows_that_run_alone_is_trls(tmp_path):
+    """Also behind a run whose micro-batches ran together."""
+    path = trl_runs.save(moe, tmp_path)
+    trl_runs.train("SFT", path, tmp_path, patch=True, **OPTIONS)
+    plain, _ = trl_runs.assert_row(apart("SFT", moe, trees=False, **ALONE), path, tmp_path)
+    assert min(plain.log["aux_loss"]) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_bf16_is_about_as_far_from_float32(kind, path_of, tmp_path):
+    """Of several models: test/convergence/test_trl_training.py."""
+    exact, plain, patched = (
+        trl_runs.train(kind, path_of["qwen3"], tmp_path, patch=patch, bf16=bf16, **OPTIONS)
+        for patch, bf16 in ((False, False), (False, True), (True, True))
+    )
+    assert (plain.calls, patched.calls) == ((4, 2) if kind == "SFT" else (8, 4))
+    assert 0 < trl_runs.weight_distance(patched, exact) < 2 * trl_runs.weight_distance(plain, exact)
+    assert trl_runs.log_distance(patched, exact, "loss") < 2**-8
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(path_of, tmp_path):
+    options = OPTIONS | {"patch": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    whole = trl_runs.train("KTO", path_of["qwen3"], tmp_path, **options)
+
+    def resume(trainer):
+        run = trainer.train
+        trainer.train = lambda: run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    resumed = trl_runs.train("KTO", path_of["qwen3"], tmp_path, prepare=resume, **options)
+    assert resumed.calls == 2 * 4
+    for name in whole.log.keys() - {"num_tokens", "train_loss", *trl_runs.CLOCKS}:  # TRL counts tokens from 0 again
+        assert resumed.log[name] == whole.log[name]
+    assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
+
+
+LONGER = {"prompt": PROMPTS * 2, "completion": [" w1"] * 4 + [" w2 w3" * 12] * 4}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "peft_config": LORA}])
+def test_a_window_of_longer_sequences_than_before_runs_in_parts(options, path_of, tmp_path):
+    """Its size was chosen from the optimizer step before. Each part runs again in the backward."""
+
+    def keep_order(trainer):
+        trainer._get_train_sampler = SequentialSampler
+
+    options = SINGLES | {"data": LONGER, "max_length": None, "prepare": keep_order} | options
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, patch_options={"max_tokens": 140}, **options)
+    trl_runs.assert_same_run(patched, plain)
+    # Four micro-batches of one forward, then a window of four.
+    assert (patched.calls, patched.backwards) == (5, 5)
+    tokens = [forward.tokens for forward in patched.forwards]
+    assert len(tokens) == 4 + 2 * 2
+    assert max(tokens) <= 140 < sum(tokens[4:]) / 2
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_an_optimizer_step_comes_with_its_last_micro_batch(path_of, tmp_path):
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path)
+    assert min(plain.losses) > 0
+    assert patched.losses[::2] == [0.0, 0.0]
+    sums = [sum(plain.losses[:2]), sum(plain.losses[2:])]
+    assert patched.losses[1::2] == pytest.approx(sums, rel=1e-5)
+
+
+class Evaluation(transformers.TrainerCallback):
+    """Between two micro-batches."""
 
     def __init__(self, trainer) -> None:
-        self.micro_batches: list[dict] = []
-        self.forwards: list[SimpleNamespace] = []
-        self.sizes: list[tuple[bool, int]] = []  # of every forward, whether it has a graph and its micro-batches
-        self.gradients: list[torch.Tensor] = []  # of each optimizer step, all parameters in one
-        trainer.add_callback(self)
-        trainer._prepare_inputs = lambda inputs: self.take(type(trainer)._prepare_inputs(trainer, inputs))
-        trainer.model.register_forward_hook(self.after_forward, with_kwargs=True)
+        self.trainer = trainer
 
-    def take(self, inputs):
-        self.micro_batches.append(inputs)
+    def on_substep_end(self, *args, **options):
+        self.trainer.evaluate()
+
+
+def test_tokens_are_counted_with_the_last_micro_batch(path_of, tmp_path):
+    options = EVALUATED | {"prepare": lambda trainer: trainer.add_callback(Evaluation(trainer))}
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, **options)
+    assert patched.calls == 2
+    # Of the first step's evaluations, between its micro-batches and behind it.
+    count, number = patched.log.pop("eval_num_tokens"), plain.log.pop("eval_num_tokens")
+    assert count[:2] == [0, number[1]]
+    assert number[0] > 0
+    trl_runs.assert_same_run(patched, plain)
+
+
+def one_is_nan(trainer):
+    """The third of six micro-batches has a loss without a number."""
+    prepare, numbers = type(trainer)._prepare_inputs, iter(range(6))
+
+    def mark(inputs):
+        inputs = prepare(trainer, inputs)
+        if next(numbers) == 2:
+            inputs["input_ids"][0, 0] = 39
         return inputs
 
-    def after_forward(self, model, args, inputs, output):
-        call = inputs.get(CALL) or ModelCall()
-        if "log_probs" in output:
-            self.sizes.append((torch.is_grad_enabled(), max(len(call.shapes), 1)))
-        if torch.is_grad_enabled():
-            forward = SimpleNamespace(idle=call.idle_rows, output_gradients={})
-            self.forwards.append(forward)
-            for name in ("log_probs", "entropy"):
-                output[name].register_hook(lambda grad, name=name: forward.output_gradients.update({name: grad}))
+    def set_nan(model, args, inputs, output):
+        marked = inputs["input_ids"][:, :1] == 39
+        output.log_probs = torch.where(marked, float("nan"), output.log_probs)
+        return output
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        self.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    trainer._prepare_inputs = mark
+    trainer.model.register_forward_hook(set_nan, with_kwargs=True)
 
 
-def moe() -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 0.1}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**trl_runs.SIZES, **sizes))
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_a_loss_without_a_number(is_filtered, path_of, tmp_path):
+    """transformers leaves it out of the sum in the log, or the whole sum of the optimizer step under the window."""
+    options = {"prepare": one_is_nan, "logging_nan_inf_filter": is_filtered, "learning_rate": 0.0, "max_steps": 3}
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, **options)
+    assert patched.calls == 3
+    losses, expected = patched.log["loss"], plain.log["loss"]
+    if is_filtered:
+        assert losses == pytest.approx([expected[0], 0.0, expected[2]], rel=1e-5)
+        assert expected[1] > 0
+    else:
+        assert losses == pytest.approx([expected[0], math.nan, math.nan], rel=1e-5, nan_ok=True)
+        assert expected[1:] == pytest.approx([math.nan] * 2, nan_ok=True)
 
 
-def train(
-    kind,
-    model,
-    directory,
-    *,
-    patch,
-    scored=lambda batch: batch,
-    prepare=lambda trainer: None,
-    whole_step=True,
-    **options,
-) -> Recorder:
-    """One run. `scored` changes a generation's batch before TRL shuffles it; `prepare` changes the trainer."""
-    if patch:
-        patch_trl(whole_step=whole_step)
-    trainer = trl_runs.build(kind, moe() if model == "moe" else model, directory, **(OPTIONS | options))
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: scored(score(inputs))
-    prepare(trainer)
-    recorder = Recorder(trainer)
-    trainer.train()
-    unpatch_trl()
-    recorder.state = torch.get_rng_state()
-    return recorder
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def pair(*args, **options) -> tuple[Recorder, Recorder]:
-    """-> the runs with the patch and without it."""
-    return train(*args, patch=True, **options), train(*args, patch=False, **options)
+class Error(RuntimeError):
+    pass
 
 
-def assert_same_steps(patched, plain, *, forwards=STEPS) -> None:
-    """The same gradient of each optimizer step, and the same random numbers. `forwards`: with a graph, of all steps."""
-    for mine, theirs in zip(patched.gradients, plain.gradients, strict=True):
-        assert theirs.norm() > 0
-        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
-    assert torch.equal(patched.state, plain.state)
-    assert len(plain.forwards) == len(plain.micro_batches)
-    assert len(patched.forwards) == forwards
+class Interruption(transformers.TrainerCallback):
+    """An error between the first two micro-batches."""
+
+    def __init__(self, kind) -> None:
+        self.kind = kind
+
+    def on_substep_end(self, *args, **options):
+        raise self.kind
 
 
-def has_gradient(forward) -> torch.Tensor:
-    return torch.stack([(grad != 0).any(-1) for grad in forward.output_gradients.values()]).any(0)
+def interrupt_callback(kind):
+    def interrupt(trainer):
+        callback = Interruption(kind)
+        trainer.add_callback(callback)
+        return lambda: trainer.remove_callback(callback)
+
+    return interrupt
 
 
-def assert_idle_rows_have_no_gradient(forwards) -> None:
-    """And the others have one."""
-    idle = torch.cat([forward.idle for forward in forwards])
-    assert idle.tolist() == [not live for forward in forwards for live in has_gradient(forward)]
-    assert 0 < idle.sum() < len(idle)
+def interrupt_inputs(trainer):
+    """An error before the call of the second micro-batch."""
+    prepare, numbers = type(trainer)._prepare_inputs, iter(range(2))
+
+    def fail(inputs):
+        inputs = prepare(trainer, inputs)
+        return inputs if next(numbers) == 0 else None
+
+    trainer._prepare_inputs = fail
+    return lambda: vars(trainer).pop("_prepare_inputs")
 
 
-def half_without_advantage(*, per_token=False, tool_mask=False):
-    """Completions of all lengths. Every other one gets no advantage. Padding has any ids and, per token, advantages."""
+def interrupt_forward(trainer):
+    def fail(*args):
+        raise Error
 
-    def scored(batch):
-        rows, tokens = batch["completion_ids"].shape
-        padding = batch["prompt_mask"] == 0
-        batch["prompt_ids"] = torch.where(padding, torch.arange(rows)[:, None], batch["prompt_ids"])
-        if "old_logps" not in batch:  # RLOO's, of the whole completions
-            batch["completion_mask"] *= torch.arange(tokens) <= torch.arange(rows)[:, None] % tokens
-        advantages = (torch.arange(rows) % 2) * (torch.arange(rows) - rows / 2)
-        if per_token:
-            advantages = advantages[:, None] * (torch.arange(tokens) % 2 == 0)
-            advantages = torch.where(batch["completion_mask"] == 0, 1.0, advantages)
-        if tool_mask:
-            batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
-            batch["tool_mask"][1::4] = 0
-        return {**batch, "advantages": advantages}
-
-    return scored
+    return trainer.model.model.register_forward_pre_hook(fail).remove
 
 
-NEVER, FIRST, ALWAYS = (), (0,), (0, 1)
-EACH = ACCUMULATED * STEPS  # forwards, if each micro-batch has its own
-# -> the trainer, its options, the optimizer steps in which idle rows are known.
-LOSSES = {
-    **{name: ("GRPO", {"loss_type": name}, ALWAYS) for name in ("grpo", "dapo", "cispo", "sapo", "vespo", "luspo")},
-    "dr_grpo": ("GRPO", {"loss_type": "dr_grpo", "off_policy_mask_threshold": 1.0}, ALWAYS),
-    "at sequence level": ("GRPO", {"loss_type": "luspo", "importance_sampling_level": "sequence"}, ALWAYS),
-    # As long as the policy is the reference, the KL has no gradient.
-    "KL": ("GRPO", {"beta": 0.1, "delta": 1.5, "learning_rate": 1e-3}, NEVER),
-    "RLOO": ("RLOO", {"beta": 0.1}, ALWAYS),
-    "bnpo": ("GRPO", {"loss_type": "bnpo"}, ALWAYS),
-    "quantile": ("GRPO", {"top_entropy_quantile": 0.9}, ALWAYS),
-    "entropy": ("GRPO", {"entropy_coef": 0.1}, NEVER),
-    # Without a measured entropy there is no adaptive bonus.
-    "adaptive": ("GRPO", {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}, FIRST),
-    "router": ("GRPO", {}, NEVER),
-    "router of RLOO": ("RLOO", {}, NEVER),
+def interrupt_loss(trainer):
+    """An error behind the forward."""
+    count = iter(range(100))
+    gather = trainer.accelerator.gather_for_metrics
+
+    def fail(values):
+        if next(count) == 3:
+            raise Error
+        return gather(values)
+
+    trainer.accelerator.gather_for_metrics = fail
+    return lambda: vars(trainer.accelerator).pop("gather_for_metrics")
+
+
+def interrupt_backward(trainer):
+    def fail(*args, **options):
+        raise Error
+
+    trainer.accelerator.backward = fail
+    return lambda: vars(trainer.accelerator).pop("backward")
+
+
+INTERRUPTIONS = {
+    "callback": (interrupt_callback(Error), Error),
+    "keyboard": (interrupt_callback(KeyboardInterrupt), KeyboardInterrupt),
+    "inputs": (interrupt_inputs, TypeError),
+    "forward": (interrupt_forward, Error),
+    "loss": (interrupt_loss, Error),
+    "backward": (interrupt_backward, Error),
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses(name, path_of, tmp_path):
-    kind, options, steps_with_idle_rows = LOSSES[name]
-    has_router = name.startswith("router")
-    model = "moe" if has_router else path_of["qwen3"]
-    patched, plain = pair(kind, model, tmp_path, scored=half_without_advantage(), **options)
-    assert_same_steps(patched, plain)
-    for number, forward in enumerate(patched.forwards):
-        if number in steps_with_idle_rows:
-            assert_idle_rows_have_no_gradient([forward])
-        else:
-            assert forward.idle is None
-    # A router's loss reaches the model past the log-probabilities.
-    if steps_with_idle_rows != ALWAYS and not has_router:
-        assert has_gradient(patched.forwards[-1]).all()
+@pytest.fixture(scope="module")
+def plain_sft(path_of, tmp_path_factory):
+    """The run without the patch and without an error."""
+    return trl_runs.train("SFT", path_of["qwen3"], tmp_path_factory.mktemp("plain"), patch=False, **OPTIONS)
 
 
-def test_a_forward_knows_its_number_of_micro_batches(path_of, tmp_path):
-    """The old policy's log-probabilities are those of a generation, the others those of an optimizer step."""
-    recorder = train("GRPO", path_of["qwen3"], tmp_path, patch=True)
-    assert recorder.sizes == [(False, STEPS * ACCUMULATED), *[(True, ACCUMULATED)] * STEPS]
-
-
-@pytest.mark.parametrize("options", [{"per_token": True}, {"tool_mask": True}], ids=str)
-def test_rows_are_idle_by_their_tokens(options, path_of, tmp_path):
-    recorder = train("GRPO", path_of["qwen3"], tmp_path, patch=True, scored=half_without_advantage(**options))
-    assert_idle_rows_have_no_gradient(recorder.forwards)
-
-
-@pytest.mark.parametrize(("per_generation", "steps"), [(2, [4, 4]), (4, [6, 6, 4]), (3, [2, 2])])
-def test_an_optimizer_step_begins_anywhere_within_a_generation(per_generation, steps, path_of, tmp_path):
-    """The last one of an epoch may be short."""
-
-    def prepare(trainer):
-        trainer.train_dataset = Dataset.from_dict({"prompt": [f"w{i}" for i in range(16)]})
-
-    options = {"steps_per_generation": per_generation, "gradient_accumulation_steps": steps[0], "num_iterations": 2}
-    options |= {"num_generations": 2, "max_steps": len(steps)}
-    patched, plain = pair("GRPO", path_of["qwen3"], tmp_path, prepare=prepare, **options)
-    assert_same_steps(patched, plain, forwards=len(steps))
-    assert len(plain.forwards) == sum(steps)
-
-
-def subclass_with(name):
-    """The subclass doubles the result of a method."""
-
-    def method(self, *args, **options):
-        return 2 * getattr(super(type(self), self), name)(*args, **options)
-
-    def prepare(trainer):
-        trainer.__class__ = type("Subclass", (type(trainer),), {name: method})
-
-    return prepare
-
-
-def rows_reversed(trainer):
-    """The subclass runs the model on the rows in another order."""
-
-    def method(self, model, ids, mask, *args, **options):
-        outputs = super(type(self), self)._get_per_token_logps_and_entropies(
-            model, ids.flip(0), mask.flip(0), *args, **options
-        )
-        return tuple(None if values is None else values.flip(0) for values in outputs)
-
-    trainer.__class__ = type("Subclass", (type(trainer),), {"_get_per_token_logps_and_entropies": method})
-
-
-@pytest.mark.parametrize(
-    ("prepare", "forwards"),
-    [
-        (rows_reversed, EACH),
-        (subclass_with("_compute_loss"), EACH),
-        (subclass_with("compute_loss"), EACH),
-    ],
-    ids=["a call of the model", "a subclass", "a public method of a subclass"],
-)
-def test_idle_rows_are_not_known_for(prepare, forwards, path_of, tmp_path):
-    patched, plain = pair("GRPO", path_of["qwen3"], tmp_path, prepare=prepare, scored=half_without_advantage())
-    assert_same_steps(patched, plain, forwards=forwards)
-    assert all(forward.idle is None for forward in patched.forwards)
-
-
-def test_the_whole_step_can_be_left_out(path_of, tmp_path):
-    patched, plain = pair("GRPO", path_of["qwen3"], tmp_path, whole_step=False)
-    assert_same_steps(patched, plain, forwards=EACH)
-    assert all(forward.idle is None for forward in patched.forwards)
-
-
-@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
-def test_nothing_is_left(trainer):
-    def methods():
-        return [vars(trainer)[name] for name in ("_get_per_token_logps_and_entropies", "_compute_loss")]
-
-    before = methods()
+@pytest.mark.parametrize("interrupt", INTERRUPTIONS)
+@pytest.mark.parametrize("again", ["the same trainer", "a second trainer"])
+def test_nothing_is_left_of_an_interrupted_step(interrupt, again, plain_sft, path_of, tmp_path):
+    interrupt, error = INTERRUPTIONS[interrupt]
     with patched_trl():
-        assert not set(before) & set(methods())
-    assert methods() == before
+        trainer = trl_runs.build("SFT", path_of["qwen3"], tmp_path, **OPTIONS)
+        mend, model, random_state = interrupt(trainer), trainer.model, torch.get_rng_state()
+        with pytest.raises(error):
+            trainer.train()
+        assert "compute_loss" not in vars(trainer)
+        assert "_call_impl" not in vars(model)
+        mend()
+        mend = None
+        if again == "a second trainer":
+            reference, trainer = weakref.ref(trainer), None
+            gc.collect()
+            assert reference() is None
+            trainer = trl_runs.build("SFT", model, tmp_path, **OPTIONS)
+        torch.set_rng_state(random_state)
+        trainer._metrics["train"].clear()  # TRL keeps them
+        trainer._total_train_tokens = 0
+        patched = trl_runs.run(trainer)
+    assert patched.calls == 2
+    trl_runs.assert_same_run(patched, plain_sft)
+
+
+# --- two trainers -----------------------------------------------------------------------------------------------------
+
+
+class Interleave(transformers.TrainerCallback):
+    """Another trainer's run between two micro-batches."""
+
+    def __init__(self, run) -> None:
+        self.run, self.result = run, None
+
+    def on_substep_end(self, *args, **options):
+        self.result = self.result or self.run()
+
+
+@pytest.fixture(scope="module")
+def interleaved_runs(path_of, tmp_path_factory):
+    """-> runs of DPO and KTO without the patch and with it."""
+
+    def run_both(patch):
+        directory = tmp_path_factory.mktemp("interleaved")
+        with patched_trl() if patch else nullcontext():
+            outer, inner = (trl_runs.build(kind, path_of["qwen3"], directory, **OPTIONS) for kind in ("DPO", "KTO"))
+            inner.ref_model = outer.ref_model
+            gradient_state = outer.accelerator.gradient_state
+
+            def run_inner():
+                result = trl_runs.run(inner)
+                gradient_state._set_sync_gradients(False)  # one record for all trainers
+                return result
+
+            interleave = Interleave(run_inner)
+            outer.add_callback(interleave)
+            return trl_runs.run(outer), interleave.result
+
+    return run_both(False), run_both(True)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["outer", "inner"])
+def test_a_run_between_two_micro_batches_of_another(number, interleaved_runs):
+    """With the same reference model."""
+    plain, patched = interleaved_runs
+    trl_runs.assert_same_run(patched[number], plain[number])
+    assert [run[1].calls for run in interleaved_runs] == [16, 8]

@@ -1,0 +1,390 @@
+"""The patched run is TRL's run: every logged value, gradient, weight and random number, of every trainer.
+
+Each row trains twice from the same seed. The layout of the forward and the head have tests of their own. The number of
+calls of the models shows here that the micro-batches of an optimizer step ran in one forward, or that each had its own.
+"""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset, IterableDataset
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+from peft import LoraConfig, PromptTuningConfig
+from test_architectures import image_text_model
+
+import trl_runs
+from hf_models import BEFORE_5, build
+from trl_runs import CHOSEN, PROMPTS, REJECTED, Row
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+TOKENS = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+IMAGE = 2
+
+
+def qwen3(**options):
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES | options))
+
+
+def gpt2():
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **TOKENS))
+
+
+def moe(coefficient=0.1):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = transformers.Qwen3MoeConfig(**trl_runs.SIZES, **sizes, router_aux_loss_coef=coefficient)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def vlm():
+    text = transformers.Qwen2Config(**trl_runs.SIZES)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
+    )
+
+
+def window(**options):
+    """Shorter than the sequences."""
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**trl_runs.SIZES, sliding_window=16, **options))
+
+
+def dynamic_rope():
+    """Some micro-batches are longer than 26 tokens, and have another rotary embedding."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return qwen3(max_position_embeddings=26, rope_parameters=rope)
+
+
+def glm4_moe():
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**trl_runs.SIZES, **sizes, topk_group=1))
+
+
+def architecture(name):
+    model = build(name, attention="eager" if name == "GptOss" else "sdpa", **TOKENS)
+    if hasattr(model.config, "output_router_logits"):  # TRL turns it on. Generation with it raises
+        model.config.output_router_logits = False
+    return model
+
+
+def text_of(name):
+    return image_text_model(name, "sdpa")
+
+
+# --- changes of a trainer and of its batches --------------------------------------------------------------------------
+
+
+def half_without_advantage(*, per_token=False, tool_mask=False):
+    """Completions of all lengths. Every other one gets no advantage. Padding has any ids and, per token, advantages."""
+
+    def scored(batch):
+        rows, tokens = batch["completion_ids"].shape
+        padding = batch["prompt_mask"] == 0
+        batch["prompt_ids"] = torch.where(padding, torch.arange(rows)[:, None], batch["prompt_ids"])
+        if "old_logps" not in batch:  # RLOO's, of the whole completions
+            batch["completion_mask"] *= torch.arange(tokens) <= torch.arange(rows)[:, None] % tokens
+        advantages = (torch.arange(rows) % 2) * (torch.arange(rows) - rows / 2)
+        if per_token:
+            advantages = advantages[:, None] * (torch.arange(tokens) % 2 == 0)
+            advantages = torch.where(batch["completion_mask"] == 0, 1.0, advantages)
+        if tool_mask:
+            batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
+            batch["tool_mask"][1::4] = 0
+        return {**batch, "advantages": advantages}
+
+    return scored
+
+
+def without_advantages(batch):
+    return {**batch, "advantages": torch.zeros(len(batch["advantages"]))}
+
+
+def without_tokens(batch, *, step=3):
+    batch["completion_mask"][::step] = 0
+    return batch
+
+
+def subclass_with(name):
+    """The subclass doubles the result of a method."""
+
+    def method(self, *args, **options):
+        return 2 * getattr(super(type(self), self), name)(*args, **options)
+
+    def prepare(trainer):
+        trainer.__class__ = type("Subclass", (type(trainer),), {name: method})
+
+    return prepare
+
+
+def rows_reversed(trainer):
+    """The subclass runs the model on the rows in another order."""
+
+    def method(self, model, ids, mask, *args, **options):
+        outputs = super(type(self), self)._get_per_token_logps_and_entropies(
+            model, ids.flip(0), mask.flip(0), *args, **options
+        )
+        return tuple(None if values is None else values.flip(0) for values in outputs)
+
+    trainer.__class__ = type("Subclass", (type(trainer),), {"_get_per_token_logps_and_entropies": method})
+
+
+def set_attribute(name, value):
+    return lambda trainer: setattr(trainer, name, value)
+
+
+def square_logits(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.float().square().mean()
+
+
+def double_loss(trainer):
+    """A loss of the object, which runs once for each micro-batch."""
+    compute_loss = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **options: 2 * compute_loss(*args, **options)
+
+
+def without_length(trainer):
+    """An epoch has three micro-batches. The third waits for the next epoch."""
+    data = trainer.train_dataset
+    trainer.train_dataset = IterableDataset.from_generator(lambda: iter(data))
+
+
+def sixteen_prompts(trainer):
+    trainer.train_dataset = Dataset.from_dict({"prompt": [f"w{i}" for i in range(16)]})
+
+
+def with_images(*micro_batches):
+    """In these of the four micro-batches."""
+
+    def prepare(trainer):
+        inputs_of, numbers = type(trainer)._prepare_inputs, iter(range(4))
+
+        def add(inputs):
+            inputs = inputs_of(trainer, inputs)
+            if next(numbers) in micro_batches:
+                inputs["input_ids"][:, :4] = IMAGE
+                inputs["labels"][:, :4] = -100
+                inputs["pixel_values"] = torch.ones(len(inputs["input_ids"]), 3, 8, 8)
+            return inputs
+
+        trainer._prepare_inputs = add
+
+    return prepare
+
+
+def with_scaler(trainer):
+    """accelerate has no scaler on CPUs."""
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+OPTIONS = {"gradient_accumulation_steps": 2, "max_steps": 2}
+SIZES = {
+    "SFT": {"per_device_train_batch_size": 4},  # an optimizer step is an epoch
+    "DPO": {"per_device_train_batch_size": 2},
+    "KTO": {"per_device_train_batch_size": 4},
+    "GRPO": {"per_device_train_batch_size": 4, "max_completion_length": 6},
+    "RLOO": {"per_device_train_batch_size": 4, "max_completion_length": 6},
+    "Distillation": {"gradient_accumulation_steps": 1, "max_steps": 3},
+}
+
+
+def row(kind, model="qwen3", *, trees=True, share=None, **options) -> Row:
+    names = {field.name for field in dataclasses.fields(Row)} & options.keys()
+    expected = {name: options.pop(name) for name in names}
+    return Row(kind, OPTIONS | SIZES[kind] | options, model, trees, share or (0.8 if trees else 1.0), **expected)
+
+
+def policy(model="qwen3", *, kind="GRPO", scored=None, **options) -> Row:
+    """A loss that has log-probabilities alone, of half of the sequences."""
+    scored = scored or half_without_advantage()
+    return row(kind, model, **{"num_iterations": 1, "beta": 0.0, "scored": scored} | options)
+
+
+def apart(kind, model="qwen3", **options) -> Row:
+    """Each micro-batch has a forward of its own."""
+    return row(kind, model, together=False, **options)
+
+
+NEVER, FIRST, ALWAYS = (), (0,), (0, 1)
+NARROW = 0.02  # a bound of the clip that steps of this size pass
+
+
+def of_loss(name, *, idle=ALWAYS, **options) -> Row:
+    """Two optimizer steps of one generation, so that the second has old log-probabilities."""
+    calls = (12, 4) if "beta" in options else (8, 3)  # with those of the old policy and of the reference
+    fixed = {"loss_type": name, "epsilon": NARROW, "steps_per_generation": 4, "calls": calls, "idle": idle}
+    return policy(**fixed | options)
+
+
+LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+# Its batch stays as it is, and is padded to the longest micro-batch.
+PROMPT_TUNING = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}
+PROMPT_TUNING |= {"trees": False, "share": 1.1, "is_logged": False}
+CHECKPOINTS = {"gradient_checkpointing": True}
+REENTRANT = CHECKPOINTS | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+ONE = {"gradient_accumulation_steps": 1}
+PAIRS = {"per_device_train_batch_size": 2}
+SINGLES = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+SHORT_LAST_STEP = PAIRS | {"gradient_accumulation_steps": 3, "max_steps": 4}  # epochs of 3 and 1 micro-batches
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+SIX = {"prompt": PROMPTS + PROMPTS[:2], "completion": CHOSEN + REJECTED[:2]}
+ALONE = {"padding_free": True, "max_length": None}
+# A threshold that falls on a token tips with its rounding: 0.382 (n - 1) is far from an integer for n <= 80 tokens.
+QUANTILE = {"top_entropy_quantile": 0.618}
+EVERY_OPTION = {
+    "epsilon_high": 0.03, "delta": 1.02, "use_bias_correction_kl": False, "off_policy_mask_threshold": 0.01,
+    "beta": 0.1, "entropy_coef": 0.02, **QUANTILE,
+}  # fmt: skip
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
+NEFTUNE = {"neftune_noise_alpha": 5.0, "max_steps": 3}  # of the policy, whose batch stays as it is
+LOGITS = {"share": 0.9, "is_logged": False}  # whose forward is TRL's; that of metrics is not
+STATES = {"trees": False, "share": 0.98, "max_steps": 3}  # in rows of similar length
+
+ROWS = {
+    # SFT
+    "SFT": row("SFT", calls=(8, 4), **SHORT_LAST_STEP | EVALUATED),
+    "SFT, one entry for two steps": row("SFT", logging_steps=2, max_steps=4),
+    "SFT, dft, clipped gradient": row("SFT", loss_type="dft", max_grad_norm=0.01),
+    "SFT, LoRA, reentrant checkpoints": row("SFT", peft_config=LORA, **REENTRANT),
+    "SFT, checkpoints": row("SFT", **CHECKPOINTS),
+    "SFT, prompt tuning": row("SFT", **PROMPT_TUNING),
+    "SFT, one micro-batch": row("SFT", "gemma2", per_device_train_batch_size=8, **ONE),
+    "SFT, data without a length": row("SFT", prepare=without_length, data=SIX, max_steps=3, calls=(8, 3), **PAIRS),
+    "SFT, experts": row("SFT", partial(moe, 0.0)),
+    "SFT, router loss": row("SFT", moe, calls=(8, 4), **SHORT_LAST_STEP | EVALUATED),
+    "SFT, router loss and prompt tuning": row("SFT", moe, **PROMPT_TUNING),
+    "SFT, a model that can take images": row("SFT", vlm),
+    "SFT, a processor of images": row("SFT", prepare=set_attribute("_is_vlm", True)),
+    "SFT, text alone of Qwen3-VL": row("SFT", partial(text_of, "Qwen3VL")),
+    "SFT, gradient scaler": row("SFT", prepare=with_scaler, max_grad_norm=0.0),
+    "SFT, own training_step": row("SFT", prepare=subclass_with("training_step")),
+    "SFT, FalconH1": row("SFT", partial(architecture, "FalconH1"), **STATES),
+    "SFT, NEFTune": apart("SFT", **NEFTUNE, trees=False),
+    # The first optimizer step has windows of one micro-batch, the second of two.
+    "SFT, few tokens": row("SFT", patch_options={"max_tokens": 80}, calls=(8, 6), backwards=6, trees=False, **SINGLES),
+    "SFT, padding-free": apart("SFT", trees=False, **ALONE),
+    "SFT, packed": apart("SFT", packing=True, max_steps=1, trees=False),
+    "SFT, label smoothing": apart("SFT", label_smoothing_factor=0.1, **LOGITS),
+    "SFT, a loss of logits": apart("SFT", prepare=set_attribute("compute_loss_func", square_logits), **LOGITS),
+    "SFT, compiled": apart(
+        "SFT", prepare=lambda trainer: setattr(trainer.args, "torch_compile", True), is_logged=False,
+    ),
+    "SFT, images": apart("SFT", vlm, prepare=with_images(0, 1, 2, 3), trees=False),
+    "SFT, some images": row("SFT", vlm, prepare=with_images(0, 3), calls=(4, 4), backwards=3, share=0.9),
+    "SFT, dynamic rotary embedding": apart("SFT", dynamic_rope, trees=False, **SINGLES),
+    "SFT, a loss of the object": apart("SFT", prepare=double_loss),
+    # DPO
+    "DPO": row("DPO", **SINGLES),
+    "DPO, one micro-batch, weighting": row("DPO", "gemma2", use_weighting=True, **ONE),  # the only use of log sum p^2
+    "DPO, LoRA, reentrant checkpoints": row("DPO", peft_config=LORA, **REENTRANT),
+    "DPO, known reference": row("DPO", peft_config=LORA, precompute_ref_log_probs=True),
+    "DPO, router loss": row("DPO", moe, max_steps=3, **CHECKPOINTS),
+    "DPO, experts of OLMoE": row("DPO", partial(architecture, "Olmoe"), max_steps=3),
+    "DPO, text alone of Qwen2.5-VL": row("DPO", partial(text_of, "Qwen2_5_VL"), max_steps=3),
+    "DPO, Lfm2": row("DPO", partial(architecture, "Lfm2"), **STATES),
+    "DPO, NEFTune": apart("DPO", **NEFTUNE),
+    "DPO, few tokens": row("DPO", patch_options={"max_tokens": 128}, calls=(16, 12), backwards=6, **SINGLES),
+    "DPO, own _compute_loss": apart("DPO", prepare=subclass_with("_compute_loss")),
+    # KTO
+    "KTO": row("KTO", calls=(32, 16), **SHORT_LAST_STEP),
+    "KTO, one micro-batch": row("KTO", "gemma2", per_device_train_batch_size=8, **ONE),
+    "KTO, LoRA": row("KTO", peft_config=LORA),
+    "KTO, known reference": row("KTO", precompute_ref_log_probs=True),
+    "KTO, no KL rows": row("KTO", loss_type="apo_zero_unpaired"),
+    "KTO, router loss": row("KTO", moe, max_steps=3),
+    "KTO, experts of GLM4-MoE": row("KTO", glm4_moe),
+    "KTO, text alone of SmolVLM": row("KTO", partial(text_of, "SmolVLM")),
+    "KTO, GraniteMoeHybrid": row("KTO", partial(architecture, "GraniteMoeHybrid"), **STATES),
+    # RLOO
+    "RLOO": row("RLOO", scored=half_without_advantage(), idle=ALWAYS),
+    "RLOO, one micro-batch": row("RLOO", "gemma2", per_device_train_batch_size=8, **ONE),
+    "RLOO, LoRA": row("RLOO", peft_config=LORA),
+    "RLOO, router loss": row("RLOO", moe, scored=half_without_advantage(), idle=NEVER),
+    "RLOO, Qwen3Next": row("RLOO", partial(architecture, "Qwen3Next"), **STATES),  # with a router loss
+    # GRPO's losses
+    **{f"GRPO, {name}": of_loss(name) for name in ("grpo", "bnpo", "dapo", "luspo")},
+    **{f"GRPO, {name}": of_loss(name, epsilon=0.2) for name in ("sapo", "vespo")},  # without a clip
+    "GRPO, dr_grpo": of_loss("dr_grpo", off_policy_mask_threshold=1.0),
+    "GRPO, cispo": of_loss("cispo", epsilon_high=1.01),
+    "GRPO, grpo at sequence level": of_loss("grpo", importance_sampling_level="sequence", epsilon=0.005),
+    "GRPO, luspo at sequence level": of_loss("luspo", importance_sampling_level="sequence", epsilon=0.005),
+    "GRPO, every option": of_loss("dapo", **EVERY_OPTION, idle=NEVER),
+    # As long as the policy is the reference, the KL has no gradient.
+    "GRPO, KL": of_loss("dapo", beta=0.1, delta=1.5, idle=NEVER),
+    "GRPO, quantile": of_loss("dapo", **QUANTILE),
+    "GRPO, entropy": of_loss("dapo", entropy_coef=0.1, idle=NEVER),
+    "GRPO, adaptive entropy": of_loss("dapo", **ADAPTIVE, idle=FIRST),  # no bonus without a measured entropy
+    "GRPO, advantages of tokens": of_loss("dapo", scored=half_without_advantage(per_token=True)),
+    "GRPO, tool mask": of_loss("dapo", scored=half_without_advantage(tool_mask=True)),
+    "GRPO, router loss": of_loss("dapo", model=moe, idle=NEVER),
+    # A softcap; a scale of the logits, a divisor of them.
+    **{f"GRPO, {name}": row("GRPO", name, epsilon=NARROW) for name in ("gemma2", "cohere", "granite")},
+    # GRPO's batches
+    "GRPO": row("GRPO", **EVALUATED),
+    "GRPO, LoRA": row("GRPO", peft_config=LORA, loss_type="bnpo"),
+    "GRPO, old policy": row("GRPO", calls=(16, 7), steps_per_generation=2, gradient_accumulation_steps=3, max_steps=3),
+    "GRPO, all idle": policy(scored=without_advantages),
+    "GRPO, completions without a token": policy(scored=without_tokens),
+    "GRPO, no completion has a token": policy(scored=partial(without_tokens, step=1), trees=False),
+    "GRPO, truncated": policy(mask_truncated_completions=True, max_completion_length=30),
+    "GRPO, checkpoints": policy(**CHECKPOINTS),
+    "GRPO, reentrant checkpoints": policy(**REENTRANT),
+    "GRPO, learned positions": row("GRPO", gpt2, trees=not BEFORE_5),  # in transformers 4.57 with a mask of its own
+    "GRPO, window": row("GRPO", window),
+    "GRPO, eager window": row("GRPO", partial(window, attn_implementation="eager")),
+    "GRPO, NEFTune": apart("GRPO", share=1.0, **NEFTUNE),
+    **{
+        f"GRPO, experts of {name}": row("GRPO", partial(architecture, name), max_steps=3)
+        for name in ("Mixtral", "GptOss", "DeepseekV3")
+    },
+    **{f"GRPO, text alone of {name}": row("GRPO", partial(text_of, name)) for name in ("Llava", "Gemma3")},
+    **{f"GRPO, {name}": row("GRPO", partial(architecture, name), **STATES) for name in ("Qwen3_5Text", "NemotronH")},
+    # An optimizer step begins anywhere within a generation. The last one of an epoch may be short.
+    **{
+        f"GRPO, {number} steps of a generation": policy(
+            steps_per_generation=number, gradient_accumulation_steps=steps[0], max_steps=len(steps),
+            num_iterations=2, num_generations=2, prepare=sixteen_prompts, trees=False, calls=calls,
+        )
+        for number, steps, calls in ((2, (4, 4), None), (4, (6, 6, 4), (24, 5)), (3, (2, 2), None))
+    },
+    **{
+        f"GRPO, {name} of a subclass": policy(prepare=prepare, idle=NEVER, together=False)
+        for name, prepare in {
+            "a call of the model": rows_reversed,
+            "_compute_loss": subclass_with("_compute_loss"),
+            "compute_loss": subclass_with("compute_loss"),
+        }.items()
+    },
+    "GRPO, the head alone": policy(
+        patch_options={"whole_step": False}, trees=False, idle=NEVER, together=False, is_logged=False,
+    ),
+    # Distillation
+    **{
+        f"Distillation, {model}": row("Distillation", model, beta=beta, trees=False, is_logged=False)
+        for model, beta in (("qwen3", 0.5), ("gemma2", 0.0), ("cohere", 1.0))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("name", ROWS)
+def test_the_patched_run_is_trls_run(name, path_of, tmp_path):
+    row = ROWS[name]
+    path = path_of[row.model] if isinstance(row.model, str) else trl_runs.save(row.model, tmp_path)
+    teacher = {}
+    if row.kind == "Distillation":
+        pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+        teacher["teacher"] = path_of["teacher"]
+    plain, _ = trl_runs.assert_row(row, path, tmp_path, **teacher)
+    if row.options.get("epsilon") == NARROW:
+        assert max(plain.log.get("clip_ratio/region_mean", plain.log.get("cispo_clip_ratio"))) > 0.05
