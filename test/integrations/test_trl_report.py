@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 from test_trl_runs import gpt2, subclass_with
 
 import trl_runs
-from hf_models import NEEDS_TREES_OF_GPT2
+from hf_models import BEFORE_5
 from liger_rl import explain_trl, patch_trl
 from liger_rl.integrations.trl import patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
@@ -95,30 +95,47 @@ def with_logits(trainer):
     trainer.__class__ = type("Subclass", (type(trainer),), {"compute_loss": compute_loss})
 
 
-# What runs more than it must -> its options, the reason, the setting to change, and whether its tokens are known.
-WARNINGS = {
-    "built before": ({"built_before": True}, "built before patch_trl()", "before the trainer is built", False),
-    "attention's dropout": ({"model": with_attention_dropout}, "dropout draws", "attention_dropout=0", True),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, "label smoothing", "label_smoothing_factor=0", True),
-    "padding-free": ({"padding_free": True, "max_length": None}, "packed into one row", "padding_free=False", True),
-    "NEFTune": ({"neftune_noise_alpha": 5.0}, "NEFTune's noise", "neftune_noise_alpha=None", True),
-    "compiled": ({"prepare": compile_calls}, "the model is compiled", "torch_compile=False", False),
-}
+# What runs more than it must -> its options, a reason and the setting to change it, which a warning names and
+# `explain_trl` of a trained trainer, what `explain_trl` says before, and whether tokens are known.
+REASONS = {
+    "built before": ({"built_before": True}, "built before patch_trl()", "before the trainer is built", "", False),
+    "attention's dropout": (
+        {"model": with_attention_dropout}, "dropout draws", "attention_dropout=0",
+        "no prefix shared: dropout draws for each sequence (to change that: att", True,
+    ),
+    "a residual's dropout": (
+        {"model": with_dropout_of_a_residual}, "dropout draws", "resid_pdrop=0",
+        "for each sequence (to change that: resid_pdrop=0)", True,
+    ),
+    "label smoothing": (
+        {"label_smoothing_factor": 0.1}, "label smoothing", "label_smoothing_factor=0",
+        "a forward for each of its 2 micro-batches: label smoothing takes logits (to", True,
+    ),
+    "padding-free": ({"padding_free": True, "max_length": None}, "packed into one row", "padding_free=False", "", True),
+    "NEFTune": (
+        {"neftune_noise_alpha": 5.0}, "NEFTune's noise", "neftune_noise_alpha=None",
+        "policy: the batch as it is: NEFTune's noise is scaled by a row's length and", True,
+    ),
+    "compiled": ({"prepare": compile_calls}, "the model is compiled", "torch_compile=False", "", False),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WARNINGS)
+@pytest.mark.parametrize("name", REASONS)
 def test_one_warning_names_the_setting(name, path_of, tmp_path, caplog):
-    options, reason, setting, has_tokens = WARNINGS[name]
+    options, reason, setting, before, has_tokens = REASONS[name]
+    if BEFORE_5 and name == "a residual's dropout":
+        pytest.skip("in transformers 4.57 GPT-2 makes an attention mask of its own")
     torch.manual_seed(0)
-    options = {"model": lambda: path_of["qwen3"], "gradient_accumulation_steps": 1, **options}
+    options = OPTIONS | {"model": lambda: path_of["qwen3"], **options}
     model = options.pop("model")()
     prepare, kept = options.pop("prepare", lambda trainer: None), []
 
     def keep(trainer):
         kept.append(trainer)
+        assert before in explain_trl(trainer)
         prepare(trainer)
 
-    trl_runs.train("SFT", model, tmp_path, patch=True, prepare=keep, **OPTIONS | options)
+    trl_runs.train("SFT", model, tmp_path, patch=True, prepare=keep, **options)
     lines, (warning,) = read_lines(caplog, name="SFTTrainer")
     assert warning.count(reason) == warning.count(setting) == 1
     assert len(lines) == has_tokens
@@ -195,28 +212,10 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
     assert sum(numbers) == run.log[TOKENS][-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"model": with_attention_dropout}, "no prefix shared: dropout draws for each sequence (to change that: att"),
-        pytest.param(
-            {"model": with_dropout_of_a_residual},
-            "for each sequence (to change that: resid_pdrop=0)",
-            marks=NEEDS_TREES_OF_GPT2,
-        ),
-        ({"max_tokens": 100}, "optimizer step: 1 of its 2 micro-batches in one forward"),
-        (
-            {"label_smoothing_factor": 0.1},
-            "a forward for each of its 2 micro-batches: label smoothing takes logits (to",
-        ),
-        ({"neftune_noise_alpha": 5.0}, "policy: the batch as it is: NEFTune's noise is scaled by a row's length and"),
-    ],
-    ids=["dropout", "dropout of a residual", "max_tokens", "label smoothing", "NEFTune"],
-)
-def test_explain_trl_knows_before_training(options, text, path_of, tmp_path):
-    options = {"model": lambda: path_of["qwen3"], **options}
-    patch_trl(max_tokens=options.pop("max_tokens", None))
-    assert text in explain_trl(trl_runs.build("SFT", options.pop("model")(), tmp_path, **OPTIONS | options))
+def test_explain_trl_knows_a_limit_of_tokens(path_of, tmp_path):
+    patch_trl(max_tokens=100)
+    text = explain_trl(trl_runs.build("SFT", path_of["qwen3"], tmp_path, **OPTIONS))
+    assert "optimizer step: 1 of its 2 micro-batches in one forward" in text
 
 
 def test_explain_trl_of_a_loss_of_logits(path_of, tmp_path):

@@ -114,28 +114,6 @@ def test_parts_keep_no_activations(checkpoints):
     assert peaks[1] < peaks[2] < 0.8 * peaks[0]
 
 
-def test_parts_that_fit_together_are_not_recomputed():
-    """Sequences of similar length in one part have less padding."""
-    patch_trl()
-    model = fused()
-    inputs = batch(shared=9, padding=0)
-    inputs["attention_mask"][1::2, 12:] = 0
-    inputs["labels"][1::2, 12:] = -100
-    forwards = trl_runs.watched(model)
-    _, gradients = solved(model, inputs, True, shapes=((2, 32),) * 2, max_tokens=90)
-    assert [forward.tokens for forward in forwards] == [64, 24]
-    assert_same_gradients(gradients, solved(model, inputs, True)[1])
-
-
-def test_rows_without_padding_run_in_parts():
-    patch_trl()
-    model, inputs = fused(), batch(shared=9, padding=0)
-    forwards = trl_runs.watched(model)
-    _, gradients = solved(model, inputs, True, shapes=((2, 32),) * 2, max_tokens=64)
-    assert [forward.tokens for forward in forwards] == [64] * 4
-    assert_same_gradients(gradients, solved(model, inputs, True)[1])
-
-
 def test_parts_that_are_trees_have_a_trial(monkeypatch):
     """One row of all sequences is too long for a dense mask, but each part's is not."""
     patch_trl()
@@ -174,20 +152,35 @@ def test_every_output_is_trls(options, shares, items, caplog):
     assert ("tokens in trees" in caplog.text) == shares
 
 
-@pytest.mark.parametrize("idle", [None, torch.tensor([True, False, False, False])], ids=["all live", "an idle row"])
-def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(idle):
+# Where its four rows end, arguments of the call of two micro-batches -> the tokens of each forward. Of sequences of
+# similar length in one part the padding is less, and a part that fits is not recomputed.
+ROWS_OF_A_CALL = {
+    "similar length": ((32, 14, 30, 12), {"shapes": ((2, 1),) * 2}, [2 * 32, 2 * 14]),
+    "an idle row": (
+        (32, 14, 30, 12),
+        {"shapes": ((2, 1),) * 2, "idle_rows": torch.tensor([True, False, False, False])},
+        [30, 2 * 14, 32],
+    ),
+    "parts that fit together": ((32, 12, 32, 12), {"shapes": ((2, 32),) * 2, "max_tokens": 90}, [2 * 32, 2 * 12]),
+    "parts that are recomputed": ((32,) * 4, {"shapes": ((2, 32),) * 2, "max_tokens": 64}, [2 * 32] * 4),
+}
+
+
+@pytest.mark.parametrize(("ends", "call", "tokens"), ROWS_OF_A_CALL.values(), ids=ROWS_OF_A_CALL)
+def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(ends, call, tokens):
     patch_trl()
     model, inputs = fused(), batch(shared=9, padding=0)
-    for row, end in enumerate((32, 14, 30, 12)):
+    for row, end in enumerate(ends):
         inputs["attention_mask"][row, end:] = 0
         inputs["labels"][row, end:] = -100
     forwards = trl_runs.watched(model)
-    whole, grads = solved(model, inputs, True, idle_rows=idle, shapes=((2, 1),) * 2)
-    assert [forward.tokens for forward in forwards] == ([2 * 32, 2 * 14] if idle is None else [30, 2 * 14, 32])
+    whole, grads = solved(model, inputs, True, **call)
+    assert [forward.tokens for forward in forwards] == tokens
     plain, expected = solved(model, inputs, False)
     torch.testing.assert_close(dict(whole), dict(plain), rtol=1e-5, atol=1e-5)
-    if idle is None:
+    if "idle_rows" not in call:
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+        assert_same_gradients(grads, expected)
 
 
 def test_text_that_is_not_causal_keeps_every_attended_token():

@@ -4,6 +4,7 @@ That the runs are TRL's: test_trl_runs.py.
 """
 
 import gc
+import itertools
 import math
 import weakref
 from contextlib import nullcontext
@@ -158,73 +159,37 @@ class Error(RuntimeError):
     pass
 
 
-class Interruption(transformers.TrainerCallback):
-    """An error between the first two micro-batches."""
+def fail_at(owner, name, number, error=Error):
+    """The method raises in this call. -> a function that mends it."""
+    method, count = getattr(owner, name), itertools.count(1)
 
-    def __init__(self, kind) -> None:
-        self.kind = kind
+    def fail(*args, **options):
+        if next(count) == number:
+            raise error
+        return method(*args, **options)
 
-    def on_substep_end(self, *args, **options):
-        raise self.kind
-
-
-def interrupt_callback(kind):
-    def interrupt(trainer):
-        callback = Interruption(kind)
-        trainer.add_callback(callback)
-        return lambda: trainer.remove_callback(callback)
-
-    return interrupt
+    setattr(owner, name, fail)
+    return lambda: delattr(owner, name)
 
 
-def interrupt_inputs(trainer):
-    """An error before the call of the second micro-batch."""
-    prepare, numbers = type(trainer)._prepare_inputs, iter(range(2))
-
-    def fail(inputs):
-        inputs = prepare(trainer, inputs)
-        return inputs if next(numbers) == 0 else None
-
-    trainer._prepare_inputs = fail
-    return lambda: vars(trainer).pop("_prepare_inputs")
-
-
-def interrupt_forward(trainer):
+def fail_in_forward(trainer):
     def fail(*args):
         raise Error
 
     return trainer.model.model.register_forward_pre_hook(fail).remove
 
 
-def interrupt_loss(trainer):
-    """An error behind the forward."""
-    count = iter(range(100))
-    gather = trainer.accelerator.gather_for_metrics
-
-    def fail(values):
-        if next(count) == 3:
-            raise Error
-        return gather(values)
-
-    trainer.accelerator.gather_for_metrics = fail
-    return lambda: vars(trainer.accelerator).pop("gather_for_metrics")
-
-
-def interrupt_backward(trainer):
-    def fail(*args, **options):
-        raise Error
-
-    trainer.accelerator.backward = fail
-    return lambda: vars(trainer.accelerator).pop("backward")
-
-
+# -> between the first two micro-batches, before the call of the second, in the forward, behind it, and later.
 INTERRUPTIONS = {
-    "callback": (interrupt_callback(Error), Error),
-    "keyboard": (interrupt_callback(KeyboardInterrupt), KeyboardInterrupt),
-    "inputs": (interrupt_inputs, TypeError),
-    "forward": (interrupt_forward, Error),
-    "loss": (interrupt_loss, Error),
-    "backward": (interrupt_backward, Error),
+    "callback": (lambda trainer: fail_at(trainer.callback_handler, "on_substep_end", 1), Error),
+    "keyboard": (
+        lambda trainer: fail_at(trainer.callback_handler, "on_substep_end", 1, KeyboardInterrupt),
+        KeyboardInterrupt,
+    ),
+    "inputs": (lambda trainer: fail_at(trainer, "_prepare_inputs", 2), Error),
+    "forward": (fail_in_forward, Error),
+    "loss": (lambda trainer: fail_at(trainer.accelerator, "gather_for_metrics", 4), Error),
+    "backward": (lambda trainer: fail_at(trainer.accelerator, "backward", 1), Error),
 }
 
 
