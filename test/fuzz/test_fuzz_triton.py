@@ -23,9 +23,10 @@ from cases import (
 )
 from devices import skip_where_misread
 from head_calls import in_short_pieces, run_triton
-from liger_rl import linear_logprobs
+from liger_rl import linear_logprobs, support_logprobs
 from liger_rl.kernels import epilogue
 from liger_rl.kernels.limits import LIMITS
+from liger_rl.support import Support
 
 
 def is_for_the_interpreter(case) -> bool:
@@ -114,3 +115,19 @@ def test_mean_logits_have_a_gradient(monkeypatch) -> None:
     logits = hidden @ weight.T
     expected = logits.log_softmax(-1)[range(3), range(3)] + 2.0 * logits.mean(-1)
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), hidden)[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
+def test_segments_in_several_pieces(monkeypatch) -> None:
+    """The fuzzer seldom draws rows of more ids, and ids of more rows, than a piece has."""
+    run_triton(monkeypatch)
+    in_short_pieces(monkeypatch)
+    leaves = hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
+    ids = torch.stack([torch.randperm(12)[:10] for _ in range(12)])
+    logps = support_logprobs(hidden, weight, ids[:, 0], Support.from_padded(ids)).logps
+    listed = torch.zeros(12, 12, dtype=torch.bool).scatter(1, ids, True)
+    expected = (hidden @ weight.T).masked_fill(~listed, -torch.inf).log_softmax(-1)[range(12), ids[:, 0]]
+    torch.testing.assert_close(logps, expected)
+    slope = torch.randn(12)
+    grads = (torch.autograd.grad((values * slope).sum(), leaves) for values in (logps, expected))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
