@@ -23,7 +23,7 @@ from cases import (
 )
 from devices import skip_where_misread
 from head_calls import in_short_pieces, run_triton
-from liger_rl import linear_logprobs, support_logprobs
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs, support_logprobs
 from liger_rl.kernels import epilogue
 from liger_rl.kernels.limits import LIMITS
 from liger_rl.support import Support
@@ -119,15 +119,31 @@ def test_mean_logits_have_a_gradient(monkeypatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
 def test_segments_in_several_pieces(monkeypatch) -> None:
-    """The fuzzer seldom draws rows of more ids, and ids of more rows, than a piece has."""
+    """The fuzzer seldom draws rows of more ids, and ids of more rows, than a piece has, beside an empty row."""
     run_triton(monkeypatch)
     in_short_pieces(monkeypatch)
     leaves = hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
     ids = torch.stack([torch.randperm(12)[:10] for _ in range(12)])
-    logps = support_logprobs(hidden, weight, ids[:, 0], Support.from_padded(ids)).logps
-    listed = torch.zeros(12, 12, dtype=torch.bool).scatter(1, ids, True)
-    expected = (hidden @ weight.T).masked_fill(~listed, -torch.inf).log_softmax(-1)[range(12), ids[:, 0]]
+    listed, targets = torch.zeros(12, 12, dtype=torch.bool).scatter(1, ids, True), ids[:, 0].clone()
+    ids[3], listed[3] = -1, True
+    logps = support_logprobs(hidden, weight, targets, Support.from_padded(ids)).logps
+    expected = (hidden @ weight.T).masked_fill(~listed, -torch.inf).log_softmax(-1)[range(12), targets]
     torch.testing.assert_close(logps, expected)
     slope = torch.randn(12)
     grads = (torch.autograd.grad((values * slope).sum(), leaves) for values in (logps, expected))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other files run Triton's kernels where there is a GPU")
+def test_k3_has_a_gradient(monkeypatch) -> None:
+    """The fuzzer seldom draws it for a loss that the kernel runs."""
+    run_triton(monkeypatch)
+    hidden, weight, ids = torch.randn(2, 3, 8, requires_grad=True), torch.randn(40, 8), torch.arange(6).view(2, 3)
+    advantages, ref = torch.randn(2), -4 * torch.rand(2, 3)
+    loss = FusedLinearGRPOLoss("dapo", beta=0.5)(hidden, weight, ids, advantages, ref_per_token_logps=ref).loss
+    logps = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    ratio, k3 = (logps - logps.detach()).exp(), (ref - logps).exp() - (ref - logps) - 1
+    expected = (0.5 * k3 - ratio * advantages[:, None]).mean()
+    torch.testing.assert_close(loss, expected)
+    grads = (torch.autograd.grad(value, hidden) for value in (loss, expected))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
