@@ -49,10 +49,10 @@ def find_attention_obstacle(
             return Reason(f"attention {kind!r} takes no mask of shared prefixes", SDPA)
     elif kind not in ALL_ATTENTION_FUNCTIONS or not getattr(model, "_supports_attention_backend", False):
         return Reason(f"attention {kind!r} cannot run as flex attention, which shared prefixes need", SDPA)
-    if device.type != "cpu" and [module for module in modules if hasattr(module, "sinks")]:
+    if device.type != "cpu" and [module for module in modules if "sinks" in module._parameters]:
         return Reason(f"{name} has attention sinks")
     # An adapter's dropout draws for each element of its input, wherever that stands. A shared token draws once.
-    adapted: list[Any] = [module for module in modules if hasattr(module, "lora_dropout")]
+    adapted: list[Any] = [module for module in modules if "lora_dropout" in module._modules]
     in_adapters = {dropout for layer in adapted for dropout in layer.lora_dropout.values()}
     if list_rates([module for module in modules if module.training and module not in in_adapters]):
         return Reason("dropout draws for each sequence", _name_dropouts(config))

@@ -81,11 +81,12 @@ class Facts:
 
 def read_facts(model: Any, wrapper: nn.Module | None = None) -> Facts:
     """The facts of a causal LM of transformers, inside of `wrapper` if it has one."""
-    outer = model if wrapper is None else wrapper
-    modules, inner = list(outer.modules()), list(model.modules())
+    # Attributes are looked up in `vars`, because `getattr` of a missing one of a module takes a microsecond.
+    inner = list(model.modules())
+    modules = inner if wrapper is None or wrapper is model else list(wrapper.modules())
     name, config, first = type(model).__name__, model.config.get_text_config(), next(model.parameters())
     # A tower of images has other attention and positions than the text.
-    kinds = ((module, getattr(module, "config", None)) for module in inner)
+    kinds = ((module, vars(module).get("config")) for module in inner)
     text = next((module for module, kind in kinds if getattr(kind, "model_type", None) == config.model_type), model)
     text_modules = inner if text is model else list(text.modules())
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -93,7 +94,7 @@ def read_facts(model: Any, wrapper: nn.Module | None = None) -> Facts:
     reads_types = model.config.model_type in NOT_CAUSAL
     causal = not reads_types and config.model_type not in NOT_CAUSAL
     causal = causal and getattr(config, "is_causal", True)
-    causal = causal and not [module for module in text_modules if getattr(module, "is_causal", None) is False]
+    causal = causal and not [module for module in text_modules if vars(module).get("is_causal") is False]
     has_no_positions = config.model_type in WITHOUT_POSITIONS and not rotary
     longest_row = read_static_positions(config)
     return Facts(
@@ -101,7 +102,7 @@ def read_facts(model: Any, wrapper: nn.Module | None = None) -> Facts:
         config=config,
         dtype=first.dtype,
         device=first.device,
-        sharding=find_sharding(outer, modules),
+        sharding=find_sharding(modules),
         has_reentrant_checkpoints=has_reentrant_checkpoints(modules),
         unknown_layers=list_unknown_layers(inner),
         obstacle=_find_wrapper_obstacle(modules, model) or find_row_reader(model, inner),
@@ -191,7 +192,7 @@ def _find_tree_obstacle(modules: list[nn.Module], model: Any, takes_positions: b
         return Reason(f"{type(model).__name__} is not a causal model of text that takes position_ids")
     if has_activated_lora(modules):
         return ACTIVATED_LORA
-    if [module for module in modules if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None]:
+    if [module for module in modules if "_orig_mod" in module._modules or module._compiled_call_impl is not None]:
         return COMPILED
     config = model.config.get_text_config()
     return find_attention_obstacle(model, modules, config, next(model.parameters()).device)
@@ -199,7 +200,7 @@ def _find_tree_obstacle(modules: list[nn.Module], model: Any, takes_positions: b
 
 def has_activated_lora(modules: Collection[Any]) -> bool:
     """Whether an adapter of PEFT's activated LoRA is on one of the modules."""
-    variants = (v for module in modules for v in (getattr(module, "lora_variant", None) or {}).values())
+    variants = (v for module in modules for v in (vars(module).get("lora_variant") or {}).values())
     return any("ALora" in type(variant).__name__ for variant in variants)
 
 

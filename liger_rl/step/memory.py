@@ -193,7 +193,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 def has_reentrant_checkpoints(modules: Iterable[nn.Module]) -> bool:
     """Whether a layer is recomputed by a backward of its own, after which DDP takes its gradients as complete."""
-    checkpointed = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
+    checkpointed = [module for module in modules if vars(module).get("gradient_checkpointing")]
     return any(_is_reentrant(getattr(module, "_gradient_checkpointing_func", None)) for module in checkpointed)
 
 

@@ -77,9 +77,10 @@ def pick_device(group: Any, device: torch.device) -> torch.device:
     return device if device.type in kinds else torch.device(kinds[0])
 
 
-def find_sharding(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
-    """What shards the model's parameters: "ZeRO-3", "FSDP1", "DTensor" (FSDP2, tensor parallelism), or None."""
-    parameters = list(model.parameters())
+def find_sharding(modules: Sequence[nn.Module]) -> str | None:
+    """What shards the parameters of a model's modules: "ZeRO-3", "FSDP1", "DTensor" (FSDP2, tensor parallelism), or
+    None."""
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     if [parameter for parameter in parameters if is_zero_3(parameter)]:
         return "ZeRO-3"
     if has_dtensor(parameters):

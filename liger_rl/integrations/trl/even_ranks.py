@@ -155,7 +155,7 @@ def can_exchange(accelerator: Any, model: nn.Module) -> bool:
 
     A sharded model runs sequences without a backward with one, so less is uneven: measured, an exchange gains nothing.
     """
-    if accelerator.num_processes == 1 or find_sharding(model, list(model.modules())) is not None:
+    if accelerator.num_processes == 1 or find_sharding(list(model.modules())) is not None:
         return False
     # Ranks of tensor, context or sequence parallelism have the same sequences or parts of them.
     others = getattr(getattr(accelerator, "parallelism_config", None), "non_data_parallel_size", 1)
