@@ -3,16 +3,16 @@
     hidden = backbone(inputs).last_hidden_state
     logits = transform(hidden @ weight.T + bias)        of the output embeddings; never in memory
 
-The scale and the softcap are in the model's config. What the config does not say is found by `prove`, which compares
-these two lines once for each model with its plain forward. A model that computes something else is refused.
+The scale and the softcap are in the model's config. What the config does not say is found by `find_difference`, which
+compares these two lines with the model's plain forward on a few tokens. A model that does something else is refused.
 """
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from liger_rl.kernels.public_call import outside_of_graphs
 from liger_rl.kernels.statistics import map_fields
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.models.adapters import HeadParts, read_head
-from liger_rl.models.randomness import without_randomness
+from liger_rl.models.randomness import no_graph, seeded, without_randomness
 from liger_rl.models.tensors import is_dtensor, is_fsdp, is_zero_3, localize, plain_type
 from liger_rl.models.unknown_layers import keeping_values, list_unknown_layers
 
@@ -33,9 +33,12 @@ IGNORE_INDEX = -100
 FACTORS, DIVISOR = ("logit_scale", "output_multiplier", "lm_head_multiplier"), "logits_scaling"
 MULTIPLIES = ("hyperclovax",)  # model types that multiply by `DIVISOR`
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-# Of `prove`. With logits of this size a softcap bends them, and a factor moves log-probabilities by many nats.
-PROOF_TOKENS, PROOF_LOGIT, PROOF_IDS = 8, 64.0, 32
-ROUNDINGS = 4  # the most roundings by which two logits of one product may differ ...
+# Of `find_difference`. A softcap bends logits of this size, and a factor moves their log-probabilities by many nats.
+TOKENS, LOGIT, IDS = 8, 64.0, 32
+LARGEST_HIDDEN = 1e4  # which float16 holds
+# Which tokens are of an image; 0 for text.
+TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")
+ROUNDINGS = 6  # the most roundings by which two logits of one product may differ ...
 LEAST_ROUNDING = 2.0**-12  # ... which is TF32's in a float32 product
 
 
@@ -172,10 +175,9 @@ def read_transform(model: Any) -> LogitTransform:
     return LogitTransform(scale=1.0 if scale is None else scale, softcap=softcap)
 
 
-# --- the proof --------------------------------------------------------------------------------------------------------
+# --- the comparison with the plain forward ----------------------------------------------------------------------------
 
-_lock = threading.Lock()
-_proofs: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # what differs in a model; None: nothing does
+_lock = threading.Lock()  # a comparison changes the model while it runs
 
 
 class _Differs(Exception):
@@ -183,28 +185,24 @@ class _Differs(Exception):
 
 
 @outside_of_graphs
-def prove(model: Any, plain_forward: Callable[..., Any]) -> None:
-    """Compare `project` with the model's plain forward on a few tokens, once for each model.
+def find_difference(model: Any, plain_forward: Callable[..., Any]) -> str | None:
+    """What `project` and the model's plain forward do not have in common on a few tokens; None if they agree.
 
     The hidden states that the head gets must be those that the backbone returns, and the log-probabilities must agree.
-    They are compared with larger hidden states, too, for which no softcap and no scale is small. A model of which the
-    ranks have shards is compared on all ranks at once.
-
-    Raises:
-        ValueError: with what differs, also in later calls.
-        TypeError, ValueError: the model's head is no linear layer, or its forward fails on a few tokens.
+    They are compared with larger hidden states, too, for which no softcap and no scale is small. All ranks of a sharded
+    model compare it at once.
     """
     with _lock:
-        if model not in _proofs:
-            with without_randomness(model, model.device), _make_one_dtype(model), torch.no_grad():
-                try:
-                    _compare(model, plain_forward)
-                    _proofs[model] = None
-                except _Differs as difference:
-                    _proofs[model] = str(difference)
-        text = _proofs[model]
-    if text is not None:
-        raise ValueError(text)
+        try:
+            with without_randomness(model, model.device), _make_one_dtype(model), no_graph():
+                _compare(model, plain_forward)
+        except torch.OutOfMemoryError:
+            raise
+        except _Differs as difference:
+            return str(difference)
+        except Exception as error:
+            return f"{type(model).__name__} fails on {TOKENS} tokens: {type(error).__name__}: {error}"
+    return None
 
 
 def _make_one_dtype(model: Any) -> AbstractContextManager:
@@ -215,47 +213,58 @@ def _make_one_dtype(model: Any) -> AbstractContextManager:
     return torch.autocast(device, torch.bfloat16)
 
 
-def forget_proof(model: Any) -> None:
-    """Compare the model anew at its next proof."""
-    _proofs.pop(model, None)
-
-
 def _compare(model: Any, plain_forward: Callable[..., Any]) -> None:
-    name, transform = type(model).__name__, read_transform(model)
-    head, inputs = check_head(model), make_proof_inputs(model, plain_forward)
+    name, head, inputs = type(model).__name__, check_head(model), make_trial_inputs(model, plain_forward)
     # Layers that keep values of each forward give the same in each.
     unknown = list_unknown_layers(list(model.modules()))
-    run_plain, backbone = (keeping_values(unknown)(run) for run in (_run_plain, find_backbone(model)))
+    run_plain, run_backbone = keeping_values(unknown)(_run_plain), keeping_values(unknown)(run_alone)
     hidden, logits = run_plain(plain_forward, head, inputs, 1.0, name)
-    returned = _get_whole(get_hidden(backbone(**inputs)))
-    if returned.shape != hidden.shape or not are_close(returned, hidden, torch.finfo(hidden.dtype).eps ** 0.5):
-        raise _Differs(
-            f"the head of {name} gets other hidden states than those that {_name(find_backbone(model))} returns"
-        )
-    factor = PROOF_LOGIT / max(logits.abs().max().item(), 1e-30)
-    hidden, logits = run_plain(plain_forward, head, inputs, factor, name)
+    returned = _get_whole(run_backbone(model, inputs))
+    if returned.shape != hidden.shape or not are_close(returned, hidden):
+        raise _Differs(f"the head of {name} gets other hidden states than those that its backbone returns")
+    _compare_logits(model, hidden, logits)
+    factor = min(LOGIT / max(logits.abs().max().item(), 1e-30), LARGEST_HIDDEN / max(hidden.abs().max().item(), 1e-30))
+    _compare_logits(model, *run_plain(plain_forward, head, inputs, factor, name))
+
+
+def _compare_logits(model: Any, hidden: Tensor, logits: Tensor) -> None:
+    """hidden (1, T, H), logits (1, T, V) float32: the log-probabilities of some ids are those of the head's product."""
+    name, transform, size = type(model).__name__, read_transform(model), logits.abs().max().item()
+    if not math.isfinite(size):
+        raise _Differs(f"the plain forward of {name} has logits that are not finite")
     # Where something was added to some logits, the largest or the smallest is among these.
-    spread = torch.linspace(0, logits.shape[-1] - 1, PROOF_IDS, device=logits.device).long()
+    spread = torch.linspace(0, logits.shape[-1] - 1, IDS, device=logits.device).long()
     ids = torch.cat([logits.argmax(-1, True), logits.argmin(-1, True), spread.expand(*logits.shape[:-1], -1)], -1)
-    expected = logits.log_softmax(-1).gather(-1, ids)
-    seen = project_hidden(model, hidden, ids, transform=transform).logps.to(expected.device)
+    expected = logits.log_softmax(-1).gather(-1, ids)[0].T
+    # A row for each id: so the engine of training runs, which takes one target for each token.
+    rows = hidden.expand(len(expected), -1, -1)
+    seen = project_hidden(model, rows, ids[0].T, transform=transform).logps.to(expected.device)
     difference = (seen - expected).abs().max().item()
-    if not difference <= ROUNDINGS * _get_rounding(model, hidden) * max(PROOF_LOGIT, logits.abs().max().item()):
+    if not difference <= ROUNDINGS * _get_rounding(model, hidden) * max(size, 1.0):
         raise _Differs(
             f"the plain forward of {name} has other log-probabilities than h @ W.T + b of its head and {transform}: "
-            f"they differ by {difference:.3g} nats where logits are about {PROOF_LOGIT:.0f}"
+            f"they differ by {difference:.3g} nats where logits are up to {size:.3g}"
         )
 
 
-def make_proof_inputs(model: Any, plain_forward: Callable[..., Any]) -> dict[str, Any]:
+def run_alone(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """(1, T, H) the hidden states that the backbone returns, with the random numbers of every such run."""
+    with seeded(model.device):
+        return get_hidden(find_backbone(model)(**inputs))
+
+
+def make_trial_inputs(model: Any, plain_forward: Callable[..., Any]) -> dict[str, Any]:
     """A row of a few tokens."""
     vocab = model.config.get_text_config().vocab_size
-    ids = (torch.arange(3, 3 + PROOF_TOKENS, device=model.device) % vocab)[None]
+    ids = (torch.arange(3, 3 + TOKENS, device=model.device) % vocab)[None]
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if "attention_mask" in inspect.signature(plain_forward).parameters:
+    parameters = inspect.signature(plain_forward).parameters.keys()
+    if "attention_mask" in parameters:
         # Doge of transformers 4.57 is causal without a mask alone.
         inputs["attention_mask"] = torch.ones_like(ids)
-    return inputs
+    # Gemma 3 of transformers 4.57 demands them in training.
+    taken = parameters & inspect.signature(find_backbone(model).forward).parameters.keys()
+    return inputs | {name: torch.zeros_like(ids) for name in TYPE_INPUTS if name in taken}
 
 
 def _run_plain(
@@ -270,11 +279,8 @@ def _run_plain(
 
     hook = head.module.register_forward_pre_hook(enlarge, prepend=True)
     try:
-        output = plain_forward(**inputs, return_dict=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(f"the forward of {name} failed on {PROOF_TOKENS} tokens: {error}") from error
+        with seeded(inputs["input_ids"].device):
+            output = plain_forward(**inputs, return_dict=True)
     finally:
         hook.remove()
     if len(calls) != 1:
@@ -298,9 +304,11 @@ def _get_whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def are_close(values: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """`tolerance`: in units of the largest expected value."""
-    return bool((values - expected).abs().max() <= tolerance * expected.abs().max())
+def are_close(values: Tensor, expected: Tensor) -> bool:
+    """Whether two runs on the same tokens agree, to some roundings of their norm."""
+    rounding = max(LEAST_ROUNDING, torch.finfo(values.dtype).eps)
+    values, expected = values.float(), expected.float()
+    return bool((values - expected).norm() <= 2 * rounding * expected.norm())
 
 
 def _get_rounding(model: Any, hidden: Tensor) -> float:
@@ -308,10 +316,6 @@ def _get_rounding(model: Any, hidden: Tensor) -> float:
     if torch.is_autocast_enabled(hidden.device.type):
         kinds.append(torch.get_autocast_dtype(hidden.device.type))
     return max(LEAST_ROUNDING, *(torch.finfo(kind).eps for kind in kinds))
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------

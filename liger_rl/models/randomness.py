@@ -1,4 +1,4 @@
-"""A model without randomness, for runs whose values are compared."""
+"""A model without randomness and without a graph, for runs whose values are compared."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +21,25 @@ def list_rates(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
 def _is_rate(module: nn.Module, name: str) -> bool:
     is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
     return "drop" in name or "jitter_noise" in name or (is_dropout and name == "p")
+
+
+@contextmanager
+def no_graph() -> Iterator[None]:
+    """`torch.no_grad` for a forward that is followed by one with a graph.
+
+    Autocast caches the weights that it casts. Before torch 2.10 the next forward would take these, without a graph.
+    """
+    with torch.no_grad():
+        yield
+    torch.clear_autocast_cache()
+
+
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """What draws random numbers in this context draws the same each time, and leaves the generators as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 @contextmanager

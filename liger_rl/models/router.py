@@ -34,24 +34,23 @@ def has_router_loss(config: Any, inputs: Mapping[str, Any]) -> bool:
     return bool(getattr(config, "output_router_logits", False) if router is None else router)
 
 
-def find_router_loss(model: Any, default: Any = None) -> RouterLoss | None:
+def find_router_loss(model: Any, module: Any = None) -> RouterLoss | None:
     """The router loss of a model's own forward; None if it is of another kind.
 
-    `default`: a Python module with the function for such a model.
+    `module`: a Python module whose function computes it in place of the model's.
     """
-    modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__ if "forward" in vars(kind)]
-    module = next((module for module in modules if hasattr(module, FUNCTION)), default)
+    if module is None:
+        modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__ if "forward" in vars(kind)]
+        module = next((module for module in modules if hasattr(module, FUNCTION)), None)
     config = model.config.get_text_config()
     experts = (
         getattr(holder, name, None) for name in ("num_experts", "num_local_experts") for holder in (model, config)
     )
     number = next((x for x in experts if x is not None), None)
     each = getattr(model, "num_experts_per_tok", getattr(config, "num_experts_per_tok", None))
-    return (
-        None
-        if module is None or number is None or each is None
-        else RouterLoss(getattr(module, FUNCTION), number, each)
-    )
+    if module is None or number is None or each is None:
+        return None
+    return RouterLoss(getattr(module, FUNCTION), number, each)
 
 
 def weigh_router_loss(model: Any, aux_loss: Tensor) -> Tensor:

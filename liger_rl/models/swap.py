@@ -1,7 +1,7 @@
 """Swap a HuggingFace causal LM's head for the fused one: docs/transformers.md.
 
-A fused call runs the model's backbone and the fused head (`project`); any other call is the plain forward. Nothing is
-installed in the model but its class, a subclass with one more keyword.
+A fused call runs the model's backbone and the fused head (`project`); any other call is the plain forward. The swap
+gives the model a subclass of its class, with one more keyword, and three attributes that a fused call reads.
 """
 
 import inspect
@@ -28,15 +28,14 @@ from liger_rl.models.project import (
     check_bypassed_modules,
     check_head,
     find_backbone,
-    forget_proof,
-    get_hidden,
-    make_proof_inputs,
+    find_difference,
+    make_trial_inputs,
     project,
     project_labels,
-    prove,
     read_transform,
+    run_alone,
 )
-from liger_rl.models.randomness import without_randomness
+from liger_rl.models.randomness import no_graph, without_randomness
 from liger_rl.models.router import find_router_loss, has_router_loss, weigh_router_loss
 from liger_rl.models.tensors import plain_type, reshard
 from liger_rl.models.unknown_layers import keeping_values, list_unknown_layers
@@ -56,7 +55,7 @@ MODEL_FIELDS = ("router_logits", CACHE, "hidden_states", "attentions")
 # forward in `module._old_forward`, and call it between moving the inputs in and the outputs out.
 FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 # In place of fused=True: compare the model; per-token values alone, of rows whose losses are computed elsewhere.
-PROVE, ROWS = "prove", "rows"
+COMPARE, ROWS = "compare", "rows"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -124,20 +123,18 @@ def _swap(model: Any) -> None:
     head = check_head(model)
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"model must be a causal LM, whose position t predicts token t + 1; {name} is not")
-    after = _derive_fused_class(before)
+    after, arguments = _derive_fused_class(before), _read_argument_names(model)
     if not rebind_forward(model, before, after):
         raise ValueError(
             f"the forward of this {name} was replaced on the instance (mixed precision of accelerate's prepare "
             "does that), which would hide the fused one; swap the head before it is"
         )
-    model._fused_arguments = _read_argument_names(model)
-    model._fused_head_type = plain_type(head.linear)
+    model._fused_arguments, model._fused_head_type = arguments, plain_type(head.linear)
     model.__class__ = after
-    forget_proof(model)
     try:
         # Inside of the model's forward, where FSDP has gathered its parameters.
-        model(fused=PROVE)
-    except (TypeError, ValueError):
+        model(fused=COMPARE)
+    except BaseException:
         _restore(model, after, before)
         raise
     finally:
@@ -163,7 +160,6 @@ def _restore(model: Any, after: type, before: type) -> bool:
     model.__class__ = before
     for name in ("_fused_arguments", "_fused_head_type", "_fused_shift"):
         vars(model).pop(name, None)
-    forget_proof(model)
     return True
 
 
@@ -255,8 +251,8 @@ def _derive_fused_class(model_class: Any) -> type:
             if not kwargs.keys() <= self._fused_arguments:
                 _check_plain_arguments(self, kwargs)
             return model_class.forward(self, *args, **kwargs)
-        if fused == PROVE:
-            return _prove(self, partial(model_class.forward, self))
+        if fused == COMPARE:
+            return _compare(self, partial(model_class.forward, self))
         names = list(inspect.signature(model_class.forward).parameters)[1:]
         run = _run_rows if fused == ROWS else _fused_forward
         return run(self, **dict(zip(names, args, strict=False)), **kwargs)
@@ -283,21 +279,18 @@ def _derive_fused_class(model_class: Any) -> type:
     return type(model_class.__name__, (_FusedHead, model_class), body)
 
 
-@torch.no_grad()
-def _prove(model: Any, plain_forward: Callable[..., Any]) -> None:
-    """ValueError if the model is not causal, or as `prove`. Sets `_fused_shift`."""
-    prove(model, plain_forward)
-    inputs = make_proof_inputs(model, plain_forward)
-    unknown = list_unknown_layers(list(model.modules()))
-    backbone = keeping_values(unknown)(find_backbone(model))
+def _compare(model: Any, plain_forward: Callable[..., Any]) -> None:
+    """ValueError if a fused call would give something else, or the model is not causal. Sets `_fused_shift`."""
+    difference = find_difference(model, plain_forward)
+    if difference is not None:
+        raise ValueError(difference)
+    inputs, unknown = make_trial_inputs(model, plain_forward), list_unknown_layers(list(model.modules()))
     ids = inputs["input_ids"]
-    with without_randomness(model, ids.device):
-        hidden, changed = (
-            get_hidden(backbone(**{**inputs, "input_ids": x}))[:, :-1]
-            for x in (ids, torch.cat([ids[:, :-1], ids[:, :1]], 1))
-        )
+    others = {**inputs, "input_ids": torch.cat([ids[:, :-1], ids[:, :1]], 1)}
+    with without_randomness(model, ids.device), no_graph():
+        hidden, changed = (keeping_values(unknown)(run_alone)(model, x)[:, :-1] for x in (inputs, others))
         # Rounding may differ, because the experts of a mixture see other groups of tokens.
-        if not are_close(changed, hidden, torch.finfo(hidden.dtype).eps ** 0.5):
+        if not are_close(changed, hidden):
             name = type(model).__name__
             raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
         with keeping_values(unknown):
@@ -305,20 +298,26 @@ def _prove(model: Any, plain_forward: Callable[..., Any]) -> None:
 
 
 def _shifts_labels(model: Any, plain_forward: Callable[..., Any], inputs: dict[str, Any]) -> bool:
-    """Whether position t predicts labels[:, t + 1] in the model's own loss, not labels[:, t]."""
-    ids = inputs["input_ids"]
+    """Whether position t predicts labels[:, t + 1] in the model's own loss, not labels[:, t].
+
+    The second token alone has a label. What the model adds to a loss is not in the difference of two such losses.
+    """
     if hasattr(model.config.get_text_config(), "output_router_logits"):
         inputs = {**inputs, "output_router_logits": False}
     try:
-        loss = getattr(plain_forward(**inputs, labels=ids, return_dict=True), "loss", None)
-    except Exception:  # a model without a loss
+        log_p = plain_forward(**inputs, return_dict=True).logits[0, :2].float().log_softmax(-1)
+        # The ids that the first two positions predict most differently.
+        apart = log_p[0] - log_p[1]
+        losses = []
+        for token in (apart.argmin(), apart.argmax()):
+            labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
+            labels[0, 1] = token
+            losses.append(plain_forward(**inputs, labels=labels, return_dict=True).loss.mean())
+    except Exception:  # a model without a loss, or with logits of its rank's vocabulary alone
         return True
-    if not isinstance(loss, Tensor):
-        return True
-    transform = read_transform(model)
-    shifted = project_labels(model, inputs, ids, transform=transform).values.logps.sum() / (1 - ids.numel())
-    unshifted = -project(model, inputs, ids, transform=transform).values.logps.mean()
-    return bool((loss.mean() - shifted).abs() <= (loss.mean() - unshifted).abs())
+    shifted, unshifted = (log_p[position, apart.argmax()] - log_p[position, apart.argmin()] for position in (0, 1))
+    difference = losses[0] - losses[1]
+    return not bool((difference - unshifted).abs() < (difference - shifted).abs())
 
 
 def _run_rows(model: Any, /, *, labels: Tensor, temperature: float, **inputs: Any) -> FusedCausalLMOutput:

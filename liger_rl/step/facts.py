@@ -7,13 +7,13 @@ What neither says is found by trials (`trial`).
 import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_rl.models.project import TYPE_INPUTS
 from liger_rl.models.router import find_router_loss, has_router_loss
 from liger_rl.models.swap import find_swapped
 from liger_rl.models.unknown_layers import list_unknown_layers
@@ -44,8 +44,6 @@ ROUTER_LOSS = Reason(
 USE_CACHE = Reason("use_cache=True keeps keys and values", "use_cache=False")
 # Per-token inputs that a step can rearrange.
 TOKEN_INPUTS = ("attention_mask", "position_ids")
-# Which tokens are of an image. A batch stays as it is if one is not 0.
-TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")
 # Inputs of a batch whose sequences were packed into one row.
 PACKED_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
@@ -60,6 +58,7 @@ class Facts:
     device: torch.device  # of the model's first parameter
     sharding: str | None  # what shards the parameters, see `find_sharding`
     has_reentrant_checkpoints: bool
+    has_activated_lora: bool
     unknown_layers: Sequence[nn.Module]  # layers of no known package, which a trial looks at
     obstacle: Reason | None  # why the batch must stay as it is; None if rows may be rearranged
     no_tree: Reason | None  # why rows cannot be trees of shared prefixes; None if a trial may decide
@@ -104,6 +103,7 @@ def read_facts(model: Any, wrapper: nn.Module | None = None) -> Facts:
         device=first.device,
         sharding=find_sharding(modules),
         has_reentrant_checkpoints=has_reentrant_checkpoints(modules),
+        has_activated_lora=has_activated_lora(modules),
         unknown_layers=list_unknown_layers(inner),
         obstacle=_find_wrapper_obstacle(modules, model) or find_row_reader(model, inner),
         no_tree=_find_tree_obstacle(modules, model, causal and takes_positions),
@@ -208,14 +208,3 @@ def iterate_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules around the swapped model, the outermost first; all modules if none is swapped."""
     swapped = find_swapped(model)
     return itertools.takewhile(lambda module: module is not swapped, model.modules())
-
-
-@contextmanager
-def no_graph() -> Iterator[None]:
-    """`torch.no_grad` for a forward that is followed by one with a graph.
-
-    Autocast caches the weights that it casts. Before torch 2.10 the next forward would take these, without a graph.
-    """
-    with torch.no_grad():
-        yield
-    torch.clear_autocast_cache()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from liger_rl.models.project import TYPE_INPUTS
+from liger_rl.models.randomness import no_graph
 from liger_rl.models.router import RouterLogits, RouterLoss, compute_router_losses
 from liger_rl.step import attention
-from liger_rl.step.facts import TYPE_INPUTS, Facts, no_graph
+from liger_rl.step.facts import Facts
 from liger_rl.step.layout import Layout, MicroBatch, TreeRow
 from liger_rl.step.sequences import TokenBatch
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.step.facts import TYPE_INPUTS, Facts
+from liger_rl.models.project import TYPE_INPUTS
+from liger_rl.step.facts import Facts
 from liger_rl.step.reason import Reason
 
 

@@ -93,8 +93,9 @@ def _make_agreement(
     if not has_groups:
         return Agreement(trial=trial)
     is_fixed = layout.has_trees or sequences.obstacle is not None
-    # All live micro-batches of a call for several run before the backward.
-    tokens = layout.live_tokens if inputs.shapes else max(micro.tokens for micro in layout.live)
+    tokens = max(micro.tokens for micro in layout.live)
+    if inputs.shapes:  # all live micro-batches run before the backward; another rank may want one group of rows
+        tokens = layout.live_tokens if padded_groups == 1 else lay_out(sequences, facts).live_tokens
     kept = count_kept_layers(inputs.wrapper, tokens, inputs.share)
     return Agreement(
         live=len(layout.live),

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_rl.models.randomness import without_randomness
+from liger_rl.models.randomness import no_graph, without_randomness
 from liger_rl.step.attention import BLOCK, make_masks
-from liger_rl.step.facts import Facts, no_graph
+from liger_rl.step.facts import Facts
 from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefix_tree
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import UNTRIED, find_kept_values

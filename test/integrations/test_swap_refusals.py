@@ -250,10 +250,15 @@ NOT_SWAPPED = {
         ValueError,
         "TwiceHeaded must call its head once, it did 2 times",
     ),
+    "banned for good": (
+        lambda: _with_logits("Minus", lambda z: z.index_fill(-1, torch.tensor([3]), -torch.inf)),
+        ValueError,
+        "Minus has logits that are not finite",
+    ),
     "another input": (
         lambda: _with_products("Doubled", lambda head, h: head(2 * h)),
         ValueError,
-        "head of Doubled gets other hidden states than those that LlamaModel returns",
+        "head of Doubled gets other hidden states than those that its backbone returns",
     ),
     "offloaded": (lambda: _with_head(_offloaded), ValueError, "LlamaForCausalLM must be in memory, it is on meta"),
     # accelerate's mixed precision does that; it would hide the fused forward and swallow its arguments.
@@ -284,6 +289,37 @@ def test_what_would_not_be_reproduced_is_left_as_it_was(made, error, message):
         assert before == (type(model), state_of(model))
     if causal:
         assert torch.equal(model(**make_batch()).logits, expected)
+
+
+def test_a_swap_that_fails_leaves_the_model_as_it_was():
+    """Whatever the error is, such as one of memory."""
+    model, batch = build("Llama"), make_batch()
+    expected, before = model(**batch).logits, (type(model), state_of(model))
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError
+
+    handle = model.model.register_forward_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        swap_lm_head(model)
+    handle.remove()
+    assert before == (type(model), state_of(model))
+    assert torch.equal(model(**batch).logits, expected)
+    assert is_swapped(swap_lm_head(model))
+
+
+def test_other_terms_of_a_models_loss_do_not_hide_that_it_shifts_labels():
+    def forward(self, *args, **kwargs):
+        output = transformers.LlamaForCausalLM.forward(self, *args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 0.5 * output.logits.logsumexp(-1).square().mean()
+        return output
+
+    kind = type("WithZLoss", (transformers.LlamaForCausalLM,), {"forward": forward})
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = swap_lm_head(kind(transformers.LlamaConfig(**SIZES)))
+        assert model(**make_batch(), fused=True).loss is not None
 
 
 def _doubled(linear: nn.Linear) -> nn.Module:

@@ -24,12 +24,19 @@ from torch import Tensor, nn
 
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.kernels.statistics import EXTRAS
-from liger_rl.models.project import IGNORE_INDEX, find_backbone, project, project_labels, prove, read_transform
-from liger_rl.models.router import RouterLogits, compute_router_losses, find_router_loss, has_router_loss
-from liger_rl.step.facts import ACTIVATED_LORA, Facts, fit_facts, has_activated_lora, read_facts
+from liger_rl.models.project import (
+    IGNORE_INDEX,
+    find_backbone,
+    find_difference,
+    project,
+    project_labels,
+    read_transform,
+)
+from liger_rl.models.router import compute_router_losses, find_router_loss, has_router_loss
+from liger_rl.step.facts import ACTIVATED_LORA, Facts, fit_facts, read_facts
 from liger_rl.step.layout import AS_IT_IS
 from liger_rl.step.memory import run_with_kept_layers, without_idle_checkpoints
-from liger_rl.step.ranks import find_rank_groups
+from liger_rl.step.ranks import Agreement, agree, find_rank_groups
 from liger_rl.step.reason import Reason
 from liger_rl.step.run import Output, run
 from liger_rl.step.sequences import TokenBatch
@@ -37,6 +44,7 @@ from liger_rl.step.step import Plan, StepInputs, plan_step
 
 # Outputs with a value for each token.
 PER_TOKEN = ("log_probs", "entropy", *EXTRAS)
+AS_TRL = "as TRL runs it"
 CALL = "liger_rl_call"  # the keyword by which a `ModelCall` goes through the wrappers of a model
 
 logger = logging.getLogger("liger_rl")
@@ -106,7 +114,7 @@ class FusedHead(NamedTuple):
     in_float32: bool
     outputs: tuple[str, ...]
 
-    def project(self, model: Any, inputs: dict[str, Any], labels: Tensor, *, shifted: bool = False) -> "Values":
+    def project(self, model: Any, inputs: dict[str, Any], labels: Tensor, *, shifted: bool = False) -> Output:
         """The values of all positions, entry t of labels[:, t]; `shifted`: which position t predicts, not t - 1."""
         values, output = (project if shifted else project_labels)(
             model, inputs, labels, transform=replace(read_transform(model), temperature=self.temperature),
@@ -117,14 +125,11 @@ class FusedHead(NamedTuple):
         # TRL's statistics have no gradient.
         named |= {name: None if (x := getattr(values, name)) is None else x.detach() for name in EXTRAS}
         by_name = {name: value for name, value in named.items() if value is not None}
-        return Values(by_name, getattr(output, "router_logits", None))
+        return Output(by_name, getattr(output, "router_logits", None))
 
 
-class Values(NamedTuple):
-    """What a forward of rows (b, n) gives."""
-
-    by_name: dict[str, Tensor]  # (b, n)
-    router: RouterLogits | None
+# Of models with a forward of `wrap_forward`, after their first call: why each runs as TRL runs it, None if it does not.
+_refusals: WeakKeyDictionary[Any, Reason | None] = WeakKeyDictionary()
 
 
 def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[[], bool]) -> Callable:
@@ -133,19 +138,65 @@ def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[
     @functools.wraps(fused_forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         call = kwargs.pop(CALL, None) or ModelCall()
-        if not (fused_lm_head and is_enabled()):
-            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        try:
-            prove(self, functools.partial(fused_forward, self))
-        except (TypeError, ValueError) as error:
-            log_once(self, call, f"as TRL runs it: {error}")
-            return fused_forward(self, *args, fused_lm_head=True, **kwargs)
         # A compiled forward would be compiled again for each layout.
-        if torch.compiler.is_compiling() or not get_settings().whole_step:
+        if not (fused_lm_head and is_enabled()) or torch.compiler.is_compiling():
+            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        reason = _compare(self, call, functools.partial(fused_forward, self))
+        if reason is not None:
+            return _run_as_trl(functools.partial(fused_forward, self, fused_lm_head=True), call, reason, args, kwargs)
+        if not get_settings().whole_step:
             return _run_as_it_is(self, head, ModelCall(), "", None, args, kwargs)
         return _run_forward(self, head, call, args, kwargs)
 
     return forward
+
+
+def _compare(model: Any, call: ModelCall, plain_forward: Callable[..., Any]) -> Reason | None:
+    """Why a model runs as TRL runs it. Its first call compares it, on all ranks that shard it."""
+    if model not in _refusals:
+        difference, facts = find_difference(model, plain_forward), call.read_facts(model)
+        groups = [] if facts.sharding is None else find_rank_groups(model, None)
+        agreed = agree(groups, Agreement(refuses=difference is not None), facts.device)
+        if difference is None and agreed.refuses:
+            difference = "another rank has a reason"
+        _refusals[model] = None if difference is None else Reason(difference)
+        if difference is not None:
+            log_once(model, call, f"as TRL runs it: {difference}")
+    return _refusals[model]
+
+
+def find_known_refusal(model: nn.Module) -> Reason | None:
+    """Why a model with our forward runs as TRL runs it, as far as its first call has shown."""
+    return _refusals.get(model)
+
+
+def _run_as_trl(
+    run_model: Callable[..., Any], call: ModelCall, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """TRL's own output, of each micro-batch alone."""
+    ids = kwargs.get("input_ids")
+    if ids is None or len(call.list_sizes(len(ids))) <= 1:
+        call.record(ids, 0 if ids is None else ids.numel(), AS_TRL, reason)
+        return run_model(*args, **kwargs)
+    call.record(ids, sum(rows * columns for rows, columns in call.shapes), AS_TRL, reason)
+    outputs, row, width = [], 0, ids.shape[1]
+    for rows, columns in call.shapes:
+        place = slice(row, row + rows), slice(columns)
+        outputs.append(run_model(**{n: x[place] if _is_column(x) else x for n, x in kwargs.items()}))
+        row += rows
+    if torch.is_grad_enabled():
+        call.live_tokens += sum(rows * columns for rows, columns in call.shapes)
+    joined = {}
+    for name in (*PER_TOKEN, "label_mask"):
+        if getattr(outputs[0], name) is not None:
+            values = [getattr(output, name) for output in outputs]
+            joined[name] = torch.cat([nn.functional.pad(x, (0, width - 1 - x.shape[1])) for x in values])
+    aux_loss = None if outputs[0].aux_loss is None else torch.stack([output.aux_loss for output in outputs])
+    return replace(outputs[0], **joined, aux_loss=aux_loss)
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2
 
 
 def find_wrapped(model: nn.Module) -> nn.Module | None:
@@ -164,14 +215,14 @@ def log_once(model: Any, call: ModelCall, text: str) -> None:
         logger.info(text)
 
 
-def find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
+def find_unreadable(facts: Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
     """Why the arguments of a call cannot be read as a batch of text."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
         return Reason("the call has no input_ids or no labels by name")
     if ids.dim() != 2 or ids.shape != labels.shape:
         return Reason("input_ids and labels are not both (B, T)")
-    return ACTIVATED_LORA if has_activated_lora(list(model.modules())) else None
+    return ACTIVATED_LORA if facts.has_activated_lora else None
 
 
 # --- live tokens ------------------------------------------------------------------------------------------------------
@@ -179,7 +230,7 @@ def find_unreadable(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 def _run_forward(model: Any, head: FusedHead, call: ModelCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """TRL's output of the batch."""
-    reason = find_unreadable(model, args, kwargs)
+    reason = find_unreadable(call.read_facts(model), args, kwargs)
     inputs = {name: x for name, x in kwargs.items() if name not in ("input_ids", "labels", "num_items_in_batch")}
     if reason is None:
         ids, labels = kwargs["input_ids"], kwargs["labels"]
@@ -227,8 +278,7 @@ def _run_rows(model: Any, head: FusedHead, inputs: dict[str, Any]) -> Output:
     inputs = {"use_cache": False, **inputs}
     labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
     with without_idle_checkpoints(model):
-        values = head.project(model, inputs, labels)
-    return Output(values.by_name, values.router)
+        return head.project(model, inputs, labels)
 
 
 def _run_live_tokens(
@@ -286,7 +336,8 @@ def _run_as_it_is(
     router = None
     if has_router_loss(model.config.get_text_config(), kwargs):
         kwargs["output_router_logits"], router = True, find_router_loss(model, _get_router_module())
-    kwargs |= dict(zip(inspect.signature(find_backbone(model).forward).parameters, args, strict=False))
+    if args:
+        kwargs |= dict(zip(inspect.signature(find_backbone(model).forward).parameters, args, strict=False))
     ids = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     parts = _list_parts(model, call, kwargs)
     body_tokens = sum(rows * columns for rows, columns in parts)
@@ -300,12 +351,12 @@ def _run_as_it_is(
         place = slice(row, row + rows), slice(columns)
         inputs = kwargs
         if parts:
-            inputs = {n: x[place] if isinstance(x, Tensor) and x.dim() == 2 else x for n, x in kwargs.items()}
+            inputs = {n: x[place] if _is_column(x) else x for n, x in kwargs.items()}
         outputs.append(head.project(model, inputs, targets[place], shifted=shifted))
         row += rows
     values = {
-        name: torch.cat([nn.functional.pad(x.by_name[name], (0, width - x.by_name[name].shape[1])) for x in outputs])
-        for name in outputs[0].by_name
+        name: torch.cat([nn.functional.pad(x.values[name], (0, width - x.values[name].shape[1])) for x in outputs])
+        for name in outputs[0].values
     }
     aux_loss = None
     if router is not None:
@@ -326,9 +377,11 @@ def _list_parts(model: nn.Module, call: ModelCall, inputs: Mapping[str, Any]) ->
 
 
 def _compute_aux_loss(
-    router: Any, outputs: list[Values], parts: Sequence[tuple[int, int]], call: ModelCall, attention: Tensor | None
+    router: Any, outputs: list[Output], parts: Sequence[tuple[int, int]], call: ModelCall, attention: Tensor | None
 ) -> Tensor:
     """(M,) the router loss of each micro-batch."""
+    if not call.shapes and outputs[0].router is not None:
+        return router.compute(outputs[0].router, attention)[None]
     logits = [output.router for output in outputs if output.router is not None]
     rows, width = sum(rows for rows, _ in parts), max(columns for _, columns in parts)
     source = torch.full((rows, width), sum(rows * columns for rows, columns in parts))

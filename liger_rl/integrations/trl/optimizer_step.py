@@ -22,6 +22,7 @@ from liger_rl.integrations.trl.forward import (
     ModelCall,
     RunModel,
     caught_calls,
+    find_known_refusal,
     find_wrapped,
     log_once,
 )
@@ -287,10 +288,14 @@ def is_compiled(trainer: Any, model: nn.Module) -> bool:
 
 def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     """Why each micro-batch has a forward of its own; None if they have one together."""
-    if find_wrapped(trainer.model) is None:
+    wrapped = find_wrapped(trainer.model)
+    if wrapped is None:
         if any(kind.__module__ in TRAINERS for kind in type(trainer).__mro__):
             return BUILT_BEFORE
         return Reason(f"{type(trainer).__name__} does not call TRL's fused head")
+    known = find_known_refusal(wrapped)
+    if known is not None:
+        return known
     own = list_own_methods(trainer) or [method for method in ("compute_loss",) if method in vars(trainer)]
     if own:  # what it does before a call would be done several times
         return Reason(f"{type(trainer).__name__} has a {own[0]} of its own")

@@ -105,10 +105,12 @@ def is_patched() -> bool:
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards the state before it."""
-    before = get_settings()
+    before, was_patched = get_settings(), is_patched()
     with TRL.within():
         patch_trl(**options)
         try:
             yield
         finally:
             set_settings(before)
+            if not was_patched:
+                restore_attention()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl.forward import CallRecord, find_unreadable, find_wrapped
+from liger_rl.integrations.trl.forward import AS_TRL, CallRecord, find_unreadable, find_wrapped
 from liger_rl.integrations.trl.optimizer_step import (
     TRAINERS,
     OptimizerStep,
@@ -33,7 +33,6 @@ from liger_rl.step.layout import AS_IT_IS
 from liger_rl.step.reason import Reason
 
 TOKENS, SAVED = "liger_rl/body_tokens", "liger_rl/body_tokens_saved"
-AS_TRL = "as TRL runs it"  # a trainer whose loss does not call TRL's fused head
 
 logger = logging.getLogger("liger_rl.trl")
 
@@ -246,7 +245,7 @@ def _predict(model: nn.Module, reason: Reason | None) -> str:
     try:
         wrapped.train()  # with dropout
         facts = fit_facts(read_facts(wrapped), {"attention_mask": torch.ones_like(ids)}, ids)
-        reason = find_unreadable(wrapped, (), {"input_ids": ids, "labels": ids}) or facts.obstacle or reason
+        reason = find_unreadable(facts, (), {"input_ids": ids, "labels": ids}) or facts.obstacle or reason
     finally:
         for module, mode in training.items():
             module.training = mode

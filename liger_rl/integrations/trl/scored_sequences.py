@@ -83,6 +83,9 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
 
 def _may_join(trainer: Any, model: Any, options: dict[str, Any]) -> bool:
     """Whether several micro-batches of scores can be one forward."""
+    step = find_step(trainer)
+    if step is not None and step.refusal is not None:  # of any rank
+        return False
     if not get_settings().whole_step or find_wrapped(trainer.model) is None or list_own_methods(trainer):
         return False
     has_images = any(options.get(name) is not None for name in options.keys() - OPTIONS)
