@@ -61,6 +61,12 @@ def cut_and_take_advantages(trainer) -> None:
     cut_completions(trainer)
 
 
+def hook_first_rank(trainer) -> None:
+    """A hook that nobody knows, as of a logger of activations."""
+    if trainer.accelerator.process_index == 0:
+        trainer.model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
 OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 2}
 LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
 # In bfloat16 PEFT's own gradient of q_proj alone is 4% off float32's.
@@ -89,6 +95,7 @@ ROWS = {
     "SFT": row("SFT", average_tokens_across_devices=True, max_grad_norm=0.5),
     "SFT, one long row": row("SFT", data=ONE_LONG_ROW),
     "SFT, reentrant checkpoints": row("SFT", **REENTRANT),
+    "SFT, a hook on one rank": row("SFT", prepare=hook_first_rank, together=False),
     "SFT, padding-free": row("SFT", padding_free=True, max_length=None, together=False),
     "DPO, LoRA": row("DPO", per_device_train_batch_size=1, peft_config=LORA, share=0.7),
     "GRPO": scored(beta=0.0),

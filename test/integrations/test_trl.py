@@ -5,6 +5,7 @@ Whole runs: test_trl_runs.py.
 
 import logging
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ import trl_runs
 from hf_models import VOCAB, build, make_batch
 from liger_rl import patch_trl
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
-from liger_rl.integrations.trl.forward import PER_TOKEN
+from liger_rl.integrations.trl.forward import CALL, PER_TOKEN, ModelCall
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.models import project
 
 NAME = "add_fused_lm_head"
 THEIRS = vars(trl_utils)[NAME]
@@ -127,9 +129,11 @@ def test_a_head_in_float32_agrees_with_trls_forward():
     model.lm_head.float()
     model.lm_head.register_forward_pre_hook(lambda head, args: (args[0].float(),))
     for autocast in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = mock.patch.object(project, "linear_logprobs", side_effect=project.linear_logprobs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), ours as calls:
             values, expected = (solve(model, batch, patched=patched)[0] for patched in (True, False))
             patch_trl()
+        assert calls.call_count == (1 if autocast else 3), "the model is compared once, and runs with our head"
         torch.testing.assert_close(values.log_probs, expected.log_probs, rtol=2e-6, atol=1e-5)
 
 
@@ -141,6 +145,34 @@ def test_a_model_that_computes_something_else_runs_as_trl_runs_it(caplog):
     assert torch.equal(values.log_probs, expected.log_probs)
     text = "LlamaForCausalLM: as TRL runs it: the plain forward of LlamaForCausalLM has other log-probabilities"
     assert text in caplog.text
+
+
+def test_micro_batches_of_such_a_model_run_apart():
+    model, batch = fused("Mixtral"), make_batch()
+    model.lm_head.register_forward_hook(lambda head, args, logits: 2 * logits)
+    rows, width = batch["input_ids"].shape
+    shapes = [(1, width), (rows - 1, width - 4)]
+    batch = {name: x.clone() for name, x in batch.items()}
+    for name, nothing in (("attention_mask", 0), ("labels", -100)):
+        batch[name][1:, width - 4 :] = nothing
+    joined = model(**batch, fused_lm_head=True, **{CALL: ModelCall(shapes=shapes)}, output_router_logits=True)
+    row = 0
+    for number, (count, columns) in enumerate(shapes):
+        alone = {name: x[row : row + count, :columns] for name, x in batch.items()}
+        expected = model(**alone, fused_lm_head=True, output_router_logits=True)
+        torch.testing.assert_close(joined.log_probs[row : row + count, : columns - 1], expected.log_probs)
+        assert not joined.label_mask[row : row + count, columns - 1 :].any()
+        torch.testing.assert_close(joined.aux_loss[number], expected.aux_loss)
+        row += count
+
+
+@pytest.mark.compilation
+def test_a_compiled_model_runs_as_trl_runs_it():
+    model, batch = fused("Llama"), make_batch()
+    expected = solve(model, batch, patched=False)[0]
+    patch_trl()
+    values = torch.compile(model, backend="eager")(**batch, fused_lm_head=True)
+    torch.testing.assert_close(values.log_probs, expected.log_probs)
 
 
 def test_a_target_beyond_the_vocabulary_is_named():

@@ -145,6 +145,11 @@ def square_logits(outputs, labels, num_items_in_batch=None):
     return outputs.logits.float().square().mean()
 
 
+def double_logits(trainer):
+    """What no head of TRL's or ours does, so the model runs as TRL runs it."""
+    trainer.model.lm_head.register_forward_hook(lambda head, args, logits: 2 * logits)
+
+
 def double_loss(trainer):
     """A loss of the object, which runs once for each micro-batch."""
     compute_loss = trainer.compute_loss
@@ -269,6 +274,7 @@ ROWS = {
     "SFT, gradient scaler": row("SFT", prepare=with_scaler, max_grad_norm=0.0),
     "SFT, own training_step": row("SFT", prepare=subclass_with("training_step")),
     "SFT, FalconH1": row("SFT", partial(architecture, "FalconH1"), **STATES),
+    "SFT, logits twice": apart("SFT", prepare=double_logits, trees=False, is_ours=False),
     "SFT, NEFTune": apart("SFT", **NEFTUNE, trees=False),
     # The first optimizer step has windows of one micro-batch, the second of two.
     "SFT, few tokens": row("SFT", patch_options={"max_tokens": 80}, calls=(8, 6), backwards=6, trees=False, **SINGLES),
