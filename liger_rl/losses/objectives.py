@@ -98,7 +98,7 @@ class PPOClip(PolicyObjective):
         # The clipped product is the smaller one exactly where an indicator is true.
         smaller = ratio.masked_fill(clip_low, low).masked_fill(clip_high, high)
         if self.delta is not None:
-            cap = torch.where(advantages < 0, max(self.delta, high), self.delta).to(ratio)
+            cap = torch.full_like(smaller, self.delta).masked_fill(advantages < 0, max(self.delta, high))
             # At the cap, as at the bounds, the gradient passes. A clamp's is 0 there since PyTorch 2.14.
             smaller = torch.where(smaller > cap, cap, smaller)
         loss = smaller * -advantages

@@ -143,7 +143,7 @@ def test_top_entropy_mask_over_ranks(share):
 
 OBJECTIVES = [
     PPOClip(),
-    PPOClip(dual_clip=1.5, delta=2.0),
+    PPOClip(dual_clip=2.5, delta=1.7),
     PPOClip(importance_sampling_level="sequence", epsilon_low=0.9, epsilon_high=2.0),
     PPOClip(importance_sampling_level="sequence_token", epsilon_low=0.9, epsilon_high=2.0),
     CISPO(epsilon_high=1.2),
@@ -187,6 +187,14 @@ def test_what_a_gradient_depends_on(objective):
         isinstance(objective, PPOClip) and objective.importance_sampling_level == "sequence"
     )
     assert jacobian[in_row & ~torch.eye(20, dtype=torch.bool)].any() == through_the_sequence
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_another_default_dtype_changes_nothing(objective):
+    c = per_sequence(columns(8, 5, noise=1.0))
+    expected = solve(objective, c)
+    torch.set_default_dtype(torch.bfloat16)  # a fixture sets it back
+    assert all(torch.equal(found, x) for found, x in zip(solve(objective, c), expected, strict=True))
 
 
 # --- bad options and combinations -------------------------------------------------------------------------------------
