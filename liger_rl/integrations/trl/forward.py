@@ -143,8 +143,9 @@ def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         reason = _compare(self, call, functools.partial(fused_forward, self))
         if reason is not None:
+            run_model = functools.partial(fused_forward, self, fused_lm_head=True)
             try:
-                return _run_as_trl(functools.partial(fused_forward, self, fused_lm_head=True), call, reason, args, kwargs)
+                return _run_as_trl(run_model, call, reason, args, kwargs)
             except Exception:
                 _refusals.pop(self, None)  # what it failed of, the comparison may have failed of
                 raise
