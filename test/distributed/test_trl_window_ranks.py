@@ -52,7 +52,8 @@ def run_on_ranks(directory: Path, *wrappers: str) -> list[dict[str, dict[str, Pa
     processes, logs = [], [directory / f"log-{rank}" for rank in range(2)]
     for rank in range(2):
         environment = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        environment |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        # A machine's GPUs have no part in these runs.
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, SCRIPT, model, directory / str(rank), *wrappers]
         with logs[rank].open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
