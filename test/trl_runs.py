@@ -177,7 +177,7 @@ def build(
             transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in (path, teacher)
         )
     elif isinstance(path, str):
-        arguments["model_init_kwargs"] = {"dtype": dtype}
+        arguments["model_init_kwargs"] = {"dtype": dtype, "device_map": None}  # TRL spreads it over a host's GPUs
     data = Dataset.from_dict(data or columns)
     if "eval_strategy" in options:
         extra["eval_dataset"] = data
