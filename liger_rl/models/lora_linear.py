@@ -170,7 +170,8 @@ def _find_adapter(layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
         return None, "without autocast, the adapter or its layer has another dtype than the input"
     if not all(type(factor) is nn.Linear and not _has_hooks(factor) for factor in (a, b)):
         return None, "a factor of the adapter is sharded on its own, or has hooks"
-    if _is_plain(base) and (base.weight.requires_grad or _has_hooks(base)):
+    # `LoraConfig(bias="all")` trains the bias alone.
+    if _is_plain(base) and (_has_hooks(base) or any(own.requires_grad for own in base.parameters())):
         return None, "the adapted layer is trained, or has hooks"
     return name, ""
 

@@ -170,6 +170,11 @@ def trained(adapted):
     adapted.base_layer.weight.requires_grad_(True)
 
 
+def with_trained_bias(adapted):
+    """As `LoraConfig(bias="lora_only")` and "all" leave it."""
+    adapted.base_layer.bias.requires_grad_(True)
+
+
 def hooked(adapted):
     adapted.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
 
@@ -180,6 +185,7 @@ LEFT = {
     "a bias of the adapter": ({"lora_bias": True, "bias": True}, None, True, "the adapter has a bias"),
     "several adapters": ({}, several, True, "several adapters"),
     "a trained layer": ({}, trained, True, "is trained"),
+    "a trained bias": ({"bias": True}, with_trained_bias, True, "is trained"),
     "hooks": ({}, hooked, True, "has hooks"),
     "float32": ({"base_dtype": torch.float32}, None, False, "16-bit"),
     "merged": ({}, lambda adapted: adapted.merge(), True, None),
@@ -207,7 +213,8 @@ def solve_output(adapted, patch, autocast):
     with patched_peft() if patch else nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = adapted(x)
         again = adapted(x)
-    return [y, again, *torch.autograd.grad(y.float().square().sum(), [x])]
+    trained = [x, *(own for own in adapted.parameters() if own.requires_grad)]
+    return [y, again, *torch.autograd.grad(y.float().square().sum(), trained, materialize_grads=True)]
 
 
 def test_without_autocast_dtypes_decide():
