@@ -32,8 +32,9 @@ from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 # docs/notes/kernels.md has the times. Flattening the loops is what pays: the next tile's loads run under this tile's
 # epilogue.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
-# Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
-# higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.
+# Where softcap / temperature is at most so many nats, the fold works with cap - z, which is good to 2.4e-7 of the cap.
+# Under a higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would
+# overflow.
 MAX_EPILOGUE_CAP = 1024.0
 
 

@@ -22,7 +22,7 @@ from liger_rl.kernels.softmax_triton import (
     with_uniform,
 )
 
-# Bits of a variant of `fold_tile`: the logits have a softcap of at most `epilogue.MAX_EPILOGUE_CAP`; registers are few,
+# Bits of a variant of `fold_tile`: softcap / temperature is at most `epilogue.MAX_EPILOGUE_CAP`; registers are few,
 # as before Hopper.
 CAP_BIT, REGISTERS_BIT = tl.constexpr(1), tl.constexpr(2)
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile

@@ -49,7 +49,7 @@ class _Launch(torch.autograd.Function):
         slopes = ("slopes",) if ctx.needs_input_grad[0] else ()
         out = kernel.launch(prepared, logps, outputs=(*outputs, *slopes))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logps, out.slopes)
+        ctx.save_for_backward(out.slopes)
         constants = out.kls, out.clipped, out.sums
         ctx.mark_non_differentiable(*(column for column in constants if column is not None))
         # A copy of the sum: callers divide the loss in place, which a view does not allow.
@@ -58,7 +58,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         refuse_second_derivative()
-        _, slopes = ctx.saved_tensors
+        (slopes,) = ctx.saved_tensors
         return None if grad is None else grad * slopes, None, None, None
 
 

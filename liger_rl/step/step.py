@@ -1,8 +1,9 @@
-"""The one driver of a step, for TRL's trainers and for one's own loop: what runs, in which order, on which ranks.
+"""The one driver of a step, for TRL's trainers and for one's own loop: what runs, and in which order.
 
     facts + sequences -> layout -> ranks agree -> a trial if a rank needs one, and again -> plan
 
-Ranks agree once. In the first step of a model they agree again after each of its trials.
+The ranks of the caller's process groups agree once for each plan, and again after each trial. A model needs a trial in
+its first step, or in the first one that shares prefixes.
 """
 
 import math

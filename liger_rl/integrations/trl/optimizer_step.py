@@ -1,7 +1,8 @@
 """One optimizer step of a trainer of TRL: what it may do, how large its windows are, and how its calls ran.
 
-A trainer has one `OptimizerStep` at a time. Facts of its models, reasons against a window and its size are asked once,
-when its first micro-batch comes, and agreed on with the other ranks. What stays for the next step are measurements.
+A trainer has one `OptimizerStep` at a time. Reasons against a window, and its size, are asked once, when its first
+micro-batch comes, and agreed on with the other ranks. Facts of its models are read once, at their first call. What
+stays for the next step are measurements.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ from liger_rl.step.memory import DEFAULT_SHARE
 class Settings:
     """How the models of TRL's trainers run."""
 
-    whole_step: bool = True  # False: as TRL runs them
+    whole_step: bool = True  # False: batches as they come, through the fused head
     even_ranks: bool = True  # micro-batches change ranks
     max_tokens: int | None = None  # about how many tokens one forward may have; None: as free memory allows
     memory: float = DEFAULT_SHARE  # the share of a GPU's free memory that activations may take
