@@ -62,7 +62,7 @@ class ObjectiveFacts(Protocol):
 class PolicyObjective(Options):
     """Base of the policy objectives, whose metrics are `policy_metrics`."""
 
-    scope: ClassVar[Scope] = "token"
+    scope: ClassVar[Scope] = "batch"  # until a formula says that it depends on less
 
     def reads(self, level: MetricsLevel) -> Set[str]:
         return POLICY_METRICS[level] | ({"segments"} if self.scope == "sequence" else set())
@@ -124,6 +124,7 @@ class CISPO(PolicyObjective):
 
     epsilon_high: Annotated[float, "(0, inf)"] = 0.2  # TRL's default; arXiv:2510.13786 recommends 5
     ratio_min: Annotated[float, "[0, inf)"] = 0.0  # at most epsilon_high
+    scope: ClassVar[Scope] = "token"
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -143,6 +144,7 @@ class SAPO(PolicyObjective):
 
     sapo_temperature_pos: Annotated[float, "(0, inf)"] = 1.0  # t, the steepness of the gate, for A > 0
     sapo_temperature_neg: Annotated[float, "(0, inf)"] = 1.05  # t for A <= 0
+    scope: ClassVar[Scope] = "token"
     zero_without_advantage: ClassVar[bool] = True
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -229,6 +231,7 @@ class GMPO(PolicyObjective):
 class Reinforce(PolicyObjective):
     """-A logp. Williams 1992; with advantages of a group, GPG, arXiv:2504.02546."""
 
+    scope: ClassVar[Scope] = "token"
     zero_without_advantage: ClassVar[bool] = True
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -246,6 +249,7 @@ class DPPO(PolicyObjective):
     divergence_low: Annotated[float, "[0, 1]"] = 0.2
     divergence_high: Annotated[float, "[0, 1]"] = 0.2
     ratio_cap: Annotated[float, "(0, inf)"] = 20.0
+    scope: ClassVar[Scope] = "token"
     zero_without_advantage: ClassVar[bool] = True
 
     def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,6 +290,7 @@ class DPPOKL(DPPO):
 class _KeptTokens(PolicyObjective):
     """-r A of the tokens that are kept, 0 for the others, whatever the sign of A."""
 
+    scope: ClassVar[Scope] = "token"
     zero_without_advantage: ClassVar[bool] = True
 
     def find_outside(self, logps: Tensor, ratio: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,13 @@ from liger_rl.losses import (
     PPOClip,
     Reinforce,
     SamplerCorrection,
+    TokenLoss,
     TokenMean,
     TokenSum,
     TopEntropyMask,
 )
 from liger_rl.losses.loss import PolicyTerms
+from liger_rl.losses.objectives import PolicyObjective
 from liger_rl.losses.presets import build_loss
 
 
@@ -187,6 +189,14 @@ def test_what_a_gradient_depends_on(objective):
         isinstance(objective, PPOClip) and objective.importance_sampling_level == "sequence"
     )
     assert jacobian[in_row & ~torch.eye(20, dtype=torch.bool)].any() == through_the_sequence
+
+
+def test_a_formula_that_does_not_say_what_it_depends_on_keeps_the_batch():
+    class OfTheBatch(PolicyObjective):
+        def __call__(self, logps, batch):
+            return TokenLoss(logps - logps.mean())
+
+    assert PolicyTerms(objective=OfTheBatch(), reduction=TokenMean()).scope == "batch"
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
