@@ -328,7 +328,7 @@ class CPO(_PairObjective):
     label_smoothing: Annotated[float, "[0, 0.5)"] = 0.0
     simpo_gamma: Annotated[float, "(-inf, inf)"] = 0.5  # the margin that "simpo" asks for
     # Of AlphaPO's reward (1 - p^-alpha) / alpha, arXiv:2501.03884; 0 is log p.
-    alpha: Annotated[float, "(-inf, inf)"] = 0.0
+    alphapo_alpha: Annotated[float, "(-inf, inf)"] = 0.0
     average_log_prob: Annotated[bool, bool] = False
 
     def __post_init__(self) -> None:
@@ -341,8 +341,8 @@ class CPO(_PairObjective):
         if self.average_log_prob or self.kind in ("ipo", "simpo"):
             sides = [x / tokens for x, tokens in zip(sides, self._count_tokens(batch), strict=True)]
         side_logps = [x.detach() for x in sides]
-        if self.alpha != 0.0:
-            sides = [(1 - (-self.alpha * x).clamp(max=MAX_EXPONENT).exp()) / self.alpha for x in sides]
+        if self.alphapo_alpha != 0.0:
+            sides = [(1 - (-self.alphapo_alpha * x).clamp(max=MAX_EXPONENT).exp()) / self.alphapo_alpha for x in sides]
         chosen, rejected = sides
         margin = chosen - rejected
         if self.kind == "ipo":

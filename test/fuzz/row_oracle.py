@@ -73,8 +73,8 @@ def reference_free_losses(name: str, o: dict, logps: Tensor, mask: Tensor) -> Te
     if name == "orpo":
         odds = sums - torch.log(-torch.expm1(sums.clamp(max=-1e-7)))
         return -beta * logsigmoid(odds.chunk(2)[0] - odds.chunk(2)[1])
-    if o.get("alpha", 0.0):
-        sums = (1 - (-o["alpha"] * sums).exp()) / o["alpha"]
+    if o.get("alphapo_alpha", 0.0):
+        sums = (1 - (-o["alphapo_alpha"] * sums).exp()) / o["alphapo_alpha"]
     margin = sums.chunk(2)[0] - sums.chunk(2)[1]
     if kind == "ipo":
         return (margin - 1 / (2 * beta)) ** 2

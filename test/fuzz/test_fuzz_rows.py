@@ -142,7 +142,7 @@ def test_pairs(seed: int) -> None:
             o |= {"kind": one(draw, "sigmoid", "hinge", "ipo"), "average_log_prob": draw.random() < 0.3}
             o |= {"label_smoothing": 0.2} if o["kind"] == "sigmoid" else {}
         if name == "simpo":
-            o |= {"simpo_gamma": one(draw, 0.5, 1.4), "alpha": one(draw, 0.0, 0.3, -0.3)}
+            o |= {"simpo_gamma": one(draw, 0.5, 1.4), "alphapo_alpha": one(draw, 0.0, 0.3, -0.3)}
         losses, coef = oracle.reference_free_losses(name, o, rows.logps, rows.live), one(draw, 0.0, 1.0, 0.3)
     nll_live = rows.live & (torch.arange(rows.rows) < pairs)[:, None]
     if draw.random() < 0.4:  # the NLL counts other tokens of the chosen sequences, too

@@ -146,7 +146,8 @@ def test_cpo_as_trl(kind, alpha):
     )
     losses, *_ = CPOTrainer.cpo_loss(trainer, *sums.chunk(2))
     nll = -x["logps"][:PAIRS][x["mask"][:PAIRS]].mean()
-    objective = CPO(kind=kind, alpha=alpha, beta=BETA, label_smoothing=smoothing, simpo_gamma=gamma, nll_coef=0.6)
+    options = {"label_smoothing": smoothing, "simpo_gamma": gamma, "nll_coef": 0.6}
+    objective = CPO(kind=kind, alphapo_alpha=alpha, beta=BETA, **options)
     found = ours(objective, x, ref_per_token_logps=None)
     assert_equal(found, losses.mean() + 0.6 * nll, x)
 
