@@ -142,8 +142,11 @@ class FusedLinearPreferenceLoss(_Judged):
             nll_mask = (nll_mask != 0) & (ids >= 0) & (side > 0)
             side = torch.where(counted, side, 0.0)
             counted = counted | nll_mask
+        ref_logps = _per_token(
+            ref_logps, counted & (side != 0), source, getattr(self.terms.objective, "ld_alpha", None)
+        )
         return PreferenceBatch(
-            advantages=side, mask=counted, ref_per_token_logps=_per_token(ref_logps, counted & (side != 0), source),
+            advantages=side, mask=counted, ref_per_token_logps=ref_logps,
             segments=segments, num_sequences=max(pairs, 1) if num_sequences is None else num_sequences,
             pairs=ids.dim() == 2, nll_mask=nll_mask,
         )  # fmt: skip
@@ -357,7 +360,7 @@ def _of_sequences(name: str, values: Tensor, ids: Tensor, segments: Any, source:
     return values[segments.index.clamp(0, max(values.numel() - 1, 0)).long()]
 
 
-def _per_token(ref_logps: Tensor | None, counted: Tensor, source: str) -> Tensor | None:
+def _per_token(ref_logps: Tensor | None, counted: Tensor, source: str, ld_alpha: float | None = None) -> Tensor | None:
     """Sums (B,) -> (B, T): each sum stands at its sequence's first token that counts."""
     if ref_logps is None:
         return None
@@ -366,4 +369,7 @@ def _per_token(ref_logps: Tensor | None, counted: Tensor, source: str) -> Tensor
         return ref_logps
     shapes = f"({counted.shape[0]},) or {tuple(counted.shape)}" if counted.dim() == 2 else str(tuple(counted.shape))
     check_shape("ref_logps", ref_logps, counted.shape[:1], f"{shapes} from {source}")
+    if ld_alpha:  # sums are weighted already; beside an empty sequence the objective weights the first token, too
+        is_alone = ~counted.any(1).view(2, -1).all(0).repeat(2)
+        ref_logps = torch.where(is_alone, ref_logps / ld_alpha, ref_logps)
     return torch.where(counted & (counted.cumsum(-1) == 1), ref_logps[:, None], 0.0)

@@ -294,7 +294,8 @@ class DPO(_PairObjective):
         tokens = self._count_tokens(batch)
         if self.ld_alpha is not None:
             position = (batch.mask & (batch.advantages != 0)).cumsum(-1)
-            values = torch.where(position <= torch.minimum(*tokens), values, self.ld_alpha * values)
+            shorter = torch.minimum(*self._sum_sides(torch.ones_like(batch.advantages), batch))  # 0 beside an empty one
+            values = torch.where(position <= shorter, values, self.ld_alpha * values)
         chosen, rejected = self._sum_sides(values, batch)
         return (chosen / tokens[0], rejected / tokens[1]) if self.average_log_prob else (chosen, rejected)
 

@@ -43,6 +43,20 @@ def test_packed_pairs():
             torch.testing.assert_close(packed.metrics[name].value, metric.value, msg=name)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+def test_sums_of_a_reference_are_weighted_already(alpha):
+    """Beside an empty sequence each token has the weight ld_alpha, and the sum has 1."""
+    x = problem()
+    x["targets"][[1, PAIRS + 3]] = -100
+    counted = x["targets"] >= 0
+    shorter = counted.sum(1).view(2, PAIRS).amin(0).repeat(2)[:, None]
+    weights = torch.where(counted.cumsum(1) <= shorter, 1.0, alpha)
+    sums = torch.where(counted, weights * x["ref_logps"], 0.0).sum(1)
+    loss_fn = FusedLinearPreferenceLoss(beta=BETA, ld_alpha=alpha)
+    losses = [loss_fn(x["hidden"], x["weight"], x["targets"], ref_logps=ref).loss for ref in (x["ref_logps"], sums)]
+    torch.testing.assert_close(*losses)
+
+
 @pytest.mark.parametrize("kl", [0.3, torch.linspace(0, 1, 2 * PAIRS)], ids=["a number", "one a sequence"])
 def test_packed_sequences(kl):
     x, labels = problem(), torch.arange(2 * PAIRS) % 3 == 0

@@ -50,7 +50,7 @@ MUTANTS = (
     ("a gradient of the mean logit is lost at the targets of several", "head/several.py", "with_uniform(grad, gradients)", "grad"),
     ("a token with a gradient of the mean logit alone is dropped", "kernels/statistics.py", "(self.grad_entropy, self.uniform)", "(self.grad_entropy,)"),
     ("merged metrics lose a count", "losses/metrics.py", "else a.count + b.count", "else a.count"),
-    ("ld_alpha begins after the longer sequence", "losses/preference.py", "position <= torch.minimum(*tokens)", "position <= torch.maximum(*tokens)"),
+    ("ld_alpha begins after the longer sequence", "losses/preference.py", "torch.minimum(*self._sum_sides(", "torch.maximum(*self._sum_sides("),
     ("sorted pairs are sums in place of means", "losses/preference.py", "(self._weigh_sides(x, batch) for x in (logps, reference))", "(self._sum_sides(x, batch) for x in (logps, reference))"),
     ("means of pairs count every token of both", "losses/preference.py", "return chosen.clamp(min=1), rejected.clamp(min=1)", "return (chosen + rejected).clamp(min=1), (chosen + rejected).clamp(min=1)"),
     ("undesirable sequences have the weight of desirable ones", "losses/preference.py", "torch.where(chosen, self.desirable_weight, self.undesirable_weight)", "torch.where(chosen, self.desirable_weight, self.desirable_weight)"),

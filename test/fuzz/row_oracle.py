@@ -18,21 +18,25 @@ SCORES = {
 
 
 def pair_losses(name: str, o: dict, logps: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """(P,) of DPOTrainer's loss_type `name`, from log-probabilities (2 P, T) of a policy and a reference."""
+    """(P,) of DPOTrainer's loss_type `name`, from log-probabilities (2 P, T) of a policy and a reference.
+
+    Of a reference also (2 P,), sums over sequences that ld_alpha has weighted already.
+    """
     beta, s, pairs = o.get("beta", 0.1), o.get("label_smoothing", 0.0), len(mask) // 2
     n = mask.sum(1)
-    shorter, n = torch.minimum(n[:pairs], n[pairs:]).clamp(min=1).repeat(2)[:, None], n.clamp(min=1)
+    shorter, n = torch.minimum(n[:pairs], n[pairs:]).repeat(2)[:, None], n.clamp(min=1)
 
     def sums(x: Tensor) -> tuple[Tensor, Tensor]:
-        if o.get("ld_alpha") is not None:
+        if o.get("ld_alpha") is not None and x.dim() == 2:
             x = torch.where(mask.cumsum(1) <= shorter, x, o["ld_alpha"] * x)
-        total = torch.where(mask, x, 0.0).sum(1)
+        total = torch.where(mask, x, 0.0).sum(1) if x.dim() == 2 else torch.where(mask.any(1), x, 0.0)
         return (total / n if o.get("average_log_prob") else total).chunk(2)
 
     def logistic(margin: Tensor) -> Tensor:
         return -(1 - s) * logsigmoid(margin) - s * logsigmoid(-margin)
 
-    (c, r), (policy, reference) = sums(logps - ref), (sums(logps), sums(ref))
+    policy, reference = sums(logps), sums(ref)
+    c, r = (side - of_reference for side, of_reference in zip(policy, reference, strict=True))
     score, alpha = SCORES[o.get("f_divergence_type", "reverse_kl")], o.get("f_alpha_divergence_coef", 0.5)
     high, low = score(c, alpha), score(r, alpha)
     margin, mean = high - low, high / n[:pairs] - low / n[pairs:]
@@ -86,7 +90,7 @@ def reference_free_losses(name: str, o: dict, logps: Tensor, mask: Tensor) -> Te
 
 def unpaired_losses(name: str, o: dict, logps: Tensor, ref: Tensor, mask: Tensor, labels: Tensor, shift) -> Tensor:
     """(S,) of "kto" with its kl, "apo_zero_unpaired", and "bco" with its delta."""
-    x = torch.where(mask, logps - ref, 0.0).sum(1)
+    x = torch.where(mask, logps, 0.0).sum(1) - (torch.where(mask, ref, 0.0).sum(1) if ref.dim() == 2 else ref)
     if o.get("average_log_prob"):
         x = x / mask.sum(1).clamp(min=1)
     z = o.get("beta", 0.1) * x

@@ -91,7 +91,7 @@ class Rows:
             )
 
     def draw_reference(self, columns: dict) -> Tensor:
-        """(S, T) float64, given in one of three ways."""
+        """(S, T) float64, given in one of three ways; of sums (S,), which count as they are, as TRL has it."""
         ref = torch.where(self.live, (self.logps.detach() + 0.4 * self.numbers.normal(*self.shape)).float(), 0.0)
         kind = one(self.draw, "tokens", "sums", "head") if self.order is None else "tokens"
         if kind == "head":
@@ -102,9 +102,7 @@ class Rows:
             logits = oracles.linear_logits(hidden, weight, self.bias, **({} if plain else self.transform))
             return self.logps_of(logits, self.ids, self.live)
         columns["ref_logps"] = self.laid_out(ref.masked_fill(~self.live, torch.nan)) if kind == "tokens" else ref.sum(1)
-        if kind == "sums":  # a sum counts as one number, as TRL has it with ld_alpha
-            ref = torch.where(self.live & (self.live.cumsum(1) == 1), ref.sum(1, keepdim=True), 0.0)
-        return ref.double()
+        return (ref.sum(1) if kind == "sums" else ref).double()
 
 
 def options_of_dpo(draw, name: str) -> dict:
@@ -135,7 +133,11 @@ def test_pairs(seed: int) -> None:
         o |= options_of_dpo(draw, name)
         if rows.order is not None:
             o.pop("ld_alpha", None)
-        losses = oracle.pair_losses(name, o, rows.logps, rows.draw_reference(columns), rows.live)
+        ref = rows.draw_reference(columns)
+        if o.get("ld_alpha") == 0.0 and ref.dim() == 1:  # of a sequence beside an empty one the sum is 0
+            ref = torch.where(rows.live.view(2, pairs, -1).any(2).all(0).repeat(2), ref, 0.0)
+            columns["ref_logps"] = ref.float()
+        losses = oracle.pair_losses(name, o, rows.logps, ref, rows.live)
         coef = one(draw, 0.0, 0.0, 0.7)
     else:
         if name == "cpo":

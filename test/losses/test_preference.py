@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_rl import ppo_loss_fn
-from liger_rl.losses import CPO, DPO, KTO, ORPO, PREFERENCES, SequenceMean
+from liger_rl.losses import CPO, DPO, KTO, ORPO, PREFERENCES, Segments, SequenceMean
 from liger_rl.losses.batch import PreferenceBatch
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.losses.preference import PAIR_LOSSES, SCORES, SORTED
@@ -123,6 +123,25 @@ def test_as_trl(names, options):
     assert_equal(found, trls(x, loss_types=list(names), **theirs), x)
 
 
+@pytest.mark.parametrize("name", ["sigmoid", *SORTED])
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+def test_ld_alpha_beside_an_empty_sequence(name, alpha):
+    """Every token of the other sequence is past the shared length."""
+    x = tokens()
+    for row in (1, PAIRS + 3):
+        x["mask"][row] = False
+    x |= {name: torch.where(x["mask"], x[name].detach(), 0.0) for name in ("logps", "ref")}
+    x["logps"].requires_grad_()
+    found = ours(DPO(loss_types=name, beta=BETA, ld_alpha=alpha), x)
+    assert_equal(found, trls(x, loss_types=[name], ld_alpha=alpha), x)
+    x["mask"][PAIRS + 1] = False  # a pair without a token: log 2 of TRL's, and nothing of ours
+    if name == "sigmoid":
+        x |= {name: torch.where(x["mask"], x[name].detach(), 0.0) for name in ("logps", "ref")}
+        x["logps"].requires_grad_()
+        constant = math.log(2) / PAIRS
+        assert_equal(ours(DPO(beta=BETA, ld_alpha=alpha), x) + constant, trls(x, ld_alpha=alpha), x)
+
+
 def test_every_loss_type_of_trl_has_a_name():
     with pytest.raises(ValueError, match="Unknown loss type") as error:
         trls(tokens(), loss_types=["none of them"])
@@ -194,6 +213,13 @@ def test_orpo_where_the_odds_are_infinite():
 def test_refused_options(objective, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         objective(**options)
+
+
+def test_ld_alpha_needs_rows():
+    x = {name: value.flatten() for name, value in tokens().items()}
+    segments = Segments(index=torch.arange(PAIRS).repeat_interleave(LENGTH).repeat(2), count=PAIRS)
+    with pytest.raises(ValueError, match="ld_alpha and"):
+        ours(DPO(ld_alpha=0.4), x, pairs=False, segments=segments, advantages=torch.ones(2 * PAIRS * LENGTH))
 
 
 def test_references_are_neither_missing_nor_unread():
