@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_rl.models.tensors import is_dtensor, is_zero_3
+from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.host_inputs import HostInputs, are_saved_tensors_hooked
 
 Result = TypeVar("Result")
@@ -76,7 +77,7 @@ def run_with_kept_layers(
         share: the share of the free memory that a run may take, 0 to 1.
         agreed: the smallest number of layers that a rank could keep, if ranks run the model together.
     """
-    layers, memory = _find_candidates(model)
+    layers, memory = _find_candidates(model, share)
     if memory is None:
         return forward(), None
     device = _find_device(layers)
@@ -111,15 +112,15 @@ def run_with_kept_layers(
 
 def count_kept_layers(model: nn.Module, tokens: int, share: float) -> int | None:
     """The number of layers that a run of so many tokens could keep, to be agreed on; None if it chooses none."""
-    layers, memory = _find_candidates(model)
+    layers, memory = _find_candidates(model, share)
     if memory is None or not share or _is_zero_3(layers):
         return None
     return _choose(model, layers, memory, tokens, share)
 
 
-def _find_candidates(model: nn.Module) -> tuple[list[nn.Module], "DeviceMemory | None"]:
-    """Layers that may keep their activations, and the memory of their device; None if no layer may."""
-    layers = find_layers(model) if torch.is_grad_enabled() and not are_saved_tensors_hooked() else []
+def _find_candidates(model: nn.Module, share: float) -> tuple[list[nn.Module], "DeviceMemory | None"]:
+    """Layers that may keep activations (with share 0: inputs), and the memory of their device; None if none may."""
+    layers = find_layers(model, keeps=share > 0) if torch.is_grad_enabled() and not are_saved_tensors_hooked() else []
     device = _find_device(layers)
     return layers, None if device is None else read_memory(device)
 
@@ -174,21 +175,22 @@ def check_memory(memory: Any) -> None:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def find_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's body with transformers' checkpoints, in order.
+def find_layers(model: nn.Module, *, keeps: bool = True) -> list[nn.Module]:
+    """The layers of the model's body with transformers' checkpoints, in order; with `keeps` those that may be kept.
 
-    Reentrant checkpoints run a layer's forward without a graph, so a router loss has no gradient. It would get one from
-    each layer that is kept. So no layer of a model that may have a router loss is returned with reentrant checkpoints.
+    Reentrant checkpoints run a layer's forward without a graph, so what it hands on beside its output has no gradient:
+    a router loss, keys and values for later layers. It would get one from each layer that is kept. So no layer of a
+    model that may hand on something may be kept with reentrant checkpoints.
     """
-    routes = torch.is_grad_enabled() and _may_have_router_loss(model)
-    return [
+    layers = [
         layer
         for layer in _find_body(model)
-        if layer.training
-        and layer.gradient_checkpointing
-        and hasattr(layer, "_gradient_checkpointing_func")
-        and not (routes and _is_reentrant(layer._gradient_checkpointing_func))
+        if layer.training and layer.gradient_checkpointing and hasattr(layer, "_gradient_checkpointing_func")
     ]
+    reentrant = [layer for layer in layers if _is_reentrant(layer._gradient_checkpointing_func)]
+    if not (keeps and reentrant) or not _may_hand_on(model, reentrant):
+        return layers
+    return [layer for layer in layers if layer not in reentrant]
 
 
 def has_reentrant_checkpoints(modules: Iterable[nn.Module]) -> bool:
@@ -197,9 +199,13 @@ def has_reentrant_checkpoints(modules: Iterable[nn.Module]) -> bool:
     return any(_is_reentrant(getattr(module, "_gradient_checkpointing_func", None)) for module in checkpointed)
 
 
-def _may_have_router_loss(model: nn.Module) -> bool:
+def _may_hand_on(model: nn.Module, layers: list[nn.Module]) -> bool:
+    """Whether layers may give more than their output: those of no known package may."""
     transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    return transformer is not None and hasattr(transformer.config.get_text_config(), "output_router_logits")
+    config = None if transformer is None else transformer.config.get_text_config()
+    if hasattr(config, "output_router_logits") or getattr(config, "num_kv_shared_layers", None):
+        return True
+    return bool(list_unknown_layers([module for layer in layers for module in layer.modules()]))
 
 
 def _is_reentrant(checkpoint: Any) -> bool:
@@ -255,7 +261,7 @@ def _replaced_checkpoints(layers: list[nn.Module], make: Callable[[int, Checkpoi
 
 def without_idle_checkpoints(model: nn.Module) -> AbstractContextManager[None]:
     """Layers are not checkpointed in this context if no graph is recorded: a reentrant checkpoint would warn."""
-    return nullcontext() if torch.is_grad_enabled() else keep_activations(find_layers(model))
+    return nullcontext() if torch.is_grad_enabled() else keep_activations(find_layers(model, keeps=False))
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -668,11 +668,38 @@ def test_no_layer_is_kept_where_activations_are_offloaded(device_memory):
     assert step(model)[2] == "4 of 4 layers kept"
 
 
-def test_reentrant_layers_with_a_router_loss_are_left_alone(device_memory):
+def test_reentrant_layers_with_a_router_loss_are_not_kept(device_memory):
     """transformers gives their router loss no gradient; a kept layer would give it one."""
     model = checkpointed("Qwen3Moe", use_reentrant=True)
     assert find_layers(model) == []
     assert step(model)[2] is step(model)[2] is None
+    assert step(model, share=0)[2] == ON_HOST
+
+
+class HandsOn(nn.Module):
+    """A layer of somebody's own may leave values for later layers."""
+
+    def __init__(self, layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args):
+        self.handed = self.layer(*args)
+        return self.handed
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("shared", ["keys and values", "in a layer of one's own", ""])
+def test_reentrant_layers_that_hand_on_values_are_not_kept(shared, use_reentrant, device_memory):
+    """A kept layer would give these a gradient, a recomputed one gives none."""
+    model = checkpointed(use_reentrant=use_reentrant)
+    if shared == "keys and values":
+        model.config.num_kv_shared_layers = 2  # as Gemma 3n and Gemma 4 have it
+    elif shared:
+        model.model.layers[1].mlp = HandsOn(model.model.layers[1].mlp)
+    assert find_layers(model) == ([] if use_reentrant and shared else list(model.model.layers))
+    assert (step(model)[2] is None) == (use_reentrant and bool(shared))
+    assert step(model, share=0)[2] == ON_HOST
 
 
 def test_layers_that_the_user_keeps_are_no_candidates(device_memory):
