@@ -27,7 +27,8 @@ MODES = ("truncate", "mask")
 class SamplerCorrection(Options):
     """The importance ratio exp(old - sampling) of trainer over sampler, bounded; TRL's vLLM correction.
 
-    A token without a sampling log-probability (NaN) has ratio 1.
+    Without old log-probabilities, the current ones are the old ones. A token without a sampling log-probability (NaN)
+    has ratio 1.
     """
 
     level: Annotated[str, LEVELS] = "sequence"  # one ratio per "token", or exp of the sum over the "sequence"
@@ -48,18 +49,16 @@ class SamplerCorrection(Options):
     def check(self, batch: AlignedBatch) -> None:
         if batch.importance_ratio is not None:
             raise ValueError("importance_ratio must be None with a SamplerCorrection, which computes it")
-        for name in ("old_per_token_logps", "sampling_per_token_logps"):
-            if getattr(batch, name) is None:
-                raise ValueError(f"{name} must be given for a SamplerCorrection, got None")
+        if batch.sampling_per_token_logps is None:
+            raise ValueError("sampling_per_token_logps must be given for a SamplerCorrection, got None")
         if self.level == "sequence":
             batch.check_sequences()
 
     @torch.no_grad()
-    def ratio(self, batch: AlignedBatch) -> Tensor:
-        """(B, T) or (N,) per token; at level "sequence" (B, 1) or (N,)."""
-        assert batch.old_per_token_logps is not None
+    def ratio(self, old_per_token_logps: Tensor, batch: AlignedBatch) -> Tensor:
+        """(B, T) or (N,) per token; at level "sequence" (B, 1) or (N,). Masked old log-probabilities must be 0."""
         assert batch.sampling_per_token_logps is not None
-        difference = (batch.old_per_token_logps - batch.sampling_per_token_logps).nan_to_num(nan=0.0)
+        difference = (old_per_token_logps - batch.sampling_per_token_logps).nan_to_num(nan=0.0)
         ratio = bounded_exp(difference if self.level == "token" else batch.sequence_sum(difference))
         low, high = self._bounds
         if self.mode == "truncate":

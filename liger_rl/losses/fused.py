@@ -23,6 +23,7 @@ def evaluate(
     others: Mapping[str, Tensor] = NOTHING,
 ) -> PolicyLoss:
     """`prepared.evaluate` of (B, T) or (N,) log-probabilities, differentiable once."""
+    prepared = prepared.correct_sampler(logps)
     kernel = find_kernel(prepared, logps)
     if kernel is None:
         return prepared.evaluate(logps, entropy, others)

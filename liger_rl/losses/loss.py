@@ -91,7 +91,7 @@ class PolicyTerms(Options):
     def scope(self) -> Scope:
         """For steps, which split batches, and `fused`: what the gradient of a token depends on, by log-probabilities.
 
-        Reduction, sampler correction and divisors are computed without these.
+        Reduction and divisors are computed without these. A sampler correction, which may read them, has no gradient.
         """
         return max((getattr(factor, "scope", "batch") for factor in self.factors), key=SCOPES.index)
 
@@ -138,8 +138,6 @@ class PolicyTerms(Options):
     def prepare(self, aligned: AlignedBatch, dtype: torch.dtype, mask: Tensor | None = None) -> "PreparedLoss":
         """Computes all that needs no log-probabilities, from the result of `check`. `mask` replaces the batch's."""
         batch = aligned.clean(dtype, mask)
-        if self.sampler_correction is not None:
-            batch = replace(batch, importance_ratio=self.sampler_correction.ratio(batch))
         weights: Any = None
         if self.reduction is not None:
             weights = self.reduction(batch)
@@ -147,7 +145,9 @@ class PolicyTerms(Options):
                 weights = batch.advantages.new_full((), weights)
             if type(weights) is not Tensor or weights.shape != batch.mask.shape:
                 _check_broadcasts("the result of reduction", weights, batch.mask.shape)
-        return PreparedLoss(self, batch, weights, self.metrics)
+        prepared = PreparedLoss(self, batch, weights, self.metrics)
+        old = batch.old_per_token_logps
+        return prepared if old is None else prepared.correct_sampler(old)
 
     def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
         """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
@@ -155,6 +155,9 @@ class PolicyTerms(Options):
         In GRPO, a group with equal rewards has advantages of 0. Its tokens need not be projected.
         """
         projects_all = self.idle_scope != "token" or self.metrics_read_all
+        sampler = self.sampler_correction
+        if sampler is not None and sampler.level == "sequence" and aligned.old_per_token_logps is None:
+            projects_all = True  # the ratio has the current log-probabilities of all tokens of the sequence
         return None if projects_all else _drop_expansion(aligned.advantages)
 
 
@@ -215,6 +218,14 @@ class PreparedLoss(NamedTuple):
             weights = weights.expand(self.batch.mask.shape).reshape(-1)[positions]
         return PreparedLoss(self.terms, self.batch.take(positions), weights, self.metrics, self.whole or self.batch)
 
+    def correct_sampler(self, old_per_token_logps: Tensor) -> "PreparedLoss":
+        """The loss with the sampler correction's importance ratio, unless it has one or needs none."""
+        correction, batch = self.terms.sampler_correction, self.batch
+        if correction is None or batch.importance_ratio is not None:
+            return self
+        old = old_per_token_logps.detach().masked_fill(~batch.mask, 0.0)
+        return self._replace(batch=replace(batch, importance_ratio=correction.ratio(old, batch)))
+
     def per_token(
         self,
         per_token_logps: Tensor,
@@ -225,7 +236,7 @@ class PreparedLoss(NamedTuple):
 
         `others` has the head's other values by name: fields of `AlignedBatch`.
         """
-        terms, batch = self.terms, self.batch
+        terms, batch = self.terms, self.correct_sampler(per_token_logps).batch
         masked = ~batch.mask
         # A fill, not a product: a masked NaN must not reach the value or the gradient.
         logps = per_token_logps.masked_fill(masked, 0.0)

@@ -141,6 +141,20 @@ def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, 
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_sampler_correction_of_current_log_probabilities(level):
+    """Those of tokens without an advantage are in the ratio of their sequence."""
+    data = problem().changed(importance_ratio=None)
+    data.columns["advantages"] = data.columns["advantages"][:, None] * (torch.arange(7) % 2)
+    module = FusedLinearGRPOLoss("grpo", sampler_correction=SamplerCorrection(level=level, mode="truncate"))
+    data = data.changed(sampling_per_token_logps=data.columns["old_per_token_logps"], old_per_token_logps=None)
+    hidden, weight, ids, bias = data.head
+    current = module.reference_logps(hidden, weight, ids, bias=bias)
+    assert_same(step(module, data), step(module, data.changed(old_per_token_logps=current)))
+    wanted = data.columns["mask"] & ((torch.arange(7) % 2 == 1) | (level == "sequence"))
+    assert projected(module, data) == wanted.sum()
+
+
 class Damped(PPOClip):
     """With a term that an advantage of 0 leaves."""
 

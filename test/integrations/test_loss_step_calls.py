@@ -10,10 +10,21 @@ from torch import nn
 from head_calls import Products
 from hf_models import assert_same_gradients, build, gradients, transformers
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_head
-from liger_rl.losses import GlobalTokenMean, Segments, TokenLoss
+from liger_rl.losses import GlobalTokenMean, SamplerCorrection, Segments, TokenLoss
 from liger_rl.models.swap import is_swapped
 from liger_rl.step.loss_step import LossStep
-from step_calls import BATCH, LENGTH, VOCAB, assert_as_padded, assert_same_metrics, make_batch, packed, rows_of
+from step_calls import (
+    BATCH,
+    LENGTH,
+    VOCAB,
+    assert_as_padded,
+    assert_same_metrics,
+    make_batch,
+    packed,
+    rows_of,
+    run,
+    small_llama,
+)
 from threads import in_threads
 
 
@@ -111,6 +122,21 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
     torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, logps, 0.0), rtol=1e-5, atol=1e-5)
     assert len(gradients(model, step.loss)) == 1
     assert step.layout == "the batch as it is: prompt learning of PEFT puts tokens of its own before each sequence"
+
+
+@pytest.mark.parametrize(("max_tokens", "metrics"), [(None, "loss"), (26, "basic")])
+def test_an_on_policy_batch_with_a_samplers_log_probabilities(max_tokens, metrics):
+    """Without old log-probabilities, those of the step itself are compared with the sampler's."""
+    model, batch = small_llama(), make_batch()
+    loss = FusedLinearGRPOLoss("grpo", sampler_correction=SamplerCorrection(mode="truncate"), metrics=metrics)
+    current = completion_logps(model, batch, loss)
+    batch["sampling_per_token_logps"] = current + 0.1 * torch.randn(BATCH, LENGTH)
+    steps, found = run(model, batch, loss, max_tokens=max_tokens)
+    expected_steps, expected = run(model, batch | {"old_per_token_logps": current}, loss)
+    assert len(steps) == (1 if max_tokens is None else 2)
+    assert_same_gradients(found, expected)
+    torch.testing.assert_close(steps.total.loss, expected_steps.total.loss, rtol=1e-5, atol=1e-6)
+    assert_same_metrics(steps.total.metrics, expected_steps.total.metrics)
 
 
 def test_a_packed_row_is_the_padded_batch():

@@ -271,8 +271,6 @@ SAMPLING = {"sampling_per_token_logps": torch.zeros(2, 3)}
         ("importance_ratio must be None", {**SAMPLING, "importance_ratio": torch.ones(2, 3)},
          {"sampler_correction": SamplerCorrection()}),
         ("sampling_per_token_logps must be given", {}, {"sampler_correction": SamplerCorrection()}),
-        ("old_per_token_logps must be given", {**SAMPLING, "old_per_token_logps": None},
-         {"sampler_correction": SamplerCorrection()}),
         ("ref_per_token_logps must be given", {}, {"kl": KLPenalty(beta=0.1)}),
         ("entropy must be given", {}, {"entropy_bonus": EntropyBonus(entropy_coef=0.1)}),
         ("entropy must be given", {}, {"corrections": [TopEntropyMask(top_entropy_quantile=0.5)]}),

@@ -29,6 +29,7 @@ from liger_rl.head.head_options import HeadOptions
 from liger_rl.hints import NAMES, REDUCTIONS
 from liger_rl.losses import (
     PRESETS,
+    VESPO,
     EntropyBonus,
     GlobalTokenMean,
     KLPenalty,
@@ -85,6 +86,24 @@ def test_other_columns_get_no_gradient(sampler):
     assert logps.grad.any()
     assert {name: leaf.grad for name, leaf in leaves.items()} == dict.fromkeys(leaves)
     assert not any(metric.total.requires_grad for metric in found.metrics.values())
+
+
+@pytest.mark.parametrize(("level", "objective"), [("token", PPOClip()), ("token", VESPO()), ("sequence", PPOClip())])
+def test_a_sampler_correction_without_old_log_probabilities_takes_the_current_ones(level, objective):
+    logps, parts = columns()
+    parts["importance_ratio"], sampling = None, parts.pop("old_per_token_logps")
+    parts["sampling_per_token_logps"] = sampling.masked_fill(torch.arange(6) == 2, math.nan)
+    masked = logps.detach().masked_fill(~parts["mask"], math.nan).requires_grad_()
+    results = []
+    for values, old in ((masked, None), (logps, logps.detach())):
+        found = solve(
+            values, parts | {"old_per_token_logps": old}, objective, SequenceMean(), metrics="basic",
+            sampler_correction=SamplerCorrection(level=level, mode="truncate", ratio_max=2.0),
+        )  # fmt: skip
+        found.loss.backward()
+        results.append((found.loss.detach(), values.grad, {name: x.value for name, x in found.metrics.items()}))
+    assert results[0][1].any()
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
