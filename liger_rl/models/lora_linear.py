@@ -1,7 +1,8 @@
 """A linear layer with a LoRA adapter as one autograd Function: y = x W^T + s (x A^T) B^T.
 
 PEFT's layer casts x to the adapter's dtype, autocast casts it back, and the backward keeps x, A x and B A x. Here two
-products and one product added in place make y. The backward keeps x and x A^T.
+products and one product added in place make y. The backward keeps x and x A^T. The base of a quantized model runs as it
+is. Its output is not written, because its autograd, a hook or a checkpoint may keep it.
 
 `forward_lora_layer` takes the place of the `forward` of PEFT's layer classes, for every model of the process
 (`liger_rl.integrations.peft`). It leaves a layer that it does not understand to PEFT, and the log "liger_rl" says once
@@ -15,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from liger_rl.kernels.gemm import matmul
 from liger_rl.models.tensors import is_zero_3
 
 HALF = (torch.bfloat16, torch.float16)
+# Their layers, or weights in an nn.Linear, take an input in the dtype of the products. A layer of the user's may not.
+QUANTIZED_BY = ("auto_gptq", "awq", "bitsandbytes", "gptqmodel", "torchao", "transformers")
 
 logger = logging.getLogger("liger_rl")
 _logged_reasons: set[str] = set()
@@ -67,15 +71,15 @@ class LoraLinear(torch.autograd.Function):
 
 
 class AddedLora(torch.autograd.Function):
-    """y (n, out) += s (x A^T) B^T, in place: the adapter of a quantized layer, which has made y from its own input."""
+    """y (n, out) + s (x A^T) B^T: the adapter of a quantized layer, which has made y from its own input."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-        low_rank = _Factors(x, a.to(x.dtype), b.to(x.dtype), scaling)
-        ctx.save_for_backward(x, low_rank.a, low_rank.b, low_rank.add_to(y))
+        a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
+        projected = x @ a_cast.T
+        ctx.save_for_backward(x, a_cast, b_cast, projected)
         ctx.scaling, ctx.dtype = scaling, a.dtype
-        ctx.mark_dirty(y)
-        return y
+        return torch.addmm(y, projected, b_cast.T, alpha=scaling)
 
     @staticmethod
     @once_differentiable
@@ -127,15 +131,13 @@ def forward_lora_layer(original: Callable[..., Tensor], layer: Any, x: Tensor, *
         return original(layer, x, *args, **kwargs)
     base, a, b, scaling = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
     x = x.to(_product_dtype(x))
-    dropout = layer.lora_dropout[name]
-    dropped = dropout(x) if layer.training and not isinstance(dropout, nn.Identity) else None
+    dropped = layer.lora_dropout[name](x)
     if _is_plain(base):
-        inputs = _flatten(x), None if dropped is None else _flatten(dropped)
+        inputs = _flatten(x), None if dropped is x else _flatten(dropped)
         y = LoraLinear.apply(*inputs, base.weight, base.bias, a, b, scaling)
         return y.view(*x.shape[:-1], y.shape[-1])
     y = base(x)
-    low_rank_input = (x if dropped is None else dropped).to(y.dtype)
-    return AddedLora.apply(_flatten(y), _flatten(low_rank_input), a, b, scaling).view_as(y)
+    return AddedLora.apply(_flatten(y).to(x.dtype), _flatten(dropped), a, b, scaling).view_as(y).to(y.dtype)
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -162,26 +164,40 @@ def _find_adapter(layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
     a, b, base, dtype = layer.lora_A[name], layer.lora_B[name], layer.base_layer, _product_dtype(x)
     if b.bias is not None:
         return None, "the adapter has a bias"
+    if not isinstance(layer.scaling[name], (int, float)):
+        return None, "the scaling is no number"
     if dtype not in HALF:
         return None, "the products are not of a 16-bit dtype"
-    # Without autocast PEFT computes in the adapter's dtype, and a linear layer in its weight's.
-    weights = [a.weight, *([base.weight] if _is_plain(base) else [])]
-    if not torch.is_autocast_enabled(x.device.type) and any(weight.dtype != dtype for weight in weights):
-        return None, "without autocast, the adapter or its layer has another dtype than the input"
-    if not all(type(factor) is nn.Linear and not _has_hooks(factor) for factor in (a, b)):
+    if _has_any_global_hook():
+        return None, "a hook is registered for all modules"
+    if not all(_is_plain(factor) and not _has_hooks(factor) for factor in (a, b)):
         return None, "a factor of the adapter is sharded on its own, or has hooks"
+    if not (_is_plain(base) or _is_quantized(base)):
+        return None, f"the adapted layer, {type(base).__name__}, is neither an nn.Linear nor a quantized layer we know"
+    # Also of a weight that is no parameter: the output of another module, or a part of a larger tensor.
+    own = [tensor for tensor in (base.weight, base.bias) if tensor is not None] if _is_plain(base) else []
     # `LoraConfig(bias="all")` trains the bias alone.
-    if _is_plain(base) and (_has_hooks(base) or any(own.requires_grad for own in base.parameters())):
+    if own and (_has_hooks(base) or any(tensor.requires_grad for tensor in own)):
         return None, "the adapted layer is trained, or has hooks"
+    # Without autocast PEFT computes in the adapter's dtype, and a linear layer in its weight's.
+    is_autocast, tensors = torch.is_autocast_enabled(x.device.type), (x, a.weight, b.weight, *own)
+    if any(tensor.dtype == torch.float64 if is_autocast else tensor.dtype != dtype for tensor in tensors):
+        return None, "a tensor is of float64 under autocast, or of another dtype than the input without it"
     return name, ""
 
 
 def _is_plain(base: nn.Module) -> bool:
-    """Whether the adapted layer is linear with a plain weight. torchao keeps the layer and quantizes its weight."""
+    """Whether the layer is linear with a plain weight."""
     return type(base) is nn.Linear and type(base.weight) in (Tensor, nn.Parameter)
+
+
+def _is_quantized(base: nn.Module) -> bool:
+    """torchao keeps the layer and quantizes its weight. Other packages have layers of their own."""
+    made = base.weight if type(base) is nn.Linear else base
+    return type(made).__module__.partition(".")[0] in QUANTIZED_BY
 
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than its forward. ZeRO-3 gathers a weight where it is read, too."""
-    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or "forward" in vars(module)
-    return bool(hooks) and not is_zero_3(module.weight)
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return (any(hooks) or "forward" in vars(module)) and not is_zero_3(module.weight)

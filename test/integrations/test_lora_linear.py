@@ -24,14 +24,64 @@ IN, OUT, RANK = 48, 40, 4
 
 
 class Quantized(nn.Linear):
-    """A base layer that is no plain linear layer."""
+    """The layer of a package that quantizes."""
+
+    __module__ = "bitsandbytes.nn.modules"
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
 
 
+class Recorded(Quantized):
+    """Its autograd needs its output, and it keeps it."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+    def forward(self, x):
+        self.last = super().forward(x).tanh()
+        return self.last
+
+
+class View(torch.autograd.Function):
+    """x W^T as bitsandbytes computes it: the output is a view that a Function has made."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return (x.reshape(-1, x.shape[-1]) @ weight.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0], None
+
+
+class Viewed(Quantized):
+    __module__ = "bitsandbytes.nn.modules"
+
+    def forward(self, x):
+        return View.apply(x, self.weight.to(x.dtype))
+
+
+class Widened(Quantized):
+    """It returns float32 for any input."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+class Bounded(nn.Linear):
+    """A layer of the user's."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
 class QuantizedWeight(torch.Tensor):
     """A weight as torchao makes it: a linear layer takes it, and no other function."""
+
+    __module__ = "torchao.quantization"
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -81,6 +131,7 @@ CASES = {
     "a bias": {"bias": True},
     "a float32 layer": {"base_dtype": torch.float32},
     "a quantized layer": {"base": Quantized},
+    "a quantized layer with an output in float32": {"base": Widened},
     "a scaling of its own": {"use_rslora": False, "lora_alpha": 3},
 }
 
@@ -133,6 +184,30 @@ def test_the_base_of_a_quantized_model_runs_as_it_is(convert, monkeypatch):
         assert oracles.relative_error(mine, other) < 2**-6
 
 
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("base", [Recorded, Viewed])
+def test_the_output_of_a_quantized_layer_stays_as_it_is(base, use_reentrant):
+    """Its autograd, the layer, a hook or a checkpoint keeps it."""
+    adapted, results = layer(base=base), []
+    for patch in (True, False):
+        hooked = copy.deepcopy(adapted)
+        kept = []
+        hooked.base_layer.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output))
+        x = torch.randn(2, 3, IN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with patched_peft() if patch else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+            if use_reentrant is None:
+                y = hooked(x)
+            else:
+                y = torch.utils.checkpoint.checkpoint(hooked, x, use_reentrant=use_reentrant)
+            y.float().square().sum().backward()
+        kept.append(getattr(hooked.base_layer, "last", kept[0]))
+        results.append(
+            [y, x.grad, *kept, *(hooked.lora_A["default"].weight.grad, hooked.lora_B["default"].weight.grad)]
+        )
+    for mine, other in zip(*results, strict=True):
+        assert oracles.relative_error(mine, other) < 2**-6
+
+
 @pytest.mark.parametrize("base", [nn.Linear, Quantized])
 def test_dropout_is_peft_s_draw(base):
     """And not the layer without it."""
@@ -143,6 +218,18 @@ def test_dropout_is_peft_s_draw(base):
         assert oracles.relative_error(mine, undropped) > 2**-4
     for mine, undropped in zip(solve(adapted.eval(), True), without, strict=True):
         assert torch.equal(mine, undropped)
+
+
+@pytest.mark.parametrize("base", [nn.Linear, Quantized])
+def test_the_dropout_is_a_module_of_its_own(base):
+    """With a mode and hooks of its own."""
+    adapted = layer(base=base, lora_dropout=0.5).eval()
+    dropout = adapted.lora_dropout["default"].train()
+    ours, theirs = (solve(adapted, patch) for patch in (True, False))
+    dropout.eval().register_forward_hook(lambda module, args, output: 2 * output)
+    ours, theirs = ([*before, *solve(adapted, patch)] for before, patch in ((ours, True), (theirs, False)))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert oracles.relative_error(mine, other) < 2**-6
 
 
 def test_an_input_without_a_gradient():
@@ -179,6 +266,39 @@ def hooked(adapted):
     adapted.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
 
 
+def hooked_before_the_backward(adapted):
+    adapted.base_layer.register_full_backward_pre_hook(lambda module, grads: (2 * grads[0],))
+
+
+def parametrized(adapted):
+    nn.utils.parametrizations.weight_norm(adapted.base_layer).requires_grad_(False)
+
+
+def without_a_parameter(adapted, name="weight"):
+    """As a weight that other parameters make, before the forward."""
+    adapted.root = getattr(adapted.base_layer, name)
+    delattr(adapted.base_layer, name)
+    setattr(adapted.base_layer, name, adapted.root.requires_grad_()[:])
+
+
+def with_a_made_bias(adapted):
+    without_a_parameter(adapted, "bias")
+
+
+def factor_without_a_plain_weight(adapted):
+    weight = adapted.lora_A["default"].weight.detach().as_subclass(Subclass)
+    adapted.lora_A["default"].weight = nn.Parameter(weight)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def with_a_trained_scaling(adapted):
+    adapted.gain = nn.Parameter(torch.tensor(3.0))
+    adapted.scaling["default"] = adapted.gain
+
+
 # What PEFT's own forward computes -> options of the layer, a change of it, whether autocast is on, what the log says.
 LEFT = {
     "DoRA": ({"use_dora": True}, None, True, "no plain LoRA"),
@@ -186,7 +306,15 @@ LEFT = {
     "several adapters": ({}, several, True, "several adapters"),
     "a trained layer": ({}, trained, True, "is trained"),
     "a trained bias": ({"bias": True}, with_trained_bias, True, "is trained"),
+    "a weight that is no parameter": ({}, without_a_parameter, True, "is trained"),
+    "a bias that is no parameter": ({"bias": True}, with_a_made_bias, True, "is trained"),
+    "a layer of the user's": ({"base": Bounded}, None, True, "Bounded, is neither"),
+    "a parametrized weight": ({}, parametrized, True, "ParametrizedLinear, is neither"),
+    "a factor of another class": ({}, factor_without_a_plain_weight, True, "sharded on its own"),
+    "a trained scaling": ({}, with_a_trained_scaling, True, "no number"),
     "hooks": ({}, hooked, True, "has hooks"),
+    "hooks before the backward": ({}, hooked_before_the_backward, True, "has hooks"),
+    "float64": ({"base_dtype": torch.float64, "dtype": torch.float64}, None, True, "float64"),
     "float32": ({"base_dtype": torch.float32}, None, False, "16-bit"),
     "merged": ({}, lambda adapted: adapted.merge(), True, None),
     "disabled": ({}, lambda adapted: adapted.enable_adapters(False), True, None),
@@ -209,7 +337,8 @@ def test_what_is_left_to_peft(name, caplog, monkeypatch):
 
 def solve_output(adapted, patch, autocast):
     torch.manual_seed(1)
-    x = torch.randn(6, IN).requires_grad_()
+    x = torch.randn(6, IN)
+    x = (x.double() if adapted.lora_A["default"].weight.dtype == torch.float64 else x).requires_grad_()
     with patched_peft() if patch else nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = adapted(x)
         again = adapted(x)
@@ -224,6 +353,34 @@ def test_without_autocast_dtypes_decide():
         with patched_peft():
             y = layer(dtype=dtype)(x)
         assert (y.grad_fn.next_functions[0][0].name() == "LoraLinearBackward") == is_ours
+
+
+@pytest.mark.parametrize("name", ["lora_B.default.weight", "base_layer.bias"])
+def test_without_autocast_dtypes_that_peft_cannot_multiply(name):
+    adapted = layer(dtype=torch.bfloat16, bias=True)
+    adapted.get_parameter(name).data = adapted.get_parameter(name).float()
+    for context in (patched_peft(), nullcontext()):
+        with context, pytest.raises(RuntimeError, match="dtype"):
+            adapted(torch.randn(6, IN, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ],
+)
+def test_a_hook_for_all_modules_sees_every_module(register):
+    adapted, called = layer(), {True: [], False: []}
+    for patch in (True, False):
+        handle = register(lambda module, *args, seen=called[patch]: seen.append(type(module)))
+        try:
+            solve(adapted, patch)
+        finally:
+            handle.remove()
+    assert called[True] == called[False]
 
 
 def test_it_keeps_the_input_and_its_product_with_a():
