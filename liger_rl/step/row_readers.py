@@ -18,6 +18,17 @@ from liger_rl.models.unknown_layers import copy_values, find_owner, get_places, 
 from liger_rl.step.reason import Reason
 
 NEFTUNE = Reason("NEFTune's noise is scaled by a row's length and drawn for each token", "neftune_noise_alpha=None")
+_MODULE = torch.nn.modules.module
+_GLOBAL_HOOKS: tuple[dict[int, Callable], ...] = (
+    _MODULE._global_forward_hooks, _MODULE._global_forward_pre_hooks,
+    _MODULE._global_backward_hooks, _MODULE._global_backward_pre_hooks,
+)  # fmt: skip
+# Layers of known packages that change in each forward of training.
+_KEEPING_KINDS = {
+    "torch.nn.modules.batchnorm._NormBase", "torch.nn.utils.parametrizations._SpectralNorm",
+    "torch.ao.quantization.fake_quantize.FakeQuantizeBase", "torch.ao.quantization.observer.ObserverBase",
+    "deepspeed.moe.sharded_moe.MOELayer", "deepspeed.moe.sharded_moe.TopKGate",
+}  # fmt: skip
 UNTRIED = Reason("its first step shows whether its layers keep values of the batch")
 
 
@@ -28,9 +39,11 @@ def find_row_reader(model: nn.Module, modules: Sequence[nn.Module], *, in_traini
     """
     body = getattr(model, "base_model", model)
     trained = [module for module in modules if in_training or module.training]
-    hooked = (m for m in trained if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
-    reasons = [
-        _judge_hook(function, module)
+    attributes = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward")
+    hooked = (module for module in trained if any(map(vars(module).get, attributes)))
+    reasons = [_judge_hook(hook, "every layer") for hooks in _GLOBAL_HOOKS for hook in hooks.values() if trained]
+    reasons += [
+        _judge_hook(function, type(module).__name__)
         for module in hooked
         if module is not model
         for function in _list_hooks(module, is_body=module is body)
@@ -41,8 +54,8 @@ def find_row_reader(model: nn.Module, modules: Sequence[nn.Module], *, in_traini
 
 
 def _list_hooks(module: nn.Module, *, is_body: bool) -> Iterator[Callable]:
-    """Functions that may change what goes into a module or comes out of it."""
-    yield from module._forward_hooks.values()
+    """Functions that may change what goes into a module or comes out of it, or its gradient."""
+    yield from (*module._forward_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values())
     if is_body:  # in front of it stands what counts or logs its calls
         return
     yield from module._forward_pre_hooks.values()
@@ -51,7 +64,7 @@ def _list_hooks(module: nn.Module, *, is_body: bool) -> Iterator[Callable]:
         yield vars(module)["forward"]
 
 
-def _judge_hook(hook: Callable, module: nn.Module) -> Reason | None:
+def _judge_hook(hook: Callable, where: str) -> Reason | None:
     while isinstance(hook, functools.partial):
         hook = hook.func
     function: Any = getattr(hook, "__func__", hook)
@@ -60,17 +73,17 @@ def _judge_hook(hook: Callable, module: nn.Module) -> Reason | None:
         return NEFTUNE
     # The __module__ of a wrapper is that of the function that it wraps.
     origin = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    if origin == "torch.nn.utils.spectral_norm":
+        return Reason(f"spectral_norm of {where} takes statistics in each forward", "a model without it")
     if is_known(origin):
         return None
-    return Reason(
-        f"{origin}.{name}, a hook on {type(module).__name__}, may read the batch's rows", "leave the hook out"
-    )
+    return Reason(f"{origin}.{name}, a hook on {where}, may read the batch's rows", "leave the hook out")
 
 
 @functools.cache
 def _judge_kind(kind: Any) -> Reason | None:
     """Why a layer of this class reads rows in training."""
-    if issubclass(kind, nn.modules.batchnorm._NormBase):
+    if _KEEPING_KINDS.intersection(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__):
         return Reason(f"{kind.__name__} takes statistics of the batch in training", f"a model without {kind.__name__}")
     owner = find_owner(kind)
     name = None if is_known(owner.__module__) else _find_autograd_function(owner)

@@ -171,6 +171,54 @@ def test_hooks_that_watch_parameters(package, reads):
     assert (reason is None) != reads
 
 
+def see_gradient(*_):
+    return None
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("where", ["every layer", "LlamaMLP"])
+def test_hooks_of_every_kind(kind, where):
+    model = build("Llama").train()
+    home = torch.nn.modules.module if where == "every layer" else model.model.layers[0].mlp
+    handle = getattr(home, f"register_module_{kind}_hook" if where == "every layer" else f"register_{kind}_hook")(
+        see_gradient
+    )
+    try:
+        reason = find_row_reader(model, list(model.modules()))
+        assert str(reason) == f"test_row_readers.see_gradient, a hook on {where}, may read the batch's rows"
+        assert find_row_reader(model.eval(), list(model.modules())) is None
+    finally:
+        handle.remove()
+
+
+def quantize(mlp):
+    from torch.ao.quantization import FakeQuantize
+
+    mlp.act_fn = nn.Sequential(mlp.act_fn, FakeQuantize())
+
+
+def observe(mlp):
+    from torch.ao.quantization import MovingAverageMinMaxObserver
+
+    mlp.act_fn = nn.Sequential(mlp.act_fn, MovingAverageMinMaxObserver())
+
+
+KEEPING = {
+    "FakeQuantize takes statistics": quantize,
+    "MovingAverageMinMaxObserver takes statistics": observe,
+    "_SpectralNorm takes statistics": lambda mlp: nn.utils.parametrizations.spectral_norm(mlp.up_proj),
+    "spectral_norm of Linear takes statistics": lambda mlp: nn.utils.spectral_norm(mlp.up_proj),
+}
+
+
+@pytest.mark.parametrize("reason", KEEPING)
+def test_layers_of_torch_that_keep_statistics(reason):
+    model = build("Llama").train()
+    KEEPING[reason](model.model.layers[0].mlp)
+    assert reason in str(find_row_reader(model, list(model.modules())))
+    assert find_row_reader(model.eval(), list(model.modules())) is None
+
+
 QUANTIZED = """
 class Dequantize(torch.autograd.Function):
     forward = staticmethod(lambda ctx, values: values)
