@@ -162,10 +162,12 @@ def _find_adapter(layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
     if name in layer.lora_variant:
         return None, f"{type(layer.lora_variant[name]).__name__} is no plain LoRA"
     a, b, base, dtype = layer.lora_A[name], layer.lora_B[name], layer.base_layer, _product_dtype(x)
-    if b.bias is not None:
+    if a.bias is not None or b.bias is not None:
         return None, "the adapter has a bias"
     if not isinstance(layer.scaling[name], (int, float)):
         return None, "the scaling is no number"
+    if torch._C._are_functorch_transforms_active():
+        return None, "a transform of torch.func is active"
     if dtype not in HALF:
         return None, "the products are not of a 16-bit dtype"
     if _has_any_global_hook():

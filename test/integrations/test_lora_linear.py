@@ -262,6 +262,10 @@ def with_trained_bias(adapted):
     adapted.base_layer.bias.requires_grad_(True)
 
 
+def with_a_bias_of_a(adapted):
+    adapted.lora_A["default"].bias = nn.Parameter(torch.ones(RANK))
+
+
 def hooked(adapted):
     adapted.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
 
@@ -303,6 +307,7 @@ def with_a_trained_scaling(adapted):
 LEFT = {
     "DoRA": ({"use_dora": True}, None, True, "no plain LoRA"),
     "a bias of the adapter": ({"lora_bias": True, "bias": True}, None, True, "the adapter has a bias"),
+    "a bias of A": ({}, with_a_bias_of_a, True, "the adapter has a bias"),
     "several adapters": ({}, several, True, "several adapters"),
     "a trained layer": ({}, trained, True, "is trained"),
     "a trained bias": ({"bias": True}, with_trained_bias, True, "is trained"),
@@ -381,6 +386,15 @@ def test_a_hook_for_all_modules_sees_every_module(register):
         finally:
             handle.remove()
     assert called[True] == called[False]
+
+
+def test_transforms_of_torch_func():
+    x = torch.randn(3, 5, IN, generator=torch.Generator().manual_seed(1))
+    adapted, results = layer(), []
+    for context in (patched_peft(), nullcontext()):
+        with context, torch.autocast("cpu", torch.bfloat16):
+            results.append(torch.func.vmap(torch.func.grad(lambda row: adapted(row).float().square().sum()))(x))
+    assert torch.equal(*results)
 
 
 def test_it_keeps_the_input_and_its_product_with_a():
