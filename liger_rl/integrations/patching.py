@@ -53,19 +53,17 @@ class Patch:
         self.parameters = join_parameters(replacement) if parameters == "" else parameters
         self.since, self.needed = since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
-        self._original: Any = None  # None while nothing is replaced
+        self.patched = False
+        self._original: Any = None  # stays after `undo`: who has wrapped or imported the replacement still calls it
+        self._wrapper: Any = None  # another package's, around the replacement, when it was taken back
         self._owner: Any = None  # the class of a method
 
     @property
-    def patched(self) -> bool:
-        return self._original is not None
-
-    @property
     def original(self) -> Any:
-        """The replaced object; RuntimeError if nothing is replaced."""
+        """The replaced object; RuntimeError if nothing was ever replaced."""
         original = self._original  # read once: another thread may undo the patch
         if original is None:
-            raise RuntimeError(f"{self.replacement} was called after it had been taken back")
+            raise RuntimeError(f"{self.replacement} was called before it was put in place")
         return original
 
     def find(self) -> Any:
@@ -76,6 +74,8 @@ class Patch:
         original = vars(self._owner or module).get(attribute)
         if original is None:
             raise RuntimeError(f"{self.module} has no {self.name} here; nothing was patched")
+        if original is self.replacement or (self._wrapper is not None and original is self._wrapper):
+            return self._original
         if self.parameters is not None:
             function: Any = module
             for name in self.checked.split("."):
@@ -91,16 +91,20 @@ class Patch:
 
     def put(self, original: Any) -> None:
         """Replace `original` in the modules of the row."""
-        self._original = original
+        self._original, self.patched = original, True
         for owner, name in self._find_places(original):
             setattr(owner, name, self.replacement)
 
     def undo(self) -> None:
         """Put the original back everywhere, also in modules that imported the replacement since."""
-        if self.patched:
-            for owner, name in self._find_places(self.replacement):
-                setattr(owner, name, self._original)
-        self._original = None
+        if not self.patched:
+            return
+        self.patched = False
+        places = self._find_places(self.replacement)
+        is_wrapped = self._owner is not None and not places
+        self._wrapper = vars(self._owner).get(self.name.rpartition(".")[2]) if is_wrapped else None
+        for owner, name in places:
+            setattr(owner, name, self._original)
 
     def _find_places(self, value: Any) -> list[tuple[Any, str]]:
         if self._owner is not None:

@@ -78,8 +78,11 @@ class Facts:
     counts_attended: bool = False  # a token's default position is its number among its row's attended tokens
 
 
-def read_facts(model: Any, wrapper: nn.Module | None = None) -> Facts:
-    """The facts of a causal LM of transformers, inside of `wrapper` if it has one."""
+def read_facts(model: Any, wrapper: nn.Module | None = None, *, joined_hooks: bool = False) -> Facts:
+    """The facts of a causal LM of transformers, inside of `wrapper` if it has one.
+
+    `joined_hooks`: see `find_row_reader`.
+    """
     # Attributes are looked up in `vars`, because `getattr` of a missing one of a module takes a microsecond.
     inner = list(model.modules())
     modules = inner if wrapper is None or wrapper is model else list(wrapper.modules())
@@ -105,7 +108,7 @@ def read_facts(model: Any, wrapper: nn.Module | None = None) -> Facts:
         has_reentrant_checkpoints=has_reentrant_checkpoints(modules),
         has_activated_lora=has_activated_lora(modules),
         unknown_layers=list_unknown_layers(inner),
-        obstacle=_find_wrapper_obstacle(modules, model) or find_row_reader(model, inner),
+        obstacle=_find_wrapper_obstacle(modules, model) or find_row_reader(model, inner, joined_hooks=joined_hooks),
         no_tree=_find_tree_obstacle(modules, model, causal and takes_positions),
         causal=causal,
         reads_types=reads_types,
@@ -157,7 +160,7 @@ def _find_input_obstacle(facts: Facts, inputs: Mapping[str, Any], ids: Tensor) -
     known = TOKEN_INPUTS if facts.reads_types else (*TOKEN_INPUTS, *TYPE_INPUTS)
     unknown = [name for name, value in inputs.items() if name not in known and not is_plain(value)]
     if PACKED_INPUTS.intersection(unknown):
-        return Reason("its sequences are packed into one row already", "padding_free=False, packing=False")
+        return Reason("its sequences are packed into one row already")
     if unknown:
         return Reason(f"it has {', '.join(sorted(unknown))}, which belong to tokens by their place in the batch")
     shapes: dict[str, tuple] = dict.fromkeys(("attention_mask", *TYPE_INPUTS), (ids.shape,))

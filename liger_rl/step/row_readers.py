@@ -29,13 +29,18 @@ _KEEPING_KINDS = {
     "torch.ao.quantization.fake_quantize.FakeQuantizeBase", "torch.ao.quantization.observer.ObserverBase",
     "deepspeed.moe.sharded_moe.MOELayer", "deepspeed.moe.sharded_moe.TopKGate",
 }  # fmt: skip
+HOOK_FIX = "leave the hook out, or patch_trl(joined_hooks=True) if it may see joined rows"
+LAYERDROP = Reason("layerdrop leaves layers out of a whole forward", "layerdrop=0")
 UNTRIED = Reason("its first step shows whether its layers keep values of the batch")
 
 
-def find_row_reader(model: nn.Module, modules: Sequence[nn.Module], *, in_training: bool = False) -> Reason | None:
+def find_row_reader(
+    model: nn.Module, modules: Sequence[nn.Module], *, in_training: bool = False, joined_hooks: bool = False
+) -> Reason | None:
     """A hook or layer of a transformers model that reads rows in training mode; None if none is known to.
 
-    `modules`: of the model. `in_training`: as if all of them were in training mode.
+    `modules`: of the model. `in_training`: as if all of them were in training mode. `joined_hooks`: hooks of unknown
+    packages may see rows in any layout.
     """
     body = getattr(model, "base_model", model)
     trained = [module for module in modules if in_training or module.training]
@@ -48,8 +53,10 @@ def find_row_reader(model: nn.Module, modules: Sequence[nn.Module], *, in_traini
         if module is not model
         for function in _list_hooks(module, is_body=module is body)
     ]
+    reasons += [LAYERDROP for module in trained if vars(module).get("layerdrop")]
     kinds: Any = dict.fromkeys(map(type, trained))
     reasons += [_judge_kind(kind) for kind in kinds if kind is not type(model)]
+    reasons = [reason for reason in reasons if not (joined_hooks and reason is not None and reason.fix == HOOK_FIX)]
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -77,7 +84,7 @@ def _judge_hook(hook: Callable, where: str) -> Reason | None:
         return Reason(f"spectral_norm of {where} takes statistics in each forward", "a model without it")
     if is_known(origin):
         return None
-    return Reason(f"{origin}.{name}, a hook on {where}, may read the batch's rows", "leave the hook out")
+    return Reason(f"{origin}.{name}, a hook on {where}, may read the batch's rows", HOOK_FIX)
 
 
 @functools.cache

@@ -24,9 +24,9 @@ SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6}
 OPTIONS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "log_level": "passive"}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_smaller_micro_batch_is_no_loss(size, path_of, tmp_path):
-    """Groups of four, in micro-batches of one, two or four sequences, and both groups of a step in one of eight."""
+    """Groups of four, in micro-batches of two or four sequences, and both groups of a step in one of eight."""
     options, script = {"num_iterations": 1, "max_steps": 3}, []
     whole, small = (
         trl_runs.train(
@@ -86,6 +86,17 @@ def compile_calls(trainer):
     trainer.model._compiled_call_impl = trainer.model._call_impl
 
 
+def with_own_step(trainer):
+    """The subclass does not call the training step of transformers."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model.train(), self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    trainer.__class__ = type("Subclass", (type(trainer),), {"training_step": training_step})
+
+
 def with_logits(trainer):
     """The subclass makes logits, as TRL's GKD does."""
 
@@ -111,7 +122,6 @@ REASONS = {
         {"label_smoothing_factor": 0.1}, "label smoothing", "label_smoothing_factor=0",
         "a forward for each of its 2 micro-batches: label smoothing takes logits (to", True,
     ),
-    "padding-free": ({"padding_free": True, "max_length": None}, "packed into one row", "padding_free=False", "", True),
     "NEFTune": (
         {"neftune_noise_alpha": 5.0}, "NEFTune's noise", "neftune_noise_alpha=None",
         "policy: the batch as it is: NEFTune's noise is scaled by a row's length and", True,
@@ -151,13 +161,23 @@ def test_one_warning_names_the_setting(name, path_of, tmp_path, caplog):
             {"prepare": subclass_with("compute_loss")},
             "Subclass: 114 of 114 tokens run; no prefix shared, no padding: no two sequences have more than",
         ),
+        (
+            {"padding_free": True, "max_length": None},
+            "SFTTrainer: 107 of 107 tokens run; the batch as it is: its sequences are packed into one row already; "
+            "a forward for each of its 2 micro-batches",
+        ),
+        (
+            {"prepare": with_own_step},
+            "have more than their first 16 tokens in common; a forward for each of its 2 micro-batches: Subclass has a "
+            "training_step of its own",
+        ),
         ({"prepare": with_logits}, "Subclass: as TRL runs it: Subclass has a compute_loss of its own"),
     ],
-    ids=["the head alone", "a subclass", "a loss of logits"],
+    ids=["the head alone", "a subclass", "padding-free", "own step", "a loss of logits"],
 )
 def test_what_a_user_chose_or_cannot_change_is_no_warning(options, text, path_of, tmp_path, caplog):
     trl_runs.train("SFT", path_of["qwen3"], tmp_path, patch=True, **OPTIONS | options)
-    (line,), warnings = read_lines(caplog, name=text.split(":")[0])
+    (line,), warnings = read_lines(caplog, name="S")
     assert text in line
     assert warnings == []
 

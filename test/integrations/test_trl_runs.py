@@ -38,6 +38,12 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **TOKENS))
 
 
+def opt(**options):
+    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **TOKENS, **options))
+
+
 def moe(coefficient=0.1):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     config = transformers.Qwen3MoeConfig(**trl_runs.SIZES, **sizes, router_aux_loss_coef=coefficient)
@@ -125,6 +131,86 @@ def subclass_with(name):
     return prepare
 
 
+def double_backward(trainer):
+    backward = trainer.accelerator.backward
+    trainer.accelerator.backward = lambda loss, **options: backward(2 * loss, **options)
+
+
+def add_callback(act, trainer):
+    """Between two micro-batches."""
+
+    class Callback(transformers.TrainerCallback):
+        def on_substep_end(self, *args, model, **options):
+            act(model)
+
+    trainer.add_callback(Callback())
+
+
+def freeze_a_layer(model):
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.requires_grad_(not weight.requires_grad)
+
+
+def read_gradients(model):
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def with_hooks(register, hook):
+    def prepare(trainer):
+        for weight in trainer.model.parameters():
+            getattr(weight, register)(hook)
+
+    return prepare
+
+
+def halve_gradient(weight):
+    weight.grad *= 0.5
+
+
+def leave_out_the_last(trainer):
+    """Of each optimizer step. The subclass has found it too long."""
+
+    def training_step(self, *args, **options):
+        if self.accelerator.sync_gradients:
+            return torch.zeros(())
+        return super(type(self), self).training_step(*args, **options)
+
+    trainer.__class__ = type("Subclass", (type(trainer),), {"training_step": training_step})
+
+
+def perturb_embeddings(trainer):
+    """A second backward at other embeddings, as in adversarial training."""
+
+    def training_step(self, *args, **options):
+        loss = super(type(self), self).training_step(*args, **options)
+        weight = self.model.get_input_embeddings().weight
+        step = 0.5 * weight.grad / weight.grad.norm()
+        weight.data += step
+        super(type(self), self).training_step(*args, **options)
+        weight.data -= step
+        return loss
+
+    trainer.__class__ = type("Subclass", (type(trainer),), {"training_step": training_step})
+
+
+def switch_adapters(trainer):
+    trainer.model.add_adapter("other", LORA)
+
+    def _prepare_inputs(self, inputs):
+        active = self.model.active_adapter
+        self.model.set_adapter("other" if active == "default" else "default")
+        return super(type(self), self)._prepare_inputs(inputs)
+
+    trainer.__class__ = type("Subclass", (type(trainer),), {"_prepare_inputs": _prepare_inputs})
+
+
+def with_readers(trainer):
+    """Of activations, gradients and tokens."""
+    trainer.model.model.layers[0].register_forward_hook(lambda layer, args, output: None)
+    trainer.model.lm_head.weight.register_hook(lambda gradient: None)
+    add_callback(lambda model: None, trainer)
+
+
 def rows_reversed(trainer):
     """The subclass runs the model on the rows in another order."""
 
@@ -170,17 +256,17 @@ def with_images(*micro_batches):
     """In these of the four micro-batches."""
 
     def prepare(trainer):
-        inputs_of, numbers = type(trainer)._prepare_inputs, iter(range(4))
+        collate, numbers = trainer.data_collator, iter(range(4))
 
-        def add(inputs):
-            inputs = inputs_of(trainer, inputs)
+        def add(examples):
+            inputs = collate(examples)
             if next(numbers) in micro_batches:
                 inputs["input_ids"][:, :4] = IMAGE
                 inputs["labels"][:, :4] = -100
                 inputs["pixel_values"] = torch.ones(len(inputs["input_ids"]), 3, 8, 8)
             return inputs
 
-        trainer._prepare_inputs = add
+        trainer.data_collator = add
 
     return prepare
 
@@ -232,9 +318,9 @@ def of_loss(name, *, idle=ALWAYS, **options) -> Row:
 
 
 LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-# Its batch stays as it is, and is padded to the longest micro-batch.
+# Its batch stays as it is. Tokens are counted without the virtual ones.
 PROMPT_TUNING = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}
-PROMPT_TUNING |= {"trees": False, "share": 1.1, "is_logged": False}
+PROMPT_TUNING |= {"trees": False, "is_logged": False}
 CHECKPOINTS = {"gradient_checkpointing": True}
 REENTRANT = CHECKPOINTS | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 ONE = {"gradient_accumulation_steps": 1}
@@ -262,19 +348,35 @@ ROWS = {
     "SFT, dft, clipped gradient": row("SFT", loss_type="dft", max_grad_norm=0.01),
     "SFT, LoRA, reentrant checkpoints": row("SFT", peft_config=LORA, **REENTRANT),
     "SFT, checkpoints": row("SFT", **CHECKPOINTS),
-    "SFT, prompt tuning": row("SFT", **PROMPT_TUNING),
+    "SFT, prompt tuning": apart("SFT", **PROMPT_TUNING),
     "SFT, one micro-batch": row("SFT", "gemma2", per_device_train_batch_size=8, **ONE),
     "SFT, data without a length": row("SFT", prepare=without_length, data=SIX, max_steps=3, calls=(8, 3), **PAIRS),
     "SFT, experts": row("SFT", partial(moe, 0.0)),
     "SFT, router loss": row("SFT", moe, calls=(8, 4), **SHORT_LAST_STEP | EVALUATED),
-    "SFT, router loss and prompt tuning": row("SFT", moe, **PROMPT_TUNING),
+    "SFT, router loss and prompt tuning": apart("SFT", moe, **PROMPT_TUNING),
     "SFT, a model that can take images": row("SFT", vlm),
     "SFT, a processor of images": row("SFT", prepare=set_attribute("_is_vlm", True)),
     "SFT, text alone of Qwen3-VL": row("SFT", partial(text_of, "Qwen3VL")),
     "SFT, gradient scaler": row("SFT", prepare=with_scaler, max_grad_norm=0.0),
-    "SFT, own training_step": row("SFT", prepare=subclass_with("training_step")),
+    **{
+        f"SFT, {name}": apart("SFT", prepare=prepare)
+        for name, prepare in {
+            "own training_step": subclass_with("training_step"),
+            "a backward of the accelerator": double_backward,
+            "a layer frozen by a callback": partial(add_callback, freeze_a_layer),
+            "a callback that reads gradients": partial(add_callback, read_gradients),
+            "gradients clipped in a hook": with_hooks("register_hook", lambda gradient: gradient.clamp(-0.01, 0.01)),
+            "a hook behind each gradient": with_hooks("register_post_accumulate_grad_hook", halve_gradient),
+        }.items()
+    },
+    # One forward fewer with a graph in each optimizer step, or one more.
+    "SFT, a micro-batch left out": apart("SFT", prepare=leave_out_the_last, trees=None, **SINGLES),
+    "SFT, adversarial embeddings": apart("SFT", prepare=perturb_embeddings, trees=None, backwards=16, **SINGLES),
+    "SFT, an adapter for each micro-batch": apart("SFT", prepare=switch_adapters, peft_config=LORA),
+    "SFT, hooks that see joined rows": row("SFT", prepare=with_readers, patch_options={"joined_hooks": True}),
     "SFT, FalconH1": row("SFT", partial(architecture, "FalconH1"), **STATES),
     "SFT, logits twice": apart("SFT", prepare=double_logits, trees=False, is_ours=False),
+    "SFT, layerdrop": apart("SFT", partial(opt, layerdrop=0.5), trees=False),
     "SFT, NEFTune": apart("SFT", **NEFTUNE, trees=False),
     # The first optimizer step has windows of one micro-batch, the second of two.
     "SFT, few tokens": row("SFT", patch_options={"max_tokens": 80}, calls=(8, 6), backwards=6, trees=False, **SINGLES),
@@ -298,6 +400,7 @@ ROWS = {
     "DPO, experts of OLMoE": row("DPO", partial(architecture, "Olmoe"), max_steps=3),
     "DPO, text alone of Qwen2.5-VL": row("DPO", partial(text_of, "Qwen2_5_VL"), max_steps=3),
     "DPO, Lfm2": row("DPO", partial(architecture, "Lfm2"), **STATES),
+    "DPO, a micro-batch left out": apart("DPO", prepare=leave_out_the_last, trees=None, **SINGLES),
     "DPO, NEFTune": apart("DPO", **NEFTUNE),
     "DPO, few tokens": row("DPO", patch_options={"max_tokens": 128}, calls=(16, 12), backwards=6, **SINGLES),
     "DPO, own _compute_loss": apart("DPO", prepare=subclass_with("_compute_loss")),

@@ -17,13 +17,18 @@ from torch.utils.data import SequentialSampler
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
+from peft import PrefixTuningConfig
 from test_trl_runs import ALONE, EVALUATED, LORA, SINGLES, apart, moe
 
 import trl_runs
-from liger_rl.integrations.trl import patched_trl
+from liger_rl.integrations.trl import optimizer_step, patched_trl
+from liger_rl.integrations.trl.optimizer_step import OptimizerStep
 from trl_runs import PROMPTS
 
 OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 2}
+
+
+JOINED_HOOKS = {"patch_options": {"joined_hooks": True}}
 
 
 def pair(kind, path, directory, **options) -> tuple[trl_runs.Run, trl_runs.Run]:
@@ -86,15 +91,30 @@ def test_a_window_of_longer_sequences_than_before_runs_in_parts(options, path_of
     assert max(tokens) <= 140 < sum(tokens[4:]) / 2
 
 
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
+def test_prefix_tuning_runs_each_micro_batch(kind, path_of, tmp_path):
+    """Its keys and values have the rows of one micro-batch."""
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    plain, patched = pair(kind, path_of["qwen3"], tmp_path, peft_config=config)
+    trl_runs.assert_same_run(patched, plain)
+    assert patched.calls == plain.calls
+
+
 # --- what differs -----------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_of_an_optimizer_step_comes_with_its_last_micro_batch(path_of, tmp_path):
-    plain, patched = pair("SFT", path_of["qwen3"], tmp_path)
-    assert min(plain.losses) > 0
-    assert patched.losses[::2] == [0.0, 0.0]
-    sums = [sum(plain.losses[:2]), sum(plain.losses[2:])]
-    assert patched.losses[1::2] == pytest.approx(sums, rel=1e-5)
+def test_the_loss_of_an_optimizer_step_comes_with_its_last_micro_batch(path_of, tmp_path, monkeypatch):
+    losses, run = [], OptimizerStep.run_micro_batch
+
+    def record(step, run_training_step):
+        losses.append(run(step, run_training_step))
+        return losses[-1]
+
+    monkeypatch.setattr(OptimizerStep, "run_micro_batch", record)
+    patched = trl_runs.train("SFT", path_of["qwen3"], tmp_path, patch=True, **OPTIONS)
+    assert losses[::2] == [0.0, 0.0]
+    assert min(losses[1::2]) > 0
+    assert torch.stack(losses[1::2]).tolist() == pytest.approx(patched.log["loss"], rel=1e-5)
 
 
 class Evaluation(transformers.TrainerCallback):
@@ -108,7 +128,7 @@ class Evaluation(transformers.TrainerCallback):
 
 
 def test_tokens_are_counted_with_the_last_micro_batch(path_of, tmp_path):
-    options = EVALUATED | {"prepare": lambda trainer: trainer.add_callback(Evaluation(trainer))}
+    options = EVALUATED | {"prepare": lambda trainer: trainer.add_callback(Evaluation(trainer)), **JOINED_HOOKS}
     plain, patched = pair("SFT", path_of["qwen3"], tmp_path, **options)
     assert patched.calls == 2
     # Of the first step's evaluations, between its micro-batches and behind it.
@@ -118,12 +138,60 @@ def test_tokens_are_counted_with_the_last_micro_batch(path_of, tmp_path):
     trl_runs.assert_same_run(patched, plain)
 
 
+def switch_adapters(trainer):
+    """Behind each micro-batch, where nobody is expected."""
+    trainer.model.add_adapter("other", LORA)
+
+    def switch(inputs):
+        trainer.model.set_adapter("default" if trainer.accelerator.sync_gradients else "other")
+        return 0
+
+    trainer.floating_point_ops = switch
+
+
+def test_a_model_that_changes_unseen_is_a_warning_and_runs_apart(path_of, tmp_path, caplog):
+    options = {"prepare": switch_adapters, "peft_config": LORA, "log_level": "passive"}
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, **options)
+    assert (plain.calls, patched.calls) == (4, 1 + 2)
+    assert trl_runs.weight_distance(patched, plain) > 1e-4  # of the first optimizer step
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the model changed between the micro-batches of an optimizer step: 1 micro-batches ran with" in warning
+
+
+class Stop(transformers.TrainerCallback):
+    """Of the first training run, between the micro-batches of its second optimizer step."""
+
+    def __init__(self) -> None:
+        self.left = 2
+
+    def on_substep_end(self, args, state, control, **options):
+        self.left -= 1
+        control.should_training_stop = self.left == 0
+
+
+@pytest.mark.parametrize("joined_hooks", [True, False])
+def test_a_run_that_stops_within_an_optimizer_step_and_another_one(joined_hooks, path_of, tmp_path):
+    def train_twice(patch):
+        with patched_trl(joined_hooks=joined_hooks) if patch else nullcontext():
+            trainer = trl_runs.build("SFT", path_of["qwen3"], tmp_path, **OPTIONS)
+            trainer.add_callback(Stop())
+            return trl_runs.run(trainer), trl_runs.run(trainer)
+
+    runs, patched_runs = train_twice(False), train_twice(True)
+    if joined_hooks:  # the loss of a micro-batch comes with the last one of its step
+        assert patched_runs[0].log.pop("train_loss") < runs[0].log.pop("train_loss")
+    for plain, patched in zip(runs, patched_runs, strict=True):
+        trl_runs.assert_same_run(patched, plain)
+    assert [run.calls for run in runs] == [3, 4]
+    assert [run.calls for run in patched_runs] == ([2, 2] if joined_hooks else [3, 4])
+
+
 def one_is_nan(trainer):
     """The third of six micro-batches has a loss without a number."""
-    prepare, numbers = type(trainer)._prepare_inputs, iter(range(6))
+    collate, numbers = trainer.data_collator, iter(range(6))
 
-    def mark(inputs):
-        inputs = prepare(trainer, inputs)
+    def mark(examples):
+        inputs = collate(examples)
         if next(numbers) == 2:
             inputs["input_ids"][0, 0] = 39
         return inputs
@@ -133,7 +201,7 @@ def one_is_nan(trainer):
         output.log_probs = torch.where(marked, float("nan"), output.log_probs)
         return output
 
-    trainer._prepare_inputs = mark
+    trainer.data_collator = mark
     trainer.model.register_forward_hook(set_nan, with_kwargs=True)
 
 
@@ -186,7 +254,7 @@ INTERRUPTIONS = {
         lambda trainer: fail_at(trainer.callback_handler, "on_substep_end", 1, KeyboardInterrupt),
         KeyboardInterrupt,
     ),
-    "inputs": (lambda trainer: fail_at(trainer, "_prepare_inputs", 2), Error),
+    "inputs": (lambda trainer: fail_at(trainer, "_prepare_context_parallel_inputs", 2), Error),
     "forward": (fail_in_forward, Error),
     "loss": (lambda trainer: fail_at(trainer.accelerator, "gather_for_metrics", 4), Error),
     "backward": (lambda trainer: fail_at(trainer.accelerator, "backward", 1), Error),
@@ -225,6 +293,32 @@ def test_nothing_is_left_of_an_interrupted_step(interrupt, again, plain_sft, pat
     trl_runs.assert_same_run(patched, plain_sft)
 
 
+# --- another package's training_step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the patch", "after the patch"])
+def test_a_wrapper_of_the_training_step_runs_each_micro_batch(is_first, plain_sft, path_of, tmp_path, monkeypatch):
+    """Also when the patch is taken back, and put there again."""
+    seen = []
+
+    def wrap():
+        function = transformers.Trainer.training_step
+        wrapper = lambda self, *args, **options: (seen.append(self), function(self, *args, **options))[1]  # noqa: E731
+        monkeypatch.setattr(transformers.Trainer, "training_step", wrapper)
+
+    if is_first:
+        wrap()
+    for patch in (True, False, True):
+        seen.clear()
+        with patched_trl() if patch else nullcontext():
+            if not is_first and transformers.Trainer.training_step is optimizer_step.training_step:
+                wrap()
+            run = trl_runs.run(trl_runs.build("SFT", path_of["qwen3"], tmp_path, **OPTIONS))
+        assert (len(seen), run.calls) == (4, 4)
+        assert run.log["loss"] == pytest.approx(plain_sft.log["loss"], rel=1e-5)
+        assert trl_runs.weight_distance(run, plain_sft) <= 1e-6
+
+
 # --- two trainers -----------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +338,7 @@ def interleaved_runs(path_of, tmp_path_factory):
 
     def run_both(patch):
         directory = tmp_path_factory.mktemp("interleaved")
-        with patched_trl() if patch else nullcontext():
+        with patched_trl(joined_hooks=True) if patch else nullcontext():
             outer, inner = (trl_runs.build(kind, path_of["qwen3"], directory, **OPTIONS) for kind in ("DPO", "KTO"))
             inner.ref_model = outer.ref_model
             gradient_state = outer.accelerator.gradient_state

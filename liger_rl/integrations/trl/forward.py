@@ -33,7 +33,7 @@ from liger_rl.models.project import (
     read_transform,
 )
 from liger_rl.models.router import compute_router_losses, find_router_loss, has_router_loss
-from liger_rl.step.facts import ACTIVATED_LORA, Facts, fit_facts, read_facts
+from liger_rl.step.facts import ACTIVATED_LORA, PROMPT_LEARNING, Facts, fit_facts, read_facts
 from liger_rl.step.layout import AS_IT_IS
 from liger_rl.step.memory import run_with_kept_layers, without_idle_checkpoints
 from liger_rl.step.ranks import Agreement, agree, find_rank_groups
@@ -61,6 +61,7 @@ class CallRecord:
     has_graph: bool
     padded_tokens: int  # that TRL's forwards run
     body_tokens: int  # that the model's body ran, padding included
+    micro_batches: int  # that ran together in each forward
     text: str  # how it ran, a clause
     reason: Reason | None  # why the batch ran as it is, or why no prefix was shared
 
@@ -89,11 +90,16 @@ class ModelCall:
         self.records: list[CallRecord] = []
         self.live_tokens = 0  # that ran with a graph, of several micro-batches
 
-    def record(self, ids: Tensor | None, body_tokens: int, text: str, reason: Reason | None) -> None:
+    def record(
+        self, ids: Tensor | None, body_tokens: int, text: str, reason: Reason | None, *, together: bool = True
+    ) -> None:
+        """`together`: whether the call's micro-batches ran in one forward."""
         padded = 0 if ids is None else self._count_padded_tokens(ids)
-        has_graph = torch.is_grad_enabled()
+        number = max(len(self.shapes), 1) if together else 1
         if self.role is not None:
-            self.records.append(CallRecord(self.role, has_graph, padded, body_tokens, text, reason))
+            self.records.append(
+                CallRecord(self.role, torch.is_grad_enabled(), padded, body_tokens, number, text, reason)
+            )
 
     def _count_padded_tokens(self, ids: Tensor) -> int:
         """How many tokens the forwards of TRL have, in place of which the call has `ids`, (B, T) or (B, T, H)."""
@@ -183,7 +189,7 @@ def _run_as_trl(
     if ids is None or len(call.list_sizes(len(ids))) <= 1:
         call.record(ids, 0 if ids is None else ids.numel(), AS_TRL, reason)
         return run_model(*args, **kwargs)
-    call.record(ids, sum(rows * columns for rows, columns in call.shapes), AS_TRL, reason)
+    call.record(ids, sum(rows * columns for rows, columns in call.shapes), AS_TRL, reason, together=False)
     outputs, row, width = [], 0, ids.shape[1]
     for rows, columns in call.shapes:
         place = slice(row, row + rows), slice(columns)
@@ -223,6 +229,8 @@ def log_once(model: Any, call: ModelCall, text: str) -> None:
 def find_unreadable(facts: Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
     """Why the arguments of a call cannot be read as a batch of text."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
+    if facts.obstacle is PROMPT_LEARNING:
+        return facts.obstacle
     if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
         return Reason("the call has no input_ids or no labels by name")
     if ids.dim() != 2 or ids.shape != labels.shape:
@@ -348,7 +356,7 @@ def _run_as_it_is(
     body_tokens = sum(rows * columns for rows, columns in parts)
     if not parts and ids is not None:
         body_tokens = ids.shape[:2].numel()
-    call.record(ids, body_tokens, text, reason)
+    call.record(ids, body_tokens, text, reason, together=not parts)
     if call.shapes and torch.is_grad_enabled():
         call.live_tokens += body_tokens
     row, width, outputs = 0, targets.shape[1], []

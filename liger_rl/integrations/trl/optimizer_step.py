@@ -10,12 +10,22 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.trl.between import (
+    METHODS,
+    Fingerprint,
+    StateReader,
+    find_own_code,
+    is_of,
+    is_trl_trainer,
+    list_own_methods,
+)
 from liger_rl.integrations.trl.even_ranks import can_exchange, can_share_prompts
 from liger_rl.integrations.trl.forward import (
     CALL,
@@ -30,18 +40,19 @@ from liger_rl.integrations.trl.forward import (
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
 from liger_rl.models.unknown_layers import list_unknown_layers
-from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, Facts, read_facts, read_static_positions
+from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, PROMPT_LEARNING, Facts, read_facts, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.ranks import UNLIMITED, Agreement, agree
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
 from liger_rl.step.trial import find_known_row_reader
 
-TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
+FUSED_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
 BUILT_BEFORE = Reason("the trainer was built before patch_trl()", "call patch_trl() before the trainer is built")
+MOVED = Reason("the model changed between the micro-batches of an optimizer step")
+UNMEASURED_SIZE = 6  # micro-batches of a window where nothing tells how much memory is free
+UNMEASURED = Reason("nothing tells how much memory is free here", "set max_tokens")
 ANOTHER_RANK = Reason("another rank has a reason against one forward for all micro-batches")
-# Methods with a trainer's calls of the model.
-METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "_compute_kl_logps")
 
 
 class _Waits(BaseException):
@@ -52,9 +63,10 @@ class _Waits(BaseException):
 class Measurements:
     """What a trainer's windows have measured."""
 
-    size: float = 0  # micro-batches of a window; 0: not known yet
+    size: int = 0  # micro-batches of a window; 0: not known yet
     largest: int = 0  # tokens of the largest micro-batch so far
     token_bytes: float = 0.0  # memory of the first window for each of its tokens
+    has_moved: bool = False  # whether a model has changed between the micro-batches of a window
 
 
 def get_measurements(trainer: Any) -> Measurements:
@@ -72,12 +84,15 @@ class OptimizerStep:
         self.window: Window | None = None
         self.idle_rows: Tensor | None = None  # (B,) bool, of the calls of the `_compute_loss` that runs
         self.shapes: Sequence[tuple[int, int]] = ()  # of the micro-batches whose scores one call computes
-        self.own_methods = list_own_methods(trainer)
+        self.own_methods = list_own_methods(trainer)  # with a loss or calls of the model
         self._facts: dict[tuple[int, bool], Facts] = {}
         self._wrapped: dict[int, nn.Module | None] = {}
         self._models = [m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
         self._finished: Window | None = None  # which has run in this training step
         self._live_tokens = 0  # of the first call of that window with a graph
+        self._state = StateReader(trainer.model)
+        self._first_state: Fingerprint | None = None  # when the window's first micro-batch came
+        self._warnings: list[str] = []
         self.limit: int | None = None  # how many tokens a window may have; None: any number
         self.refusal: Reason | None = None  # why each micro-batch has a forward of its own
         if get_settings().whole_step and trainer.args.gradient_accumulation_steps > 1:
@@ -105,7 +120,7 @@ class OptimizerStep:
         if find_wrapped(trainer.model) is None:  # on all ranks
             return
         self.limit = None if self.refusal is not None else _find_limit(trainer, self.model, measured)
-        size = UNLIMITED
+        size = UNMEASURED_SIZE if self.refusal is None else UNLIMITED
         if self.limit is not None:
             size = max(1, self.limit // measured.largest) if measured.largest else 1
         groups: list[Any] = [torch.distributed.group.WORLD] if trainer.accelerator.num_processes > 1 else []
@@ -113,7 +128,7 @@ class OptimizerStep:
         agreed = agree(groups, wanted, trainer.args.device)
         if agreed.refuses and self.refusal is None:
             self.refusal = ANOTHER_RANK
-        if self.limit is not None or agreed.window != UNLIMITED:
+        if agreed.window != UNLIMITED:
             measured.size = agreed.window
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
@@ -121,7 +136,7 @@ class OptimizerStep:
     def run_micro_batch(self, run_training_step: Callable[[], Any]) -> Any:
         """transformers' `training_step` of a micro-batch, which may wait for the next ones."""
         trainer = self.trainer
-        with caught_calls([] if is_compiled(trainer, self.model) else self._models, self._call):
+        with self.catching_calls():
             if not get_settings().whole_step or trainer.args.gradient_accumulation_steps == 1 or self.refusal:
                 return run_training_step()
             trainer.compute_loss = functools.partial(self._compute_loss, trainer.compute_loss)
@@ -136,9 +151,16 @@ class OptimizerStep:
 
     def _compute_loss(self, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of the micro-batches so far, or `_Waits`."""
-        trainer = self.trainer
+        trainer, state = self.trainer, self._state.read()
         if self.window is None:
             self.window = Window(compute_loss, trainer.accelerator.gradient_state, self._run_joined)
+            self._first_state = state
+        elif state != self._first_state:
+            self._first_state, get_measurements(trainer).has_moved = state, True
+            self._warnings.append(
+                f"{MOVED}: {self.window.added} micro-batches ran with a later state of the model than in TRL; from the "
+                "next optimizer step on each has a forward of its own"
+            )
         window, size = self.window, get_size(trainer)
         loss = window.add(model, *args, **kwargs)
         if not trainer.accelerator.sync_gradients and window.added < size:
@@ -158,6 +180,22 @@ class OptimizerStep:
         self._finished, measured.largest = window, max(measured.largest, *window.tokens)
         return total if loss is None else total + loss
 
+    def list_warnings(self) -> list[str]:
+        """What has changed the training, when the step has ended."""
+        waiting = 0 if self.window is None else len(self.window.micro_batches)
+        lost = f"{waiting} micro-batches have not run, because the training step of the last one did not call its loss"
+        return [*self._warnings, *([lost] if waiting else [])]
+
+    def run_waiting(self) -> None:
+        """The losses and metrics of the micro-batches that wait, without gradients. Nothing follows in their step."""
+        if self.window is None or not self.window.micro_batches:
+            return
+        try:
+            with torch.no_grad(), self.catching_calls(), self.trainer.compute_loss_context_manager():
+                self.window.sum_losses()
+        finally:
+            self.window = None
+
     def _shares_prompts(self, call: dict[str, Any]) -> bool:
         wrapped = self.find_wrapped(self.model)
         assert wrapped is not None
@@ -165,8 +203,15 @@ class OptimizerStep:
 
     # --- calls of models ----------------------------------------------------------------------------------------------
 
+    def catching_calls(self) -> AbstractContextManager[None]:
+        """In this context the trainer's calls of its models are this step's. They may be caught already."""
+        is_caught = is_compiled(self.trainer, self.model) or "_call_impl" in vars(self.model)
+        return caught_calls([] if is_caught else self._models, self._call)
+
     def _call(self, model: nn.Module, run_model: RunModel, inputs: dict[str, Any]) -> Any:
         """The output of a call of one of the trainer's models in a training step."""
+        if not self.trainer.model.training:  # an evaluation
+            return run_model(**inputs)
         run = functools.partial(self._run, model, run_model)
         if self.window is not None and self.window.is_running:
             return self.window.call(run, inputs, self.idle_rows)
@@ -203,7 +248,9 @@ class OptimizerStep:
         """The facts of a model, which are asked once for each of its modes."""
         key = id(model), model.training
         if key not in self._facts:
-            self._facts[key] = read_facts(model)
+            # A wrapper may put tokens of its own before each sequence.
+            wrapper = next((outer for outer in self._models if self.find_wrapped(outer) is model), None)
+            self._facts[key] = read_facts(model, wrapper, joined_hooks=get_settings().joined_hooks)
         return self._facts[key]
 
     @contextmanager
@@ -234,15 +281,28 @@ def _runs_as_reference(model: nn.Module) -> bool:
     return layer is not None and (layer.disable_adapters or layer.active_adapters == ["ref"])
 
 
+def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`transformers.Trainer.training_step`, of TRL's trainers as a part of an `OptimizerStep`."""
+    run = functools.partial(PATCH.original, self, *args, **kwargs)
+    if not (PATCH.patched and is_trl_trainer(self)):
+        return run()
+    return OptimizerStep.of(self, args[0] if args else kwargs["model"]).run_micro_batch(run)
+
+
+# Another package may have wrapped it.
+PATCH = Patch("transformers.trainer:Trainer.training_step", training_step, None)
+
+
 # --- the size of a window ---------------------------------------------------------------------------------------------
 
 
-def get_size(trainer: Any) -> float:
+def get_size(trainer: Any) -> int:
     """How many micro-batches the trainer's windows have at most."""
-    measured = get_measurements(trainer)
+    measured, settings = get_measurements(trainer), get_settings()
     if not measured.size:
-        # Where there is a limit, the first windows have one micro-batch, to measure what it takes.
-        measured.size = 1 if get_settings().max_tokens is not None or trainer.args.device.type == "cuda" else math.inf
+        # Where there is a limit of tokens, the first windows have one micro-batch, to measure what it takes.
+        has_limit = settings.max_tokens is not None or trainer.args.device.type == "cuda"
+        measured.size = 1 if has_limit else UNMEASURED_SIZE
     return measured.size
 
 
@@ -262,26 +322,6 @@ def _find_limit(trainer: Any, model: nn.Module, measured: Measurements) -> int |
 # --- reasons against a window -----------------------------------------------------------------------------------------
 
 
-def is_trl_trainer(trainer: Any) -> bool:
-    """Whether the trainer is TRL's, or of a subclass."""
-    return any(kind.__module__.startswith("trl.trainer.") for kind in type(trainer).__mro__)
-
-
-def list_own_methods(trainer: Any) -> list[str]:
-    """The names of the methods with a loss or calls of the model that a subclass or the trainer itself defines."""
-    own = [method for method in METHODS if method in vars(trainer) and method != "compute_loss"]  # the window's
-    kind: Any = type(trainer)
-    return own + _list_methods_of_others(kind)
-
-
-@functools.cache
-def _list_methods_of_others(kind: Any) -> list[str]:
-    """The names of `METHODS` that neither TRL nor transformers defines for a class of trainers."""
-    owners = {method: next((base for base in kind.__mro__ if method in vars(base)), object) for method in METHODS}
-    packages = ("trl.trainer.", "transformers.", "builtins")
-    return [method for method, owner in owners.items() if not owner.__module__.startswith(packages)]
-
-
 def is_compiled(trainer: Any, model: nn.Module) -> bool:
     """Whether torch.compile compiles the model that the trainer calls."""
     return trainer.args.torch_compile or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
@@ -291,15 +331,24 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     """Why each micro-batch has a forward of its own; None if they have one together."""
     wrapped = find_wrapped(trainer.model)
     if wrapped is None:
-        if any(kind.__module__ in TRAINERS for kind in type(trainer).__mro__):
+        if any(kind.__module__ in FUSED_TRAINERS for kind in type(trainer).__mro__):
             return BUILT_BEFORE
         return Reason(f"{type(trainer).__name__} does not call TRL's fused head")
     known = find_known_refusal(wrapped)
     if known is not None:
         return known
-    own = list_own_methods(trainer) or [method for method in ("compute_loss",) if method in vars(trainer)]
-    if own:  # what it does before a call would be done several times
+    own = list_own_methods(trainer, METHODS)
+    if own:  # what it does before a call would be done several times, what it does behind it not in between
         return Reason(f"{type(trainer).__name__} has a {own[0]} of its own")
+    if PATCH.patched and not is_of(PATCH.original):
+        return Reason("another package has a training_step in front of transformers'")
+    between = find_own_code(trainer)
+    if between is not None:
+        return between
+    if get_measurements(trainer).has_moved:
+        return MOVED
+    if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
+        return PROMPT_LEARNING
     if callable(getattr(trainer, "compute_loss_func", None)):  # GRPO and RLOO have a text there
         return Reason("compute_loss_func takes logits", "leave compute_loss_func out")
     if getattr(trainer, "label_smoother", None) is not None:
@@ -322,6 +371,5 @@ def find_trained_row_reader(trainer: Any) -> Reason | None:
     model = find_wrapped(trainer.model)
     assert model is not None
     modules = list(model.modules())
-    return find_row_reader(model, modules, in_training=True) or find_known_row_reader(
-        model, list_unknown_layers(modules)
-    )
+    reason = find_row_reader(model, modules, in_training=True, joined_hooks=get_settings().joined_hooks)
+    return reason or find_known_row_reader(model, list_unknown_layers(modules))

@@ -1,8 +1,8 @@
 """TRL's trainers on this package's head, by one call: docs/trl.md.
 
 The patch replaces the models' fused forward (`forward`); the trainers' training step, for one forward of its
-micro-batches (`optimizer_step`, `window`) and for what the user sees (`report`); two methods of GRPO and RLOO
-(`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); and the loss of DistillationTrainer
+micro-batches (`optimizer_step`, `window`); their `train`, for what the user sees (`report`); two methods of GRPO and
+RLOO (`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); and the loss of DistillationTrainer
 (`distillation`).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from liger_rl.head.checks import check_flag, check_optional_count
 from liger_rl.integrations import peft
 from liger_rl.integrations.patching import Framework, Patch
-from liger_rl.integrations.trl import distillation, report, scored_sequences
+from liger_rl.integrations.trl import distillation, optimizer_step, report, scored_sequences
 from liger_rl.integrations.trl.forward import WRAPPED_MODELS, FusedHead, wrap_forward
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.step.attention import restore_attention
@@ -48,6 +48,7 @@ TRL = Framework(
     _head_patch,
     *distillation.PATCHES,
     *scored_sequences.PATCHES,
+    optimizer_step.PATCH,
     report.PATCH,
     *peft.PATCHES,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient",
@@ -58,6 +59,7 @@ def patch_trl(
     *,
     whole_step: bool = True,
     even_ranks: bool = True,
+    joined_hooks: bool = False,
     max_tokens: int | None = None,
     memory: float = DEFAULT_SHARE,
 ) -> None:
@@ -70,6 +72,9 @@ def patch_trl(
             only: no padding, the tokens with which sequences begin alike once, and sequences without a gradient without
             a graph. False leaves the trainer's steps as they are, and replaces the head alone.
         even_ranks: whether ranks of DDP, ZeRO-1 and 2 exchange micro-batches, so that all have about as much to run.
+        joined_hooks: whether hooks of yours on layers and parameters, and the `on_substep_end` of your callbacks, may see
+            what runs in place of TRL's micro-batches: one row with the tokens of all of them, no padding, one gradient.
+            For hooks that only read. False keeps what they see as it is.
         max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
             as the longest so far, and runs in parts if they turn out longer. None: on a GPU as free memory allows,
             elsewhere any number.
@@ -84,9 +89,12 @@ def patch_trl(
     """
     check_flag("whole_step", whole_step)
     check_flag("even_ranks", even_ranks)
+    check_flag("joined_hooks", joined_hooks)
     check_optional_count("max_tokens", max_tokens)
     check_memory(memory)
-    settings = Settings(whole_step=whole_step, even_ranks=even_ranks, max_tokens=max_tokens, memory=memory)
+    settings = Settings(
+        whole_step=whole_step, even_ranks=even_ranks, joined_hooks=joined_hooks, max_tokens=max_tokens, memory=memory
+    )
     TRL.patch()
     set_settings(settings)
 

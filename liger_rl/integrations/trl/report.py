@@ -4,28 +4,29 @@
 An `OptimizerStep` records the calls of its models. The values and the line are of this process.
 """
 
-import functools
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.trl.between import is_trl_trainer, list_own_methods
 from liger_rl.integrations.trl.forward import AS_TRL, CallRecord, find_unreadable, find_wrapped
 from liger_rl.integrations.trl.optimizer_step import (
-    TRAINERS,
+    FUSED_TRAINERS,
+    UNMEASURED,
     OptimizerStep,
     find_refusal,
+    find_step,
     find_trained_row_reader,
     get_size,
     is_compiled,
-    is_trl_trainer,
-    list_own_methods,
 )
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.step.facts import COMPILED, fit_facts, read_facts
@@ -39,7 +40,7 @@ logger = logging.getLogger("liger_rl.trl")
 
 @dataclass
 class _Report:
-    """The calls of a trainer's models."""
+    """The calls of a trainer's models in one training run."""
 
     # By role, of the last optimizer step that has such calls.
     last_calls: dict[str, list[CallRecord]] = field(default_factory=dict)
@@ -47,38 +48,68 @@ class _Report:
     steps: int = 0
     body_tokens: int = 0
     padded_tokens: int = 0
-    run: Any = None  # TRL's state of the training run
-    run_steps: int = 0  # optimizer steps of this run
-    is_announced: bool = False  # whether this run's line has been logged
+    run_steps: int = 0  # optimizer steps
+    is_announced: bool = False  # whether the run's line has been logged
 
 
 def _get_report(trainer: Any) -> _Report:
-    return vars(trainer).setdefault("_liger_rl_report", _Report())
+    return vars(trainer).get("_liger_rl_report") or _Report()
 
 
-def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """`transformers.Trainer.training_step` as a part of an `OptimizerStep`."""
-    run = functools.partial(PATCH.original, self, model, inputs, num_items_in_batch)
-    if not is_trl_trainer(self):
-        return run()
-    report, step = _get_report(self), OptimizerStep.of(self, model)
-    if report.run is not self.state:
-        report.run, report.run_steps, report.is_announced = self.state, 0, False
-    loss = step.run_micro_batch(run)
-    if self.accelerator.sync_gradients:
+class Reporter(TrainerCallback):
+    """Reports each optimizer step of a training run when it ends, before TRL logs it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._caught = trainer, ExitStack()
+        vars(trainer)["_liger_rl_report"] = _Report()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        step = OptimizerStep.of(self._trainer, self._trainer.model_wrapped)
+        if "training_step" in list_own_methods(self._trainer, ("training_step",)):  # which may not call the patched one
+            self._caught.close()
+            self._caught.enter_context(step.catching_calls())
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._caught.close()
+        trainer, report, step = self._trainer, _get_report(self._trainer), find_step(self._trainer)
+        if step is None:
+            return
         step.close()
         report.last_calls |= {call.role: [c for c in step.calls if c.role == call.role] for call in step.calls}
         report.run_steps += 1
-        _log_tokens(self, report, step.calls)
+        _log_tokens(trainer, report, step.calls)
+        for text in step.list_warnings():
+            _log(trainer, logging.WARNING, f"{type(trainer).__name__}: {text}")
         # On a GPU the first step measures memory, so the second one says more.
-        is_last = self.state.global_step + 1 >= self.state.max_steps
-        if not report.is_announced and (report.run_steps > 1 or is_last or self.args.device.type != "cuda"):
+        is_last = trainer.state.global_step >= trainer.state.max_steps
+        if not report.is_announced and (report.run_steps > 1 or is_last or trainer.args.device.type != "cuda"):
             report.is_announced = True
             _announce(step)
-    return loss
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step = find_step(self._trainer)
+        if control.should_training_stop and step is not None:
+            step.run_waiting()
+
+    def close(self) -> None:
+        self._caught.close()
 
 
-PATCH = Patch("transformers.trainer:Trainer.training_step", training_step)
+def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`transformers.Trainer.train`, of TRL's trainers with a report."""
+    if not (PATCH.patched and is_trl_trainer(self)):
+        return PATCH.original(self, *args, **kwargs)
+    reporter = Reporter(self)
+    self.add_callback(reporter)
+    try:
+        return PATCH.original(self, *args, **kwargs)
+    finally:
+        self.remove_callback(reporter)
+        reporter.close()
+
+
+# Another package may have wrapped it.
+PATCH = Patch("transformers.trainer:Trainer.train", train, None)
 
 
 def _log_tokens(trainer: Any, report: _Report, calls: list[CallRecord]) -> None:
@@ -111,7 +142,11 @@ def _announce(step: OptimizerStep) -> None:
     name, reasons = type(trainer).__name__, _find_reasons(step)
     if calls:
         text, reason = _describe_calls(calls)
-        _log(trainer, logging.INFO, f"{name}: {text}{'' if reason is None else f': {reason}'}")
+        clauses = [text if reason is None else f"{text}: {reason}"]
+        number = trainer.current_gradient_accumulation_steps
+        if _count_together(calls) < number:
+            clauses.append(_describe_window(trainer, number, calls, step.refusal))
+        _log(trainer, logging.INFO, f"{name}: {'; '.join(clauses)}")
     elif not any(reason.fix for reason in reasons):
         gain = AS_TRL if _find_obstacle(trainer, step.model) is None else _name_gain(trainer)
         _log(trainer, logging.INFO, f"{name}: {gain}{''.join(f': {reason}' for reason in reasons[:1])}")
@@ -125,7 +160,7 @@ def _name_gain(trainer: Any) -> str:
     modules = {kind.__module__ for kind in type(trainer).__mro__}
     if "trl.trainer.distillation_trainer" in modules:
         return "the loss alone"
-    return "the head alone" if modules.intersection(TRAINERS) else AS_TRL
+    return "the head alone" if modules.intersection(FUSED_TRAINERS) else AS_TRL
 
 
 def _describe_calls(calls: list[CallRecord]) -> tuple[str, Reason | None]:
@@ -133,6 +168,23 @@ def _describe_calls(calls: list[CallRecord]) -> tuple[str, Reason | None]:
     padded, body = _sum_tokens(calls)
     call = ([call for call in calls if call.has_graph] or calls)[-1]
     return f"{body:,} of {padded:,} tokens run; {call.text}", call.reason
+
+
+def _count_together(calls: list[CallRecord]) -> int:
+    """The most micro-batches that one forward with a graph had."""
+    return max((call.micro_batches for call in calls if call.has_graph), default=1)
+
+
+def _describe_window(trainer: Any, number: int, calls: list[CallRecord], reason: Reason | None) -> str:
+    """How the micro-batches of an optimizer step ran, or will run if there are no calls yet."""
+    together = min(_count_together(calls) if calls else get_size(trainer), number)
+    if reason is not None or together == 1 < get_size(trainer):
+        return f"a forward for each of its {number} micro-batches{_describe_reason(reason)}"
+    if together == number:
+        return f"its {number} micro-batches in one forward"
+    is_unmeasured = get_settings().max_tokens is None and trainer.args.device.type != "cuda"
+    bound = _describe_reason(UNMEASURED if is_unmeasured else None)
+    return f"{together} of its {number} micro-batches in one forward{bound}"
 
 
 def _find_reasons(step: OptimizerStep) -> list[Reason]:
@@ -200,8 +252,8 @@ def explain_trl(trainer: Any) -> str:
     obstacle = _find_obstacle(trainer, model)
     if obstacle is not None:
         return f"{name}: {_name_gain(trainer)}{_describe_reason(obstacle)}"
-    lines = [f"optimizer step: {_explain_window(trainer, model)}"]
     report, own = _get_report(trainer), list_own_methods(trainer)
+    lines = [f"optimizer step: {_explain_window(trainer, model, report.last_calls.get('policy', []))}"]
     for role, calls in sorted(report.last_calls.items()):
         text, reason = _describe_calls(calls)
         lines.append(f"{role}: {text}{_describe_reason(reason)}")
@@ -223,16 +275,15 @@ def _describe_reason(reason: Reason | None) -> str:
     return "" if reason is None else f": {reason}{fix}"
 
 
-def _explain_window(trainer: Any, model: nn.Module) -> str:
-    number = trainer.args.gradient_accumulation_steps
-    reason, size = find_refusal(trainer, model), get_size(trainer)
+def _explain_window(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> str:
+    number, reason = trainer.args.gradient_accumulation_steps, find_refusal(trainer, model)
     if number == 1:
         return f"one micro-batch{_describe_reason(reason if reason is not None and reason.fix else None)}"
-    if reason is not None:
-        return f"a forward for each of its {number} micro-batches{_describe_reason(reason)}"
-    if size < number and not trainer.state.global_step and get_settings().max_tokens is None:
+    if not (calls or reason) and get_size(trainer) < number and get_settings().max_tokens is None:
         return f"as many of its {number} micro-batches in one forward as fit into memory"
-    return f"{'' if size >= number else f'{size} of '}its {number} micro-batches in one forward"
+    if calls and _count_together(calls) == 1:
+        reason = reason or calls[-1].reason
+    return _describe_window(trainer, number, calls, reason)
 
 
 def _predict(model: nn.Module, reason: Reason | None) -> str:
@@ -244,7 +295,9 @@ def _predict(model: nn.Module, reason: Reason | None) -> str:
     training = {module: module.training for module in wrapped.modules()}
     try:
         wrapped.train()  # with dropout
-        facts = fit_facts(read_facts(wrapped), {"attention_mask": torch.ones_like(ids)}, ids)
+        facts = fit_facts(
+            read_facts(wrapped, joined_hooks=get_settings().joined_hooks), {"attention_mask": torch.ones_like(ids)}, ids
+        )
         reason = find_unreadable(facts, (), {"input_ids": ids, "labels": ids}) or facts.obstacle or reason
     finally:
         for module, mode in training.items():

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.trl.between import list_own_methods
 from liger_rl.integrations.trl.forward import CALL, ModelCall, caught_calls, find_wrapped
 from liger_rl.integrations.trl.optimizer_step import (
     find_step,
     find_trained_row_reader,
     get_size,
     is_compiled,
-    list_own_methods,
 )
 from liger_rl.integrations.trl.settings import get_settings
 
@@ -71,7 +71,7 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
         # The loss has a graph, and a forward of its own.
         if batch_size is None or torch.is_grad_enabled() or not _may_join(self, model, options):
             return run(batch_size)
-        shape, joined = (batch_size, input_ids.shape[1]), int(min(batch_size * get_size(self), len(input_ids)))
+        shape, joined = (batch_size, input_ids.shape[1]), min(batch_size * get_size(self), len(input_ids))
         shapes = (shape,) * -(-joined // batch_size)
         with _called_with(self, model, shapes):
             return run(joined)

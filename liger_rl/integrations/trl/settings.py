@@ -12,6 +12,7 @@ class Settings:
     whole_step: bool = True  # False: batches as they come, through the fused head
     even_ranks: bool = True  # micro-batches change ranks
     max_tokens: int | None = None  # about how many tokens one forward may have; None: as free memory allows
+    joined_hooks: bool = False  # whether hooks of the user's may see joined micro-batches
     memory: float = DEFAULT_SHARE  # the share of a GPU's free memory that activations may take
 
 

@@ -1,0 +1,104 @@
+"""What a user's code does between the micro-batches of an optimizer step.
+
+TRL runs each micro-batch forward and backward before the next one. A window runs all of them behind the last one. Code
+that acts in between, or that sees the gradient of each micro-batch, keeps them apart (`find_own_code`). What changes a
+model in between without such code is seen by its `Fingerprint`.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.step.reason import Reason
+
+# Methods with a trainer's loss or its calls of the model, and others that run for each micro-batch.
+LOSS_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "_compute_kl_logps")
+METHODS = (*LOSS_METHODS, "training_step", "_prepare_inputs", "_prepare_input", "compute_loss_context_manager")
+TRAINERS = ("trl.trainer", "trl.extras", "transformers", "accelerate", "torch", "contextlib", "liger_rl")
+# Who wraps models has hooks on parameters that follow TRL's gradients. Hooks of PEFT's layers are linear.
+WRAPPERS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate", "peft")
+CALLBACKS = ("transformers", "trl", "liger_rl")
+JOINED_HOOKS = "patch_trl(joined_hooks=True), if it may see joined micro-batches"
+
+
+def is_trl_trainer(trainer: Any) -> bool:
+    """Whether the trainer is TRL's, or of a subclass."""
+    return any(kind.__module__.startswith("trl.trainer.") for kind in type(trainer).__mro__)
+
+
+def list_own_methods(trainer: Any, names: Iterable[str] = LOSS_METHODS) -> list[str]:
+    """Those of the methods that anybody but TRL and transformers defines."""
+    return [name for name, function in list_functions(trainer, names) if not is_of(function)]
+
+
+def list_functions(owner: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Attributes of an object and of its classes by their names. A method may call that of the next class."""
+    places = (vars(owner), *map(vars, type(owner).__mro__))
+    return [(name, values[name]) for name in names for values in places if name in values]
+
+
+def is_of(function: Any, packages: tuple[str, ...] = TRAINERS) -> bool:
+    """Whether a function, and what it decorates, is of one of the packages."""
+    while function is not None:
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        # The __module__ of a decorator's function is that of the function that it decorates.
+        origin = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if not f"{origin}.".startswith(tuple(f"{name}." for name in packages)):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def find_own_code(trainer: Any) -> Reason | None:
+    """A callback, a hook or a backward of the user's that acts between micro-batches."""
+    parameters = StateReader(trainer.model).parameters
+    if list_own_methods(trainer.accelerator, ("backward",)):
+        return Reason("the accelerator has a backward of its own")
+    if [p for p in parameters if "_in_backward_optimizers" in vars(p)]:
+        return Reason("an optimizer steps in the backward")
+    if get_settings().joined_hooks:
+        return None
+    callbacks = trainer.callback_handler.callbacks
+    functions = {f: callback for callback in callbacks for _, f in list_functions(callback, ("on_substep_end",))}
+    for function, callback in functions.items():
+        if not is_of(function, CALLBACKS):
+            return Reason(f"{type(callback).__name__} has an on_substep_end", JOINED_HOOKS)
+    hooked = [p for p in parameters if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks)]
+    for p in hooked:
+        hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
+        if not all(is_of(hook, WRAPPERS) for hook in hooks):
+            return Reason("a hook sees the gradient of each micro-batch", JOINED_HOOKS)
+    return None
+
+
+class Fingerprint(NamedTuple):
+    """The state of a model that the micro-batches of one window must have in common."""
+
+    versions: list[int]  # of parameters and buffers, how often each was written to
+    trained: list[bool]
+    adapters: list[Any]  # which are active, of each layer of PEFT
+
+
+class StateReader:
+    """Reads the fingerprint of a model whose modules stay the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: list[Any] = [model]
+        for module in modules:  # `model.modules()` takes ten times as long
+            modules += {} if module is None else module._modules.values()
+        modules = [module for module in modules if module is not None]
+        self.parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+        self._tuners: list[Any] = [module for module in modules if hasattr(type(module), "_active_adapter")]
+
+    def read(self) -> Fingerprint:
+        return Fingerprint(
+            [tensor._version for tensors in (self.parameters, self._buffers) for tensor in tensors],
+            [parameter.requires_grad for parameter in self.parameters],
+            [(str(layer._active_adapter), layer._disable_adapters) for layer in self._tuners],
+        )
