@@ -107,7 +107,10 @@ def swap_lm_head(model: Model) -> Model:
             reproduce. The model's class and what differs are named, and the model is left as it was.
     """
     swapped: Any = unwrap_peft(model)
-    check_type("model", swapped, PreTrainedModel, "a transformers PreTrainedModel")
+    if not isinstance(swapped, PreTrainedModel):
+        wraps_one = isinstance(model, nn.Module) and any(isinstance(m, PreTrainedModel) for m in model.modules())
+        fix = "swap the model inside of it" if wraps_one else "give its hidden states to linear_logprobs or a loss"
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}; {fix}")
     with _swap_lock:
         if not is_swapped(model):
             _swap(swapped)

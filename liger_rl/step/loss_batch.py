@@ -24,6 +24,8 @@ def get_swapped_model(model: Any) -> Any:
     """The model with a swapped head inside `model`. The first call swaps the head."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a causal LM of transformers, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise TypeError("model must not be in a DataParallel, which splits a step's rows; use DistributedDataParallel")
     swapped = find_swapped(model)
     return find_swapped(swap_lm_head(model)) if swapped is None else swapped
 

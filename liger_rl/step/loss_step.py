@@ -203,6 +203,11 @@ class LossSteps(Iterator[LossStep]):
             pairs=aligned is not None and aligned.pairs,
         )  # fmt: skip
 
+    def __getattr__(self, name: str) -> Any:
+        if name in (*LossStep._fields, "backward"):
+            raise AttributeError(f"LossSteps has no {name}; iterate over its steps, or read total after the last")
+        raise AttributeError(f"LossSteps has no {name}")
+
     def __len__(self) -> int:
         return self._plan.live
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from head_calls import Products
 from hf_models import assert_same_gradients, build, gradients, transformers
-from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_head
+from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head
 from liger_rl.losses import GlobalTokenMean, SamplerCorrection, Segments, TokenLoss
 from liger_rl.models.swap import is_swapped
 from liger_rl.step.loss_step import LossStep
@@ -239,9 +239,39 @@ def test_an_objective_has_one_loss_for_each_token(shape):
         loss_step(gemma(), make_batch(), loss)
 
 
-def test_a_wrapper_needs_a_swapped_model():
-    with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got _Wrapper"):
-        loss_step(_Wrapper(gemma()), make_batch(), FusedLinearGRPOLoss("grpo"))
+NOT_SWAPPED = "must be a transformers PreTrainedModel, got {}; {}"
+INSIDE = "swap the model inside of it"
+WRAPPERS = [
+    (_Wrapper, NOT_SWAPPED.format("_Wrapper", INSIDE)),
+    (torch.compile, NOT_SWAPPED.format("OptimizedModule", INSIDE)),
+    (
+        lambda model: nn.Linear(2, 2),
+        NOT_SWAPPED.format("Linear", "give its hidden states to linear_logprobs"),
+    ),
+    (nn.DataParallel, "model must not be in a DataParallel, .*; use DistributedDataParallel"),
+    (lambda model: nn.DataParallel(swap_lm_head(model)), "model must not be in a DataParallel"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "message"), WRAPPERS)
+def test_a_wrapper_needs_a_swapped_model(wrap, message):
+    for call in (loss_step, loss_steps, completion_logps):
+        with pytest.raises(TypeError, match=message):
+            call(wrap(small_llama()), make_batch(), FusedLinearGRPOLoss("grpo"))
+
+
+@pytest.mark.parametrize("wrap", [_Wrapper, torch.compile, nn.DataParallel])
+def test_the_swap_is_of_the_model_inside_of_a_wrapper(wrap):
+    with pytest.raises(TypeError, match=INSIDE):
+        swap_lm_head(wrap(small_llama()))
+
+
+def test_micro_batches_say_where_their_loss_is():
+    steps = loss_steps(small_llama(), make_batch(), FusedLinearGRPOLoss("grpo"))
+    for name in ("loss", "metrics", "per_token_logps", "backward"):
+        with pytest.raises(AttributeError, match=f"LossSteps has no {name}; iterate over its steps, or read total"):
+            getattr(steps, name)
+    assert not hasattr(steps, "losses")
 
 
 def test_the_models_softcap_and_an_input_that_it_takes():
