@@ -8,12 +8,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from liger_rl.kernels.argument_checks import check_number
+from liger_rl.kernels.public_call import NamedOptions
 
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # positive normal numbers of float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitTransform:
+class LogitTransform(NamedOptions):
     """z = softcap * tanh(scale * x / softcap) / temperature; without a softcap, z = scale * x / temperature.
 
     Args:

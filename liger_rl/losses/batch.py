@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.argument_checks import check_type
+from liger_rl.kernels.public_call import NamedOptions
 from liger_rl.losses.options import read_number
 from liger_rl.losses.segments import Segments, segment_sum
 
@@ -111,7 +112,7 @@ class AlignedBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyBatch:
+class PolicyBatch(NamedOptions):
     """The columns of a batch: one entry per token, (B, T), or packed (N,).
 
     Columns are dense tensors, and get no gradient. Log-probabilities are in nats.

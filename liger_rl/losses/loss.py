@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.public_call import outside_of_graphs
+from liger_rl.kernels.public_call import public
 from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_column, check_mask_values
 from liger_rl.losses.corrections import Correction, SamplerCorrection
 from liger_rl.losses.levels import LEVELS, POLICY_METRICS, MetricsLevel
@@ -301,7 +301,7 @@ class PreparedLoss(NamedTuple):
         return PolicyLoss(loss, metrics)
 
 
-@outside_of_graphs
+@public
 def ppo_loss_fn(
     per_token_logps: Tensor,
     batch: PolicyBatch,

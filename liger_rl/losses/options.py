@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from liger_rl.hints import REDUCTIONS
 from liger_rl.kernels.argument_checks import check_choice, check_type
+from liger_rl.kernels.public_call import NamedOptions
 
 
-class Options:
+class Options(NamedOptions):
     """Base of dataclasses whose fields are checked by the rule in their annotation.
 
         epsilon_low: Annotated[float, "[0, inf)"] = 0.2

@@ -211,6 +211,12 @@ def test_options_are_refused_before_anything_is_patched(options):
     assert get_settings().max_tokens == 64
 
 
+def test_a_trainer_is_no_option():
+    with pytest.raises(TypeError, match=r"takes options by name alone, got a str .*call it before they are built"):
+        patch_trl("trainer")
+    assert vars(trl_utils)[NAME] is THEIRS
+
+
 def test_nothing_is_left():
     def list_patched():
         methods = [vars(kind)[name] for kind in (GRPOTrainer, RLOOTrainer) for name in METHODS]

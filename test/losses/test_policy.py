@@ -1,12 +1,16 @@
 """ppo_loss_fn: columns of any shape, layouts, parts of one's own, bad input. Its values are the fuzzer's."""
 
+import ast
+import functools
+import importlib.util
 import inspect
 import math
 import random
 import re
 import traceback
 import warnings
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from typing import Annotated, get_args, get_origin
 
 import pytest
@@ -18,17 +22,25 @@ from liger_rl import (
     FusedLinearCrossEntropyLoss,
     FusedLinearGRPOLoss,
     FusedLinearPreferenceLoss,
+    FusedLinearUnpairedLoss,
     linear_divergence,
     linear_logprobs,
+    loss_steps,
+    patch_trl,
     ppo_loss_fn,
     topk_divergence,
 )
 from liger_rl.fused_linear import grpo_loss_from_logits
 from liger_rl.head import LogitTransform, logits_logprobs
 from liger_rl.head.head_options import HeadOptions
-from liger_rl.hints import NAMES, REDUCTIONS
+from liger_rl.hints import BOTH_BOUNDS, EXPLANATIONS, NAMES, REDUCTIONS, hint
 from liger_rl.losses import (
+    CISPO,
+    CPO,
+    DPO,
+    ORPO,
     PRESETS,
+    SAPO,
     VESPO,
     EntropyBonus,
     GlobalTokenMean,
@@ -412,13 +424,20 @@ HINTS = {
     "clip_ratio": ({}, r" \(did you mean epsilon_low and epsilon_high\?\)"),
     "epsilon": ({}, r" \(did you mean epsilon_low and epsilon_high\?\)"),
     "eps": ({}, r" \(did you mean epsilon_low and epsilon_high\?\)"),
-    "kl_coef": ({}, r" \(did you mean beta\?\)"),
+    "kl_coef": ({}, ": beta and kl_estimator of a policy loss are of a KL in the loss; a KL in the rewards goes into"),
+    "kl_loss_coef": ({}, ": it is beta of a policy loss"),
+    "kl_loss_type": ({}, r" \(did you mean kl_estimator\?\)"),
     "ignore_index": ({}, ": a token with a negative id does not count"),
     "loss_agg_mode": ({}, r" \(did you mean reduction\?\)"),
     "label_smoothing": ({}, "; label_smoothing is an option of FusedLinearPreferenceLoss, FusedLinearCrossEntropyLoss"),
     "max_new_tokens": ({}, r"\. It has "),  # no hint is better than the name of something else
-    "epsilon_low": ({"loss_type": "cispo"}, ': there is no lower bound here; epsilon_low is an option of "grpo", '),
-    "clip_ratio_low": ({"loss_type": "cispo"}, '; epsilon_low is an option of "grpo", '),
+    "epsilon_low": ({"loss_type": "cispo"}, ': ratio_min is 1 - epsilon_low; epsilon_low is an option of "grpo", '),
+    "clip_ratio_low": (
+        {"loss_type": "cispo"},
+        ": ratio_min is 1 - clip_ratio_low; epsilon_low is an option",
+    ),
+    "clip_ratio_high": ({"loss_type": "cispo"}, r": epsilon_high is 1 \+ clip_ratio_high"),
+    "alpha": ({}, r"\. It has "),
     "world_size": ({"loss_type": "grpo"}, r"; world_size is an option of GlobalTokenMean"),
 }
 
@@ -434,7 +453,8 @@ def test_names_of_other_losses_are_explained():
     for name, message in {
         "GRPO": r' \(did you mean "grpo"\?\)',
         "gspo-token": r' \(did you mean "gspo_token"\?\)',
-        "ppo": ': "grpo", "bnpo", "dapo", "dr_grpo" clip as PPO does',
+        "ppo": ': "grpo", "bnpo", "dapo", "dr_grpo" of FusedLinearGRPOLoss clip as PPO does',
+        "gpo": "$",  # gspo is another loss
         "dpo": ": FusedLinearPreferenceLoss has it",
         "kto": ": FusedLinearUnpairedLoss has it",
         "nll": ": FusedLinearCrossEntropyLoss has it",
@@ -450,10 +470,103 @@ def test_names_of_other_losses_are_explained():
         FusedLinearGRPOLoss("dapo", reduction="mean")
 
 
+POLICY = functools.partial(
+    ppo_loss_fn, torch.zeros(2, 3), PolicyBatch(advantages=torch.zeros(2)), PPOClip(), TokenMean()
+)
+HEAD = functools.partial(linear_logprobs, torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2).long())
+BOUNDS = "did you mean epsilon_low and epsilon_high"
+# Call, foreign name, what the message has to say. It names nothing else but in its list of all options.
+CALLS = [
+    *((PPOClip, name, rf" \({BOUNDS}\?\)") for name in ("epsilon", "eps", "clip_ratio", "cliprange", "eps_clip")),
+    *((CISPO, name, f": ratio_min is 1 - {name}") for name in ("epsilon_low", "clip_ratio_low")),
+    (CISPO, "eps", r": ratio_min is 1 - eps and epsilon_high is 1 \+ eps"),
+    (SamplerCorrection, "clip_ratio", ""),
+    (SAPO, "temperature", ""),
+    *((cls, name, r" \(did you mean nll_coef\?\)") for cls in (CPO, DPO, ORPO) for name in ("cpo_alpha", "rpo_alpha")),
+    (CPO, "alpha", ": alphapo_alpha is AlphaPO's exponent, TRL's alpha; nll_coef weighs the NLL, liger-kernel's alpha"),
+    (DPO, "ld_alph", r" \(did you mean ld_alpha\?\)"),
+    (KLPenalty, "use_bias_correction_kl", r" \(did you mean importance_weighted\?\)"),
+    (PolicyBatch, "completion_mask", r" \(did you mean mask\?\)"),
+    (LogitTransform, "temprature", r" \(did you mean temperature\?\)"),
+    (POLICY, "beta", r"; write kl=KLPenalty\(beta=1\)"),
+    (POLICY, "use_bias_correction_kl", r"; write kl=KLPenalty\(importance_weighted=1\)"),
+    (POLICY, "response_mask", r"; write batch=PolicyBatch\(mask=1\)"),
+    (POLICY, "clip_ratio", r"; write objective=PPOClip\(epsilon_low=..., epsilon_high=...\)"),
+    (POLICY, "vllm_importance_sampling_mode", r" \(did you mean sampler_correction\?\)"),
+    (POLICY, "loss_agg_mode", r" \(did you mean reduction\?\)"),
+    *((HEAD, name, "") for name in ("alpha", "eps", "clip_ratio", "cpo_alpha", "loss_agg_mode")),
+    (patch_trl, "mem", r" \(did you mean memory\?\)"),
+    (patch_trl, "max_token", r" \(did you mean max_tokens\?\)"),
+    (patch_trl, "beta", ""),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "message"), CALLS)
+def test_each_call_explains_a_name_of_another_library(call, name, message):
+    with pytest.raises(TypeError, match=rf"got an unexpected argument '{name}'{message}(\. Its arguments are |$)"):
+        call(**{name: 1})
+
+
+def test_an_option_of_a_class_of_your_own():
+    class Own(PPOClip):
+        def __init__(self, factor):
+            super().__init__(epsilon_low=factor)
+
+    assert Own(factor=0.3).epsilon_low == 0.3
+    assert replace(PPOClip(), delta=4.0).delta == 4.0
+
+
+# Names in verl and OpenRLHF. Those of TRL and liger-kernel are read from their sources.
+OTHERS_NAMES = """
+clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor entropy_coeff kl_coef
+use_kl_loss kl_loss_coef kl_loss_type kl_penalty policy_loss tis_imp_ratio_cap rollout_is rollout_rs grad_clip
+ppo_mini_batch_size ppo_epochs use_kl_in_reward target_kl norm_adv_by_std_in_grpo adv_estimator gamma lam
+lambd eps_clip eps_clip_low_high init_kl_coef kl_target kl_horizon kl_estimator value_clip dual_clip
+entropy_loss_coef ptx_coef reward_clip_range use_kl_estimator_k3 micro_train_batch_size label_smoothing_factor
+temperature_pos alpha entropy
+"""
+
+
+def foreign_names():
+    names = set(OTHERS_NAMES.split())
+    for package, pattern in (("trl", "**/*_config.py"), ("liger_kernel", "chunked_loss/*.py")):
+        spec = importlib.util.find_spec(package)
+        for path in [] if spec is None else Path(spec.submodule_search_locations[0]).glob(pattern):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    names.add(node.target.id)
+                elif isinstance(node, ast.arg):
+                    names.add(node.arg)
+    return names
+
+
+def test_no_name_of_another_library_gets_a_hint_with_another_meaning():
+    """Its hint is in the tables, or has the same words in another number or spelling."""
+    known = [[field.name for field in options] for options in FIELDS.values()]
+    known += [list(declared(cls)) for cls in (PolicyBatch, LogitTransform, SamplerCorrection, OffPolicySequenceMask)]
+    losses = (FusedLinearGRPOLoss, FusedLinearPreferenceLoss, FusedLinearUnpairedLoss, FusedLinearCrossEntropyLoss)
+    calls = [f for loss in losses for f in (loss, loss.forward)]
+    calls += [ppo_loss_fn, linear_logprobs, linear_divergence, topk_divergence, loss_steps, patch_trl]
+    known += [list(inspect.signature(call).parameters) for call in calls]
+    known += [[name for names in known for name in names]]
+    same = {
+        "target": "targets",
+        "nll_target": "nll_targets",
+        "loss_type": "loss_types",
+        "entropy_coeff": "entropy_coef",
+    }
+    names = foreign_names()
+    found = {(name, hint(name, names_here)) for name in names for names_here in known if name not in names_here}
+    guessed = {(name, text) for name, text in found if text and name not in {*NAMES, *EXPLANATIONS, *BOTH_BOUNDS}}
+    assert guessed <= {(name, f" (did you mean {meant}?)") for name, meant in same.items()}
+    assert len(names) > 60
+
+
 def test_every_name_that_a_hint_gives_exists():
     """Each is an option, an argument or a column of some loss."""
     losses = (FusedLinearGRPOLoss, FusedLinearPreferenceLoss, FusedLinearCrossEntropyLoss)
-    known = {name for loss in losses for f in (loss, loss.forward) for name in inspect.signature(f).parameters}
+    calls = [f for loss in losses for f in (loss, loss.forward)]
+    known = {name for f in (*calls, patch_trl) for name in inspect.signature(f).parameters}
     known |= {field.name for classes in FIELDS.values() for field in classes}
     assert {name for names in NAMES.values() for name in names} <= known
     assert not NAMES.keys() & known

@@ -17,6 +17,7 @@ from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.integrations.trl import distillation, optimizer_step, report, scored_sequences
 from liger_rl.integrations.trl.forward import WRAPPED_MODELS, FusedHead, wrap_forward
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
+from liger_rl.kernels.public_call import public
 from liger_rl.step.attention import restore_attention
 from liger_rl.step.memory import DEFAULT_SHARE, check_memory
 
@@ -55,6 +56,7 @@ TRL = Framework(
 )
 
 
+@public
 def patch_trl(
     *,
     whole_step: bool = True,
