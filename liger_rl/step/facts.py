@@ -6,6 +6,7 @@ What neither says is found by trials (`trial`).
 
 import inspect
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +73,7 @@ class Facts:
     positions: int  # number of positions that the model has, up to which its rotary embedding is fixed; 0 if unknown
     longest_row: float  # for which the rotary embedding does not depend on the row's length
     router_is_known: bool  # the model's router loss, if it has one, can be computed of other rows
+    vocab: float = math.inf  # number of ids that the model embeds; inf if unknown, as beside ids of images
     # Of a batch, by `fit_facts`.
     drops_left_padding: bool = False  # rows may lose padding on the left: the model takes positions or has none
     has_router_loss: bool = False  # the model returns a router loss, a mean over all tokens of the batch
@@ -121,6 +123,7 @@ def read_facts(model: Any, wrapper: nn.Module | None = None, *, joined_hooks: bo
         positions=int(min(getattr(config, "max_position_embeddings", None) or 0, longest_row)),
         longest_row=longest_row,
         router_is_known=find_router_loss(model) is not None,
+        vocab=getattr(model.get_input_embeddings(), "num_embeddings", math.inf) if config is model.config else math.inf,
     )
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from liger_rl.fused_linear.loss_module import FusedLinearLoss
 from liger_rl.head.checks import check_dense, check_integers, check_shape
 from liger_rl.hints import hint
 from liger_rl.kernels.argument_checks import check_type
-from liger_rl.losses.batch import AlignedBatch
+from liger_rl.losses.batch import AlignedBatch, check_column
 from liger_rl.models.project import read_transform
 from liger_rl.models.swap import FUSED_OPTIONS, PLAIN_ARGUMENTS, find_swapped, swap_lm_head
 from liger_rl.step.facts import iterate_wrappers
@@ -102,9 +103,11 @@ def read_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     for name in ("input_ids", "mask"):
         check_type(name, batch.get(name), Tensor, "a tensor in the batch")
     ids, mask = batch["input_ids"], batch["mask"]
-    check_integers("input_ids", ids)
+    if check_dense("input_ids", ids).dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"input_ids must be integers, int32 or int64, got {ids.dtype}")
     if ids.dim() != 2 or not ids.numel():
         raise ValueError(f"input_ids must be (B, T) with at least one token, got {tuple(ids.shape)}")
+    check_column("mask", mask)
     if mask.shape != ids.shape or mask.device != ids.device:
         raise ValueError(
             f"mask must be (B, T) = {tuple(ids.shape)} on {ids.device} from input_ids, "
@@ -122,11 +125,14 @@ def _check_mask_values(name: str, mask: Tensor) -> None:
 
 
 def check_inputs(inputs: Mapping[str, Any], ids: Tensor) -> None:
-    """Raises ValueError for a mask or positions of other tokens. Other numbers of dimensions are the model's own."""
+    """TypeError or ValueError for a mask or positions of other tokens. Other dimensions or masks are the model's."""
     shapes: dict[str, list[tuple]] = {"attention_mask": [ids.shape], "position_ids": [ids.shape, (1, ids.shape[1])]}
     for name, allowed in shapes.items():
         column = inputs.get(name)
-        if isinstance(column, Tensor) and column.dim() <= 2 and column.shape not in allowed:
+        if column is None or (name == "attention_mask" and isinstance(column, (Mapping, BlockMask))):
+            continue
+        (check_integers if name == "position_ids" else check_dense)(name, column)
+        if column.dim() <= 2 and column.shape not in allowed:
             raise ValueError(f"{name} must be (B, T) = {tuple(ids.shape)} from input_ids, got {tuple(column.shape)}")
 
 

@@ -1,5 +1,6 @@
 """What the host knows of the sequences of a padded batch, from one copy to the host."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,12 @@ from torch import Tensor
 from liger_rl.models.project import TYPE_INPUTS
 from liger_rl.step.facts import Facts
 from liger_rl.step.reason import Reason
+
+WRONG = (  # what `_count_wrong` counts
+    "input_ids must be token ids in [0, {vocab}), got {count} others",
+    "mask (and nll_mask) must be 0 where attention_mask is 0, got 1 at {count} tokens of padding",
+    "attention_mask must be left out of packed rows, got one although position_ids begin anew at {count} tokens",
+)
 
 
 class TokenBatch(NamedTuple):
@@ -54,11 +61,13 @@ def read_sequences(
     weights: Tensor | None = None,  # (B, T) or (B, 1), factors of the gradient; None: every row may have a gradient
     labels: Tensor | None = None,  # (B, T); a batch stays as it is if they are not its ids where the mask is set
 ) -> Sequences:
-    """The span of each row without its padding, and all token ids. One copy to the host, none with an obstacle."""
+    """The span of each row without its padding, and all ids. One copy to the host; none with an obstacle and labels."""
     ids, mask, inputs = batch
     device, width = ids.device, ids.shape[1]
     obstacle = facts.obstacle or (None if ids.numel() else Reason("it has no token"))
     if obstacle is not None:
+        if labels is None:  # an id beyond the vocabulary of a model of images may stand for an image
+            _raise_wrong(_count_wrong(batch, facts, torch.full_like(mask, facts.vocab < math.inf)), facts)
         return Sequences([], torch.empty(ids.shape, dtype=torch.int64, device="meta"), device.type, obstacle)
     column = torch.arange(width, device=device)
     attention, positions = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -84,18 +93,35 @@ def read_sequences(
     differs = torch.zeros_like(counts) if labels is None else (mask & (labels != ids)).any(1)
     types = [inputs[name].to(device) for name in TYPE_INPUTS if inputs.get(name) is not None]
     images = (torch.stack(types) != 0).any(2).any(0) if types else torch.zeros_like(counts)
-    negative = ((ids < 0) & inside).any(1)
-    table = torch.stack(
-        [number.long() for number in (images, differs, negative, start, stop, first, counts, lives, runs)], 1
-    )
-    host = torch.cat([table, ids.long()], 1).cpu()
-    has_images, differ, are_negative, *numbers = host[:, : table.shape[1]].T.tolist()
-    if any(are_negative):
-        raise ValueError(f"input_ids must be token ids, got a negative one in row {are_negative.index(1)}")
+    table = torch.stack([number.long() for number in (images, differs, start, stop, first, counts, lives, runs)], 1)
+    parts = [_count_wrong(batch, facts, inside), table, ids.long()]
+    wrong, table, host_ids = torch.cat(parts, 1).cpu().split([part.shape[1] for part in parts], 1)
+    _raise_wrong(wrong if labels is None else wrong[:, :1], facts)
+    has_images, differ, *numbers = table.T.tolist()
     spans = [
         SequenceSpan(start, stop, stop - start, bool(counts), bool(lives), bool(runs), first)
         for start, stop, first, counts, lives, runs in zip(*numbers, strict=True)
     ]
     obstacle = Reason("its labels are not its input_ids") if any(differ) else None
     obstacle = Reason("it has tokens of an image") if any(has_images) else obstacle
-    return Sequences(spans, host[:, table.shape[1] :], device.type, obstacle)
+    return Sequences(spans, host_ids, device.type, obstacle)
+
+
+def _count_wrong(batch: TokenBatch, facts: Facts, inside: Tensor) -> Tensor:
+    """(B, 3) tokens of each row that are `WRONG`. Ids are looked at `inside`."""
+    ids, mask, inputs = batch
+    attention, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    attended, restarts = torch.ones_like(mask), torch.zeros_like(mask)
+    # Without an attention mask, transformers tells packed sequences apart by their positions.
+    if attention is not None and getattr(attention, "shape", None) == ids.shape:
+        attended = attention.to(ids.device) != 0
+        if positions is not None and positions.dim() == 2:
+            restarts = (positions[:, 1:] < positions[:, :-1]).to(ids.device) & attended[:, 1:] & attended[:, :-1]
+    outside = ((ids < 0) | (ids >= facts.vocab)) & inside
+    return torch.stack([wrong.sum(1) for wrong in (outside, mask & ~attended, restarts)], 1)
+
+
+def _raise_wrong(counts: Tensor, facts: Facts) -> None:
+    for text, count in zip(WRONG, counts.sum(0).tolist(), strict=False):
+        if count:
+            raise ValueError(text.format(count=count, vocab=facts.vocab))

@@ -82,17 +82,39 @@ def test_columns_are_the_losss_own():
 
 
 ORPO = FusedLinearPreferenceLoss("orpo")
+BAD_COLUMNS = {
+    "a list": Tensor.tolist, "an array": Tensor.numpy, "sparse": Tensor.to_sparse, "meta": lambda x: x.to("meta"),
+}  # fmt: skip
 BAD_INPUT = {
     "mask of halves": (lambda batch: {"mask": batch["mask"] * 0.5}, {}, "mask must be 0 or 1 at each token; 63 of"),
     "mask of NaN": (lambda batch: {"mask": torch.where(batch["mask"], torch.nan, 0.0)}, {}, "mask must be 0 or 1"),
     "nll_mask": (lambda batch: {"nll_mask": batch["mask"] * 2}, {}, "nll_mask must be 0 or 1 at each token"),
     "attention_mask": (lambda batch: {"attention_mask": batch["mask"][:, 1:]}, {}, r"attention_mask must be \(B, T\)"),
     "position_ids": (lambda batch: {"position_ids": torch.arange(LENGTH)}, {}, r"position_ids must be \(B, T\) ="),
-    "bool ids": (lambda batch: {"input_ids": batch["input_ids"] > 5}, {}, "input_ids must be integers, got torch.bool"),
+    "bool ids": (lambda batch: {"input_ids": batch["input_ids"] > 5}, {}, "input_ids must be integers, int32 or"),
+    "narrow ids": (lambda batch: {"input_ids": batch["input_ids"].byte()}, {}, "input_ids must .*got torch.uint8"),
     "negative ids": (
         lambda batch: {"input_ids": batch["input_ids"].masked_fill(~batch["mask"], -100)}, {},
-        "input_ids must be token ids, got a negative one in row 0",
+        r"input_ids must be token ids in \[0, \d+\), got \d+ others",
     ),
+    "ids beyond the vocabulary": (
+        lambda batch: {"input_ids": batch["input_ids"].masked_fill(batch["mask"], VOCAB)}, {},
+        rf"input_ids must be token ids in \[0, {VOCAB}\), got 63 others",
+    ),
+    "padding that counts": (
+        lambda batch: {"attention_mask": 1 - batch["mask"].long()}, {},
+        "mask .and nll_mask. must be 0 where attention_mask is 0, got 1 at 63 tokens",
+    ),
+    "packed rows with a mask": (
+        lambda batch: {
+            "attention_mask": torch.ones_like(batch["input_ids"]), "position_ids": torch.arange(LENGTH)[None] % 5
+        },
+        {}, "attention_mask must be left out of packed rows, got one although position_ids begin anew at 24 tokens",
+    ),
+    **{
+        f"{name}, {kind}": (lambda batch, name=name, make=make: {name: make(batch["mask"].int())}, {}, f"^{name} must ")
+        for name in ("input_ids", "mask", "attention_mask", "position_ids") for kind, make in BAD_COLUMNS.items()
+    },
     "no row": (lambda batch: {name: x[:0] for name, x in batch.items()}, {}, r"one token, got \(0, 24\)"),
     "no column": (lambda batch: {"input_ids": batch["input_ids"][:, :0]}, {}, r"one token, got \(6, 0\)"),
     "max_tokens": (lambda batch: {}, {"max_tokens": 99}, "max_tokens must be given to loss_steps"),

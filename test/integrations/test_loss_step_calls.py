@@ -155,6 +155,13 @@ def test_a_packed_row_is_the_padded_batch():
     torch.testing.assert_close(step.per_token_logps[0], logps, rtol=1e-5, atol=1e-5)
     assert_same_metrics(step.metrics, expected.metrics)
     assert_same_gradients(gradients(model, step.loss), expected_gradients)
+    for changed, message in (
+        ({"attention_mask": torch.ones_like(row["input_ids"])}, "attention_mask must be left out of packed rows"),
+        ({"attention_mask": torch.zeros_like(row["input_ids"])}, "mask .* must be 0 where attention_mask is 0"),
+        ({"input_ids": row["input_ids"] + VOCAB}, r"input_ids must be token ids in \[0, "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            completion_logps(model, row | changed, loss)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
