@@ -10,7 +10,7 @@ from liger_rl.fused_linear.loss_module import FusedLinearLoss, build_terms
 from liger_rl.head.checks import check_constant, check_dense, check_shape
 from liger_rl.head.record import Head
 from liger_rl.kernels.public_call import public
-from liger_rl.losses.batch import PolicyBatch
+from liger_rl.losses.batch import PolicyBatch, check_column
 from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.loss import PolicyLoss
 from liger_rl.losses.objectives import Objective
@@ -65,7 +65,7 @@ class FusedLinearCrossEntropyLoss(FusedLinearLoss):
         weights = token_weights
         if weights is None:
             weights = torch.ones(ids.shape[:1], dtype=torch.float32, device=ids.device)
-        elif (weights := check_dense("token_weights", weights, ids, source)).shape != ids.shape:
+        elif check_column("token_weights", check_dense("token_weights", weights, ids, source)).shape != ids.shape:
             check_shape(
                 "token_weights", weights, ids.shape[:1], f"{tuple(ids.shape)} from {source}, or one for each row"
             )

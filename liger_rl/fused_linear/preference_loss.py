@@ -15,7 +15,7 @@ from liger_rl.head.record import Head
 from liger_rl.kernels.argument_checks import check_choice, check_type
 from liger_rl.kernels.public_call import public
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.losses.batch import PreferenceBatch
+from liger_rl.losses.batch import PreferenceBatch, check_column
 from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.objectives import Objective
@@ -64,7 +64,7 @@ class _Judged(FusedLinearLoss):
                 check_constant(f"reference.{name}", tensor)
             reference_head = Head.of(
                 reference.hidden, reference.weight, ids, self.options, mask=head.mask, bias=reference.bias,
-                vocab_parallel=head.vocab_parallel, targets_name=head.targets_name,
+                vocab_parallel=head.vocab_parallel, targets_name=f"with reference.weight, {head.targets_name}",
             )  # fmt: skip
             columns["ref_logps"] = ids.new_zeros(ids.shape, dtype=torch.float32)
             # A column that does not fit raises before the reference runs.
@@ -333,7 +333,7 @@ def _add_nll_targets(head: Head, nll_targets: Tensor) -> tuple[Head, Tensor]:
     if differing:
         raise ValueError(f"nll_targets must be the ids of targets where both count; {differing} of them are others")
     targets = torch.where(counted, ids, nll_targets.long())
-    return head._replace(targets=targets.flatten(), mask=counted), nll_mask
+    return head._replace(targets=targets.flatten(), mask=counted, targets_name="targets and nll_targets"), nll_mask
 
 
 def _read_shift(name: str, shift: Any, objective: Any, ids: Tensor, source: str) -> Tensor:
@@ -343,7 +343,7 @@ def _read_shift(name: str, shift: Any, objective: Any, ids: Tensor, source: str)
     elif check_dense(name, shift).device not in (ids.device, torch.device("cpu")):
         raise ValueError(f"{name} must be on {ids.device} from {source}, or on the CPU, got {shift.device}")
     else:
-        check_constant(name, shift)
+        check_constant(name, check_column(name, shift))
         if shift.device.type == "cpu":
             for value in {float(shift.min()), float(shift.max())} if shift.numel() else ():
                 check_interval(name, value, objective.shift_bounds)
@@ -364,12 +364,11 @@ def _per_token(ref_logps: Tensor | None, counted: Tensor, source: str, ld_alpha:
     """Sums (B,) -> (B, T): each sum stands at its sequence's first token that counts."""
     if ref_logps is None:
         return None
-    check_constant("ref_logps", check_dense("ref_logps", ref_logps, counted, source))
+    check_constant("ref_logps", check_column("ref_logps", check_dense("ref_logps", ref_logps, counted, source)))
     if ref_logps.shape == counted.shape:
         return ref_logps
     shapes = f"({counted.shape[0]},) or {tuple(counted.shape)}" if counted.dim() == 2 else str(tuple(counted.shape))
     check_shape("ref_logps", ref_logps, counted.shape[:1], f"{shapes} from {source}")
     if ld_alpha:  # sums are weighted already; beside an empty sequence the objective weights the first token, too
-        is_alone = ~counted.any(1).view(2, -1).all(0).repeat(2)
-        ref_logps = torch.where(is_alone, ref_logps / ld_alpha, ref_logps)
+        ref_logps = torch.where(counted.any(1).view(2, -1).all(0).repeat(2), ref_logps, ref_logps / ld_alpha)
     return torch.where(counted & (counted.cumsum(-1) == 1), ref_logps[:, None], 0.0)

@@ -65,6 +65,8 @@ def check_dense(name: str, tensor: Any, like: Tensor | None = None, source: str 
             )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
+    if like is None and tensor.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on the meta device")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
     return tensor
@@ -103,6 +105,7 @@ def check_floating(name: str, tensor: Tensor, like: Tensor | None = None, source
     if (
         type(tensor) not in PLAIN
         or tensor.layout != torch.strided
+        or tensor.is_meta
         or (like is not None and tensor.device != like.device)
     ):
         check_dense(name, tensor, like, source)

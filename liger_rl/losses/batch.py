@@ -17,6 +17,11 @@ MAX_LOG_RATIO = 40.0
 # The columns of a PolicyBatch, and those that only a PreferenceBatch has.
 COLUMNS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
 PREFERENCE_COLUMNS = ("shift", "nll_mask")
+# PyTorch promotes no other dtypes with these.
+NUMBERS = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+)  # fmt: skip
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -207,7 +212,7 @@ def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> N
 
 def _align_column(name: str, column: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
     # This is asked of every column of every call, so `check_column` runs only if it may have something to say.
-    if type(column) is not Tensor or column.layout != torch.strided or column.is_nested or column.is_complex():
+    if type(column) is not Tensor or column.layout != torch.strided or column.is_nested or column.dtype not in NUMBERS:
         check_column(name, column)
     if column.device != device:
         raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
@@ -222,11 +227,11 @@ def _align_column(name: str, column: Tensor, shape: torch.Size, device: torch.de
 
 
 def check_column(name: str, column: Any) -> Tensor:
-    """Returns the column. Raises TypeError unless it is a dense tensor of real numbers."""
+    """Returns the column. Raises TypeError unless it is a dense tensor of NUMBERS, or of a mask bool."""
     check_type(name, column, Tensor, "a real tensor")
     if column.layout != torch.strided or column.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested tensor or one of {column.layout}")
-    if column.is_complex():
+    if column.dtype not in NUMBERS and not (column.dtype == torch.bool and name.endswith("mask")):
         raise TypeError(f"{name} must be a real tensor, got a tensor of {column.dtype}")
     return column
 

@@ -348,9 +348,10 @@ def ppo_loss_fn(
         column = check_column(name, column)
         if not column.is_floating_point():
             raise TypeError(f"{name} must be a floating tensor, got {column.dtype}")
-        if column.shape != per_token_logps.shape:
+        if column.shape != per_token_logps.shape or column.device != per_token_logps.device:
             raise ValueError(
-                f"{name} must be {tuple(per_token_logps.shape)} as per_token_logps, got {tuple(column.shape)}"
+                f"{name} must be {tuple(per_token_logps.shape)} on {per_token_logps.device} as per_token_logps, "
+                f"got {tuple(column.shape)} on {column.device}"
             )
     if terms.needs_entropy and entropy is None:
         raise ValueError("entropy must be given for an entropy bonus, a TopEntropyMask or entropy metrics, got None")

@@ -21,9 +21,9 @@ class Segments:
 
     def __post_init__(self) -> None:
         index = self.index
-        is_vector = isinstance(index, Tensor) and index.dim() == 1
+        is_vector = isinstance(index, Tensor) and index.layout == torch.strided and index.dim() == 1
         if not is_vector or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-            raise TypeError("segments.index must be a tensor of integers, (N,)")
+            raise TypeError("segments.index must be a dense tensor of integers, (N,)")
         check_whole_number("segments.count", self.count, least=0)
         if self.all_reduce is not None:
             check_callable("segments.all_reduce", self.all_reduce)

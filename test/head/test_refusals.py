@@ -155,6 +155,7 @@ DIVERGENCE = [
     ({"teacher_bias": torch.zeros(7)}, ValueError, "teacher_bias must be"),
     ({"weight": torch.zeros(131, 24)}, ValueError, "^weight must be"),
     ({"mask": torch.zeros(7)}, ValueError, "mask must be"),
+    ({"teacher_hidden": torch.zeros(3, 7, 24, device="meta")}, ValueError, "teacher_hidden must have values"),
 ]
 OUTSIDE = ({"selected_token_ids": IDS + 129}, ValueError, "selected_token_ids must be token ids")
 LATE = [OUTSIDE, ({"mask": torch.full((3, 5), 0.5)}, ValueError, "mask must be 0 or 1")]
@@ -171,6 +172,9 @@ TOGETHER = [
     (FusedLinearGRPOLoss, {"temperature": torch.ones(3, 5)}, TypeError, "temperature must be a number, got Tensor"),
 ]  # fmt: skip
 
+META = [
+    (Support.from_padded, {"ids": torch.zeros(3, 2).long()}), (Support.from_logits, {"logits": torch.zeros(3, 9)}),
+]  # fmt: skip
 REQUIRED = [
     (linear_logprobs, LINEAR), (logits_logprobs, GIVEN), (grpo_loss_from_logits, POLICY),
     (topk_divergence, TOKENS | LISTS),
@@ -182,6 +186,9 @@ REFUSED = [
     *((function, given, {}, *rest) for function, given, *rest in TOGETHER),
     *((function, given, {name: wrong}, (TypeError, ValueError), rf"\b{name}\b")
       for function, given in REQUIRED for name in given for wrong in (None, [0]) if name != "beta"),
+    *((function, {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.items()}, {},
+       ValueError, rf"^{next(iter(given))} must have values, got a tensor on the meta device")
+      for function, given in (*REQUIRED, *META)),
     *((linear_logprobs, LINEAR, changed, error, rf"\b{name}\b") for name, error, changed in LOGPROBS),
     *((FusedLinearGRPOLoss("grpo"), HEAD | LOSS, *row) for row in LATE),
     *((FusedLinearGRPOLoss("grpo").reference_logps, HEAD, *row) for row in REFERENCE),

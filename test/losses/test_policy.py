@@ -176,6 +176,11 @@ def test_a_reduction_of_your_own():
         ("importance_ratio", ValueError, torch.zeros(6)),
         ("importance_ratio", ValueError, torch.zeros(1, 6)),
         *(
+            (name, TypeError, torch.ones(5, 6).to(dtype))
+            for name in ("advantages", *OTHERS)
+            for dtype in (torch.bool, torch.uint16, torch.float8_e4m3fn)
+        ),
+        *(
             (name, TypeError, torch.ones(5, 6).to_sparse(layout=layout))
             for name in ("mask", *OTHERS)
             for layout in (torch.sparse_coo, torch.sparse_csr)
@@ -248,6 +253,7 @@ def test_corrections_from_any_iterable_count(iterable):
         ("entropy", TypeError, torch.zeros(5, 6).to_sparse()),
         ("entropy", TypeError, torch.zeros(5, 6).long()),
         ("entropy", ValueError, torch.zeros(5, 5)),
+        ("entropy", ValueError, torch.zeros(5, 6, device="meta")),
     ],
 )
 def test_what_is_of_another_kind_is_named(name, error, value):

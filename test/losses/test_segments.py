@@ -82,7 +82,10 @@ ZEROS = torch.zeros(3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("name", "error", "make"),
     [
-        *(("index", TypeError, of(x)) for x in (ZEROS.double(), ZEROS[:, None], [0, 1], ZEROS.bool(), ZEROS.cfloat())),
+        *(
+            ("index", TypeError, of(x))
+            for x in (ZEROS.double(), ZEROS[:, None], [0, 1], ZEROS.bool(), ZEROS.cfloat(), ZEROS.to_sparse())
+        ),
         *(("count", ValueError, of(ZEROS, count=x)) for x in (-1, 1.0, True)),
         ("all_reduce", TypeError, of(ZEROS, all_reduce=1)),
     ],

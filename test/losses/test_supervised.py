@@ -142,10 +142,17 @@ COLUMNS = [
         ("0", TypeError, "kl must be a number, got str"),
         (-1.0, ValueError, r"kl must be in \[0, inf\), got -1"),
         (torch.tensor([0.0, 1.0, -0.5, math.nan]), ValueError, r"kl must be in \[0, inf\)"),
-        (torch.zeros((), device="meta"), ValueError, "kl must be on cpu from targets"),
+        (torch.zeros((), device="meta"), ValueError, "kl must have values, got a tensor on the meta device"),
         (torch.zeros((), requires_grad=True), ValueError, "kl must require no gradient"),
     )),
     (FusedLinearUnpairedLoss("bco"), {"labels": LABELS, "ref_logps": ZEROS, "delta": math.inf}, ValueError, "delta"),
+    (PAIRED, {"targets": -IDS - 1, "nll_targets": IDS[:2] + VOCAB}, ValueError,
+     "targets and nll_targets must be token ids"),
+    (DPO, {"reference": ReferenceHead(hidden=torch.zeros(BATCH, LENGTH, 3), weight=torch.zeros(VOCAB - 1, 3)),
+           "targets": torch.full_like(IDS, VOCAB - 1)}, ValueError, "with reference.weight, targets must be token ids"),
+    *((loss, given | {name: torch.ones(BATCH, dtype=dtype)}, TypeError, f"{name} must be a real tensor")
+      for loss, given, name in ((NLL, {}, "token_weights"), (DPO, {}, "ref_logps"), (SINGLE, JUDGED, "kl"))
+      for dtype in (torch.complex64, torch.uint16, torch.bool)),
     (SINGLE, JUDGED | {"labels": LABELS.to("meta")}, ValueError, "labels must be on cpu from targets, got meta"),
     (SINGLE, JUDGED | {"labels": LABELS.float()}, TypeError, "labels must be a bool tensor.*got torch.float32"),
 ]  # fmt: skip
