@@ -74,9 +74,9 @@ def patch_trl(
             only: no padding, the tokens with which sequences begin alike once, and sequences without a gradient without
             a graph. False leaves the trainer's steps as they are, and replaces the head alone.
         even_ranks: whether ranks of DDP, ZeRO-1 and 2 exchange micro-batches, so that all have about as much to run.
-        joined_hooks: whether hooks of yours on layers and parameters, and the `on_substep_end` of your callbacks, may see
-            what runs in place of TRL's micro-batches: one row with the tokens of all of them, no padding, one gradient.
-            For hooks that only read. False keeps what they see as it is.
+        joined_hooks: whether hooks of yours on layers and parameters, and callbacks with `on_substep_end`, may see what
+            runs in place of TRL's micro-batches: one row with the tokens of all of them, no padding, one gradient. For
+            hooks that only read. False keeps what they see as it is.
         max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
             as the longest so far, and runs in parts if they turn out longer. None: on a GPU as free memory allows,
             elsewhere any number.
