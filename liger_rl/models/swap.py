@@ -297,7 +297,8 @@ def _compare(model: Any, plain_forward: Callable[..., Any]) -> None:
             name = type(model).__name__
             raise ValueError(f"model must be a causal LM; a token of this {name} changes the hidden states before it")
         with keeping_values(unknown):
-            model._fused_shift = _shifts_labels(model, plain_forward, inputs)
+            shift = _shifts_labels(model, plain_forward, inputs)
+        model._fused_shift = shift
 
 
 def _shifts_labels(model: Any, plain_forward: Callable[..., Any], inputs: dict[str, Any]) -> bool:

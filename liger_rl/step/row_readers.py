@@ -6,15 +6,13 @@ the hooks of `wandb.watch` read parameters and shapes, and layers of quantized w
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from liger_rl.models.unknown_layers import copy_values, find_owner, get_places, is_known, keeping_values
+from liger_rl.models.unknown_layers import get_origin, is_known, is_own, list_own_code, list_variables
 from liger_rl.step.reason import Reason
 
 NEFTUNE = Reason("NEFTune's noise is scaled by a row's length and drawn for each token", "neftune_noise_alpha=None")
@@ -55,7 +53,7 @@ def find_row_reader(
     ]
     reasons += [LAYERDROP for module in trained if vars(module).get("layerdrop")]
     kinds: Any = dict.fromkeys(map(type, trained))
-    reasons += [_judge_kind(kind) for kind in kinds if kind is not type(model)]
+    reasons += [_judge_kind(kind, kind.forward) for kind in kinds if kind is not type(model)]
     reasons = [reason for reason in reasons if not (joined_hooks and reason is not None and reason.fix == HOOK_FIX)]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -78,8 +76,7 @@ def _judge_hook(hook: Callable, where: str) -> Reason | None:
     name = getattr(function, "__qualname__", type(function).__name__)
     if name == "neftune_post_forward_hook":
         return NEFTUNE
-    # The __module__ of a wrapper is that of the function that it wraps.
-    origin = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    origin = get_origin(function)
     if origin == "torch.nn.utils.spectral_norm":
         return Reason(f"spectral_norm of {where} takes statistics in each forward", "a model without it")
     if is_known(origin):
@@ -88,59 +85,13 @@ def _judge_hook(hook: Callable, where: str) -> Reason | None:
 
 
 @functools.cache
-def _judge_kind(kind: Any) -> Reason | None:
-    """Why a layer of this class reads rows in training."""
+def _judge_kind(kind: Any, forward: Any) -> Reason | None:
+    """Why a layer of this class with this forward reads rows in training."""
     if _KEEPING_KINDS.intersection(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__):
         return Reason(f"{kind.__name__} takes statistics of the batch in training", f"a model without {kind.__name__}")
-    owner = find_owner(kind)
-    name = None if is_known(owner.__module__) else _find_autograd_function(owner)
-    if name is None:
-        return None
-    return Reason(
-        f"{owner.__name__} calls {name}, an autograd function that may add a loss", "add the loss outside of the layer"
-    )
-
-
-def _find_autograd_function(kind: type[nn.Module]) -> str | None:
-    """The name of an autograd function of the layer's own package that its methods reach."""
-    package = kind.__module__.partition(".")[0]
-    pending = [inspect.unwrap(value) for value in vars(kind).values() if isinstance(value, FunctionType)]
-    seen = set(pending)
-    while pending:
-        names = inspect.getclosurevars(pending.pop())
-        for value in (*names.globals.values(), *names.nonlocals.values()):
-            if getattr(value, "__module__", "").partition(".")[0] != package:
-                continue
-            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                return value.__name__
-            if isinstance(value, FunctionType) and value not in seen:
-                seen.add(value)
-                pending.append(value)
+    code = list_own_code(kind, forward)
+    for x in list_variables(code).values() if code else ():
+        if isinstance(x, type) and issubclass(x, torch.autograd.Function) and is_own(x, code):
+            reason = f"{kind.__name__} calls {x.__name__}, an autograd function that may add a loss"
+            return Reason(reason, "add the loss outside of the layer")
     return None
-
-
-# --- layers that keep values ------------------------------------------------------------------------------------------
-
-
-def find_kept_values(layers: Sequence[nn.Module], run: Callable[[], Any]) -> Reason | None:
-    """The layer that keeps values of each call: running statistics, a loss as an attribute or in a list.
-
-    Runs twice, because a table may be built in the first call. All values are as before afterwards.
-    """
-    with keeping_values(layers):
-        run()
-        first = [copy_values(layer) for layer in layers]
-        run()
-        for layer, values in zip(layers, first, strict=True):
-            for name, (value, content) in values.items():
-                now = get_places(layer, name).get(name)
-                if now is not value or not _is_equal(now, content):
-                    reason = f"{type(layer).__name__} keeps values of the batch in training ({name})"
-                    return Reason(reason, f"a model without {type(layer).__name__}")
-        return None
-
-
-def _is_equal(value: Any, content: Any) -> bool:
-    if isinstance(value, Tensor):
-        return torch.equal(value.detach(), content)
-    return len(value) == len(content) and all(a is b for a, b in zip(value, content, strict=True))

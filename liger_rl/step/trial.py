@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.models.randomness import no_graph, without_randomness
+from liger_rl.models.unknown_layers import keeping_values, read_values
 from liger_rl.step.attention import BLOCK, make_masks
 from liger_rl.step.facts import Facts
 from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefix_tree
 from liger_rl.step.reason import Reason
-from liger_rl.step.row_readers import UNTRIED, find_kept_values
+from liger_rl.step.row_readers import UNTRIED
 
 TRIAL_TOKENS = 16  # of each row without a tree
 TREE_TOKENS = (20, 8)  # shared by two sequences, and of each alone
@@ -197,11 +198,22 @@ class _Comparison:
 
 
 def _try_rows(run: RunModel, facts: Facts) -> Reason | None:
-    """The layer that keeps values of two short rows."""
-    length = min(TRIAL_TOKENS, facts.positions or TRIAL_TOKENS)
-    ids = torch.arange(3, 3 + 2 * length, device=facts.device).view(2, length) % facts.config.vocab_size
+    """The layer that keeps values of a batch."""
+    layers, length = facts.unknown_layers, min(TRIAL_TOKENS, facts.positions or TRIAL_TOKENS)
+    ids = torch.arange(3, 3 + 4 * length, device=facts.device).view(2, 2, length) % facts.config.vocab_size
     counted = torch.arange(length, device=facts.device).expand(2, length) != 0
-    return find_kept_values(facts.unknown_layers, lambda: run({"input_ids": ids, "counted": counted}))
+    # A layer may keep a loss only with a graph. Ranks would wait for its backward.
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    with keeping_values(layers), torch.set_grad_enabled(not has_ranks):
+        run({"input_ids": ids[0], "counted": counted})  # may build a table
+        before = read_values(layers, {})
+        run({"input_ids": ids[1], "counted": counted})
+        after = read_values(layers, {})
+    for number, key in sorted(before.keys() | after.keys()):
+        if before.get((number, key)) != after.get((number, key)):
+            name = type(layers[number]).__name__
+            return Reason(f"{name} keeps values of the batch in training ({key})", f"a model without {name}")
+    return None
 
 
 def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, bool]:

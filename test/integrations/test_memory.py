@@ -148,14 +148,14 @@ class LayerRuns(dict):
             self._count_calls(layer.mlp, number)
 
     def _count_calls(self, module, number) -> None:
-        # A hook on a layer would keep the batch as it is.
+        # A hook on a layer, or a class of no known package, would keep the batch as it is.
         kind = type(module)
 
         def call(*args, **inputs):
             self[number] += 1
             return kind.__call__(*args, **inputs)
 
-        module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+        module.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
     def take(self) -> list[int]:
         runs = list(self.values())

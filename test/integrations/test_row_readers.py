@@ -1,7 +1,10 @@
 """What reads the rows of a batch in training keeps the batch as it is: noise, statistics, a loss inside of a layer."""
 
 import copy
-from types import MethodType
+import functools
+from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -248,6 +251,161 @@ def test_layers_that_keep_nothing_of_the_batch(monkeypatch):
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()  # a hook of transformers on the embeddings
     assert "trees of shared prefixes" in loss_step(model, batch_of(), LOSS).layout
+
+
+# --- what a trial finds -----------------------------------------------------------------------------------------------
+
+LOSSES: list = []
+CALLS, STATE = 0, {"aux": None}
+
+
+class Register:
+    losses: ClassVar[list] = []
+
+    @classmethod
+    def add(cls, loss):
+        cls.losses.append(loss)
+
+
+@dataclass
+class Statistics:
+    mean: float = 0.0
+
+
+def keep(function):
+    """A layer that does this with its output in training."""
+
+    class Keeper(Around):
+        losses: ClassVar[list] = []
+        count = 0
+
+        def __init__(self, layer) -> None:
+            super().__init__(layer)
+            self.state, self.stats, self.record = {"aux": None}, (0, 0), SimpleNamespace(mean=0)
+            self.statistics, self.frozen = Statistics(), nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def forward(self, *args):
+            values = self.layer(*args)
+            if self.training and torch.is_grad_enabled():
+                changed = function(self, values)
+                values = values if changed is None else changed
+            return values
+
+    return Keeper
+
+
+def count_calls(layer, values):
+    global CALLS
+    CALLS += 1
+
+
+def in_closure():
+    kept, count = [], 0
+
+    def keep_some(layer, values):
+        nonlocal count
+        count += 1
+        kept.append(values.mean())
+
+    return keep_some
+
+
+def put(place, name):
+    return lambda layer, values: setattr(place(layer), name, values.mean().item())
+
+
+KEEPERS = {
+    "a dict": lambda layer, values: layer.state.update(aux=values.mean()),
+    "a tuple": lambda layer, values: setattr(layer, "stats", (values.mean(), values.var())),
+    "a number": put(lambda layer: layer, "mean"),
+    "an object": put(lambda layer: layer.record, "mean"),
+    "a dataclass": put(lambda layer: layer.statistics, "mean"),
+    "the config": put(lambda layer: layer.layer.config, "aux"),
+    "another layer": put(lambda layer: layer.layer, "aux"),
+    "a default": lambda layer, values, kept=[]: kept.append(values.mean()),
+    "a method of another class": lambda layer, values: Register.add(values.mean()),
+    "a count": lambda layer, values: setattr(layer, "count", layer.count + 1),
+    "a parameter": lambda layer, values: layer.frozen.data.add_(1),
+    "a global": count_calls,
+    "a global list": lambda layer, values: LOSSES.append(values.mean()),
+    "a global dict": lambda layer, values: STATE.update(aux=values.mean()),
+    "a closure": in_closure(),
+    "a list of the class": lambda layer, values: type(layer).losses.append(values.mean()),
+    "a number of the class": lambda layer, values: setattr(type(layer), "count", type(layer).count + 1),
+}
+
+
+def replace_forward(model):
+    """As a library that patches a known class does."""
+    layer = model.model.layers[0].mlp
+    forward = type(layer).forward
+
+    @functools.wraps(forward)
+    def with_statistics(self, values):
+        output = forward(self, values)
+        self.last = output.mean()
+        return output
+
+    kind = type(
+        type(layer).__name__, (type(layer),), {"forward": with_statistics, "__module__": type(layer).__module__}
+    )
+    layer.__class__ = kind
+
+
+class KeepingCall(type(build("Llama").model.layers[0].mlp)):
+    """A known layer's forward, and more around it."""
+
+    def __call__(self, *args):
+        output = super().__call__(*args)
+        self.last = output.mean()
+        return output
+
+
+def change_class(model):
+    model.model.layers[0].mlp.__class__ = KeepingCall
+
+
+KEEPS = "keeps values of the batch in training"
+FOUND = {
+    **{name: (around(keep(function)), f"Keeper {KEEPS}") for name, function in KEEPERS.items()},
+    "a patched class": (replace_forward, f"LlamaMLP {KEEPS}"),
+    "a subclass": (change_class, f"KeepingCall {KEEPS}"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_trial_finds_what_layers_keep(name):
+    change, reason = FOUND[name]
+    model = swap_lm_head(build("Llama", num_hidden_layers=1)).train()
+    change(model)
+    mlp = model.model.layers[0].mlp
+    names = ("state", "stats", "record", "statistics", "frozen", "losses")
+
+    def read():
+        values = [getattr(mlp, name, None) for name in names]
+        return copy.deepcopy((values, vars(mlp).get("count"), LOSSES, Register.losses, STATE, model.config.to_dict()))
+
+    before = read()
+    assert loss_steps(model, batch_of(), LOSS).layout.startswith(AS_IT_IS + reason)
+    assert read() == before
+
+
+PLAIN_LAYERS = {
+    "nothing": lambda layer, values: None,
+    "the last shape": lambda layer, values: setattr(layer, "shape", values.shape),
+    "an equal number": lambda layer, values: setattr(layer, "scale", 1.0 + 1.0),
+    "a scale": lambda layer, values: values * 1.5,
+    "each token": lambda layer, values: values / values.std(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLAIN_LAYERS)
+def test_a_trial_passes_layers_that_see_each_token_alone(name, dtype):
+    model = swap_lm_head(build("Llama", num_hidden_layers=4).to(dtype)).train()
+    for layer in model.model.layers:
+        layer.mlp = keep(PLAIN_LAYERS[name])(layer.mlp)
+    assert "trees of shared prefixes" in loss_steps(model, batch_of(), LOSS).layout
 
 
 # --- under TRL --------------------------------------------------------------------------------------------------------
