@@ -46,7 +46,7 @@ USE_CACHE = Reason("use_cache=True keeps keys and values", "use_cache=False")
 # Per-token inputs that a step can rearrange.
 TOKEN_INPUTS = ("attention_mask", "position_ids")
 # Inputs of a batch whose sequences were packed into one row.
-PACKED_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+PACKED_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ class Facts:
     # Of a batch, by `fit_facts`.
     drops_left_padding: bool = False  # rows may lose padding on the left: the model takes positions or has none
     has_router_loss: bool = False  # the model returns a router loss, a mean over all tokens of the batch
+    packed: frozenset[str] | None = None  # which of `PACKED_INPUTS` packed rows have; None: a row is one sequence
     counts_attended: bool = False  # a token's default position is its number among its row's attended tokens
 
 
@@ -127,8 +128,11 @@ def read_facts(model: Any, wrapper: nn.Module | None = None, *, joined_hooks: bo
     )
 
 
-def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor) -> Facts:
-    """The facts of a batch, from the names and shapes of its inputs."""
+def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor, *, may_be_packed: bool = False) -> Facts:
+    """The facts of a batch, from the names and shapes of its inputs.
+
+    `may_be_packed`: rows with position_ids and no mask are sequences one after the other.
+    """
     config, given = facts.config, inputs.get("position_ids") is not None
     counts = config.model_type in POSITION_IS_COUNT and facts.takes_positions and not given
     # Llama 4 scales queries by their columns, whatever position_ids are.
@@ -142,9 +146,12 @@ def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor) -> Facts:
     if no_tree is None and has_router and not facts.router_is_known:
         no_tree = Reason(f"{facts.name} has a router loss of its own", ROUTER_LOSS.fix)
     has_mask = inputs.get("attention_mask") is not None
+    masks = [name for name in ("attention_mask", *TYPE_INPUTS) if inputs.get(name) is not None]
+    is_packed = may_be_packed and given and facts.causal and not masks
     return replace(
         facts,
-        obstacle=facts.obstacle or _find_input_obstacle(facts, inputs, ids),
+        packed=PACKED_INPUTS.intersection(inputs) if is_packed else None,
+        obstacle=facts.obstacle or _find_input_obstacle(facts, inputs, ids, is_packed),
         no_tree=no_tree,
         drops_left_padding=(known or facts.has_no_positions) and has_mask,
         has_router_loss=has_router,
@@ -159,8 +166,8 @@ def _find_wrapper_obstacle(modules: list[nn.Module], model: nn.Module) -> Reason
     return None
 
 
-def _find_input_obstacle(facts: Facts, inputs: Mapping[str, Any], ids: Tensor) -> Reason | None:
-    known = TOKEN_INPUTS if facts.reads_types else (*TOKEN_INPUTS, *TYPE_INPUTS)
+def _find_input_obstacle(facts: Facts, inputs: Mapping[str, Any], ids: Tensor, is_packed: bool) -> Reason | None:
+    known = (*TOKEN_INPUTS, *(() if facts.reads_types else TYPE_INPUTS), *(PACKED_INPUTS if is_packed else ()))
     unknown = [name for name, value in inputs.items() if name not in known and not is_plain(value)]
     if PACKED_INPUTS.intersection(unknown):
         return Reason("its sequences are packed into one row already")

@@ -101,8 +101,8 @@ def lay_out(
     """
     assert padded_groups == 1 or not pairs
     if sequences.obstacle is not None:
-        return _keep_batch(sequences, facts, max_tokens)
-    batch = len(sequences.ids)
+        return keep_batch(sequences, facts, sequences.obstacle, max_tokens)
+    batch = len(sequences.spans)
     half = batch // 2 if pairs else batch
     if pairs:
         spans = [
@@ -115,6 +115,8 @@ def lay_out(
     _check_longest(sequences, [*live, *idle], max_tokens)
     rows = _Rows(sequences, facts, half, padded_groups)
     planner, groups, text, reason = _choose_planner(rows, live, idle, max_tokens)
+    if facts.packed is not None and reason is not None:
+        return keep_batch(sequences, facts, reason)
     most, group = max((entry for part in groups for entry in part), key=lambda entry: entry[0])
     if max_tokens is not None and most > max_tokens:
         raise ValueError(
@@ -142,16 +144,16 @@ def _check_longest(sequences: Sequences, selected: list[int], max_tokens: int | 
         )
 
 
-def _keep_batch(sequences: Sequences, facts: Facts, budget: int | None) -> Layout:
+def keep_batch(sequences: Sequences, facts: Facts, reason: Reason, budget: int | None = None) -> Layout:
     """The batch as it is, in one micro-batch."""
     batch, width = sequences.ids.shape
     if budget is not None and budget < batch * width:
         raise ValueError(
             f"max_tokens must be None or at least B T = {batch * width} for a batch that stays as it is, got "
-            f"{budget}: {sequences.obstacle}"
+            f"{budget}: {reason}"
         )
     whole = MicroBatch(None, (width,) * batch, rows=tuple(range(batch)))
-    return Layout([whole], [], (), whole, AS_IT_IS, sequences.obstacle, facts)
+    return Layout([whole], [], (), whole, AS_IT_IS, reason, facts)
 
 
 def _select_rows(sequences: Sequences, half: int, *, every_row: bool) -> tuple[list[int], list[int]]:
@@ -176,7 +178,9 @@ def _choose_planner(
     """-> `rows` or trees, the groups of the live and of the idle rows, their description, why no prefix is shared."""
     sequences = rows.sequences
     groups = [rows.make_groups(selection, budget) for selection in (live, idle)]
-    count = _sum_tokens(groups)
+    count, forwards, is_packed = _sum_tokens(groups), len(groups[0]), rows.facts.packed is not None
+    if is_packed:  # in place of trees the batch runs as it is
+        count, forwards = sequences.packed_tokens, rows.padded_groups
     text = f"{count:,} tokens in padded rows; no prefix is shared"
     selected = sorted([*live, *idle])
     reason = _find_tree_obstacle(sequences, selected, rows.facts)
@@ -186,9 +190,9 @@ def _choose_planner(
     tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
     tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
     # With a dense mask, padding is no worse than the other sequences of a row.
-    other_count = count if sequences.device == "cuda" else sum(sequences.lengths(selected))
+    other_count = count if sequences.device == "cuda" or is_packed else sum(sequences.lengths(selected))
     # On a GPU one row in place of several groups of rows saves the launches of their layers, too.
-    saves_runs = sequences.device == "cuda" and len(tree_groups[0]) < len(groups[0]) and tree_count <= other_count
+    saves_runs = sequences.device == "cuda" and len(tree_groups[0]) < forwards and tree_count <= other_count
     pays = saves_runs or tree_count <= MAX_TREE_FRACTION * other_count
     pays = pays and tree_count >= MIN_TREE_TOKENS.get(sequences.device, 0)
     if pays and most <= MAX_DENSE_TOKENS.get(sequences.device, most):
@@ -254,7 +258,7 @@ class _Rows(NamedTuple):
 
     def _split_by_length(self, selected: list[int]) -> list[list[int]]:
         """Rows in `padded_groups` groups, or one for each row, with the fewest padded tokens."""
-        number = min(self.padded_groups, len(selected))
+        number = 1 if self.facts.packed is not None else min(self.padded_groups, len(selected))
         if number <= 1:
             return [selected] if selected else []
         ordered = sorted(selected, key=lambda r: -self.sequences.spans[r].length)
@@ -368,8 +372,8 @@ class _Trees(NamedTuple):
         return MicroBatch(index, lengths, rows=tuple(group), tree=row)
 
     def _sort(self, selected: list[int]) -> SortedSequences:
-        spans = self.sequences.spans
-        tokens = [self.sequences.ids[r, spans[r].start : spans[r].stop] for r in selected]
+        spans, ids = self.sequences.spans, self.sequences.ids.reshape(-1)
+        tokens = [ids[spans[r].start : spans[r].stop] for r in selected]
         return sort_sequences(tokens, self._list_first_positions(selected))
 
     def _list_first_positions(self, rows: list[int]) -> list[int]:

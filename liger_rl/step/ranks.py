@@ -24,7 +24,7 @@ class Agreement(NamedTuple):
     kept: int = UNLIMITED  # layers that keep their activations
     window: int = UNLIMITED  # micro-batches that run in one forward
     trial: int = 0  # the trial that a rank needs next, 0 if it needs none
-    refuses: bool = False  # a rank has a reason against a window, or against the fused forward of a model
+    refuses: bool = False  # a rank has a reason against a window, the fused forward of a model, or trees of packed rows
 
 
 _LEAST = tuple(name in ("capacity", "kept", "window") for name in Agreement._fields)

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.step.facts import Facts
-from liger_rl.step.layout import Layout, count_padded_groups, lay_out
+from liger_rl.step.layout import Layout, count_padded_groups, keep_batch, lay_out
 from liger_rl.step.memory import count_kept_layers
 from liger_rl.step.ranks import UNLIMITED, Agreement, agree
 from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 from liger_rl.step.trial import RunModel, apply_known_trials, find_needed_trial, run_trial
+
+ANOTHER_RANK = Reason("another rank has a reason to keep its packed sequences as they are")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ def plan_step(prepare: Callable[[], StepInputs], groups: Sequence[Any], device: 
             continue
         if not groups:
             return Plan(layout, len(layout.live), None, None, in_parts)
+        if agreed.refuses and layout.has_trees:  # as it is, each of its micro-batches has a forward
+            layout = keep_batch(sequences, facts, ANOTHER_RANK)
         equal = agreed.groups if agreed.capacity >= agreed.groups else 1
         if inputs.shapes and len(layout.live) != equal:
             layout = lay_out(sequences, facts, padded_groups=equal)
@@ -93,9 +97,10 @@ def _make_agreement(
     trial = find_needed_trial(inputs.model, facts, has_trees=layout.has_trees)
     if not has_groups:
         return Agreement(trial=trial)
-    is_fixed = layout.has_trees or sequences.obstacle is not None
+    is_fixed = layout.has_trees or sequences.obstacle is not None or facts.packed is not None
     tokens = max(micro.tokens for micro in layout.live)
-    if inputs.shapes:  # all live micro-batches run before the backward; another rank may want one group of rows
+    if inputs.shapes and facts.packed is None:
+        # All live micro-batches run before the backward; another rank may want one group of rows.
         tokens = layout.live_tokens if padded_groups == 1 else lay_out(sequences, facts).live_tokens
     kept = count_kept_layers(inputs.wrapper, tokens, inputs.share)
     return Agreement(
@@ -105,12 +110,15 @@ def _make_agreement(
         capacity=1 if is_fixed else sum(len(micro.lengths) for micro in layout.live),
         kept=UNLIMITED if kept is None else kept,
         trial=trial,
+        refuses=facts.packed is not None and len(inputs.shapes) > 1 and not layout.has_trees,
     )
 
 
 def _count_groups(inputs: StepInputs, facts: Facts, sequences: Sequences) -> int:
     if facts.has_reentrant_checkpoints or sequences.obstacle is not None:
         return 1
+    if facts.packed is not None:
+        return max(len(inputs.shapes), 1)
     return count_padded_groups(sequences, [rows for rows, _ in inputs.shapes])
 
 
@@ -121,7 +129,7 @@ def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_grou
         one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
     )  # fmt: skip
     budget = _find_budget(inputs, facts, sequences)
-    if layout.live_tokens <= budget:
+    if layout.live_tokens <= budget or (facts.packed is not None and not layout.has_trees):
         return layout, False
     layout = lay_out(sequences, facts, max_tokens=int(budget))
     return layout, layout.live_tokens > budget
@@ -133,7 +141,8 @@ def _find_budget(inputs: StepInputs, facts: Facts, sequences: Sequences) -> floa
     if inputs.live_tokens is None or is_alone or facts.has_reentrant_checkpoints or facts.sharding is not None:
         return math.inf
     row, budget = 0, inputs.live_tokens
-    for rows, _ in inputs.shapes:
+    for rows, columns in inputs.shapes:
         longest = max((span.length for span in sequences.spans[row : row + rows]), default=0)
+        longest = columns if facts.packed is not None else longest
         budget, row = max(budget, rows * longest), row + rows
     return budget

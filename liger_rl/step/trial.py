@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _trials: WeakKeyDictionary[Any, dict[tuple[str, str, int], tuple[Reason | None, bool]]] = WeakKeyDictionary()
 
 
-ROWS, TREES = 1, 2  # trials, in the order in which they run
+ROWS, TREES, PACKED = 1, 2, 3  # trials, in the order in which they run
 
 
 def _trial_key(model: Any, facts: Facts, trial: int) -> tuple[str, str, int]:
@@ -39,9 +39,9 @@ def _trial_key(model: Any, facts: Facts, trial: int) -> tuple[str, str, int]:
 
 def apply_known_trials(model: Any, facts: Facts) -> Facts:
     """The facts with the results of the trials that have run."""
-    for trial in (ROWS, TREES):
+    for trial in (ROWS, TREES, *([] if facts.packed is None else [PACKED])):
         result = _trials.get(model, {}).get(_trial_key(model, facts, trial))
-        if result is not None and (trial == TREES or model.training):
+        if result is not None and (trial != ROWS or model.training):
             facts = _add_result(facts, trial, *result)
     return facts
 
@@ -51,7 +51,8 @@ def find_needed_trial(model: Any, facts: Facts, *, has_trees: bool) -> int:
     known = _trials.get(model, {})
     if model.training and facts.unknown_layers and _trial_key(model, facts, ROWS) not in known:
         return ROWS
-    return TREES if has_trees and _trial_key(model, facts, TREES) not in known else 0
+    trials = (TREES, *([] if facts.packed is None else [PACKED])) if has_trees else ()
+    return next((trial for trial in trials if _trial_key(model, facts, trial) not in known), 0)
 
 
 def find_known_row_reader(model: Any, unknown_layers: Sequence[nn.Module]) -> Reason | None:
@@ -66,7 +67,8 @@ def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
 
     `TREES` are ten forwards of at most 56 tokens, of 256 on a GPU: a reason against trees if sequences of one row see
     each other. `rotary` becomes False if shifted positions change log-probabilities. `ROWS` are two forwards of a model
-    with layers of its own, to see whether they keep values of the batch, which must stay as it is then.
+    with layers of its own, to see whether they keep values of the batch, which must stay as it is then. `PACKED` are
+    two forwards of a packed row: a reason against trees if its second sequence sees the first.
 
     Every rank of a sharded model must run it at once.
     """
@@ -76,6 +78,8 @@ def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
             with without_randomness(model, facts.device):
                 if trial == ROWS:
                     result = _try_rows(run, facts), True
+                elif trial == PACKED:
+                    result = _try_packed(run, model, facts), True
                 else:
                     problem, shifts = _try_trees(run, model, facts)
                     result = None if problem is None else Reason(f"{facts.name} {problem}"), shifts
@@ -214,6 +218,26 @@ def _try_rows(run: RunModel, facts: Facts) -> Reason | None:
             name = type(layers[number]).__name__
             return Reason(f"{name} keeps values of the batch in training ({key})", f"a model without {name}")
     return None
+
+
+def _try_packed(run: RunModel, model: Any, facts: Facts) -> Reason | None:
+    """Whether the attention, or a state, reaches from one packed sequence to the next, as the caller runs them."""
+    assert facts.packed is not None
+    length, device = min(TRIAL_TOKENS, facts.positions or TRIAL_TOKENS), facts.device
+    index = torch.arange(2 * length, device=device)
+    in_second, ids = index >= length, (index + 3) % facts.config.vocab_size
+    bounds = torch.arange(3, dtype=torch.int32, device=device) * length
+    values = {"cu_seq_lens": bounds, "max_length": length, "seq_idx": in_second.int()[None]}
+    inputs = {name: values[name.removesuffix("_q").removesuffix("_k")] for name in facts.packed}
+    inputs |= {"counted": (index % length != 0)[None], "position_ids": (index % length)[None]}
+
+    def run_row(first: Tensor) -> Tensor:
+        return run(inputs | {"input_ids": torch.where(in_second, ids, first)[None]})[0]
+
+    alike, changed = _run_both(model, (lambda: run_row(ids), lambda: run_row(ids.flip(0))), in_second)
+    if torch.equal(alike[in_second], changed[in_second]):
+        return None
+    return Reason(f"the forward of {facts.name} lets packed sequences see each other")
 
 
 def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, bool]:

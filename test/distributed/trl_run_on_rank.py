@@ -67,6 +67,22 @@ def hook_first_rank(trainer) -> None:
         trainer.model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
 
 
+def change_first_step(trainer) -> None:
+    """No two sequences of rank 1 begin alike in the first optimizer step."""
+    collate, numbers = trainer.data_collator, iter(range(99))
+
+    def change(examples):
+        inputs = collate(examples)
+        number = next(numbers)
+        if trainer.accelerator.process_index == 1 and number < 2:
+            generator = torch.Generator().manual_seed(number)
+            ids = torch.randint(3, 40, inputs["input_ids"].shape, generator=generator)
+            inputs |= {"input_ids": ids, "labels": ids.where(inputs["labels"] >= 0, -100)}
+        return inputs
+
+    trainer.data_collator = change
+
+
 OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 2}
 LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
 # In bfloat16 PEFT's own gradient of q_proj alone is 4% off float32's.
@@ -89,6 +105,7 @@ ONE_LONG_ROW = {
     "prompt": [f"w{n} w1 w2" for n in range(8)],
     "completion": [f" w{n}" + " w5 w6" * (n == 3) for n in range(8)],
 }
+ONE_PROMPT = trl_runs.ANSWERS | {"prompt": trl_runs.PROMPTS[:1] * 8}
 CHECKPOINTS = {"gradient_checkpointing": True}
 REENTRANT = CHECKPOINTS | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 ROWS = {
@@ -96,7 +113,7 @@ ROWS = {
     "SFT, one long row": row("SFT", data=ONE_LONG_ROW),
     "SFT, reentrant checkpoints": row("SFT", **REENTRANT),
     "SFT, a hook on one rank": row("SFT", prepare=hook_first_rank, together=False),
-    "SFT, padding-free": row("SFT", padding_free=True, max_length=None, together=False),
+    "SFT, padding-free": row("SFT", padding_free=True, max_length=None, data=ONE_PROMPT, prepare=change_first_step),
     "DPO, LoRA": row("DPO", per_device_train_batch_size=1, peft_config=LORA, share=0.7),
     "GRPO": scored(beta=0.0),
     # Old log-probabilities, a reference; DeepSpeed reuses the order of parameters that it has recorded.

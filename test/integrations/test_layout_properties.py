@@ -45,6 +45,15 @@ def read(batch: TokenBatch, facts: Facts = FACTS, weights: torch.Tensor | None =
     return read_sequences(batch, facts, weights=weights)
 
 
+def pack(batch: TokenBatch) -> TokenBatch:
+    """The attended tokens in one row, one sequence after the other."""
+    attended = batch.inputs["attention_mask"] != 0
+    positions = attended.cumsum(1) - 1
+    return TokenBatch(
+        batch.ids[attended][None], batch.mask[attended][None], {"position_ids": positions[attended][None]}
+    )
+
+
 def count_tokens(layout: Layout) -> int:
     return sum(micro.tokens for micro in (*layout.live, *layout.idle))
 
@@ -137,6 +146,67 @@ def test_padded_groups_are_the_best_of_all():
         splits = [[[n for n, g in zip(lengths, choice, strict=True) if g == k] for k in range(3)] for choice in choices]
         best = min(sum(len(group) * max(group, default=0) for group in groups) for groups in splits)
         assert (len(layout.live), count_tokens(layout)) == (3, best)
+
+
+@pytest.mark.parametrize("router", [False, True])
+@pytest.mark.parametrize("rows", [(8,), (3, 5)], ids=["one row", "rows of two micro-batches"])
+def test_packed_rows_have_the_trees_of_padded_rows(rows, router):
+    facts = replace(FACTS, has_router_loss=router)
+    packed_facts = replace(facts, packed=frozenset(), drops_left_padding=False)
+    for seed in range(6):
+        batch, _ = draw(8, seed, shared=30)
+        split = zip(*(x.split(rows) for x in (batch.ids, batch.mask, batch.inputs["attention_mask"])), strict=True)
+        parts = [pack(TokenBatch(ids, mask, {"attention_mask": attended})) for ids, mask, attended in split]
+        width = max(part.ids.shape[1] for part in parts)
+        columns = [(part.ids, part.mask, part.inputs["position_ids"]) for part in parts]
+        ids, mask, positions = (
+            torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value) for x in column])
+            for column, value in zip(zip(*columns, strict=True), (0, False, -1), strict=True)
+        )
+        packed = TokenBatch(ids, mask, {"position_ids": positions})
+        expected = lay_out(read(batch, facts), facts)
+        layout = lay_out(read(packed, packed_facts), packed_facts, padded_groups=len(rows))
+        assert layout.has_trees
+        assert count_tokens(layout) == count_tokens(expected)
+        places = torch.cat([torch.stack([m.tree.places, m.tree.flat_index]) for m in (*layout.live, *layout.idle)], 1)
+        assert torch.equal(ids.view(-1)[layout.live[0].flat_index[0]][places[0]], ids.view(-1)[places[1]])
+        run = torch.zeros(ids.numel(), dtype=torch.bool).index_fill(0, places[1], True).view(ids.shape)
+        assert torch.equal(run, positions >= 0) if router else bool((run | ~mask).all())
+
+
+def change_positions(batch, labels):
+    batch.inputs["position_ids"][0, 5:9] += 1
+
+
+def begin_late(batch, labels):
+    batch.inputs["position_ids"] += 1
+
+
+def count_first_tokens(batch, labels):
+    batch.mask[batch.inputs["position_ids"] == 0] = True
+
+
+def change_labels(batch, labels):
+    labels[0, 40] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_positions, "its position_ids jump within a sequence"),
+        (begin_late, "its position_ids jump within a sequence"),
+        (count_first_tokens, "its labels count the first token of a sequence, which no token of it predicts"),
+        (change_labels, "its labels are not its input_ids"),
+    ],
+)
+def test_packed_rows_that_stay_as_they_are(change, reason):
+    batch, facts = pack(draw(3, 0, shared=30)[0]), replace(FACTS, packed=frozenset())
+    batch.mask[0, 40] = True
+    labels = batch.ids.clone()
+    assert read_sequences(batch, facts, labels=labels).obstacle is None
+    change(batch, labels)
+    layout = lay_out(read_sequences(batch, facts, labels=labels), facts, max_tokens=None)
+    assert layout.describe() == f"the batch as it is: {reason}"
 
 
 def test_rows_that_share_a_prefix_are_one_group():

@@ -163,8 +163,8 @@ def test_one_warning_names_the_setting(name, path_of, tmp_path, caplog):
         ),
         (
             {"padding_free": True, "max_length": None},
-            "SFTTrainer: 107 of 107 tokens run; the batch as it is: its sequences are packed into one row already; "
-            "a forward for each of its 2 micro-batches",
+            "SFTTrainer: 107 of 107 tokens run; the batch as it is: no two sequences have more than their first 16 "
+            "tokens in common; a forward for each of its 2 micro-batches",
         ),
         (
             {"prepare": with_own_step},

@@ -338,6 +338,15 @@ EVERY_OPTION = {
 }  # fmt: skip
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
 NEFTUNE = {"neftune_noise_alpha": 5.0, "max_steps": 3}  # of the policy, whose batch stays as it is
+SHORT_PROMPTS = {"prompt": [f"w{n} w1" for n in range(8)], "completion": CHOSEN + REJECTED}
+# A third of each packed row, which has two sequences.
+SYSTEM_PROMPT = {
+    "data": {
+        "prompt": [" ".join(f"w{i}" for i in range(20)) + f" w{20 + n}" for n in range(16)],
+        "completion": [" ".join(f"w{(5 * i + n) % 37}" for i in range(38 - 20 * (n % 2))) for n in range(16)],
+    },
+    "max_length": 102,
+}
 LOGITS = {"share": 0.9, "is_logged": False}  # whose forward is TRL's; that of metrics is not
 STATES = {"trees": False, "share": 0.98, "max_steps": 3}  # in rows of similar length
 
@@ -380,8 +389,18 @@ ROWS = {
     "SFT, NEFTune": apart("SFT", **NEFTUNE, trees=False),
     # The first optimizer step has windows of one micro-batch, the second of two.
     "SFT, few tokens": row("SFT", patch_options={"max_tokens": 80}, calls=(8, 6), backwards=6, trees=False, **SINGLES),
-    "SFT, padding-free": apart("SFT", trees=False, **ALONE),
-    "SFT, packed": apart("SFT", packing=True, max_steps=1, trees=False),
+    "SFT, padding-free": row("SFT", **ALONE),
+    "SFT, padding-free, router loss": row("SFT", moe, **ALONE | EVALUATED),
+    "SFT, padding-free, few tokens": row("SFT", patch_options={"max_tokens": 240}, calls=(4, 3), backwards=3, **ALONE),
+    "SFT, padding-free, nothing to share": row("SFT", data=SHORT_PROMPTS, trees=False, **ALONE),
+    "SFT, padding-free, reentrant checkpoints": apart("SFT", **ALONE | REENTRANT),
+    "SFT, packed": row("SFT", packing=True, completion_only_loss=False, share=0.7, **SYSTEM_PROMPT | SINGLES),
+    "SFT, packed, dft, one micro-batch": row(
+        "SFT", packing=True, packing_strategy="bfd_split", loss_type="dft", pad_to_multiple_of=8, **ONE | EVALUATED,
+    ),
+    "SFT, packed, NEFTune": apart("SFT", packing=True, trees=False, **NEFTUNE | {"max_steps": 1}),
+    # TRL's attention lets packed sequences of this model see each other. The first optimizer step finds that.
+    "SFT, packed, one sequence for the model": row("SFT", opt, trees=False, calls=(4, 3), backwards=3, **ALONE),
     "SFT, label smoothing": apart("SFT", label_smoothing_factor=0.1, **LOGITS),
     "SFT, a loss of logits": apart("SFT", prepare=set_attribute("compute_loss_func", square_logits), **LOGITS),
     "SFT, compiled": apart(

@@ -23,7 +23,9 @@ from hf_models import assert_same_gradients, build
 from liger_rl import patch_trl
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
 from liger_rl.integrations.trl.forward import CALL, ModelCall
+from liger_rl.integrations.trl.window import _join_calls
 from liger_rl.step import step, trial
+from liger_rl.step.facts import PACKED_INPUTS
 from liger_rl.step.layout import MAX_DENSE_TOKENS
 from peaks import tensor_peak
 
@@ -181,6 +183,80 @@ def test_a_call_of_two_micro_batches_pads_rows_of_similar_length(ends, call, tok
     if "idle_rows" not in call:
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
         assert_same_gradients(grads, expected)
+
+
+def packed_calls():
+    """Of two micro-batches with a pair of sequences each, as TRL's collator makes them."""
+    calls, rows = [], batch()
+    for pair in (slice(2), slice(2, 4)):
+        attended = rows["attention_mask"][pair] != 0
+        ids, labels, positions = (
+            x[attended][None] for x in (rows["input_ids"][pair], rows["labels"][pair], attended.cumsum(1) - 1)
+        )
+        bounds = torch.tensor([0, *attended.sum(1).cumsum(0)], dtype=torch.int32)
+        call = {"input_ids": ids, "labels": labels.where(positions > 0, -100), "position_ids": positions}
+        call |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
+        call |= dict.fromkeys(("max_length_q", "max_length_k"), int(bounds.diff().max()))
+        calls.append(call | {"seq_idx": ((positions == 0).cumsum(1) - 1).int()})
+    return calls
+
+
+def with_other_logits():
+    model = qwen3()
+    model.lm_head.register_forward_hook(lambda head, args, logits: 2 * logits)
+    return model
+
+
+# -> the model, arguments of the call, a change of the second micro-batch, the tokens of the forwards.
+PACKED_CALLS = {
+    "trees": (qwen3, {}, lambda call: None, [35 + 32]),
+    "parts that are recomputed": (qwen3, {"max_tokens": 1}, lambda call: None, [35, 32, 32, 35]),
+    "positions that jump": (qwen3, {}, lambda call: call["position_ids"][:, 4:9].add_(1), [55, 58]),
+    "as TRL runs it": (with_other_logits, {}, lambda call: None, [55, 58]),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "change", "tokens"), PACKED_CALLS.values(), ids=PACKED_CALLS)
+def test_a_call_of_two_packed_micro_batches(make, options, change, tokens):
+    """Where there are no trees, each has the forward that it has in TRL."""
+    patch_trl()
+    model, calls, given = fused(make), packed_calls(), []
+    change(calls[1])
+    forwards = trl_runs.watched(model)
+    model.model.register_forward_pre_hook(lambda body, args, inputs: given.append(inputs), with_kwargs=True)
+    shapes = [tuple(call["input_ids"].shape) for call in calls]
+    whole, grads = solved(model, _join_calls(calls), True, shapes=shapes, **options)
+    assert [forward.tokens for forward in forwards] == tokens
+    if forwards[0].tree:
+        assert not PACKED_INPUTS & given[-1].keys()
+    else:
+        pairs = zip(given[-2:], calls, strict=True)
+        assert all(inputs[name] is call[name] for inputs, call in pairs for name in PACKED_INPUTS)
+    expected = dict.fromkeys(grads, 0.0)
+    for row, call in enumerate(calls):
+        plain, grad = solved(model, call, False)
+        width = call["input_ids"].shape[1] - 1
+        torch.testing.assert_close(
+            {name: x[row : row + 1, :width] for name, x in whole.items() if name != "loss"},
+            {name: x for name, x in plain.items() if name != "loss"}, rtol=1e-5, atol=1e-5,
+        )  # fmt: skip
+        expected = {name: expected[name] + x for name, x in grad.items()}
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_tree_of_trl_is_left_as_it_is():
+    """TRL's asynchronous GRPO packs samples that share prefixes, for an attention of its own."""
+    patch_trl()
+    model, given = fused(), []
+    ids = torch.randint(3, 40, (1, 32))
+    inputs = {
+        "input_ids": ids, "position_ids": torch.tensor([[*range(20), *range(14, 26)]]), "shift_labels": ids.roll(-1, 1),
+        "tree_kv_index": torch.arange(32), "tree_cu_seqlens_q": torch.tensor([0, 20, 32]), "tree_max_seqlen_q": 20,
+    }  # fmt: skip
+    model.model.register_forward_pre_hook(lambda body, args, inputs: given.append(inputs), with_kwargs=True)
+    (whole, _), (plain, _) = (solved(model, inputs, flag) for flag in (True, False))
+    assert torch.equal(whole.log_probs, plain.log_probs)
+    assert all(calls[name] is inputs[name] for calls in given[-2:] for name in inputs.keys() - {"shift_labels"})
 
 
 def test_text_that_is_not_causal_keeps_every_attended_token():

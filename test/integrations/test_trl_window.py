@@ -18,7 +18,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 from peft import PrefixTuningConfig
-from test_trl_runs import ALONE, EVALUATED, LORA, SINGLES, apart, moe
+from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, moe
 
 import trl_runs
 from liger_rl.integrations.trl import optimizer_step, patched_trl
@@ -40,7 +40,7 @@ def test_the_router_loss_of_rows_that_run_alone_is_trls(tmp_path):
     """Also behind a run whose micro-batches ran together."""
     path = trl_runs.save(moe, tmp_path)
     trl_runs.train("SFT", path, tmp_path, patch=True, **OPTIONS)
-    plain, _ = trl_runs.assert_row(apart("SFT", moe, trees=False, **ALONE), path, tmp_path)
+    plain, _ = trl_runs.assert_row(apart("SFT", moe, trees=False, **NEFTUNE), path, tmp_path)
     assert min(plain.log["aux_loss"]) > 0.1
 
 

@@ -19,6 +19,7 @@ from liger_rl.distributed import gathered_objects
 from liger_rl.step.facts import Facts, fit_facts, is_plain
 from liger_rl.step.prefix_tree import LEAST_SHARED
 from liger_rl.step.ranks import count_averaging_ranks, find_sharding, pick_device
+from liger_rl.step.trial import apply_known_trials
 
 LIVE, IDLE = 3, 1  # cost of a token with a backward and without one, in forwards
 MIN_GAIN = 0.03  # the least share of the largest cost that an exchange must save
@@ -49,10 +50,15 @@ class Rows:
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-def can_share_prompts(facts: Facts, call: Mapping[str, Any]) -> bool:
-    """Whether a window runs equal prompts once, as far as known without a trial."""
+def can_share_prompts(model: Any, facts: Facts, call: Mapping[str, Any]) -> bool:
+    """Whether a window runs equal prompts once, as far as known without another trial.
+
+    `facts`: of the model, a module inside of the trainer's.
+    """
     inputs = {name: value for name, value in call.items() if name not in ("input_ids", "labels", "num_items_in_batch")}
-    facts = fit_facts(facts, inputs, call["input_ids"])
+    facts = apply_known_trials(model, fit_facts(facts, inputs, call["input_ids"], may_be_packed=True))
+    if facts.packed is not None and facts.has_reentrant_checkpoints:  # which take one forward for each backward
+        return False
     return facts.obstacle is None and facts.no_tree is None
 
 

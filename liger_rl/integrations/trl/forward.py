@@ -33,7 +33,7 @@ from liger_rl.models.project import (
     read_transform,
 )
 from liger_rl.models.router import compute_router_losses, find_router_loss, has_router_loss
-from liger_rl.step.facts import ACTIVATED_LORA, PROMPT_LEARNING, Facts, fit_facts, read_facts
+from liger_rl.step.facts import ACTIVATED_LORA, PACKED_INPUTS, PROMPT_LEARNING, Facts, fit_facts, read_facts
 from liger_rl.step.layout import AS_IT_IS
 from liger_rl.step.memory import run_with_kept_layers, without_idle_checkpoints
 from liger_rl.step.ranks import Agreement, agree, find_rank_groups
@@ -191,9 +191,8 @@ def _run_as_trl(
         return run_model(*args, **kwargs)
     call.record(ids, sum(rows * columns for rows, columns in call.shapes), AS_TRL, reason, together=False)
     outputs, row, width = [], 0, ids.shape[1]
-    for rows, columns in call.shapes:
-        place = slice(row, row + rows), slice(columns)
-        outputs.append(run_model(**{n: x[place] if _is_column(x) else x for n, x in kwargs.items()}))
+    for number, (rows, columns) in enumerate(call.shapes):
+        outputs.append(run_model(**_take_part(kwargs, number, (slice(row, row + rows), slice(columns)))))
         row += rows
     if torch.is_grad_enabled():
         call.live_tokens += sum(rows * columns for rows, columns in call.shapes)
@@ -206,8 +205,11 @@ def _run_as_trl(
     return replace(outputs[0], **joined, aux_loss=aux_loss)
 
 
-def _is_column(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2
+def _take_part(inputs: Mapping[str, Any], number: int, place: tuple[slice, slice]) -> dict[str, Any]:
+    """The inputs of one micro-batch of a joined call, in which a list has a value for each of them."""
+    values = {name: x[number] if isinstance(x, list) else x for name, x in inputs.items()}
+    columns = {name: x[place] for name, x in inputs.items() if isinstance(x, Tensor) and x.dim() == 2}
+    return values | columns
 
 
 def find_wrapped(model: nn.Module) -> nn.Module | None:
@@ -268,9 +270,10 @@ def _plan(
         return _run_rows(model, head, inputs).values["log_probs"]
 
     def prepare() -> StepInputs:
-        facts = fit_facts(known, batch.inputs, batch.ids)
+        # Several rows without a mask are those of a user's own collator, whose attention may not know packed rows.
+        facts = fit_facts(known, batch.inputs, batch.ids, may_be_packed=len(batch.ids) == 1 or bool(call.shapes))
         obstacle = unreadable or facts.obstacle
-        if obstacle is None and batch.inputs.get("attention_mask") is None:
+        if obstacle is None and batch.inputs.get("attention_mask") is None and facts.packed is None:
             obstacle = Reason("it has no attention_mask")
         weights, idle = None, call.idle_rows
         if idle is not None and torch.is_grad_enabled() and facts.sharding is None and len(idle) == len(batch.ids):
@@ -298,6 +301,7 @@ def _run_live_tokens(
     model: Any, head: FusedHead, call: ModelCall, plan: Plan, batch: TokenBatch, num_items_in_batch: Any
 ) -> Any:
     layout, router = plan.layout, None
+    batch = batch._replace(inputs={name: x for name, x in batch.inputs.items() if name not in PACKED_INPUTS})
     clauses = [layout.describe()]
     if layout.facts.has_router_loss:
         router = find_router_loss(model, _get_router_module())
@@ -360,11 +364,9 @@ def _run_as_it_is(
     if call.shapes and torch.is_grad_enabled():
         call.live_tokens += body_tokens
     row, width, outputs = 0, targets.shape[1], []
-    for rows, columns in parts or [targets.shape]:
+    for number, (rows, columns) in enumerate(parts or [targets.shape]):
         place = slice(row, row + rows), slice(columns)
-        inputs = kwargs
-        if parts:
-            inputs = {n: x[place] if _is_column(x) else x for n, x in kwargs.items()}
+        inputs = _take_part(kwargs, number, place) if parts else kwargs
         outputs.append(head.project(model, inputs, targets[place], shifted=shifted))
         row += rows
     values = {
@@ -382,6 +384,8 @@ def _run_as_it_is(
 
 def _list_parts(model: nn.Module, call: ModelCall, inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Rows and columns of the micro-batches that run apart; empty if the call runs at once."""
+    if inputs.get("attention_mask") is None and inputs.get("position_ids") is not None:
+        return list(call.shapes)  # packed rows, on all ranks
     if inputs.get("input_ids") is None or len({width for _, width in call.shapes}) <= 1:
         return []  # prompt tuning has no input_ids
     # A rank of a sharded model does not know whether the widths of another rank differ.

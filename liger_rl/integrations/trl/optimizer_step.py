@@ -153,7 +153,8 @@ class OptimizerStep:
         """The loss of the micro-batches so far, or `_Waits`."""
         trainer, state = self.trainer, self._state.read()
         if self.window is None:
-            self.window = Window(compute_loss, trainer.accelerator.gradient_state, self._run_joined)
+            gradient_state = trainer.accelerator.gradient_state
+            self.window = Window(compute_loss, gradient_state, self._run_joined, self._shares_prompts)
             self._first_state = state
         elif state != self._first_state:
             self._first_state, get_measurements(trainer).has_moved = state, True
@@ -170,7 +171,7 @@ class OptimizerStep:
         self._live_tokens = 0
         try:
             if size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model):
-                window.exchange(model, trainer.args.device, self._shares_prompts)
+                window.exchange(model, trainer.args.device)
             if not window.micro_batches:
                 return loss
             total = window.sum_losses()
@@ -199,7 +200,7 @@ class OptimizerStep:
     def _shares_prompts(self, call: dict[str, Any]) -> bool:
         wrapped = self.find_wrapped(self.model)
         assert wrapped is not None
-        return can_share_prompts(self.read_facts(wrapped), call)
+        return can_share_prompts(wrapped, self.read_facts(wrapped), call)
 
     # --- calls of models ----------------------------------------------------------------------------------------------
 

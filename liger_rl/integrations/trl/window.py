@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from liger_rl.integrations.trl.even_ranks import Rows, Values, exchange, read_costs, sum_own_losses
 from liger_rl.integrations.trl.forward import RunModel
 from liger_rl.models.project import IGNORE_INDEX
-from liger_rl.step.facts import is_plain
+from liger_rl.step.facts import PACKED_INPUTS, is_plain
 
-COLUMNS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}  # of a call, with the value of padding
+# Of a call, with the value of padding. A call of packed rows has position_ids in place of the mask.
+COLUMNS = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
+PACKED_COLUMNS = {"input_ids": 0, "position_ids": -1, "labels": IGNORE_INDEX}
 
 
 class _ReachedCall(BaseException):
@@ -65,8 +67,15 @@ RunJoined = Callable[[RunModel, dict[str, Any], Tensor | None, Sequence[tuple[in
 class Window:
     """Micro-batches that run in one forward."""
 
-    def __init__(self, compute_loss: Callable[..., Tensor], gradient_state: Any, run_joined: RunJoined) -> None:
+    def __init__(
+        self,
+        compute_loss: Callable[..., Tensor],
+        gradient_state: Any,
+        run_joined: RunJoined,
+        shares_prompts: Callable[[dict[str, Any]], bool],  # of the inputs of a call
+    ) -> None:
         self._compute_loss, self._gradient_state, self._run_joined = compute_loss, gradient_state, run_joined
+        self._shares_prompts = shares_prompts
         self.micro_batches: list[_MicroBatch] = []
         self._current: _MicroBatch | None = None  # whose `compute_loss` runs
         self._number = 0  # of its next call
@@ -89,9 +98,7 @@ class Window:
             self.micro_batches.append(batch)
         return batch.loss
 
-    def exchange(
-        self, model: nn.Module, device: torch.device, shares_prompts: Callable[[dict[str, Any]], bool]
-    ) -> None:
+    def exchange(self, model: nn.Module, device: torch.device) -> None:
         """Exchange micro-batches with other ranks, so that all ranks have about as much to run. A collective."""
         values, costs = [batch.list_values() for batch in self.micro_batches], None
         known = [x for x in values if x is not None]
@@ -99,7 +106,7 @@ class Window:
         is_cut = self._gradient_state.end_of_dataloader and self._gradient_state.remainder > 0
         if known and len(known) == self.added and not is_cut:
             rows = [_read_rows(batch) for batch in self.micro_batches]
-            costs = read_costs(rows, shares_prompts(self.micro_batches[0].call))
+            costs = read_costs(rows, self._shares_prompts(self.micro_batches[0].call))
         self._owners, exchanged = exchange(known, costs, device)
         for number, received in exchanged.items():
             inputs, options = ({name: x for (i, name), x in received.items() if i == part} for part in (0, 1))
@@ -142,13 +149,16 @@ class Window:
         self._number += 1
         if number < len(batch.values):
             return batch.values[number]
-        batch.is_alone = batch.is_alone or not _is_text(inputs)
+        # Packed rows without trees gain nothing: each micro-batch runs as in TRL.
+        is_packed = _has_columns(inputs, PACKED_COLUMNS) and len(inputs["input_ids"]) == 1
+        can_join = self._shares_prompts(inputs) if is_packed else _has_columns(inputs, COLUMNS)
+        batch.is_alone = batch.is_alone or not can_join
         if batch.is_alone:
             batch.values.append(self._run_joined(run_model, inputs, idle_rows, ()))
             return batch.values[number]
         batch.call, batch.idle_rows = inputs, idle_rows
         if number == 0:
-            batch.tokens = inputs["attention_mask"].sum()
+            batch.tokens = _get_attended(inputs).sum()
         if batch is self._leader:
             self._run_forward(run_model, number)
         raise _ReachedCall
@@ -167,19 +177,28 @@ class Window:
             batch.values.append(values)
 
 
-def _is_text(inputs: Mapping[str, Any]) -> bool:
-    """Whether the calls of several micro-batches can be one: no input of tokens or images but those of `COLUMNS`."""
-    if not all(isinstance(inputs.get(name), Tensor) and inputs[name].dim() == 2 for name in COLUMNS):
+def _has_columns(inputs: Mapping[str, Any], columns: Mapping[str, int]) -> bool:
+    """Whether a call has these inputs of tokens and no others, so that calls of several micro-batches can be one."""
+    if not all(isinstance(inputs.get(name), Tensor) and inputs[name].dim() == 2 for name in columns):
         return False
-    others = inputs.keys() - COLUMNS.keys() - {"num_items_in_batch"}
+    others = inputs.keys() - columns.keys() - {"num_items_in_batch"}
+    if "attention_mask" not in columns:
+        others -= PACKED_INPUTS
     return all(is_plain(inputs[name]) for name in others)
 
 
+def _get_attended(call: Mapping[str, Any]) -> Tensor:
+    """(B, T), not 0 at tokens."""
+    mask = call.get("attention_mask")
+    return torch.ones_like(call["input_ids"]) if mask is None else mask
+
+
 def _join_calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """The inputs of one call, rows below each other, padded on the right."""
+    """The inputs of one call, rows below each other, padded on the right; lists of what packed rows have besides."""
     width = max(call["input_ids"].shape[1] for call in calls)
     joined = {name: value for name, value in calls[0].items() if name != "num_items_in_batch"}
-    for name, padding in COLUMNS.items():
+    joined |= {name: [call.get(name) for call in calls] for name in PACKED_INPUTS & calls[0].keys()}
+    for name, padding in (COLUMNS if _has_columns(calls[0], COLUMNS) else PACKED_COLUMNS).items():
         columns = [call[name] for call in calls]
         joined[name] = torch.cat([nn.functional.pad(x, (0, width - x.shape[1]), value=padding) for x in columns])
     return joined
@@ -191,9 +210,11 @@ def _read_rows(batch: _MicroBatch) -> Rows:
     if {"input_ids", "attention_mask", "completion_mask"} <= inputs.keys():  # KTO's first call may be of other rows
         call, counted = inputs, inputs["completion_mask"] != 0
     ids = call["input_ids"]
+    if "attention_mask" not in call:  # packed rows, in which each token counts
+        counted = torch.ones_like(counted)
     if idle is None or len(idle) != len(ids):
         idle = ids.new_zeros(len(ids), dtype=torch.bool)
-    return Rows(ids, call["attention_mask"], counted, idle)
+    return Rows(ids, _get_attended(call), counted, idle)
 
 
 def _join_idle_rows(idle_rows: list[Tensor | None], calls: list[dict[str, Any]]) -> Tensor | None:
