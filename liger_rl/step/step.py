@@ -129,7 +129,7 @@ def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_grou
         one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
     )  # fmt: skip
     budget = _find_budget(inputs, facts, sequences)
-    if layout.live_tokens <= budget or (facts.packed is not None and not layout.has_trees):
+    if layout.live_tokens <= budget:
         return layout, False
     layout = lay_out(sequences, facts, max_tokens=int(budget))
     return layout, layout.live_tokens > budget
