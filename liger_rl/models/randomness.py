@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_rl.models.unknown_layers import list_unknown_layers
+
 
 def list_rates(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
     """Attributes by which modules draw random numbers in training: rates of dropout, a router's noise."""
@@ -54,7 +56,8 @@ def without_randomness(model: nn.Module, device: torch.device) -> Iterator[None]
         for module in modules:
             if vars(module).get("gradient_checkpointing"):
                 values.append((module, "gradient_checkpointing", False))
-            if isinstance(module, nn.Embedding | nn.modules.batchnorm._NormBase):  # NEFTune's noise is an embedding's
+            # NEFTune's noise is an embedding's. A trial sees what one's own embedding does.
+            if isinstance(module, nn.Embedding | nn.modules.batchnorm._NormBase) and not list_unknown_layers([module]):
                 values.append((module, "training", False))
         changed = [(vars(module), name, vars(module)[name]) for module, name, _ in values]
         for module, name, value in values:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_rl.models.randomness import no_graph, without_randomness
+from liger_rl.models.randomness import no_graph, seeded, without_randomness
 from liger_rl.models.unknown_layers import keeping_values, read_values
 from liger_rl.step.attention import BLOCK, make_masks
 from liger_rl.step.facts import Facts
@@ -18,7 +18,8 @@ from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefi
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import UNTRIED
 
-TRIAL_TOKENS = 16  # of each row without a tree
+ROW_TOKENS = 32  # of each row without a tree
+PACKED_TOKENS = 16  # of each of two sequences
 TREE_TOKENS = (20, 8)  # shared by two sequences, and of each alone
 
 RunModel = Callable[[dict[str, Any]], Tensor]  # inputs, as `make_inputs` makes them -> log-probabilities (b, n)
@@ -66,9 +67,9 @@ def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
     """Run a model to see what its facts do not say. `apply_known_trials` has the result from then on.
 
     `TREES` are ten forwards of at most 56 tokens, of 256 on a GPU: a reason against trees if sequences of one row see
-    each other. `rotary` becomes False if shifted positions change log-probabilities. `ROWS` are two forwards of a model
-    with layers of its own, to see whether they keep values of the batch, which must stay as it is then. `PACKED` are
-    two forwards of a packed row: a reason against trees if its second sequence sees the first.
+    each other. `rotary` becomes False if shifted positions change log-probabilities. `ROWS` are four forwards of a
+    model with layers of its own: a reason to leave the batch as it is if they keep values of it or read its rows.
+    `PACKED` are two forwards of a packed row: a reason against trees if its second sequence sees the first.
 
     Every rank of a sharded model must run it at once.
     """
@@ -77,7 +78,7 @@ def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
         try:
             with without_randomness(model, facts.device):
                 if trial == ROWS:
-                    result = _try_rows(run, facts), True
+                    result = _try_rows(run, model, facts), True
                 elif trial == PACKED:
                     result = _try_packed(run, model, facts), True
                 else:
@@ -104,9 +105,21 @@ def _add_result(facts: Facts, trial: int, reason: Reason | None, shifts: bool) -
 ROUNDINGS = 2
 # ... or within this fraction of what another context changes.
 CONTEXT_FRACTION = 1 / 16
+# Values behind a layer that has other rows beside them agree within this multiple.
+ROW_ROUNDINGS = 8
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 SEES_ANOTHER = "lets a sequence see another one of its row"
 DIFFERS = "gives log-probabilities in {} that are not those of separate rows"
+
+
+@contextmanager
+def _hooked(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -122,12 +135,8 @@ def _rounded_otherwise(model: Any) -> Iterator[None]:
 
     head = set(model.get_output_embeddings().modules())  # which the fused head reads
     leaves = [module for module in model.modules() if module not in head and next(module.children(), None) is None]
-    hooks = [module.register_forward_hook(perturb) for module in leaves]
-    try:
+    with _hooked(leaves, perturb):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _find_experts(model: nn.Module) -> list[nn.Module]:
@@ -151,14 +160,10 @@ def _run_both(model: nn.Module, runs: tuple[Callable[[], Tensor], Callable[[], T
         values = torch.where(kept[:, None], outputs.pop(0), values)
         return (values, *output[1:]) if is_tuple else values
 
-    hooks = [module.register_forward_hook(record_or_replay) for module in _find_experts(model)]
-    try:
+    with _hooked(_find_experts(model), record_or_replay):
         first = runs[0]()
         replays = True
         return [first, runs[1]()]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Comparison:
@@ -201,29 +206,52 @@ class _Comparison:
 # --- the trials -------------------------------------------------------------------------------------------------------
 
 
-def _try_rows(run: RunModel, facts: Facts) -> Reason | None:
-    """The layer that keeps values of a batch."""
-    layers, length = facts.unknown_layers, min(TRIAL_TOKENS, facts.positions or TRIAL_TOKENS)
+def _try_rows(run: RunModel, model: Any, facts: Facts) -> Reason | None:
+    """The layer that keeps values of a batch, or that gives a row other values beside other rows and tokens."""
+    layers, length = facts.unknown_layers, min(ROW_TOKENS, facts.positions or ROW_TOKENS)
+    short = max(length // 4, 2)
     ids = torch.arange(3, 3 + 4 * length, device=facts.device).view(2, 2, length) % facts.config.vocab_size
-    counted = torch.arange(length, device=facts.device).expand(2, length) != 0
+
+    def run_rows(ids: Tensor) -> dict[nn.Module, Tensor]:
+        """The values of the first tokens of the first row, behind each layer and at last."""
+        outputs: dict[nn.Module, Tensor] = {}
+
+        def record(layer: nn.Module, args: Any, output: Any) -> None:
+            values = output[0] if isinstance(output, tuple) else output
+            if isinstance(values, Tensor) and values.is_floating_point() and values.shape[:2] == ids.shape:
+                outputs.setdefault(layer, values[0, :short].detach())
+
+        with _hooked(layers, record), seeded(facts.device):
+            counted = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) != 0
+            outputs[model] = run({"input_ids": ids, "counted": counted})[0, 1:short].detach()
+        return outputs
+
     # A layer may keep a loss only with a graph. Ranks would wait for its backward.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     with keeping_values(layers), torch.set_grad_enabled(not has_ranks):
-        run({"input_ids": ids[0], "counted": counted})  # may build a table
+        together = run_rows(ids[0])  # may build a table
         before = read_values(layers, {})
-        run({"input_ids": ids[1], "counted": counted})
+        run_rows(ids[1])
         after = read_values(layers, {})
+        alone = run_rows(ids[0, :1, :short])  # all ranks run as often, whatever one of them has found
+        with _rounded_otherwise(model):
+            rounded = run_rows(ids[0, :1, :short])
     for number, key in sorted(before.keys() | after.keys()):
-        if before.get((number, key)) != after.get((number, key)):
+        if before.get((number, key), before) != after.get((number, key), before):
             name = type(layers[number]).__name__
             return Reason(f"{name} keeps values of the batch in training ({key})", f"a model without {name}")
+    for layer, values in alone.items():
+        name, least = type(layer).__name__, torch.finfo(values.dtype).eps * values.abs().max()
+        rounding = torch.maximum((rounded.get(layer, values) - values).abs().max(), least)
+        if (together.get(layer, values) - values).abs().max() > ROW_ROUNDINGS * rounding:
+            return Reason(f"{name} gives a row other values beside other rows", f"a model without {name}")
     return None
 
 
 def _try_packed(run: RunModel, model: Any, facts: Facts) -> Reason | None:
     """Whether the attention, or a state, reaches from one packed sequence to the next, as the caller runs them."""
     assert facts.packed is not None
-    length, device = min(TRIAL_TOKENS, facts.positions or TRIAL_TOKENS), facts.device
+    length, device = min(PACKED_TOKENS, facts.positions or PACKED_TOKENS), facts.device
     index = torch.arange(2 * length, device=device)
     in_second, ids = index >= length, (index + 3) % facts.config.vocab_size
     bounds = torch.arange(3, dtype=torch.int32, device=device) * length

@@ -333,6 +333,14 @@ KEEPERS = {
     "a list of the class": lambda layer, values: type(layer).losses.append(values.mean()),
     "a number of the class": lambda layer, values: setattr(type(layer), "count", type(layer).count + 1),
 }
+ROW_READERS = {
+    "the row's mean": lambda layer, values: values - 0.1 * values.mean(1, keepdim=True),
+    "the batch's mean": lambda layer, values: values - 0.1 * values.mean((0, 1)),
+    "the row's length": lambda layer, values: values * (1 + 1 / values.shape[1]),
+    "the number of rows": lambda layer, values: values / values.shape[0],
+    "the last token": lambda layer, values: values + 0.1 * values[:, -1:],
+    "noise": lambda layer, values: values + torch.rand_like(values) / values.shape[1],
+}
 
 
 def replace_forward(model):
@@ -365,16 +373,28 @@ def change_class(model):
     model.model.layers[0].mlp.__class__ = KeepingCall
 
 
-KEEPS = "keeps values of the batch in training"
+class NoisyEmbedding(nn.Embedding):
+    def forward(self, ids):
+        values = super().forward(ids)
+        return values * (1 + 1 / ids.shape[1]) if self.training else values
+
+
+def change_embedding(model):
+    model.get_input_embeddings().__class__ = NoisyEmbedding
+
+
+KEEPS, READS = "keeps values of the batch in training", "gives a row other values beside other rows"
 FOUND = {
     **{name: (around(keep(function)), f"Keeper {KEEPS}") for name, function in KEEPERS.items()},
+    **{name: (around(keep(function)), f"Keeper {READS}") for name, function in ROW_READERS.items()},
     "a patched class": (replace_forward, f"LlamaMLP {KEEPS}"),
     "a subclass": (change_class, f"KeepingCall {KEEPS}"),
+    "an embedding": (change_embedding, f"NoisyEmbedding {READS}"),
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_trial_finds_what_layers_keep(name):
+def test_a_trial_finds_what_layers_keep_and_read(name):
     change, reason = FOUND[name]
     model = swap_lm_head(build("Llama", num_hidden_layers=1)).train()
     change(model)
