@@ -32,10 +32,10 @@ Several ranks train one model with `--sharding`, each on as many groups, dealt o
 `torchrun --nproc-per-node 2 -m benchmark.step --sharding FSDP2 --batches window`. Memory and forwards are those of the
 first rank.
 
-Milliseconds are medians of whole steps. `other ms` is what is outside of the training steps. `forwards` counts those of
-the model's body in a step, a reference's too. `MFU` is the FLOP that the step needs (the formula is in
-`benchmark.step_batches`) over its time and the card's dense bfloat16 peak. Results are written after each row, and a
-later run in the same environment adds its rows to them.
+Milliseconds are medians of whole steps. `other ms` is what is outside of forwards, backwards and clipping. `forwards`
+counts those of the model's body in a step, a reference's too. `MFU` is the FLOP that the step needs (the formula is in
+`benchmark.step_batches`; a recurrence is not counted) over its time and the card's dense bfloat16 peak. Results are
+written after each row, and a later run in the same environment adds its rows to them.
 """
 
 import argparse
@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # it imports TRL, which the tables do not need
     from benchmark.step_runs import Data, Runner
 
 PREFIX = "step-"
-NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "llama-3-8b", "toy")
+NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3.5-1.7b", "llama-3-8b", "toy")
 SHARDINGS = ("DDP", "FSDP2", "ZeRO-3", "ZeRO-3 offload")
 RANKS, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}

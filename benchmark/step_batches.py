@@ -164,7 +164,7 @@ def describe_batch(task: Task) -> dict[str, Any]:
 
 class ModelSize(NamedTuple):
     body_parameters: int  # without embedding and lm_head
-    layers: int
+    layers: int  # with attention
     attention_width: int  # heads x head_dim
     hidden_size: int
     vocab: int
@@ -177,7 +177,10 @@ class ModelSize(NamedTuple):
         width = config.num_attention_heads * getattr(
             config, "head_dim", config.hidden_size // config.num_attention_heads
         )
-        return cls(parameters, config.num_hidden_layers, width, config.hidden_size, config.vocab_size)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        return cls(
+            parameters, len(kinds) - kinds.count("linear_attention"), width, config.hidden_size, config.vocab_size
+        )
 
 
 def count_flop(task: Task, size: ModelSize) -> int:

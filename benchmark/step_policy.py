@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from benchmark import texts
 from benchmark.step_batches import SEED, Batch, Task, tasks
@@ -65,6 +65,22 @@ def _qwen3(hidden_size: int, **sizes: Any) -> Qwen3Config:
     )
 
 
+def _qwen3_5() -> Qwen3_5TextConfig:
+    """18 of 24 layers are linear attention."""
+    return Qwen3_5TextConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        tie_word_embeddings=True,
+    )
+
+
 def _llama_3_8b() -> LlamaConfig:
     return LlamaConfig(
         vocab_size=128256,
@@ -82,6 +98,7 @@ SHAPES = {
     "qwen3-4b": Shape(
         config=lambda: _qwen3(2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32)
     ),
+    "qwen3.5-1.7b": Shape(config=_qwen3_5),
     "llama-3-8b": Shape(config=_llama_3_8b, learnt_at_once=2),
     # Everything once, in seconds on a CPU.
     "toy": Shape(

@@ -6,7 +6,6 @@ rollouts. The data sets of SFT and DPO hold token ids. The learning rate is 0, s
 same work. AdamW still computes all of it.
 """
 
-import functools
 import gc
 import json
 import math
@@ -75,56 +74,52 @@ class Clock(TrainerCallback):
     def __init__(self, device: str, settling: int) -> None:
         self.device, self.settling, self.memory, self.looking = device, settling, PeakMemory(device), ExitStack()
         self.step_ms: list[float] = []
-        self.other_ms: list[float] = []  # of each step, outside of its training steps
+        self.other_ms: list[float] = []  # of each step, outside of forwards, backwards and clipping
         self.forwards = 0  # of models, in the steps that count
-        self._passes: list[tuple[Any, Any]] = []  # beginnings and ends
+        self._passes: list[Any] = []  # beginning and end of the step's forwards and backwards
         self._forwards = 0  # of the current step
         self._begun = math.nan
-
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, which runs forwards and backwards. A GPU's events note its times, so that the host never waits."""
-
-        @functools.wraps(call)
-        def run(*given: Any, **options: Any) -> Any:
-            begun = self._now()
-            result = call(*given, **options)
-            self._passes.append((begun, self._now()))
-            return result
-
-        return run
 
     @contextmanager
     def counted_forwards(self, *models: Any) -> Iterator[None]:
         """Of their bodies. A recomputed layer does not read the embedding again.
 
-        Not by a hook: a hook may read the batch's rows, so with one the step keeps them as they are.
+        Not by a hook, and not by a class of layers that is changed: the step keeps batches that these may read.
         """
-        embeddings, forward = {model.get_input_embeddings() for model in models}, nn.Embedding.forward
+        tables: Any = [model.get_input_embeddings() for model in models]
+        shapes = {(table.num_embeddings, table.embedding_dim) for table in tables}
+        embed = nn.functional.embedding
 
-        def counted(embedding: nn.Embedding, ids: Tensor) -> Tensor:
-            self._forwards += embedding in embeddings
-            return forward(embedding, ids)
+        def counted(ids: Tensor, weight: Tensor, *given: Any, **options: Any) -> Tensor:
+            self._forwards += tuple(weight.shape) in shapes
+            return embed(ids, weight, *given, **options)
 
-        with mock.patch.object(nn.Embedding, "forward", counted):
+        with mock.patch.object(nn.functional, "embedding", counted):
             yield
 
     def _now(self) -> Any:
+        """A GPU's events note its times, so that the host never waits."""
         if self.device == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
+    def on_step_begin(self, *_arguments: Any, **_options: Any) -> None:
+        self._passes = [self._now()]
+
+    def on_pre_optimizer_step(self, *_arguments: Any, **_options: Any) -> None:
+        self._passes.append(self._now())
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_options: Any) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
         taken = (time.perf_counter() - self._begun) * 1e3
-        on_gpu = self.device == "cuda"
-        passes = [begun.elapsed_time(end) if on_gpu else (end - begun) * 1e3 for begun, end in self._passes]
-        self._passes.clear()
+        begun, ended = self._passes
+        passes = begun.elapsed_time(ended) if self.device == "cuda" else (ended - begun) * 1e3
         if state.global_step > self.settling:
             self.step_ms.append(taken)
-            self.other_ms.append(taken - sum(passes))
+            self.other_ms.append(taken - passes)
             self.forwards += self._forwards
         elif state.global_step == self.settling - 1:
             self.looking.enter_context(self.memory)
@@ -314,7 +309,6 @@ TRAINERS: dict[str, Callable[..., Any]] = {"GRPO": grpo_trainer, "SFT": sft_trai
 def run_trainer(trainer: Any, clock: Clock) -> Measured:
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
-    trainer.training_step = clock.timed(trainer.training_step)
     if not isinstance(trainer, GRPOTrainer):  # examples in their order: each step has the same
         trainer._get_train_sampler = SequentialSampler
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]

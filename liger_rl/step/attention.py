@@ -6,6 +6,7 @@ registered for this kind, and the wrapper calls flex attention if it gets a `Blo
 changes, so activation checkpointing recomputes the same. On a CPU the mask is dense.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from types import FunctionType
@@ -21,7 +22,9 @@ from liger_rl.step.reason import Reason
 
 # Rows of whole blocks: flex attention then takes a quarter less time, because its kernels check no row's end.
 BLOCK = 128
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}  # the last have attention, too
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
+KNOWN_LAYERS = {"full_attention", "sliding_attention", *STATE_LAYERS, *WITHOUT_ATTENTION}
 SDPA = 'attn_implementation="sdpa"'
 DENSE_ATTENTION = ("sdpa", "eager")  # kinds of attention that take a dense mask
 
@@ -34,9 +37,10 @@ def find_attention_obstacle(
     `modules`: those of the model and its wrappers. `config`: the text model's.
     """
     name, kind = type(model).__name__, config._attn_implementation
-    layers = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
-    if layers:
-        return Reason(f"{name} has layers of type {', '.join(sorted(layers))}, which take no mask of prefixes")
+    types = set(getattr(config, "layer_types", None) or ())
+    if types - KNOWN_LAYERS:
+        unknown = ", ".join(sorted(types - KNOWN_LAYERS))
+        return Reason(f"{name} has layers of type {unknown}, which take no mask of prefixes")
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
     if [mask for mask in buffers if mask.dtype == torch.bool and mask.dim() == 4]:
         return Reason(f"{name} makes an attention mask of its own")
@@ -44,10 +48,12 @@ def find_attention_obstacle(
         return Reason(f"the layers of {name} are on several devices", 'leave device_map="auto" out')
     if device.type not in ("cpu", "cuda"):
         return Reason(f"flex attention may have no backward on {device.type}")
-    if device.type == "cpu":
+    if types and types <= WITHOUT_ATTENTION:
+        pass
+    elif device.type == "cpu":
         if kind not in DENSE_ATTENTION:
             return Reason(f"attention {kind!r} takes no mask of shared prefixes", SDPA)
-    elif kind not in ALL_ATTENTION_FUNCTIONS or not getattr(model, "_supports_attention_backend", False):
+    elif kind not in ALL_ATTENTION_FUNCTIONS or not _asks_for_function(model):
         return Reason(f"attention {kind!r} cannot run as flex attention, which shared prefixes need", SDPA)
     if device.type != "cpu" and [module for module in modules if "sinks" in module._parameters]:
         return Reason(f"{name} has attention sinks")
@@ -57,6 +63,12 @@ def find_attention_obstacle(
     if list_rates([module for module in modules if module.training and module not in in_adapters]):
         return Reason("dropout draws for each sequence", _name_dropouts(config))
     return None
+
+
+def _asks_for_function(model: Any) -> bool:
+    """Whether attention looks up the function of its kind. Not all classes that do say so."""
+    home = sys.modules[type(model).__module__]
+    return getattr(model, "_supports_attention_backend", False) or hasattr(home, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _name_dropouts(config: Any) -> str:
@@ -77,7 +89,10 @@ def make_masks(
     dense: bool,
 ) -> Any:
     """The model's `attention_mask`: a mask (1, 1, n, n), or a dict of masks by type of layer."""
-    kind = config._attn_implementation
+    kind, types = config._attn_implementation, set(getattr(config, "layer_types", None) or ())
+    layers = types - WITHOUT_ATTENTION
+    if types and not layers:
+        return None
     if not dense:
         _install_flex_attention(kind)
 
@@ -94,9 +109,9 @@ def make_masks(
         return torch.zeros((), dtype=dtype, device=device).where(sees, torch.finfo(dtype).min)
 
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    layers = set(getattr(config, "layer_types", None) or ())
     if len(layers) > 1:
-        return {layer: mask(window if layer == "sliding_attention" else None) for layer in sorted(layers)}
+        masks = {layer: mask(window if layer == "sliding_attention" else None) for layer in sorted(layers)}
+        return masks | dict.fromkeys(types - layers)
     return mask(None if layers == {"full_attention"} else window)
 
 

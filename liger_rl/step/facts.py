@@ -23,13 +23,16 @@ from liger_rl.step.memory import has_reentrant_checkpoints
 from liger_rl.step.ranks import find_sharding
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import find_row_reader
+from liger_rl.step.states import StateLayers, find_state_layers
 
 # Models without rotary embeddings. A token's default position is its column in the first list, and its number among the
 # attended tokens of its row in the second.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
 POSITION_IS_COUNT = ("opt",)
 # Models with layers of a state that have no other positions, unless they have a rotary embedding.
-WITHOUT_POSITIONS = ("falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba")
+WITHOUT_POSITIONS = (
+    "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "zamba",
+)  # fmt: skip
 # Models with a state that padding on the left changes, which begins anew at position 0.
 FEELS_PADDING = ("recurrent_gemma",)
 DYNAMIC_ROPE = Reason("the rotary embedding depends on the longest row of the batch (rope_type dynamic or longrope)")
@@ -61,6 +64,7 @@ class Facts:
     has_reentrant_checkpoints: bool
     has_activated_lora: bool
     unknown_layers: Sequence[nn.Module]  # layers of no known package, which a trial looks at
+    states: StateLayers | None  # layers with a state that a tree reaches
     obstacle: Reason | None  # why the batch must stay as it is; None if rows may be rearranged
     no_tree: Reason | None  # why rows cannot be trees of shared prefixes; None if a trial may decide
     causal: bool  # no token depends on a later one
@@ -111,8 +115,9 @@ def read_facts(model: Any, wrapper: nn.Module | None = None, *, joined_hooks: bo
         has_reentrant_checkpoints=has_reentrant_checkpoints(modules),
         has_activated_lora=has_activated_lora(modules),
         unknown_layers=list_unknown_layers(inner),
+        states=find_state_layers(text_modules),
         obstacle=_find_wrapper_obstacle(modules, model) or find_row_reader(model, inner, joined_hooks=joined_hooks),
-        no_tree=_find_tree_obstacle(modules, model, causal and takes_positions),
+        no_tree=_find_tree_obstacle(modules, model, causal and (takes_positions or has_no_positions)),
         causal=causal,
         reads_types=reads_types,
         rotary=rotary,
@@ -136,7 +141,7 @@ def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor, *, may_be_pa
     config, given = facts.config, inputs.get("position_ids") is not None
     counts = config.model_type in POSITION_IS_COUNT and facts.takes_positions and not given
     # Llama 4 scales queries by their columns, whatever position_ids are.
-    known = facts.takes_positions and (given or facts.positions_are_known)
+    known = facts.has_no_positions or (facts.takes_positions and (given or facts.positions_are_known))
     known = known and not getattr(config, "attn_temperature_tuning", False) and config.model_type not in FEELS_PADDING
     has_router, no_tree = has_router_loss(config, inputs), facts.no_tree
     if no_tree is None and not (counts or known):
@@ -153,7 +158,7 @@ def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor, *, may_be_pa
         packed=PACKED_INPUTS.intersection(inputs) if is_packed else None,
         obstacle=facts.obstacle or _find_input_obstacle(facts, inputs, ids, is_packed),
         no_tree=no_tree,
-        drops_left_padding=(known or facts.has_no_positions) and has_mask,
+        drops_left_padding=known and has_mask,
         has_router_loss=has_router,
         counts_attended=counts,
     )

@@ -377,6 +377,6 @@ class _Trees(NamedTuple):
         return sort_sequences(tokens, self._list_first_positions(selected))
 
     def _list_first_positions(self, rows: list[int]) -> list[int]:
-        if self.facts.rotary or self.facts.counts_attended:
+        if self.facts.rotary or self.facts.counts_attended or self.facts.has_no_positions:
             return [0] * len(rows)
         return [self.sequences.spans[row].first_position for row in rows]

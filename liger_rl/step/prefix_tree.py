@@ -31,6 +31,7 @@ class PrefixTree(NamedTuple):
     sequences: Tensor  # (n,) int64, the number of a sequence that has the token
     offsets: Tensor  # (n,) int64, the token's index in that sequence
     ends: Tensor  # (n,) int64, as above
+    before: Tensor  # (n,) int64, the place of the token before in its sequence; -1: it is the first one
     follows: Tensor  # (n,) bool, whether the place before has the preceding token of the sequence
     places: list[Tensor]  # for each sequence, (length,) int64: the place at which each token is predicted
 
@@ -78,7 +79,7 @@ def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences, multiple
     total = sum(sizes)
     ends, follows = np.full(total, total), np.ones(total, dtype=bool)
     empty = np.empty(0, dtype=np.int64)
-    offsets, places = [empty], [empty] * len(lengths)
+    offsets, places, before = [empty], [empty] * len(lengths), np.arange(total) - 1
     path = predicted = empty  # of the sequence before: the places of its tokens, and where they are predicted
     start = 0
     for sequence, size in zip(ordered.order, sizes, strict=True):
@@ -86,6 +87,7 @@ def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences, multiple
         added = np.arange(start, start + size)
         offsets.append(np.arange(first, first + size))
         follows[start] = False
+        before[start] = path[first - 1] if first else -1
         ends[path[first:]] = start
         path = np.concatenate([path[:first], added])
         # The last shared token is predicted at its place in the sequence before.
@@ -96,11 +98,13 @@ def build_prefix_tree(lengths: Sequence[int], ordered: SortedSequences, multiple
     if padding:
         sequences, offset = (np.pad(x, (0, padding), mode="edge") for x in (sequences, offset))
         ends = np.concatenate([ends, np.arange(total, total + padding) + 1])
+        before = np.concatenate([before, np.arange(total, total + padding) - 1])
         follows = np.pad(follows, (0, padding))
     return PrefixTree(
         torch.from_numpy(sequences),
         torch.from_numpy(offset),
         torch.from_numpy(ends),
+        torch.from_numpy(before),
         torch.from_numpy(follows),
         [torch.from_numpy(array) for array in places],
     )

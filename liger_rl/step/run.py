@@ -16,6 +16,7 @@ from liger_rl.step import attention
 from liger_rl.step.facts import Facts
 from liger_rl.step.layout import Layout, MicroBatch, TreeRow
 from liger_rl.step.sequences import TokenBatch
+from liger_rl.step.states import RUNS, Runs
 
 
 class Output(NamedTuple):
@@ -153,13 +154,17 @@ def _make_tree_inputs(row: TreeRow, mask: Tensor, facts: Facts) -> dict[str, Any
     # A place is a target if one of its sequences counts the token that stands there.
     counts = torch.zeros(tree.tokens, dtype=torch.int32, device=device)
     counts.index_add_(0, places, mask.reshape(-1)[index].to(torch.int32))
-    return {
+    inputs = {
         "counted": ((counts > 0) & follows)[None],
-        "position_ids": row.position_ids[None].to(device, non_blocking=True),
         "attention_mask": attention.make_masks(
             facts.config, tree.ends, row.position_ids, device, facts.dtype, dense=device.type == "cpu"
         ),
     }
+    if facts.takes_positions:
+        inputs["position_ids"] = row.position_ids[None].to(device, non_blocking=True)
+    if facts.states is not None:
+        inputs[RUNS] = Runs(tree, facts.states, device)
+    return inputs
 
 
 def _make_positions(

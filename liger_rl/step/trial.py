@@ -17,6 +17,7 @@ from liger_rl.step.facts import Facts
 from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefix_tree
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import UNTRIED
+from liger_rl.step.states import RUNS, Runs
 
 ROW_TOKENS = 32  # of each row without a tree
 PACKED_TOKENS = 16  # of each of two sequences
@@ -291,13 +292,20 @@ def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, boo
     # Two blocks: Dynamo would compile flex attention for a single one, and again for the first batch.
     multiple = 2 * BLOCK if device.type == "cuda" else 1
     tree = build_prefix_tree((length, length), SortedSequences([0, 1], [0, shared]), multiple)
+    runs = None if facts.states is None else Runs(tree, facts.states, device)
     places, counted = torch.stack(tree.places).to(device), torch.arange(length, device=device).expand(2, length) != 0
 
-    def run_tree(*sequences: Tensor, ends: Tensor = tree.ends, positions: Tensor = tree.offsets) -> Tensor:
+    def run_tree(
+        *sequences: Tensor, ends: Tensor = tree.ends, positions: Tensor = tree.offsets, joined: bool = False
+    ) -> Tensor:
         mask = make_masks(facts.config, ends, tree.offsets, device, facts.dtype, dense=device.type == "cpu")
         row = torch.stack(sequences)[tree.sequences, tree.offsets][None].to(device)
         inputs = {"input_ids": row, "counted": tree.follows[None].to(device), "attention_mask": mask}
-        return run(inputs | {"position_ids": positions[None].to(device)})[0][places][:, 1:]
+        if facts.takes_positions:
+            inputs["position_ids"] = positions[None].to(device)
+        if runs is not None and not joined:
+            inputs[RUNS] = runs
+        return run(inputs)[0][places][:, 1:]
 
     def run_rows(*sequences: Tensor, positions: dict[str, Tensor] | None = None) -> Tensor:
         rows = torch.stack(sequences).to(device)
@@ -308,7 +316,8 @@ def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, boo
         model, (lambda: run_tree(first, second), lambda: run_tree(other_first, second)), in_second.to(device)
     )
     joined, joined_changed = (
-        run_tree(x, second, ends=torch.full_like(tree.ends, tree.tokens))[1, shared - 1 :] for x in (first, other_first)
+        run_tree(x, second, ends=torch.full_like(tree.ends, tree.tokens), joined=True)[1, shared - 1 :]
+        for x in (first, other_first)
     )
     without_prefix = run_tree(*other_prefix)
     backwards = run_tree(
@@ -328,7 +337,7 @@ def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, boo
         problem = SEES_ANOTHER
     elif torch.equal(in_tree[own], without_prefix[own]):
         problem = "does not let a sequence see the tokens that it shares"
-    elif torch.equal(in_tree[own], backwards[own]):
+    elif not facts.has_no_positions and torch.equal(in_tree[own], backwards[own]):
         problem = "does not read position_ids"
     elif not comparison.are_close(in_tree, alone):
         problem = DIFFERS.format("a tree")

@@ -54,8 +54,26 @@ HYBRIDS = {
         **HEADS, **LINEAR, **EXPERTS, "layer_types": ["linear_attention", "full_attention"],
         "shared_expert_intermediate_size": 16,
     },
+    "Qwen3_5MoeText": {
+        **HEADS, **LINEAR, **EXPERTS, "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 16, "output_router_logits": False,
+    },
+    "OlmoHybrid": {**HEADS, **LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+    "Zamba2": {
+        **SIZES, "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8,
+        "mamba_ngroups": 1, "chunk_size": 8, "num_mem_blocks": 1, "use_mem_rope": True,
+    },
     "Lfm2": {**SIZES, "layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": {
+        **SIZES, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager",
+    },
     # Without positions.
+    "KimiLinear": {
+        **HEADS, **LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "num_local_experts": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager",
+        "layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 2,
+    },
     "GraniteMoeHybrid": {
         **SIZES, **MAMBA_2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48,
         "num_local_experts": 0, "router_aux_loss_coef": 0.0,

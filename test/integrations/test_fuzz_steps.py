@@ -39,8 +39,10 @@ VARIANTS = {
     **{f"{name}, no router": (name, {"output_router_logits": False}) for name in ("Qwen3Moe", "Olmoe", "Mixtral")},
 }
 NAMES = sorted({*CONFIGS, *HYBRIDS, *VARIANTS, *IMAGES})
-# Models with layers of a state, and those that make a mask of their own.
-WITHOUT_TREES = {*HYBRIDS, "RecurrentGemma", "Qwen3_5"} | ({"GPT2", "GraniteMoe"} if BEFORE_5 else set())
+# Models whose layers hand on a state that no run can begin with, and those that make a mask of their own.
+WITHOUT_TREES = {"Jamba", "Zamba", "RecurrentGemma"}
+if BEFORE_5:
+    WITHOUT_TREES |= {*HYBRIDS, "Qwen3_5", "GPT2", "GraniteMoe"}
 SUPERVISED = ("dpo", "orpo", "kto", "tokens", "sequences", "eaft")
 LOSSES = (*PRESETS, *SUPERVISED)
 PADDINGS = ("left", "right", "both")

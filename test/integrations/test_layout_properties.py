@@ -21,6 +21,7 @@ FACTS = Facts(
     rotary=True, takes_positions=True, positions_are_known=True, has_no_positions=False, needs_positions=True,
     positions=0, longest_row=float("inf"), router_is_known=True, drops_left_padding=True,
     has_activated_lora=False,
+    states=None,
 )  # fmt: skip
 PADDED = replace(FACTS, no_tree=REFUSED)
 

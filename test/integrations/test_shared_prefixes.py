@@ -215,8 +215,7 @@ NEO = {
 }  # fmt: skip
 LLAMA_4 = {**HEADS, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
 LLAMA_4 |= {"layer_types": ["chunked_attention"] * 2, "attn_temperature_tuning": False}
-MAMBA_ALONE = {"vocab_size": VOCAB, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}
-UNTRIED = {"GPTNeo": NEO, "Llama4Text": LLAMA_4, "Mamba": MAMBA_ALONE}
+UNTRIED = {"GPTNeo": NEO, "Llama4Text": LLAMA_4}
 DROPOUT = "dropout draws for each sequence"
 NO_RUN = "row {} of input_ids has padding between tokens, or positions that jump"
 # model, reason, change of the batch
@@ -231,8 +230,6 @@ REFUSED = {
         lambda: build("Mixtral", output_router_logits=False, router_jitter_noise=0.1).train(), DROPOUT, None
     ),
     "chunks": (lambda: build("Llama4Text"), "Llama4ForCausalLM has layers of type chunked_attention", None),
-    "a state": (lambda: build("Lfm2"), "Lfm2ForCausalLM has layers of type conv", None),
-    "no positions": (lambda: build("Mamba"), "MambaForCausalLM is not a causal model of text", None),
     "windows of columns": (lambda: build("GPTNeo", attention="eager"), "makes an attention mask of its own", None),
     "devices": (split_over_devices, "the layers of LlamaForCausalLM are on several devices", None),
     "attention": (of_another_attention, "attention 'flex_attention' takes no mask of shared prefixes", None),

@@ -348,7 +348,7 @@ SYSTEM_PROMPT = {
     "max_length": 102,
 }
 LOGITS = {"share": 0.9, "is_logged": False}  # whose forward is TRL's; that of metrics is not
-STATES = {"trees": False, "share": 0.98, "max_steps": 3}  # in rows of similar length
+STATES = {"max_steps": 3}  # layers with a state
 
 ROWS = {
     # SFT
@@ -384,6 +384,8 @@ ROWS = {
     "SFT, an adapter for each micro-batch": apart("SFT", prepare=switch_adapters, peft_config=LORA),
     "SFT, hooks that see joined rows": row("SFT", prepare=with_readers, patch_options={"joined_hooks": True}),
     "SFT, FalconH1": row("SFT", partial(architecture, "FalconH1"), **STATES),
+    "SFT, Lfm2Moe, LoRA": row("SFT", partial(architecture, "Lfm2Moe"), peft_config=LORA, **REENTRANT),
+    "SFT, Jamba": row("SFT", partial(architecture, "Jamba"), trees=False, share=0.98, max_steps=3),
     "SFT, logits twice": apart("SFT", prepare=double_logits, trees=False, is_ours=False),
     "SFT, layerdrop": apart("SFT", partial(opt, layerdrop=0.5), trees=False),
     "SFT, NEFTune": apart("SFT", **NEFTUNE, trees=False),
@@ -399,8 +401,11 @@ ROWS = {
         "SFT", packing=True, packing_strategy="bfd_split", loss_type="dft", pad_to_multiple_of=8, **ONE | EVALUATED,
     ),
     "SFT, packed, NEFTune": apart("SFT", packing=True, trees=False, **NEFTUNE | {"max_steps": 1}),
-    # TRL's attention lets packed sequences of this model see each other. The first optimizer step finds that.
-    "SFT, packed, one sequence for the model": row("SFT", opt, trees=False, calls=(4, 3), backwards=3, **ALONE),
+    # In TRL's forward packed sequences of these models see each other. The first optimizer step finds that.
+    **{
+        f"SFT, packed, one sequence for {name}": row("SFT", model, trees=False, calls=(4, 3), backwards=3, **ALONE)
+        for name, model in {"OPT": opt, "Qwen3_5Text": partial(architecture, "Qwen3_5Text")}.items()
+    },
     "SFT, label smoothing": apart("SFT", label_smoothing_factor=0.1, **LOGITS),
     "SFT, a loss of logits": apart("SFT", prepare=set_attribute("compute_loss_func", square_logits), **LOGITS),
     "SFT, compiled": apart(
@@ -432,7 +437,7 @@ ROWS = {
     "KTO, router loss": row("KTO", moe, max_steps=3),
     "KTO, experts of GLM4-MoE": row("KTO", glm4_moe),
     "KTO, text alone of SmolVLM": row("KTO", partial(text_of, "SmolVLM")),
-    "KTO, GraniteMoeHybrid": row("KTO", partial(architecture, "GraniteMoeHybrid"), **STATES),
+    "KTO, GraniteMoeHybrid": row("KTO", partial(architecture, "GraniteMoeHybrid"), **STATES, **CHECKPOINTS),
     # RLOO
     "RLOO": row("RLOO", scored=half_without_advantage(), idle=ALWAYS),
     "RLOO, one micro-batch": row("RLOO", "gemma2", per_device_train_batch_size=8, **ONE),
@@ -476,7 +481,10 @@ ROWS = {
         for name in ("Mixtral", "GptOss", "DeepseekV3")
     },
     **{f"GRPO, text alone of {name}": row("GRPO", partial(text_of, name)) for name in ("Llava", "Gemma3")},
-    **{f"GRPO, {name}": row("GRPO", partial(architecture, name), **STATES) for name in ("Qwen3_5Text", "NemotronH")},
+    **{
+        f"GRPO, {name}": row("GRPO", partial(architecture, name), **STATES)
+        for name in ("Qwen3_5Text", "NemotronH", "OlmoHybrid", "KimiLinear")
+    },
     # An optimizer step begins anywhere within a generation. The last one of an epoch may be short.
     **{
         f"GRPO, {number} steps of a generation": policy(

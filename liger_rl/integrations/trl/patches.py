@@ -20,6 +20,7 @@ from liger_rl.integrations.trl.settings import Settings, get_settings, set_setti
 from liger_rl.kernels.public_call import public
 from liger_rl.step.attention import restore_attention
 from liger_rl.step.memory import DEFAULT_SHARE, check_memory
+from liger_rl.step.states import restore_states
 
 __all__ = ["is_patched", "patch_trl", "patched_trl", "unpatch_trl"]
 
@@ -105,6 +106,7 @@ def unpatch_trl() -> None:
     """Undo `patch_trl`. Trainers that were built under the patch run as TRL runs them."""
     TRL.unpatch()
     restore_attention()
+    restore_states()
 
 
 def is_patched() -> bool:
@@ -124,3 +126,4 @@ def patched_trl(**options: Any) -> Iterator[None]:
             set_settings(before)
             if not was_patched:
                 restore_attention()
+                restore_states()

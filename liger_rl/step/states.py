@@ -1,0 +1,282 @@
+"""Layers with a state in a row that is a prefix tree: linear attention, Mamba 2, short convolutions.
+
+Such a layer reads a row from left to right. A tree's row is cut into runs, tokens that continue each other. A run
+begins with the state that its parent run ended with, and its convolution with the parent's last inputs. Runs of one
+depth go through the recurrence together.
+
+The layers of transformers call functions of their own Python module, which are a kernel's (fla, mamba-ssm,
+causal-conv1d) or a reference. Ours stand in front of them. `seq_idx`, an input of the model that reaches all of them,
+is the row's `Runs`; with any other value the module's own function runs. So recomputed layers get it, too.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from liger_rl.step.prefix_tree import PrefixTree
+
+RUNS = "seq_idx"  # the input of the model
+CONVOLUTION, FUSED = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+MAMBA_2 = "mamba2_chunk_scan"
+# Runs of a call are padded to its longest. Each of their chunks waits for the one before, which costs as much as this
+# many runs more.
+WAITING_RUNS = 16
+# A longer run is cut: the backward of a reference takes time and memory for all pairs of a call's chunks, and pieces of
+# this length are not padded.
+LONGEST_RUN = 512
+
+
+class StateLayers(NamedTuple):
+    """The layers of a model that a tree reaches."""
+
+    homes: tuple[ModuleType, ...]  # the Python modules with their functions
+    taps: int  # of the widest convolution
+    takes_lengths: bool  # the recurrence is a kernel's that takes runs of different lengths
+
+
+def find_state_layers(modules: Iterable[nn.Module]) -> StateLayers | None:
+    """The layers of a model whose Python module has the functions that are known here; None if there is none."""
+    modules = list(modules)
+    found = {sys.modules[kind.__module__]: None for kind in {type(module): None for module in modules}}
+    homes = tuple(home for home in found if not {CONVOLUTION, MAMBA_2, *DELTA_RULES}.isdisjoint(vars(home)))
+    if not homes:
+        return None
+    convolutions = [module for module in modules if isinstance(module, nn.Conv1d) and module.groups > 1]
+    taps = max((module.kernel_size[0] for module in convolutions), default=1)
+    has_delta_rule = any(name in vars(home) for home in homes for name in DELTA_RULES)
+    return StateLayers(homes, taps, has_delta_rule and "fla" in sys.modules)
+
+
+# --- the runs of a row ------------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """Runs that go through a recurrence in one call."""
+
+    tokens: slice  # of `Runs._order`
+    lengths: Tensor | None  # (r + 1,) int64, sums of the runs' lengths; None: they are padded to one
+    runs: int
+    parents: Tensor | None  # (r,) int64, numbers among the runs one depth above; None: they begin without a state
+
+
+class Runs:
+    """The runs of a tree's row of n places, on the row's device."""
+
+    def __init__(self, tree: PrefixTree, layers: StateLayers, device: torch.device) -> None:
+        _install(layers.homes)
+        before = tree.before.numpy()
+        starts, parents, depths = _cut_into_runs(before, before.size if layers.takes_lengths else LONGEST_RUN)
+        lengths = np.diff(np.append(starts, before.size))
+        number = np.zeros_like(starts)  # of each run among those of its depth, in the order of the calls
+        order, inverse, stop = [], np.empty_like(before), 0
+        self._calls: list[list[_Call]] = []  # by depth
+        for depth in range(depths.max() + 1):
+            runs, calls, count = np.flatnonzero(depths == depth), list[_Call](), 0
+            runs = runs[np.argsort(-lengths[runs], kind="stable")]
+            number[runs] = np.arange(runs.size)
+            for group in [runs] if layers.takes_lengths else _split_by_length(runs, lengths[runs]):
+                column = np.arange(lengths[group[0]])
+                index = np.where(column < lengths[group, None], starts[group, None] + column, before.size)
+                places = index[index < before.size] if layers.takes_lengths else index.reshape(-1)
+                inside = np.flatnonzero(places < before.size)
+                inverse[places[inside]] = stop + inside
+                order.append(places)
+                sums = np.append(0, np.cumsum(lengths[group])) if layers.takes_lengths else None
+                above = number[parents[group]] if depth else None
+                calls.append(_Call(slice(stop, stop + places.size), _to(sums, device), group.size, _to(above, device)))
+                stop, count = stop + places.size, count + group.size
+            self._calls.append(calls)
+        self._order, self._inverse = _to(np.concatenate(order), device), _to(inverse, device)
+        near, windows = _find_windows(before, layers.taps)
+        self._near, self._windows = _to(near, device), _to(windows, device)
+
+    def scan(self, run: Callable[..., Any], columns: dict[str, Tensor]) -> Tensor:
+        """(1, n, ...) what a recurrence gives for columns (1, n, ...).
+
+        `run`: (columns (b, w, ...), initial states (b, ...) or None, whether final states are needed, sums of lengths
+        or None) -> outputs (b, w, ...), final states (b, ...) or None. It leaves a state as it is at a token of zeros.
+        """
+        padded = {name: torch.cat([x[0], torch.zeros_like(x[0, :1])]) for name, x in columns.items()}
+        ordered = {name: x.index_select(0, self._order) for name, x in padded.items()}
+        outputs: list[Tensor] = []
+        states: Tensor | None = None
+        for depth, calls in enumerate(self._calls, 1):
+            finals = []
+            for call in calls:
+                rows = call.runs if call.lengths is None else 1
+                cut = {name: x[call.tokens].unflatten(0, (rows, -1)) for name, x in ordered.items()}
+                initial = states[call.parents] if states is not None and call.parents is not None else None
+                output, final = run(cut, initial, depth < len(self._calls), call.lengths)
+                outputs.append(output.flatten(0, 1))
+                finals.append(final)
+            states = torch.cat(finals) if depth < len(self._calls) else None
+        return torch.cat(outputs).index_select(0, self._inverse)[None]
+
+    def mend_convolution(
+        self, output: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """(1, C, n) a causal convolution of hidden (1, C, n) with weight (C, k), from its `output` along the row: the
+        first tokens of a run read the last inputs of its parent."""
+        windows = self._windows[:, self._windows.shape[1] - weight.shape[1] :]
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        inputs = hidden[0][:, windows.clamp(min=0)].to(dtype).masked_fill(windows < 0, 0)  # (C, m, k)
+        mended = (inputs * weight[:, None].to(dtype)).sum(-1)
+        if bias is not None:
+            mended = mended + bias[:, None].to(dtype)
+        if activation is not None:
+            mended = ACT2FN[activation](mended)
+        return output.index_copy(2, self._near, mended[None].to(output.dtype))
+
+
+def _cut_into_runs(before: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The place where each run starts, its parent run or -1, and the number of its ancestors."""
+    place = np.arange(before.size)
+    jumps = (before != place - 1) | (place == 0)
+    ends = before[jumps]  # a run ends where another one continues it elsewhere
+    cuts = jumps.copy()
+    cuts[ends[(ends >= 0) & (ends + 1 < before.size)] + 1] = True
+    starts = np.flatnonzero(cuts)
+    cuts |= (place - starts[np.cumsum(cuts) - 1]) % longest == 0
+    starts = np.flatnonzero(cuts)
+    parents = np.searchsorted(starts, before[starts], side="right") - 1
+    depths = np.zeros_like(starts)
+    for run, parent in enumerate(parents):  # a parent comes first
+        depths[run] = depths[parent] + 1 if parent >= 0 else 0
+    return starts, parents, depths
+
+
+def _split_by_length(runs: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Runs, the longest first, in the groups that cost least."""
+    least, cut = np.zeros(runs.size + 1), np.zeros(runs.size + 1, dtype=int)
+    for stop in range(1, runs.size + 1):
+        start = np.arange(stop)
+        costs = least[:stop] + lengths[:stop] * (stop - start + WAITING_RUNS)
+        cut[stop] = costs.argmin()
+        least[stop] = costs[cut[stop]]
+    groups: list[np.ndarray] = []
+    stop = runs.size
+    while stop:
+        groups.insert(0, runs[cut[stop] : stop])
+        stop = cut[stop]
+    return groups
+
+
+def _find_windows(before: np.ndarray, taps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places whose last `taps` tokens are not those in front of it, (m,), and the places of these, (m, taps), or -1."""
+    place = np.arange(before.size)
+    steps = [place]
+    for _ in range(taps - 1):
+        steps.insert(0, np.where(steps[0] < 0, -1, before[steps[0]]))
+    windows = np.stack(steps, 1)
+    along_the_row = np.maximum(place[:, None] - np.arange(taps - 1, -1, -1), -1)
+    near = np.flatnonzero((windows != along_the_row).any(1))
+    return near, windows[near]
+
+
+def _to(array: Any, device: torch.device) -> Any:
+    return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
+
+
+# --- transformers' functions ------------------------------------------------------------------------------------------
+
+
+_replaced: dict[tuple[ModuleType, str], Callable[..., Any]] = {}  # -> transformers' own
+
+
+def _install(homes: Iterable[ModuleType]) -> None:
+    """Let the functions of these Python modules read `Runs`, until `restore_states`."""
+    makers = {CONVOLUTION: _wrap_convolution, FUSED: _wrap_fused, MAMBA_2: _wrap_mamba}
+    makers |= dict.fromkeys(DELTA_RULES, _wrap_delta_rule)
+    for home in homes:
+        for name, make in makers.items():
+            if name in vars(home) and (home, name) not in _replaced:
+                _replaced[home, name] = vars(home)[name]
+                setattr(home, name, make(vars(home)[name]))
+
+
+def restore_states() -> None:
+    """Put transformers' functions back. A step that needs trees replaces them again."""
+    while _replaced:
+        (home, name), function = _replaced.popitem()
+        setattr(home, name, function)
+
+
+def _reading_runs(original: Callable[..., Any], run: Callable[[Runs, dict[str, Any], int], Any]) -> Callable[..., Any]:
+    """The function, with `run` in its place if it gets `Runs`: (runs, all arguments by name, how many had no name)."""
+    names = list(inspect.signature(original).parameters)
+
+    @wraps(original)
+    def read_runs(*args: Any, **options: Any) -> Any:
+        runs = options.get(RUNS)
+        if not isinstance(runs, Runs):
+            return original(*args, **options)
+        del options[RUNS]
+        return run(runs, dict(zip(names, args, strict=False)) | options, len(args))
+
+    return read_runs
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any], positional: int) -> Any:
+    """A kernel has other names than its reference for the arguments that come without one."""
+    values = list(arguments.items())
+    return function(*(value for _, value in values[:positional]), **dict(values[positional:]))
+
+
+def _wrap_convolution(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(runs: Runs, arguments: dict[str, Any], positional: int) -> Tensor:
+        output = _call(original, arguments, positional)
+        hidden, weight, bias, activation = (
+            arguments.get(name) for name in ("hidden_states", "weight", "bias", "activation")
+        )
+        assert isinstance(hidden, Tensor)
+        assert isinstance(weight, Tensor)
+        return runs.mend_convolution(output, hidden, weight, bias, activation)
+
+    return _reading_runs(original, run)
+
+
+def _wrap_fused(original: Callable[..., Any]) -> Callable[..., Any]:
+    # A layer calls its parts if the kernel of all of them gives None.
+    return _reading_runs(original, lambda runs, arguments, positional: None)
+
+
+def _wrap_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(runs: Runs, arguments: dict[str, Any], positional: int) -> tuple[Tensor, None]:
+        columns = {name: arguments[name] for name in ("query", "key", "value", "g", "beta")}
+
+        def scan(cut: dict[str, Tensor], initial: Tensor | None, has_final: bool, lengths: Tensor | None) -> Any:
+            others = {"initial_state": initial, "output_final_state": has_final, "cu_seqlens": lengths}
+            return _call(original, arguments | cut | others, positional)
+
+        return runs.scan(scan, columns), None
+
+    return _reading_runs(original, run)
+
+
+def _wrap_mamba(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(runs: Runs, arguments: dict[str, Any], positional: int) -> Tensor:
+        # A time step of 0 leaves the state as it is.
+        dt, bias = arguments["dt"].float(), arguments.get("dt_bias")
+        dt = dt if bias is None else dt + bias.float()
+        dt = nn.functional.softplus(dt) if arguments.get("dt_softplus") else dt
+        columns = {name: arguments[name] for name in ("hidden_states", "B", "C")}
+        columns["dt"] = dt.clamp(*arguments.get("dt_limit", (0.0, float("inf"))))
+        others = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
+
+        def scan(cut: dict[str, Tensor], initial: Tensor | None, has_final: bool, lengths: Tensor | None) -> Any:
+            states = {"initial_states": initial, "return_final_states": has_final}
+            result = _call(original, arguments | others | cut | states, positional)
+            return result if has_final else (result, None)
+
+        return runs.scan(scan, columns)
+
+    return _reading_runs(original, run)
