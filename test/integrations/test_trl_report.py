@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -189,6 +190,27 @@ def test_a_distillation_has_a_line_too(path_of, tmp_path, caplog):
     assert line.endswith("DistillationTrainer: the loss alone: DistillationTrainer does not call TRL's fused head")
     assert not warnings
     assert TOKENS not in run.log
+
+
+def test_a_trainer_with_logits_of_its_own_has_a_line_too(path_of, tmp_path, caplog):
+    """Its training_step does not call that of transformers."""
+    online_dpo = pytest.importorskip("trl.experimental.online_dpo")
+    config = online_dpo.OnlineDPOConfig(
+        **trl_runs.CPU_ARGS | {"output_dir": str(tmp_path), "max_steps": 1, "log_level": "passive"},
+        max_new_tokens=4, max_length=40, per_device_train_batch_size=2,
+    )  # fmt: skip
+    with patched_trl():
+        trainer = online_dpo.OnlineDPOTrainer(
+            model=transformers.AutoModelForCausalLM.from_pretrained(path_of["qwen3"]),
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": trl_runs.PROMPTS}),
+            processing_class=trl_runs.tokenizer(),
+            reward_funcs=lambda prompts, completions, **columns: [float(len(text)) for text in completions],
+        )
+        trainer.train()
+        text = "OnlineDPOTrainer: as TRL runs it: OnlineDPOTrainer does not call TRL's fused head"
+        assert read_lines(caplog, name="OnlineDPOTrainer") == ([text], [])
+        assert explain_trl(trainer) == text
 
 
 def test_the_line_is_visible_where_no_logging_is_configured(path_of, tmp_path):

@@ -18,7 +18,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 from peft import PrefixTuningConfig
-from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, moe
+from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, leave_out_the_last, moe
 
 import trl_runs
 from liger_rl.integrations.trl import optimizer_step, patched_trl
@@ -156,6 +156,16 @@ def test_a_model_that_changes_unseen_is_a_warning_and_runs_apart(path_of, tmp_pa
     assert trl_runs.weight_distance(patched, plain) > 1e-4  # of the first optimizer step
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "the model changed between the micro-batches of an optimizer step: 1 micro-batches ran with" in warning
+
+
+def test_micro_batches_that_never_ran_are_a_warning(path_of, tmp_path, caplog, monkeypatch):
+    """Of a training step that is not seen as the user's."""
+    monkeypatch.setattr(optimizer_step, "find_refusal", lambda *args: None)
+    options = {"prepare": leave_out_the_last, "log_level": "passive"}
+    trl_runs.train("SFT", path_of["qwen3"], tmp_path, patch=True, **OPTIONS | options)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == OPTIONS["max_steps"]
+    assert all("1 micro-batches have not run" in warning for warning in warnings)
 
 
 class Stop(transformers.TrainerCallback):
