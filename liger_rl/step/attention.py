@@ -67,7 +67,7 @@ def find_attention_obstacle(
 
 def _asks_for_function(model: Any) -> bool:
     """Whether attention looks up the function of its kind. Not all classes that do say so."""
-    home = sys.modules[type(model).__module__]
+    home = sys.modules.get(type(model).__module__)
     return getattr(model, "_supports_attention_backend", False) or hasattr(home, "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -112,7 +112,7 @@ def make_masks(
     if len(layers) > 1:
         masks = {layer: mask(window if layer == "sliding_attention" else None) for layer in sorted(layers)}
         return masks | dict.fromkeys(types - layers)
-    return mask(None if layers == {"full_attention"} else window)
+    return mask(window if layers <= {"sliding_attention"} else None)
 
 
 def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device: torch.device) -> BlockMask:

@@ -9,8 +9,8 @@ causal-conv1d) or a reference. Ours stand in front of them. `seq_idx`, an input 
 is the row's `Runs`; with any other value the module's own function runs. So recomputed layers get it, too.
 """
 
-import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from functools import wraps
 from types import ModuleType
@@ -27,6 +27,12 @@ RUNS = "seq_idx"  # the input of the model
 CONVOLUTION, FUSED = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 MAMBA_2 = "mamba2_chunk_scan"
+# The arguments that come without a name. A kernel of the hub does not say its own.
+NAMES = {
+    CONVOLUTION: ("hidden_states", "weight", "bias", "activation"),
+    MAMBA_2: ("hidden_states", "dt", "A", "B", "C", "chunk_size"),
+    **dict.fromkeys(DELTA_RULES, ("query", "key", "value", "g", "beta")),
+}
 # Runs of a call are padded to its longest. Each of their chunks waits for the one before, which costs as much as this
 # many runs more.
 WAITING_RUNS = 16
@@ -46,8 +52,9 @@ class StateLayers(NamedTuple):
 def find_state_layers(modules: Iterable[nn.Module]) -> StateLayers | None:
     """The layers of a model whose Python module has the functions that are known here; None if there is none."""
     modules = list(modules)
-    found = {sys.modules[kind.__module__]: None for kind in {type(module): None for module in modules}}
-    homes = tuple(home for home in found if not {CONVOLUTION, MAMBA_2, *DELTA_RULES}.isdisjoint(vars(home)))
+    # A generated class may have no Python module.
+    found = {sys.modules.get(kind.__module__): None for kind in {type(module): None for module in modules}}
+    homes = tuple(home for home in found if home is not None and not NAMES.keys().isdisjoint(vars(home)))
     if not homes:
         return None
     convolutions = [module for module in modules if isinstance(module, nn.Conv1d) and module.groups > 1]
@@ -62,8 +69,8 @@ def find_state_layers(modules: Iterable[nn.Module]) -> StateLayers | None:
 class _Call(NamedTuple):
     """Runs that go through a recurrence in one call."""
 
-    tokens: slice  # of `Runs._order`
-    lengths: Tensor | None  # (r + 1,) int64, sums of the runs' lengths; None: they are padded to one
+    # (r + 1,) int64, sums of the runs' lengths, on the device and in CPU memory; None: they are padded to one.
+    lengths: tuple[Tensor, Tensor] | None
     runs: int
     parents: Tensor | None  # (r,) int64, numbers among the runs one depth above; None: they begin without a state
 
@@ -79,6 +86,8 @@ class Runs:
         number = np.zeros_like(starts)  # of each run among those of its depth, in the order of the calls
         order, inverse, stop = [], np.empty_like(before), 0
         self._calls: list[list[_Call]] = []  # by depth
+        self._sizes: list[int] = []  # of all calls in `_order`
+        self._pads = not layers.takes_lengths
         for depth in range(depths.max() + 1):
             runs, calls, count = np.flatnonzero(depths == depth), list[_Call](), 0
             runs = runs[np.argsort(-lengths[runs], kind="stable")]
@@ -90,9 +99,11 @@ class Runs:
                 inside = np.flatnonzero(places < before.size)
                 inverse[places[inside]] = stop + inside
                 order.append(places)
-                sums = np.append(0, np.cumsum(lengths[group])) if layers.takes_lengths else None
+                sums = torch.from_numpy(np.append(0, np.cumsum(lengths[group])))
+                both = None if self._pads else (sums.to(device, non_blocking=True), sums)
                 above = number[parents[group]] if depth else None
-                calls.append(_Call(slice(stop, stop + places.size), _to(sums, device), group.size, _to(above, device)))
+                calls.append(_Call(both, group.size, _to(above, device)))
+                self._sizes.append(places.size)
                 stop, count = stop + places.size, count + group.size
             self._calls.append(calls)
         self._order, self._inverse = _to(np.concatenate(order), device), _to(inverse, device)
@@ -102,18 +113,23 @@ class Runs:
     def scan(self, run: Callable[..., Any], columns: dict[str, Tensor]) -> Tensor:
         """(1, n, ...) what a recurrence gives for columns (1, n, ...).
 
-        `run`: (columns (b, w, ...), initial states (b, ...) or None, whether final states are needed, sums of lengths
-        or None) -> outputs (b, w, ...), final states (b, ...) or None. It leaves a state as it is at a token of zeros.
+        `run`: (columns (b, w, ...), initial states (b, ...) or None, whether final states are needed, `lengths` of
+        a `_Call`) -> outputs (b, w, ...), final states (b, ...) or None. A token of zeros leaves a state as it is.
         """
-        padded = {name: torch.cat([x[0], torch.zeros_like(x[0, :1])]) for name, x in columns.items()}
-        ordered = {name: x.index_select(0, self._order) for name, x in padded.items()}
+        parts = []
+        for x in columns.values():
+            padded = torch.cat([x[0], torch.zeros_like(x[0, :1])]) if self._pads else x[0]
+            # The backward of a slice would take a whole tensor for each call.
+            parts.append(padded.index_select(0, self._order).split(self._sizes))
+        pieces = zip(*parts, strict=True)
         outputs: list[Tensor] = []
         states: Tensor | None = None
         for depth, calls in enumerate(self._calls, 1):
             finals = []
             for call in calls:
                 rows = call.runs if call.lengths is None else 1
-                cut = {name: x[call.tokens].unflatten(0, (rows, -1)) for name, x in ordered.items()}
+                named = zip(columns, next(pieces), strict=True)
+                cut = {name: x.unflatten(0, (rows, -1)) for name, x in named}
                 initial = states[call.parents] if states is not None and call.parents is not None else None
                 output, final = run(cut, initial, depth < len(self._calls), call.lengths)
                 outputs.append(output.flatten(0, 1))
@@ -156,16 +172,18 @@ def _cut_into_runs(before: np.ndarray, longest: int) -> tuple[np.ndarray, np.nda
 
 def _split_by_length(runs: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """Runs, the longest first, in the groups that cost least."""
-    least, cut = np.zeros(runs.size + 1), np.zeros(runs.size + 1, dtype=int)
-    for stop in range(1, runs.size + 1):
-        start = np.arange(stop)
-        costs = least[:stop] + lengths[:stop] * (stop - start + WAITING_RUNS)
+    # Runs of one length are in one group, so no more than `LONGEST_RUN` places are tried.
+    bounds = np.append(np.flatnonzero(np.diff(lengths, prepend=0)), runs.size)
+    least, cut = np.zeros(bounds.size), np.zeros(bounds.size, dtype=int)
+    for stop in range(1, bounds.size):
+        start = bounds[:stop]
+        costs = least[:stop] + lengths[start] * (bounds[stop] - start + WAITING_RUNS)
         cut[stop] = costs.argmin()
         least[stop] = costs[cut[stop]]
     groups: list[np.ndarray] = []
-    stop = runs.size
+    stop = bounds.size - 1
     while stop:
-        groups.insert(0, runs[cut[stop] : stop])
+        groups.insert(0, runs[bounds[cut[stop]] : bounds[stop]])
         stop = cut[stop]
     return groups
 
@@ -189,38 +207,45 @@ def _to(array: Any, device: torch.device) -> Any:
 # --- transformers' functions ------------------------------------------------------------------------------------------
 
 
-_replaced: dict[tuple[ModuleType, str], Callable[..., Any]] = {}  # -> transformers' own
+_lock = threading.Lock()
+_replaced: dict[tuple[ModuleType, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}  # -> transformers', ours
 
 
 def _install(homes: Iterable[ModuleType]) -> None:
     """Let the functions of these Python modules read `Runs`, until `restore_states`."""
     makers = {CONVOLUTION: _wrap_convolution, FUSED: _wrap_fused, MAMBA_2: _wrap_mamba}
     makers |= dict.fromkeys(DELTA_RULES, _wrap_delta_rule)
-    for home in homes:
-        for name, make in makers.items():
-            if name in vars(home) and (home, name) not in _replaced:
-                _replaced[home, name] = vars(home)[name]
-                setattr(home, name, make(vars(home)[name]))
+    with _lock:
+        for home in homes:
+            for name, make in makers.items():
+                function = vars(home).get(name)
+                # Somebody else may have replaced ours.
+                if function is not None and function is not _replaced.get((home, name), (None, None))[1]:
+                    _replaced[home, name] = function, make(function, NAMES.get(name, ()))
+                    setattr(home, name, _replaced[home, name][1])
 
 
 def restore_states() -> None:
     """Put transformers' functions back. A step that needs trees replaces them again."""
-    while _replaced:
-        (home, name), function = _replaced.popitem()
-        setattr(home, name, function)
+    with _lock:
+        while _replaced:
+            (home, name), (function, ours) = _replaced.popitem()
+            if vars(home).get(name) is ours:
+                setattr(home, name, function)
 
 
-def _reading_runs(original: Callable[..., Any], run: Callable[[Runs, dict[str, Any], int], Any]) -> Callable[..., Any]:
+def _reading_runs(
+    original: Callable[..., Any], names: tuple[str, ...], run: Callable[[Runs, dict[str, Any], int], Any]
+) -> Callable[..., Any]:
     """The function, with `run` in its place if it gets `Runs`: (runs, all arguments by name, how many had no name)."""
-    names = list(inspect.signature(original).parameters)
 
-    @wraps(original)
+    @wraps(original, updated=())  # a kernel of the hub is an nn.Module
     def read_runs(*args: Any, **options: Any) -> Any:
         runs = options.get(RUNS)
         if not isinstance(runs, Runs):
             return original(*args, **options)
         del options[RUNS]
-        return run(runs, dict(zip(names, args, strict=False)) | options, len(args))
+        return run(runs, dict(zip(names[: len(args)], args, strict=True)) | options, len(args))
 
     return read_runs
 
@@ -231,38 +256,42 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], positional: i
     return function(*(value for _, value in values[:positional]), **dict(values[positional:]))
 
 
-def _wrap_convolution(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_convolution(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     def run(runs: Runs, arguments: dict[str, Any], positional: int) -> Tensor:
         output = _call(original, arguments, positional)
-        hidden, weight, bias, activation = (
-            arguments.get(name) for name in ("hidden_states", "weight", "bias", "activation")
-        )
+        hidden, weight, bias, activation = (arguments.get(name) for name in names)
         assert isinstance(hidden, Tensor)
         assert isinstance(weight, Tensor)
         return runs.mend_convolution(output, hidden, weight, bias, activation)
 
-    return _reading_runs(original, run)
+    return _reading_runs(original, names, run)
 
 
-def _wrap_fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    # A layer calls its parts if the kernel of all of them gives None.
-    return _reading_runs(original, lambda runs, arguments, positional: None)
+def _wrap_fused(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    @wraps(original, updated=())
+    def leave_to_parts(*args: Any, **options: Any) -> Any:
+        # A layer calls its parts if the kernel of all of them gives None.
+        return None if isinstance(options.get(RUNS), Runs) else original(*args, **options)
+
+    return leave_to_parts
 
 
-def _wrap_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_delta_rule(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     def run(runs: Runs, arguments: dict[str, Any], positional: int) -> tuple[Tensor, None]:
-        columns = {name: arguments[name] for name in ("query", "key", "value", "g", "beta")}
+        columns = {name: arguments[name] for name in names}
 
-        def scan(cut: dict[str, Tensor], initial: Tensor | None, has_final: bool, lengths: Tensor | None) -> Any:
-            others = {"initial_state": initial, "output_final_state": has_final, "cu_seqlens": lengths}
+        def scan(cut: dict[str, Tensor], initial: Tensor | None, has_final: bool, lengths: Any) -> Any:
+            # Without the second, fla would wait for the device to copy the first.
+            others = dict(zip(("cu_seqlens", "cu_seqlens_cpu"), lengths or (None, None), strict=True))
+            others |= {"initial_state": initial, "output_final_state": has_final}
             return _call(original, arguments | cut | others, positional)
 
         return runs.scan(scan, columns), None
 
-    return _reading_runs(original, run)
+    return _reading_runs(original, names, run)
 
 
-def _wrap_mamba(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_mamba(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     def run(runs: Runs, arguments: dict[str, Any], positional: int) -> Tensor:
         # A time step of 0 leaves the state as it is.
         dt, bias = arguments["dt"].float(), arguments.get("dt_bias")
@@ -272,11 +301,11 @@ def _wrap_mamba(original: Callable[..., Any]) -> Callable[..., Any]:
         columns["dt"] = dt.clamp(*arguments.get("dt_limit", (0.0, float("inf"))))
         others = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
 
-        def scan(cut: dict[str, Tensor], initial: Tensor | None, has_final: bool, lengths: Tensor | None) -> Any:
+        def scan(cut: dict[str, Tensor], initial: Tensor | None, has_final: bool, lengths: Any) -> Any:
             states = {"initial_states": initial, "return_final_states": has_final}
             result = _call(original, arguments | others | cut | states, positional)
             return result if has_final else (result, None)
 
         return runs.scan(scan, columns)
 
-    return _reading_runs(original, run)
+    return _reading_runs(original, names, run)

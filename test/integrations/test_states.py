@@ -4,11 +4,14 @@ That whole models give what their padded rows give, with every preset and paddin
 """
 
 import sys
-from types import ModuleType
+import time
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="the functions are those of its layers")
 
@@ -17,7 +20,7 @@ from test_prefix_trees import grow_sequences
 from devices import on_gpu
 from hf_models import BEFORE_5, CONFIGS, build
 from liger_rl import FusedLinearGRPOLoss, loss_step, swap_lm_head
-from liger_rl.step import prefix_tree, states, step
+from liger_rl.step import attention, prefix_tree, states, step
 from liger_rl.step.states import DELTA_RULES, RUNS, Runs, StateLayers
 from step_calls import sharing
 
@@ -64,7 +67,8 @@ def test_a_recurrence_reads_each_sequence_alone(depth, takes_lengths):
         if lengths is None:
             output, final = scan(x, b, torch.zeros_like(x[:, 0]) if initial is None else initial)
             return output, final if has_final else None
-        sizes = lengths.diff().tolist()
+        assert torch.equal(*lengths)
+        sizes = lengths[0].diff().tolist()
         states = [None] * len(sizes) if initial is None else initial
         parts = zip(x.split(sizes, 1), b.split(sizes, 1), states, strict=True)
         results = [scan(u, v, torch.zeros_like(u[:, 0]) if h is None else h[None]) for u, v, h in parts]
@@ -117,11 +121,74 @@ def test_long_runs_are_cut_and_short_ones_padded():
     known = prefix_tree.sort_sequences(sequences, [0] * len(sequences))
     tree = prefix_tree.build_prefix_tree(lengths, known)
     runs = Runs(tree, StateLayers((), 4, False), torch.device("cpu"))
-    widths = [(call.tokens.stop - call.tokens.start) // call.runs for calls in runs._calls for call in calls]
+    counts = [call.runs for calls in runs._calls for call in calls]
+    widths = [size // count for size, count in zip(runs._sizes, counts, strict=True)]
     assert max(widths) == states.LONGEST_RUN
     assert runs._order.numel() < 1.2 * tree.tokens
     assert len(runs._calls) == -(-max(lengths) // states.LONGEST_RUN)
     assert len(widths) < 3 * len(runs._calls)
+
+
+class Operations(TorchDispatchMode):
+    """Lists the names of what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("takes_lengths", [False, True], ids=["padded", "lengths"])
+def test_a_scan_makes_no_whole_tensor_for_each_call(takes_lengths):
+    _, tree = make_tree(3)
+    runs = Runs(tree, StateLayers((), 1, takes_lengths), torch.device("cpu"))
+    x = torch.rand(1, tree.tokens, WIDTH, requires_grad=True)
+
+    def double(columns, initial, has_final, lengths):
+        return columns["x"] * 2, x.new_zeros(columns["x"].shape[0] if lengths is None else tree.tokens, 1)
+
+    with Operations() as done:
+        row = runs.scan(double, {"x": x})
+        assert ("zeros_like" in done.names) == (not takes_lengths)
+        done.names.clear()
+        (gradient,) = torch.autograd.grad(row.sum(), x)
+    assert torch.equal(gradient, torch.full_like(x, 2))
+    assert done.names.count("slice_backward") <= 1  # of the zeros
+
+
+def test_groups_cost_least_and_are_found_soon():
+    def cost(groups):
+        return sum(group[0] * (len(group) + states.WAITING_RUNS) for group in groups)
+
+    numbers = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = -np.sort(-numbers.choice([1, 2, 40, 60, 300, 512], 8))
+        cuts = [[i + 1 for i in range(7) if bits >> i & 1] for bits in range(2**7)]
+        best = min(cost(np.split(lengths, cut)) for cut in cuts)
+        groups = states._split_by_length(np.arange(8), lengths)
+        assert np.array_equal(np.concatenate(groups), np.arange(8))
+        assert cost([lengths[group] for group in groups]) == best
+    lengths = -np.sort(-numbers.integers(1, 513, 30_000))
+    begun = time.process_time()
+    states._split_by_length(np.arange(30_000), lengths)
+    assert time.process_time() - begun < 0.5
+
+
+def test_a_class_without_a_python_module():
+    kind = type("Generated", (nn.Module,), {"__module__": "not_imported"})
+    assert states.find_state_layers([kind()]) is None
+    assert not attention._asks_for_function(kind())
+
+
+@pytest.mark.parametrize("types", [(), ("sliding_attention",), ("full_attention",), ("hybrid",), ("hybrid", "moe")])
+def test_a_window_is_that_of_sliding_layers(types):
+    config = SimpleNamespace(_attn_implementation="sdpa", layer_types=types, sliding_window=2)
+    ends, positions = torch.full((4,), 4), torch.arange(4)
+    mask = attention.make_masks(config, ends, positions, torch.device("cpu"), torch.float32, dense=True)
+    assert bool(mask[0, 0, 3, 0]) == (types not in ((), ("sliding_attention",)))
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
@@ -226,6 +293,7 @@ def test_a_kernel_of_lengths_gets_one_call_for_each_depth(name, monkeypatch):
         if cu_seqlens is None:
             return reference(query, key, value, g=g, beta=beta, **options)
         assert cu_seqlens.dtype == torch.int64
+        assert options.pop("cu_seqlens_cpu").tolist() == cu_seqlens.tolist()
         calls.append((cu_seqlens.tolist(), None if initial_state is None else tuple(initial_state.shape)))
         results = []
         for number, (start, stop) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
@@ -267,6 +335,40 @@ def test_a_kernel_of_the_whole_mixer_is_left_out(monkeypatch):
     finally:
         states.restore_states()
     torch.testing.assert_close(logps, expected, rtol=1e-4, atol=1e-5)
+
+
+class Kernel(nn.Module):
+    """As a kernel of the hub: it does not say the names of its arguments."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.calls, self.function = 0, function
+
+    def forward(self, *args, **options):
+        self.calls += 1
+        return self.function(*args, **options)
+
+
+@needs_functions
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Bamba"])
+def test_functions_that_are_modules_or_replaced_later(name, monkeypatch):
+    model, batch = swap_lm_head(build(name).train()), make_batch()
+    expected, _ = run_alone(model, batch)
+    states.restore_states()
+    home = sys.modules[type(model).__module__]
+    names = [function for function in states.NAMES if function in vars(home)]
+    for _ in range(2):  # the second ones stand in front of ours
+        kernels = [Kernel(vars(home)[function]) for function in names]
+        for function, kernel in zip(names, kernels, strict=True):
+            monkeypatch.setattr(home, function, kernel)
+        torch.testing.assert_close(loss_step(model, batch, LOSS).per_token_logps, expected, rtol=1e-4, atol=1e-5)
+        assert all(kernel.calls for kernel in kernels)
+    states.restore_states()
+    assert [vars(home)[function] for function in names] == kernels
+    loss_step(model, batch, LOSS)
+    monkeypatch.setattr(home, names[0], len)
+    states.restore_states()
+    assert vars(home)[names[0]] is len
 
 
 @needs_functions
