@@ -68,7 +68,7 @@ def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
     """Run a model to see what its facts do not say. `apply_known_trials` has the result from then on.
 
     `TREES` are ten forwards of at most 56 tokens, of 256 on a GPU: a reason against trees if sequences of one row see
-    each other. `rotary` becomes False if shifted positions change log-probabilities. `ROWS` are four forwards of a
+    each other. `rotary` becomes False if shifted positions change log-probabilities. `ROWS` are six forwards of a
     model with layers of its own: a reason to leave the batch as it is if they keep values of it or read its rows.
     `PACKED` are two forwards of a packed row: a reason against trees if its second sequence sees the first.
 
@@ -108,7 +108,10 @@ ROUNDINGS = 2
 CONTEXT_FRACTION = 1 / 16
 # Values behind a layer that has other rows beside them agree within this multiple.
 ROW_ROUNDINGS = 8
+# ... and the size of their noise is within this factor, or within one plus this many standard errors of few values.
+NOISE_RATIO, NOISE_ERRORS = 1.5, 8
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+MIXERS = ("attn", "attention", "conv", "mamba")  # in names of what makes tokens see each other
 SEES_ANOTHER = "lets a sequence see another one of its row"
 DIFFERS = "gives log-probabilities in {} that are not those of separate rows"
 
@@ -142,8 +145,17 @@ def _rounded_otherwise(model: Any) -> Iterator[None]:
 
 def _find_experts(model: nn.Module) -> list[nn.Module]:
     """Mixtures of experts, whose products depend on how many tokens of the batch go to an expert."""
-    names = ("experts", "router")
-    return [module for module in model.modules() if any(name in names for name, _ in module.named_children())]
+    found = []
+    for module in model.modules():
+        children = dict(module.named_children())
+        if children.keys().isdisjoint(("experts", "router")):
+            continue
+        # A layer may own its experts. What its attention or its state gives must not be replayed.
+        if any(mixer in name for name, _ in module.named_modules() for mixer in MIXERS):
+            found += [children["experts"]] if "experts" in children else []
+        else:
+            found.append(module)
+    return found
 
 
 def _run_both(model: nn.Module, runs: tuple[Callable[[], Tensor], Callable[[], Tensor]], kept: Tensor) -> list[Tensor]:
@@ -213,7 +225,7 @@ def _try_rows(run: RunModel, model: Any, facts: Facts) -> Reason | None:
     short = max(length // 4, 2)
     ids = torch.arange(3, 3 + 4 * length, device=facts.device).view(2, 2, length) % facts.config.vocab_size
 
-    def run_rows(ids: Tensor) -> dict[nn.Module, Tensor]:
+    def run_rows(ids: Tensor, seed: int = 0) -> dict[nn.Module, Tensor]:
         """The values of the first tokens of the first row, behind each layer and at last."""
         outputs: dict[nn.Module, Tensor] = {}
 
@@ -223,6 +235,7 @@ def _try_rows(run: RunModel, model: Any, facts: Facts) -> Reason | None:
                 outputs.setdefault(layer, values[0, :short].detach())
 
         with _hooked(layers, record), seeded(facts.device):
+            torch.manual_seed(seed)
             counted = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) != 0
             outputs[model] = run({"input_ids": ids, "counted": counted})[0, 1:short].detach()
         return outputs
@@ -237,14 +250,20 @@ def _try_rows(run: RunModel, model: Any, facts: Facts) -> Reason | None:
         alone = run_rows(ids[0, :1, :short])  # all ranks run as often, whatever one of them has found
         with _rounded_otherwise(model):
             rounded = run_rows(ids[0, :1, :short])
+        redrawn = [run_rows(x, seed=1) for x in (ids[0, :1, :short], ids[0])]
     for number, key in sorted(before.keys() | after.keys()):
         if before.get((number, key), before) != after.get((number, key), before):
             name = type(layers[number]).__name__
             return Reason(f"{name} keeps values of the batch in training ({key})", f"a model without {name}")
     for layer, values in alone.items():
         name, least = type(layer).__name__, torch.finfo(values.dtype).eps * values.abs().max()
-        rounding = torch.maximum((rounded.get(layer, values) - values).abs().max(), least)
-        if (together.get(layer, values) - values).abs().max() > ROW_ROUNDINGS * rounding:
+        beside = together.get(layer, values)
+        # Noise of its own is no reason, if it is as large beside other rows.
+        noise, noise_beside = (again.get(layer, x) - x for again, x in zip(redrawn, (values, beside), strict=True))
+        rounding = torch.maximum((rounded.get(layer, values) - values).abs().max(), noise.abs().max()).maximum(least)
+        low, high = sorted(x.square().mean().sqrt() for x in (noise, noise_beside))
+        ratio = max(NOISE_RATIO, 1 + NOISE_ERRORS / values.numel() ** 0.5)
+        if (beside - values).abs().max() > ROW_ROUNDINGS * rounding or high > ratio * low + least:
             return Reason(f"{name} gives a row other values beside other rows", f"a model without {name}")
     return None
 

@@ -340,6 +340,7 @@ ROW_READERS = {
     "the number of rows": lambda layer, values: values / values.shape[0],
     "the last token": lambda layer, values: values + 0.1 * values[:, -1:],
     "noise": lambda layer, values: values + torch.rand_like(values) / values.shape[1],
+    "noise of a root": lambda layer, values: values + torch.randn_like(values) / values.shape[1] ** 0.5,
 }
 
 
@@ -426,6 +427,21 @@ def test_a_trial_passes_layers_that_see_each_token_alone(name, dtype):
     for layer in model.model.layers:
         layer.mlp = keep(PLAIN_LAYERS[name])(layer.mlp)
     assert "trees of shared prefixes" in loss_steps(model, batch_of(), LOSS).layout
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda layer, values: nn.functional.dropout(values, 0.2),
+        lambda layer, values: values + 0.1 * torch.randn_like(values),
+    ],
+    ids=["dropout", "normal"],
+)
+def test_a_trial_passes_noise_that_reads_no_row(noise):
+    model = swap_lm_head(build("Llama", num_hidden_layers=3)).train()
+    for layer in model.model.layers:
+        layer.mlp = keep(noise)(layer.mlp)
+    assert not loss_steps(model, batch_of(), LOSS).layout.startswith(AS_IT_IS)
 
 
 # --- under TRL --------------------------------------------------------------------------------------------------------

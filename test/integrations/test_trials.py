@@ -124,6 +124,15 @@ def test_deep_models_in_bfloat16_without_trees(name, change, reason):
         assert f"{type(model).__name__} {reason}" in layout_of(model)
 
 
+def test_layers_that_own_their_experts():
+    """What their attention gives is compared, too."""
+    model = make("Llama")
+    for layer in get_layers(model):
+        layer.experts = nn.Identity()
+    leak_state(0.001)(model)
+    assert f"{type(model).__name__} {SEES_ANOTHER}" in layout_of(model)
+
+
 def test_learned_columns_beside_the_positions():
     model = swap_lm_head(build("Llama")).eval()
     table = torch.randn(64, model.config.hidden_size)
