@@ -220,19 +220,23 @@ class _Watch(transformers.TrainerCallback):
         models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
         self.forwards = [watched(model, self.is_training) for model in models]
         self.run = Run({}, {})
-        for model in models:
-            model.register_forward_pre_hook(self.count_call, with_kwargs=True)
-        trainer.model.register_forward_hook(self.record_rows, with_kwargs=True)
+        self.models = models
 
     def is_training(self) -> bool:
         return self.is_running and self.trainer.model.training
 
-    def count_call(self, model, args, inputs) -> None:
-        if self.is_training() and inputs.get("fused_lm_head"):
+    def call(self, module, *args, **inputs):
+        """A call of any module. Not by a hook: with one on a model each micro-batch has a forward of its own."""
+        is_model = any(module is model for model in self.models)
+        if is_model and self.is_training() and inputs.get("fused_lm_head"):
             self.run.calls += 1
             self.padded_tokens += inputs["input_ids"].numel()
+        output = self.call_module(module, *args, **inputs)
+        if module is self.trainer.model:
+            self.record_rows(inputs, output)
+        return output
 
-    def record_rows(self, model, args, inputs, output) -> None:
+    def record_rows(self, inputs, output) -> None:
         outputs = [output.get(name) for name in ("log_probs", "entropy")] if isinstance(output, dict) else []
         outputs = [values for values in outputs if values is not None and values.requires_grad]
         if outputs and self.is_running:
@@ -263,7 +267,10 @@ class _Watch(transformers.TrainerCallback):
 
 def run(trainer) -> Run:
     watch, logprobs, divergence = _Watch(trainer), project.linear_logprobs, distillation.DivergenceCall
-    backward = torch.Tensor.backward
+    backward, watch.call_module = torch.Tensor.backward, torch.nn.Module._call_impl
+
+    def call(module, *args, **inputs):
+        return watch.call(module, *args, **inputs)
 
     def count_backward(*args, **options):
         watch.run.backwards += 1
@@ -271,6 +278,7 @@ def run(trainer) -> Run:
 
     with (
         mock.patch.object(torch.Tensor, "backward", count_backward),
+        mock.patch.object(torch.nn.Module, "_call_impl", call),
         mock.patch.object(project, "linear_logprobs", side_effect=logprobs) as ours,
         mock.patch.object(distillation, "DivergenceCall", side_effect=divergence) as ours_of_two,
     ):

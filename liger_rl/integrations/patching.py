@@ -54,8 +54,9 @@ class Patch:
         self.since, self.needed = since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
         self.patched = False
-        self._original: Any = None  # stays after `undo`: who has wrapped or imported the replacement still calls it
-        self._wrapper: Any = None  # another package's, around the replacement, when it was taken back
+        self._original: Any = None  # stays after `undo`: who has imported the replacement still calls it
+        self._pristine: Any = None  # the last original that nobody has put around the replacement
+        self._is_held = False  # whether another package may have wrapped the replacement
         self._owner: Any = None  # the class of a method
 
     @property
@@ -66,6 +67,12 @@ class Patch:
             raise RuntimeError(f"{self.replacement} was called before it was put in place")
         return original
 
+    @property
+    def pristine(self) -> Any:
+        """What the replacement calls while it is not in place, or when it is reached once more in its own call: another
+        package may have put a wrapper around it, which is the original now."""
+        return self._pristine or self.original
+
     def find(self) -> Any:
         """The object to replace; ImportError or RuntimeError if it does not exist or takes other parameters."""
         module = importlib.import_module(self.module)
@@ -74,8 +81,8 @@ class Patch:
         original = vars(self._owner or module).get(attribute)
         if original is None:
             raise RuntimeError(f"{self.module} has no {self.name} here; nothing was patched")
-        if original is self.replacement or (self._wrapper is not None and original is self._wrapper):
-            return self._original
+        if original is self.replacement:
+            return self.pristine
         if self.parameters is not None:
             function: Any = module
             for name in self.checked.split("."):
@@ -92,6 +99,8 @@ class Patch:
     def put(self, original: Any) -> None:
         """Replace `original` in the modules of the row."""
         self._original, self.patched = original, True
+        if not self._is_held:
+            self._pristine = original
         for owner, name in self._find_places(original):
             setattr(owner, name, self.replacement)
 
@@ -101,8 +110,7 @@ class Patch:
             return
         self.patched = False
         places = self._find_places(self.replacement)
-        is_wrapped = self._owner is not None and not places
-        self._wrapper = vars(self._owner).get(self.name.rpartition(".")[2]) if is_wrapped else None
+        self._is_held = self._is_held or (self._owner is not None and not places)
         for owner, name in places:
             setattr(owner, name, self._original)
 

@@ -122,9 +122,10 @@ def _read_packed(batch: TokenBatch, facts: Facts, labels: Tensor | None) -> Sequ
     table = torch.cat([*columns, _count_wrong(batch, facts, torch.ones_like(mask))], 1).cpu()
     differs, host_ids, positions, counted, wrong = table.split([*[ids.shape[1]] * 4, len(WRONG)], 1)
     _raise_wrong(wrong, facts)
+    begins = bool((positions[:, 0] == 0).all())
     positions, counted = (column.reshape(-1).numpy() for column in (positions, counted))
     obstacle = None
-    if positions[0] != 0 or ((positions[1:] > 0) & (np.diff(positions) != 1)).any():
+    if not begins or ((positions[1:] > 0) & (np.diff(positions) != 1)).any():
         obstacle = Reason("its position_ids jump within a sequence")
     elif counted[positions <= 0].any():
         obstacle = Reason("its labels count the first token of a sequence, which no token of it predicts")

@@ -210,6 +210,13 @@ def test_packed_rows_that_stay_as_they_are(change, reason):
     assert layout.describe() == f"the batch as it is: {reason}"
 
 
+def test_a_packed_row_does_not_continue_the_row_above():
+    ids, positions = torch.arange(3, 43).view(2, 20), torch.arange(40).view(2, 20)
+    batch = TokenBatch(ids, positions % 20 > 0, {"position_ids": positions})
+    read = read_sequences(batch, replace(FACTS, packed=frozenset()))
+    assert str(read.obstacle) == "its position_ids jump within a sequence"
+
+
 def test_rows_that_share_a_prefix_are_one_group():
     batch, _ = draw(8, 0, shared=30)
     layout = lay_out(read(batch), FACTS, padded_groups=4)

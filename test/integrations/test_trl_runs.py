@@ -151,6 +151,31 @@ def freeze_a_layer(model):
     weight.requires_grad_(not weight.requires_grad)
 
 
+def without_last_labels(trainer):
+    """A hook of the model, which TRL runs for each micro-batch."""
+
+    def change(model, args, inputs):
+        labels = inputs["labels"].clone()
+        labels[:, -2:] = -100
+        return args, inputs | {"labels": labels}
+
+    trainer.model.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def with_gains(trainer):
+    """An input that is another one in every second micro-batch. The layers read it."""
+    collate, numbers = trainer.data_collator, iter(range(100))
+    trainer.data_collator = lambda rows: collate(rows) | {"gain": 1.0 + next(numbers) % 2}
+    layer = type(trainer.model.model.layers[0])
+
+    class Layer(layer):
+        def forward(self, hidden_states, gain=1.0, **options):
+            return gain * super().forward(hidden_states, **options)
+
+    for module in trainer.model.model.layers:
+        module.__class__ = Layer
+
+
 def read_gradients(model):
     assert all(weight.grad is not None for weight in model.parameters())
 
@@ -374,10 +399,14 @@ ROWS = {
             "a backward of the accelerator": double_backward,
             "a layer frozen by a callback": partial(add_callback, freeze_a_layer),
             "a callback that reads gradients": partial(add_callback, read_gradients),
+            "a hook of the model": without_last_labels,
             "gradients clipped in a hook": with_hooks("register_hook", lambda gradient: gradient.clamp(-0.01, 0.01)),
             "a hook behind each gradient": with_hooks("register_post_accumulate_grad_hook", halve_gradient),
         }.items()
     },
+    "SFT, an input that differs": row(
+        "SFT", prepare=with_gains, trees=None, share=1.0, calls=(8, 6), backwards=5, **SINGLES,
+    ),
     # One forward fewer with a graph in each optimizer step, or one more.
     "SFT, a micro-batch left out": apart("SFT", prepare=leave_out_the_last, trees=None, **SINGLES),
     "SFT, adversarial embeddings": apart("SFT", prepare=perturb_embeddings, trees=None, backwards=16, **SINGLES),

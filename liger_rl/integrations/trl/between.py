@@ -6,22 +6,36 @@ model in between without such code is seen by its `Fingerprint`.
 """
 
 import functools
+import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from torch import nn
 
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.models.unknown_layers import KNOWN_PACKAGES
 from liger_rl.step.reason import Reason
 
 # Methods with a trainer's loss or its calls of the model, and others that run for each micro-batch.
 LOSS_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "_compute_kl_logps")
-METHODS = (*LOSS_METHODS, "training_step", "_prepare_inputs", "_prepare_input", "compute_loss_context_manager")
+METHODS = (
+    *LOSS_METHODS, "training_step", "_prepare_inputs", "_prepare_input", "compute_loss_context_manager",
+    "autocast_smart_context_manager", "floating_point_ops",
+)  # fmt: skip
 TRAINERS = ("trl.trainer", "trl.extras", "transformers", "accelerate", "torch", "contextlib", "liger_rl")
 # Who wraps models has hooks on parameters that follow TRL's gradients. Hooks of PEFT's layers are linear.
 WRAPPERS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate", "peft")
 CALLBACKS = ("transformers", "trl", "liger_rl")
+_of_trl: WeakSet[Any] = WeakSet()  # functions that have been judged
 JOINED_HOOKS = "patch_trl(joined_hooks=True), if it may see joined micro-batches"
+
+
+def warn(trainer: Any, text: str) -> None:
+    """Log a warning, unless the trainer's `log_level` says otherwise."""
+    if trainer.args.log_level == "passive" or trainer.args.get_process_log_level() <= logging.WARNING:
+        logging.getLogger("liger_rl.trl").warning("%s: %s", type(trainer).__name__, text)
 
 
 def is_trl_trainer(trainer: Any) -> bool:
@@ -31,7 +45,15 @@ def is_trl_trainer(trainer: Any) -> bool:
 
 def list_own_methods(trainer: Any, names: Iterable[str] = LOSS_METHODS) -> list[str]:
     """Those of the methods that anybody but TRL and transformers defines."""
-    return [name for name, function in list_functions(trainer, names) if not is_of(function)]
+    own = []
+    for name, function in list_functions(trainer, names):
+        if function in _of_trl:
+            continue
+        if is_of(function):
+            _of_trl.add(function)
+        else:
+            own.append(name)
+    return own
 
 
 def list_functions(owner: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
@@ -54,25 +76,34 @@ def is_of(function: Any, packages: tuple[str, ...] = TRAINERS) -> bool:
     return True
 
 
-def find_own_code(trainer: Any) -> Reason | None:
-    """A callback, a hook or a backward of the user's that acts between micro-batches."""
+def find_own_code(trainer: Any, wrapped: nn.Module) -> Reason | None:
+    """A callback, a hook or a backward of the user's that acts between micro-batches. `wrapped` has our forward."""
     parameters = StateReader(trainer.model).parameters
     if list_own_methods(trainer.accelerator, ("backward",)):
         return Reason("the accelerator has a backward of its own")
-    if [p for p in parameters if "_in_backward_optimizers" in vars(p)]:
+    if any("_in_backward_optimizers" in vars(p) for p in parameters):
         return Reason("an optimizer steps in the backward")
     if get_settings().joined_hooks:
         return None
-    callbacks = trainer.callback_handler.callbacks
+    callbacks = [trainer.callback_handler, *trainer.callback_handler.callbacks]
     functions = {f: callback for callback in callbacks for _, f in list_functions(callback, ("on_substep_end",))}
     for function, callback in functions.items():
         if not is_of(function, CALLBACKS):
             return Reason(f"{type(callback).__name__} has an on_substep_end", JOINED_HOOKS)
-    hooked = [p for p in parameters if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks)]
-    for p in hooked:
+    for p in parameters:
         hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
-        if not all(is_of(hook, WRAPPERS) for hook in hooks):
+        if p.requires_grad and not all(is_of(hook, WRAPPERS) for hook in hooks):
             return Reason("a hook sees the gradient of each micro-batch", JOINED_HOOKS)
+    return _find_outer_hook(trainer.model, wrapped)
+
+
+def _find_outer_hook(model: nn.Module, wrapped: nn.Module) -> Reason | None:
+    """A hook, or another forward, of the module whose forward is ours or of one around it."""
+    around = [*itertools.takewhile(lambda module: module is not wrapped, model.modules()), wrapped]
+    for module in around:
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
+        if not all(is_of(hook, tuple(KNOWN_PACKAGES)) for hook in hooks):
+            return Reason(f"a hook on {type(module).__name__} sees each micro-batch", JOINED_HOOKS)
     return None
 
 
@@ -81,7 +112,7 @@ class Fingerprint(NamedTuple):
 
     versions: list[int]  # of parameters and buffers, how often each was written to
     trained: list[bool]
-    adapters: list[Any]  # which are active, of each layer of PEFT
+    adapters: list[Any]  # of each layer of PEFT, which are active, and their scales
 
 
 class StateReader:
@@ -98,7 +129,10 @@ class StateReader:
 
     def read(self) -> Fingerprint:
         return Fingerprint(
-            [tensor._version for tensors in (self.parameters, self._buffers) for tensor in tensors],
+            [0 if x.is_inference() else x._version for tensors in (self.parameters, self._buffers) for x in tensors],
             [parameter.requires_grad for parameter in self.parameters],
-            [(str(layer._active_adapter), layer._disable_adapters) for layer in self._tuners],
+            [
+                (str(layer._active_adapter), layer._disable_adapters, *vars(layer).get("scaling", {}).items())
+                for layer in self._tuners
+            ],
         )

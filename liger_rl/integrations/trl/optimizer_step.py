@@ -25,6 +25,7 @@ from liger_rl.integrations.trl.between import (
     is_of,
     is_trl_trainer,
     list_own_methods,
+    warn,
 )
 from liger_rl.integrations.trl.even_ranks import can_exchange, can_share_prompts
 from liger_rl.integrations.trl.forward import (
@@ -42,7 +43,7 @@ from liger_rl.integrations.trl.window import Window
 from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, PROMPT_LEARNING, Facts, read_facts, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
-from liger_rl.step.ranks import UNLIMITED, Agreement, agree
+from liger_rl.step.ranks import UNLIMITED, Agreement, agree, find_ddp
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
 from liger_rl.step.trial import find_known_row_reader
@@ -92,7 +93,6 @@ class OptimizerStep:
         self._live_tokens = 0  # of the first call of that window with a graph
         self._state = StateReader(trainer.model)
         self._first_state: Fingerprint | None = None  # when the window's first micro-batch came
-        self._warnings: list[str] = []
         self.limit: int | None = None  # how many tokens a window may have; None: any number
         self.refusal: Reason | None = None  # why each micro-batch has a forward of its own
         if get_settings().whole_step and trainer.args.gradient_accumulation_steps > 1:
@@ -158,11 +158,14 @@ class OptimizerStep:
             self._first_state = state
         elif state != self._first_state:
             self._first_state, get_measurements(trainer).has_moved = state, True
-            self._warnings.append(
+            warn(
+                trainer,
                 f"{MOVED}: {self.window.added} micro-batches ran with a later state of the model than in TRL; from the "
-                "next optimizer step on each has a forward of its own"
+                "next optimizer step on each has a forward of its own",
             )
         window, size = self.window, get_size(trainer)
+        exchanges = size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model)
+        window.waits = exchanges
         loss = window.add(model, *args, **kwargs)
         if not trainer.accelerator.sync_gradients and window.added < size:
             if loss is None:
@@ -170,7 +173,7 @@ class OptimizerStep:
             return loss
         self._live_tokens = 0
         try:
-            if size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model):
+            if exchanges:
                 window.exchange(model, trainer.args.device)
             if not window.micro_batches:
                 return loss
@@ -178,14 +181,14 @@ class OptimizerStep:
         finally:
             self.window = None
         measured = get_measurements(trainer)
-        self._finished, measured.largest = window, max(measured.largest, *window.tokens)
+        self._finished, measured.largest = window, max([measured.largest, *window.tokens])
         return total if loss is None else total + loss
 
-    def list_warnings(self) -> list[str]:
-        """What has changed the training, when the step has ended."""
-        waiting = 0 if self.window is None else len(self.window.micro_batches)
-        lost = f"{waiting} micro-batches have not run, because the training step of the last one did not call its loss"
-        return [*self._warnings, *([lost] if waiting else [])]
+    def warn_of_waiting(self) -> None:
+        """The optimizer step has ended."""
+        if self.window is not None and self.window.micro_batches:
+            number = len(self.window.micro_batches)
+            warn(self.trainer, f"{number} micro-batches have not run: the training step of the last one ran no loss")
 
     def run_waiting(self) -> None:
         """The losses and metrics of the micro-batches that wait, without gradients. Nothing follows in their step."""
@@ -219,10 +222,16 @@ class OptimizerStep:
         return run(ModelCall(idle_rows=self.idle_rows, shapes=self.shapes), **inputs)
 
     def _run_joined(
-        self, run: RunModel, inputs: dict[str, Any], idle_rows: Tensor | None, shapes: Sequence[tuple[int, int]]
+        self,
+        run: RunModel,
+        inputs: dict[str, Any],
+        idle_rows: Tensor | None,
+        shapes: Sequence[tuple[int, int]],
+        is_more: bool,
     ) -> Any:
         call = ModelCall(idle_rows=idle_rows, shapes=shapes, max_tokens=self.limit if shapes else None)
-        output = run(call, **inputs)
+        with _without_synchronization(find_ddp(self.model) if is_more else None):
+            output = run(call, **inputs)
         self._live_tokens = self._live_tokens or call.live_tokens
         return output
 
@@ -269,6 +278,21 @@ class OptimizerStep:
             measured.token_bytes = max(peak, 1) / max(self._live_tokens, 1)
 
 
+@contextmanager
+def _without_synchronization(wrapper: Any) -> Iterator[None]:
+    """DDP neither sends buffers in a forward, for which it would wait for the other ranks, nor expects a backward."""
+    if wrapper is None:
+        yield
+        return
+    sends_buffers = wrapper.require_forward_param_sync
+    wrapper.require_forward_param_sync = False
+    try:
+        with wrapper.no_sync():
+            yield
+    finally:
+        wrapper.require_forward_param_sync = sends_buffers
+
+
 def find_step(trainer: Any) -> OptimizerStep | None:
     """The optimizer step whose training step runs, or that waits for micro-batches."""
     return vars(trainer).get("_liger_rl_step")
@@ -284,10 +308,14 @@ def _runs_as_reference(model: nn.Module) -> bool:
 
 def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`transformers.Trainer.training_step`, of TRL's trainers as a part of an `OptimizerStep`."""
-    run = functools.partial(PATCH.original, self, *args, **kwargs)
-    if not (PATCH.patched and is_trl_trainer(self)):
-        return run()
-    return OptimizerStep.of(self, args[0] if args else kwargs["model"]).run_micro_batch(run)
+    if not (PATCH.patched and is_trl_trainer(self)) or "_liger_rl_in_step" in vars(self):
+        return PATCH.pristine(self, *args, **kwargs)
+    vars(self)["_liger_rl_in_step"] = True
+    try:
+        run = functools.partial(PATCH.original, self, *args, **kwargs)
+        return OptimizerStep.of(self, args[0] if args else kwargs["model"]).run_micro_batch(run)
+    finally:
+        del vars(self)["_liger_rl_in_step"]
 
 
 # Another package may have wrapped it.
@@ -343,7 +371,7 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
         return Reason(f"{type(trainer).__name__} has a {own[0]} of its own")
     if PATCH.patched and not is_of(PATCH.original):
         return Reason("another package has a training_step in front of transformers'")
-    between = find_own_code(trainer)
+    between = find_own_code(trainer, wrapped)
     if between is not None:
         return between
     if get_measurements(trainer).has_moved:

@@ -65,7 +65,7 @@ class Reporter(TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         step = OptimizerStep.of(self._trainer, self._trainer.model_wrapped)
-        if "training_step" in list_own_methods(self._trainer, ("training_step",)):  # which may not call the patched one
+        if list_own_methods(self._trainer, ("training_step",)):  # which may not call the patched one
             self._caught.close()
             self._caught.enter_context(step.catching_calls())
 
@@ -78,8 +78,7 @@ class Reporter(TrainerCallback):
         report.last_calls |= {call.role: [c for c in step.calls if c.role == call.role] for call in step.calls}
         report.run_steps += 1
         _log_tokens(trainer, report, step.calls)
-        for text in step.list_warnings():
-            _log(trainer, logging.WARNING, f"{type(trainer).__name__}: {text}")
+        step.warn_of_waiting()
         # On a GPU the first step measures memory, so the second one says more.
         is_last = trainer.state.global_step >= trainer.state.max_steps
         if not report.is_announced and (report.run_steps > 1 or is_last or trainer.args.device.type != "cuda"):
@@ -88,23 +87,28 @@ class Reporter(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = find_step(self._trainer)
-        if control.should_training_stop and step is not None:
+        if (control.should_training_stop or control.should_epoch_stop) and step is not None:
             step.run_waiting()
 
     def close(self) -> None:
         self._caught.close()
 
 
+def _is_reported(trainer: Any) -> bool:
+    return any(isinstance(callback, Reporter) for callback in trainer.callback_handler.callbacks)
+
+
 def train(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`transformers.Trainer.train`, of TRL's trainers with a report."""
-    if not (PATCH.patched and is_trl_trainer(self)):
-        return PATCH.original(self, *args, **kwargs)
+    if not (PATCH.patched and is_trl_trainer(self)) or _is_reported(self):
+        return PATCH.pristine(self, *args, **kwargs)
     reporter = Reporter(self)
     self.add_callback(reporter)
     try:
         return PATCH.original(self, *args, **kwargs)
     finally:
-        self.remove_callback(reporter)
+        if _is_reported(self):  # a callback may have taken all of them away
+            self.remove_callback(Reporter)
         reporter.close()
 
 
@@ -178,11 +182,12 @@ def _count_together(calls: list[CallRecord]) -> int:
 def _describe_window(trainer: Any, number: int, calls: list[CallRecord], reason: Reason | None) -> str:
     """How the micro-batches of an optimizer step ran, or will run if there are no calls yet."""
     together = min(_count_together(calls) if calls else get_size(trainer), number)
-    if reason is not None or together == 1 < get_size(trainer):
+    if reason is not None or (calls and together == 1):
         return f"a forward for each of its {number} micro-batches{_describe_reason(reason)}"
     if together == number:
         return f"its {number} micro-batches in one forward"
     is_unmeasured = get_settings().max_tokens is None and trainer.args.device.type != "cuda"
+    is_unmeasured = is_unmeasured and get_size(trainer) < number
     bound = _describe_reason(UNMEASURED if is_unmeasured else None)
     return f"{together} of its {number} micro-batches in one forward{bound}"
 

@@ -60,8 +60,8 @@ class _MicroBatch:
         }
 
 
-# (what runs a model, its inputs, idle rows, shapes of the micro-batches) -> its output
-RunJoined = Callable[[RunModel, dict[str, Any], Tensor | None, Sequence[tuple[int, int]]], Any]
+# (what runs a model, its inputs, idle rows, shapes of the micro-batches, whether only this rank may call it) -> output
+RunJoined = Callable[[RunModel, dict[str, Any], Tensor | None, Sequence[tuple[int, int]], bool], Any]
 
 
 class Window:
@@ -82,6 +82,9 @@ class Window:
         self._leader: _MicroBatch | None = None  # in whose call a forward runs
         self.tokens: list[int] = []  # of each micro-batch, once they have run
         self.added = 0  # micro-batches, with those that run alone
+        # What runs alone waits, too: the same on another rank may wait, and TRL gathers metrics of both.
+        self.waits = False
+        self._called: set[int] = set()  # numbers of the calls that have run while gradients synchronize
         self._owners: list[int] = []  # the rank of each micro-batch's data; empty if no rank has exchanged any
 
     @property
@@ -104,7 +107,8 @@ class Window:
         known = [x for x in values if x is not None]
         # At the end of a data set `gather_for_metrics` leaves out the last ranks.
         is_cut = self._gradient_state.end_of_dataloader and self._gradient_state.remainder > 0
-        if known and len(known) == self.added and not is_cut:
+        joins = not any(batch.is_alone for batch in self.micro_batches)
+        if known and len(known) == self.added and joins and not is_cut:
             rows = [_read_rows(batch) for batch in self.micro_batches]
             costs = read_costs(rows, self._shares_prompts(self.micro_batches[0].call))
         self._owners, exchanged = exchange(known, costs, device)
@@ -121,7 +125,8 @@ class Window:
             self._run(waiting[0])
             self._leader = None
             for batch in waiting:
-                self._run(batch)
+                if batch.loss is None:
+                    self._run(batch)
         losses = [batch.loss for batch in self.micro_batches if batch.loss is not None]
         total = functools.reduce(torch.add, losses).clone()
         if self._owners:
@@ -154,7 +159,11 @@ class Window:
         can_join = self._shares_prompts(inputs) if is_packed else _has_columns(inputs, COLUMNS)
         batch.is_alone = batch.is_alone or not can_join
         if batch.is_alone:
-            batch.values.append(self._run_joined(run_model, inputs, idle_rows, ()))
+            if self.waits and batch is not self._leader:
+                raise _ReachedCall
+            ids = inputs.get("input_ids")
+            self.tokens += [] if ids is None else [ids.numel()]
+            batch.values.append(self._run_model(run_model, number, inputs, idle_rows, ()))
             return batch.values[number]
         batch.call, batch.idle_rows = inputs, idle_rows
         if number == 0:
@@ -165,16 +174,33 @@ class Window:
 
     def _run_forward(self, run_model: RunModel, number: int) -> None:
         """Run the model for all micro-batches whose next call has this number."""
-        waiting = [batch for batch in self.micro_batches if batch.loss is None and len(batch.values) == number]
+        assert self._leader is not None
+        plain = _list_plain(self._leader.call)
+        waiting = [b for b in self.micro_batches if b.loss is None and len(b.values) == number and not b.is_alone]
+        waiting = [batch for batch in waiting if _list_plain(batch.call) == plain]
         if number == 0:
             # The host reads the sequences in this call anyway, and nothing waits for the device after its forward.
-            self.tokens = torch.stack([batch.tokens for batch in waiting if batch.tokens is not None]).tolist()
+            self.tokens += torch.stack([batch.tokens for batch in waiting if batch.tokens is not None]).tolist()
         calls = [batch.call for batch in waiting]
         idle_rows = _join_idle_rows([batch.idle_rows for batch in waiting], calls)
         shapes = tuple(tuple(call["input_ids"].shape) for call in calls)
-        output = self._run_joined(run_model, _join_calls(calls), idle_rows, shapes)
+        output = self._run_model(run_model, number, _join_calls(calls), idle_rows, shapes)
         for batch, values in zip(waiting, _split_output(output, calls), strict=True):
             batch.values.append(values)
+
+    def _run_model(
+        self,
+        run_model: RunModel,
+        number: int,
+        inputs: dict[str, Any],
+        idle_rows: Tensor | None,
+        shapes: Sequence[tuple[int, int]],
+    ) -> Any:
+        synchronizes = any(batch is not None and batch.is_last for batch in (self._current, *self.micro_batches))
+        is_more = number in self._called or not synchronizes
+        if not is_more:
+            self._called.add(number)
+        return self._run_joined(run_model, inputs, idle_rows, shapes, is_more)
 
 
 def _has_columns(inputs: Mapping[str, Any], columns: Mapping[str, int]) -> bool:
@@ -185,6 +211,12 @@ def _has_columns(inputs: Mapping[str, Any], columns: Mapping[str, int]) -> bool:
     if "attention_mask" not in columns:
         others -= PACKED_INPUTS
     return all(is_plain(inputs[name]) for name in others)
+
+
+def _list_plain(call: Mapping[str, Any]) -> dict[str, Any]:
+    """What the calls of one forward have in common: names, and values that are not tokens."""
+    shared = {name: value for name, value in call.items() if name != "num_items_in_batch"}
+    return {name: x if is_plain(x) and name not in PACKED_INPUTS else None for name, x in shared.items()}
 
 
 def _get_attended(call: Mapping[str, Any]) -> Tensor:
