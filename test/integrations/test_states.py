@@ -174,7 +174,7 @@ def test_groups_cost_least_and_are_found_soon():
     lengths = -np.sort(-numbers.integers(1, 513, 30_000))
     begun = time.process_time()
     states._split_by_length(np.arange(30_000), lengths)
-    assert time.process_time() - begun < 0.5
+    assert time.process_time() - begun < 5  # 0.05 here; all pairs of runs take minutes
 
 
 def test_a_class_without_a_python_module():
