@@ -22,7 +22,7 @@ from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 from liger_rl.step.trial import RunModel, apply_known_trials, find_needed_trial, run_trial
 
-ANOTHER_RANK = Reason("another rank has a reason to keep its packed sequences as they are")
+KEPT_ELSEWHERE = Reason("another rank has a reason to keep its packed sequences as they are")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def plan_step(prepare: Callable[[], StepInputs], groups: Sequence[Any], device: 
         if not groups:
             return Plan(layout, len(layout.live), None, None, in_parts)
         if agreed.refuses and layout.has_trees:  # as it is, each of its micro-batches has a forward
-            layout = keep_batch(sequences, facts, ANOTHER_RANK)
+            layout = keep_batch(sequences, facts, KEPT_ELSEWHERE)
         equal = agreed.groups if agreed.capacity >= agreed.groups else 1
         if inputs.shapes and len(layout.live) != equal:
             layout = lay_out(sequences, facts, padded_groups=equal)
