@@ -7,16 +7,25 @@ attention and gradient checkpointing. Batches, `--batches`:
                                        (`benchmark.step_policy`)
 window, "window 8k"                    GRPO, 4 micro-batches of 8, prompts up to 512 tokens and completions up to 2,048
                                        or 8,192, more than half padding; random weights
+"window 32k"                           GRPO, 4 micro-batches of 2 completions of one prompt, up to 32,768 tokens
+"default group"                        GRPO with the group, the micro-batch and the lengths that are GRPOConfig's
+                                       defaults: 8 completions of one prompt, up to 512 tokens
 "window LoRA", "window LoRA dropout"   the window with LoRA of rank 16 on all linear layers, with dropout 0 and 0.05
 sft, dpo                               8 micro-batches of 2 sequences or pairs, up to 2,048 tokens; random weights
 "sft LoRA", "dpo LoRA"                 the same with LoRA
+"sft packed"                           64 sequences that begin with one system prompt, a third of their mean length; TRL
+                                       packs them in 8 micro-batches of 2 rows of 2,048 tokens
+"sft packed apart"                     as many tokens without a system prompt
 
 A quarter of GRPO's groups has no advantage. Random weights make a flat distribution, the head's hardest case. Rows,
 `--rows`:
 
 trl                   TRL as it is
 trl-no-checkpointing  without gradient checkpointing
-trl-liger             with Liger's kernels for norms, MLPs and rotary embeddings
+trl-liger             with Liger's kernels for norms, MLPs and rotary embeddings, also without checkpointing
+                      (trl-liger-no-checkpointing)
+trl-liger-flash       the same with attention of flash-attn-4, also without checkpointing
+                      (trl-liger-flash-no-checkpointing)
 head                  patch_trl(whole_step=False): this library's head alone
 memory-0, patch       patch_trl(memory=0), patch_trl(): this library's step
 *-liger               the same with Liger's kernels
@@ -24,8 +33,11 @@ loss-steps            one's own loop: `loss_steps` of the whole batch, with TRL'
 uneven-liger          patch_trl(even_ranks=False) with Liger's kernels
 full-logits           TRL with all completions' logits, in float32, as accelerate returns them
 unsloth               Unsloth's GRPOTrainer, in a process of its own (`benchmark.peers.unsloth_step`)
+*-packing             SFT of the packed batches in TRL's packed rows
+*-padding_free        SFT in micro-batches that are one row each, not packed
 
-The default is all but the last three; for SFT and DPO trl-liger and patch-liger. On a CPU it is the rows without Liger.
+The default of GRPO is all up to loss-steps; for SFT and DPO trl-liger and patch-liger, for the packed batches both
+with flash-attn-4 and packing too. On a CPU it is the rows without Liger. Rows with flash-attn-4 need its package.
 The learning rate is 0, so losses and gradients' norms must agree.
 
 Several ranks train one model with `--sharding`, each on as many groups, dealt out by chance:
@@ -45,6 +57,7 @@ import statistics
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -75,11 +88,19 @@ NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3.5-1.7b", "llama-3-8b", "
 SHARDINGS = ("DDP", "FSDP2", "ZeRO-3", "ZeRO-3 offload")
 RANKS, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}
-ROWS = (
-    "trl", "trl-no-checkpointing", "trl-liger", "head", "memory-0", "patch", "memory-0-liger", "patch-liger",
-    "loss-steps", "uneven-liger", "full-logits", "unsloth",
+_GRPO_ROWS = (
+    "trl", "trl-no-checkpointing", "trl-liger", "trl-liger-no-checkpointing", "trl-liger-flash",
+    "trl-liger-flash-no-checkpointing", "head", "memory-0", "patch", "memory-0-liger", "patch-liger", "loss-steps",
 )  # fmt: skip
-DEFAULT_ROWS = {"GRPO": ROWS[:-3], "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
+_PACKED_ROWS = (
+    "trl-packing", "trl-liger-flash-packing", "trl-liger-flash-no-checkpointing-packing", "memory-0-packing",
+    "patch-packing", "memory-0-liger-packing", "patch-liger-packing",
+)  # fmt: skip
+ROWS = (
+    *_GRPO_ROWS, "uneven-liger", "full-logits", "unsloth", *_PACKED_ROWS,
+    "trl-padding_free", "trl-liger-flash-padding_free", "patch-padding_free", "patch-liger-padding_free",
+)  # fmt: skip
+DEFAULT_ROWS = {"GRPO": _GRPO_ROWS, "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
 BASELINES = ("TRL", "TRL, use_liger_kernel")  # the first that a batch has is what others are compared with
 UNSLOTH = "Unsloth"
 MOST_NATS = 1.5  # of a learnt policy's entropy
@@ -188,7 +209,7 @@ def about_batch(results: dict[str, Any], row: Row) -> dict[str, Any]:
 
 
 def title(name: str, about: dict[str, Any]) -> str:
-    of_prompts = f" completions of {about['groups']} prompts"
+    of_prompts = f" completions of {about['groups']} prompt{'s' if about['groups'] > 1 else ''}"
     sequences = " sequences" if about["groups"] == about["sequences"] else of_prompts
     parts = [
         f"{name}: {about['sequences']}{sequences}, {about['row_tokens']} tokens a row",
@@ -310,9 +331,15 @@ def choose_task(shape: str, batch: str, arguments: argparse.Namespace) -> Task:
 
 
 def choose_rows(task: Task, device: str) -> list[str]:
-    rows = DEFAULT_ROWS[task.trainer]
+    from transformers.utils.import_utils import is_flash_attn_4_available
+
+    rows: Iterable[str] = DEFAULT_ROWS[task.trainer]
+    if task.lengths.packed_row:
+        rows = (*rows, *_PACKED_ROWS)
+    if device == "cpu" or not is_flash_attn_4_available():
+        rows = (row for row in rows if "flash" not in row)
     # Liger's kernels need a GPU.
-    return list(dict.fromkeys(row.removesuffix("-liger") for row in rows)) if device == "cpu" else list(rows)
+    return list(dict.fromkeys(row.replace("-liger", "") if device == "cpu" else row for row in rows))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -8,9 +8,9 @@ the longest. Every fourth group of GRPO has no advantage. No way of training can
 
 P is the number of parameters without embedding and lm_head, L the layers, W = heads x head_dim, and (V, H) the head. A
 group's prompt is among `tokens` once, padding never. `pairs` are the (query, key) pairs of causal attention. `counted`
-are the tokens in the loss. So a token of a full training costs 6 P, attention and the head apart. A group without
-advantage has a forward, because TRL logs its entropy, and no backward. DPO's reference has a forward. LoRA's own
-matrices and recomputation are left out.
+are the tokens in the loss, those of a prompt once. So a token of a full training costs 6 P, attention and the head
+apart. A group without advantage has a forward, because TRL logs its entropy, and no backward. DPO's reference has a
+forward. LoRA's own matrices and recomputation are left out.
 """
 
 import math
@@ -40,6 +40,7 @@ class Lengths:
     spread: float = 0.7  # standard deviation of the logarithm of completions
     groups: int = 4
     members: int = 8  # completions of a prompt
+    packed_row: int | None = None  # tokens of a row that TRL packs the sequences in; None if they fill no whole rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +59,39 @@ class Task:
 _WINDOW = Lengths(prompt=512, completion=2048, shortest_prompt=0.25, median=0.33, spread=0.8)
 _PAIRS = Lengths(prompt=512, completion=1536, shortest_prompt=0.25, median=0.4, spread=0.8, groups=16, members=2)
 _SEQUENCES = Lengths(prompt=0, completion=2048, median=0.4, spread=0.8, groups=16, members=1)
+# 64 sequences that fill 16 rows, in whole 8 micro-batches of 2. The system prompt is a third of their mean length.
+_PACKED = Lengths(prompt=160, completion=1536, median=0.155, spread=0.8, groups=1, members=64, packed_row=2048)
+_PACKED_APART = replace(_PACKED, prompt=0, completion=1696, median=0.215, groups=64, members=1)
 
 
 def tasks(scale: int = 1) -> dict[str, Task]:
     """The batches by name, with sequences shorter by `scale`."""
 
     def scaled(lengths: Lengths) -> Lengths:
-        return replace(lengths, prompt=lengths.prompt // scale, completion=lengths.completion // scale)
+        return replace(
+            lengths,
+            prompt=lengths.prompt // scale,
+            completion=lengths.completion // scale,
+            packed_row=lengths.packed_row and lengths.packed_row // scale,
+        )
 
     window = Task(lengths=scaled(_WINDOW), micro_batches=4)
     sft = Task(lengths=scaled(_SEQUENCES), trainer="SFT", micro_batches=8)
     dpo = Task(lengths=scaled(_PAIRS), trainer="DPO", micro_batches=8)
+    one_prompt = replace(_WINDOW, shortest_prompt=1.0, groups=1)
     return {
         # Of both batches' completions 41% is padding. The second one's mean is 512 tokens.
         "short prompts": Task(lengths=scaled(Lengths(prompt=256, completion=1024, shortest_prompt=0.25)), learns=True),
         "long prompts": Task(lengths=scaled(Lengths(prompt=1024, completion=865)), learns=True),
         "window": window,
         "window 8k": replace(window, lengths=scaled(replace(_WINDOW, completion=8192))),
+        "window 32k": replace(window, lengths=scaled(replace(one_prompt, completion=32768))),
+        "default group": Task(lengths=scaled(replace(one_prompt, prompt=256, completion=512))),
         "window LoRA": replace(window, lora_dropout=0.0),
         "window LoRA dropout": replace(window, lora_dropout=0.05),
         "sft": sft,
+        "sft packed": replace(sft, lengths=scaled(_PACKED)),
+        "sft packed apart": replace(sft, lengths=scaled(_PACKED_APART)),
         "dpo": dpo,
         "sft LoRA": replace(sft, lora_dropout=0.0),
         "dpo LoRA": replace(dpo, lora_dropout=0.0),
@@ -121,8 +135,10 @@ def take_own(task: Task, columns: Any) -> Any:
 
 
 def count_counted(task: Task, group: Group) -> int:
-    """Tokens in the loss. The first token of a sequence without a prompt is not predicted."""
-    return sum(group.completions) - (len(group.completions) if task.trainer == "SFT" else 0)
+    """Tokens in the loss. SFT predicts all of a sequence but its first token."""
+    if task.trainer == "SFT":
+        return sum(group.prompt + length - 1 for length in group.completions)
+    return sum(group.completions)
 
 
 def widest_row(task: Task, groups: list[Group]) -> int:
@@ -137,11 +153,9 @@ def count_padded(task: Task, groups: list[Group]) -> int:
     if task.trainer == "GRPO":
         by_rank = [take_own(replace(task, rank=rank), groups) for rank in range(task.ranks)]
         return sum(sum(len(group.completions) for group in own) * widest_row(task, own) for own in by_rank)
-    size, total = task.lengths.groups // task.micro_batches, 0
-    for start in range(0, len(groups), size):
-        rows = [group.prompt + length for group in groups[start : start + size] for length in group.completions]
-        total += len(rows) * max(rows)
-    return total
+    rows = [group.prompt + length for group in groups for length in group.completions]
+    size = task.lengths.groups * task.lengths.members // task.micro_batches
+    return sum(size * max(rows[start : start + size]) for start in range(0, len(rows), size))
 
 
 def describe_batch(task: Task) -> dict[str, Any]:
@@ -190,7 +204,10 @@ def count_flop(task: Task, size: ModelSize) -> int:
         tokens = group.prompt + sum(group.completions)
         pairs = group.prompt * (group.prompt + 1) // 2
         pairs += sum(n * group.prompt + n * (n + 1) // 2 for n in group.completions)
-        head = 2 * size.hidden_size * size.vocab * count_counted(task, group)
+        counted = count_counted(task, group)
+        if task.trainer == "SFT":  # whose loss is of the prompt too
+            counted -= group.prompt * (len(group.completions) - 1)
+        head = 2 * size.hidden_size * size.vocab * counted
         matmuls = 2 * size.body_parameters * tokens + head
         attention = 4 * size.layers * size.attention_width * pairs
         total += matmuls + attention
@@ -244,7 +261,8 @@ def make_examples(task: Task, text: Tensor) -> list[dict[str, list[int]]]:
 
     groups = draw_groups(task)  # of all ranks: a trainer's sampler deals them out
     if task.trainer == "SFT":
-        sequences = [draw(*group.completions) for group in groups]
+        prompts = [draw(group.prompt) if group.prompt else [] for group in groups]
+        sequences = [prompt + draw(n) for prompt, group in zip(prompts, groups, strict=True) for n in group.completions]
         return [{"input_ids": ids, "labels": ids} for ids in sequences]
     return [
         {"prompt_ids": draw(group.prompt), "chosen_ids": draw(chosen), "rejected_ids": draw(rejected)}

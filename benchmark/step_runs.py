@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, TrainerControl, TrainerState
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, pack_dataset
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
 from benchmark import texts
@@ -188,7 +188,14 @@ def with_loss_steps(trainer: GRPOTrainer, _clock: Clock) -> None:
     trainer.training_step = training_step
 
 
+def use_flash_attention(model: Any) -> None:
+    """Of the package flash-attn-4."""
+    model.set_attn_implementation("flash_attention_4")
+
+
 LIGER = {"use_liger_kernel": True}
+NO_CHECKPOINTING = {"gradient_checkpointing": False}
+PACKED, PADDING_FREE = {"packing": True}, {"padding_free": True}
 ON_THE_HOST = {"device": "cpu", "pin_memory": True}
 
 
@@ -212,8 +219,19 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 TRL, TRL_LIGER, UNSLOTH_STEP = "trl", "trl-liger", "unsloth"
 WAYS = {
     TRL: Way(label="TRL"),
-    "trl-no-checkpointing": Way(label="TRL, no checkpointing", options={"gradient_checkpointing": False}),
+    "trl-no-checkpointing": Way(label="TRL, no checkpointing", options=NO_CHECKPOINTING),
     TRL_LIGER: Way(label="TRL, use_liger_kernel", options=LIGER),
+    "trl-liger-no-checkpointing": Way(
+        label="TRL, use_liger_kernel, no checkpointing", options=LIGER | NO_CHECKPOINTING
+    ),
+    "trl-liger-flash": Way(
+        label="TRL, use_liger_kernel, flash_attention_4", options=LIGER, prepare=use_flash_attention
+    ),
+    "trl-liger-flash-no-checkpointing": Way(
+        label="TRL, use_liger_kernel, flash_attention_4, no checkpointing",
+        options=LIGER | NO_CHECKPOINTING,
+        prepare=use_flash_attention,
+    ),
     "head": Way(label="TRL, patch_trl(whole_step=False)", patch={"whole_step": False}),
     "memory-0": Way(label="TRL, patch_trl(memory=0)", patch={"memory": 0}),
     "patch": Way(label="TRL, patch_trl()", patch={}),
@@ -228,6 +246,20 @@ WAYS = {
 }
 
 
+def without_padding(name: str, options: dict[str, Any], *keys: str) -> dict[str, Way]:
+    """Ways of SFT with other options of its batches."""
+    return {
+        f"{key}-{name}": replace(WAYS[key], label=f"{WAYS[key].label}, {name}", options=WAYS[key].options | options)
+        for key in keys
+    }
+
+
+FLASH = "trl-liger-flash"
+WAYS |= without_padding("packing", PACKED, TRL, FLASH, f"{FLASH}-no-checkpointing", "memory-0", "patch")
+WAYS |= without_padding("packing", PACKED, "memory-0-liger", "patch-liger")
+WAYS |= without_padding("padding_free", PADDING_FREE, TRL, FLASH, "patch", "patch-liger")
+
+
 def make_tokenizer(policy: Policy) -> PreTrainedTokenizerFast:
     """Padding has the id 0."""
     pad = policy.tokenizer.id_to_token(0)
@@ -238,7 +270,7 @@ def make_arguments(
     task: Task, dtype: str, device: str, folder: str, steps: int, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Of a trainer's config. Logs every step."""
-    per_step = task.lengths.groups * (task.lengths.members if task.trainer == "GRPO" else 1)
+    per_step = task.lengths.groups * (1 if task.trainer == "DPO" else task.lengths.members)
     arguments = {
         "output_dir": folder,
         "report_to": [],
@@ -259,7 +291,7 @@ def make_arguments(
         lengths = {"max_completion_length": task.lengths.completion, "num_generations": task.lengths.members}
         arguments |= GRPO | lengths
     else:
-        arguments["max_length"] = None
+        arguments["max_length"] = task.lengths.packed_row if options.get("packing") else None
     return arguments | options
 
 
@@ -284,10 +316,23 @@ def grpo_trainer(model: nn.Module, tokenizer: Any, batch: Batch, arguments: dict
 
 
 def sft_trainer(model: nn.Module, tokenizer: Any, examples: list[Any], arguments: dict[str, Any]) -> SFTTrainer:
+    """TRL packs the examples of a step, so that all steps are the same.
+
+    Raises:
+        ValueError: the batch's sequences are not for packing, or do not fill as many rows in each micro-batch.
+    """
+    data, micro_batches = Dataset.from_list(examples), arguments["gradient_accumulation_steps"]
+    if arguments.get("packing"):
+        if arguments["max_length"] is None:
+            raise ValueError("packing needs a batch with packed_row, such as 'sft packed'")
+        data = pack_dataset(data, arguments["max_length"])
+        if len(data) % micro_batches:
+            raise ValueError(f"packed rows must be a multiple of the {micro_batches} micro-batches, got {len(data)}")
+        arguments = arguments | {"per_device_train_batch_size": len(data) // micro_batches}
     return SFTTrainer(
         model=model,
         args=on_one_gpu(SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True})),
-        train_dataset=Dataset.from_list(examples * arguments["max_steps"]),
+        train_dataset=concatenate_datasets([data] * arguments["max_steps"]),
         processing_class=tokenizer,
     )
 

@@ -352,6 +352,38 @@ def test_a_batch_of_a_step_is_as_rl_makes_it(label, row, padding, completion):
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum() == about["counted_tokens"]
 
 
+@pytest.mark.parametrize(("label", "row", "micro_batches"), [("window 32k", 33280, 4), ("default group", 768, 1)])
+def test_the_only_group_of_a_step_has_advantage(label, row, micro_batches):
+    task = step_batches.tasks()[label]
+    about, batch = step_batches.describe_batch(task), step_batches.make_rollouts(task, torch.arange(1, 40000), "cpu")
+    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    assert attended.shape == (8, row) == (about["sequences"], about["row_tokens"])
+    assert attended.any(0).all()
+    assert (batch["prompt_ids"] == batch["prompt_ids"][0]).all()
+    assert (batch["advantages"] != 0).all()
+    assert (about["idle_share"], about["micro_batches"]) == (0.0, micro_batches)
+
+
+@pytest.mark.parametrize("scale", [1, 32])
+def test_packed_sequences_fill_the_rows_of_a_step(scale):
+    trl = pytest.importorskip("trl", reason="TRL packs")
+    datasets = pytest.importorskip("datasets", reason="TRL packs data sets")
+    for name, shared in (("sft packed", 160 // scale), ("sft packed apart", 0)):
+        task = step_batches.tasks(scale)[name]
+        about, examples = step_batches.describe_batch(task), step_batches.make_examples(task, torch.arange(1, 9000))
+        lengths = [len(example["input_ids"]) for example in examples]
+        assert about["counted_tokens"] == sum(lengths) - len(lengths)
+        assert {tuple(example["input_ids"][:shared]) for example in examples} == {
+            tuple(examples[0]["input_ids"][:shared])
+        }
+        assert len({tuple(example["input_ids"][: shared + 1]) for example in examples}) > 1
+        packed = trl.pack_dataset(datasets.Dataset.from_list(examples), task.lengths.packed_row)
+        assert len(packed) == 2 * task.micro_batches
+        assert sum(map(len, packed["input_ids"])) == sum(lengths) > 0.9 * 16 * task.lengths.packed_row
+        if shared:
+            assert shared == pytest.approx(sum(lengths) / len(lengths) / 3, rel=0.05)
+
+
 def test_ranks_share_the_groups_of_a_step():
     text, task = torch.arange(1, 9000), replace(step_batches.tasks()["window"], ranks=2)
     about = step_batches.describe_batch(task)
@@ -402,6 +434,10 @@ def test_the_flop_of_a_step_are_those_that_torch_counts():
     size = step_batches.ModelSize.of(model)
     attention = 3 * 4 * 2 * 32 * (48 * 49 // 2)
     assert step_batches.count_flop(task, size) == pytest.approx(matmuls + attention, rel=0.01)
+    # The common prompt of packed sequences is in the FLOP once: two that differ in one token cost little more.
+    pair = replace(lengths, prompt=47, completion=1, members=2)
+    twice = step_batches.count_flop(replace(task, lengths=pair), size) / step_batches.count_flop(task, size)
+    assert 1 < twice < 1.05
     # LoRA does not need the weights' gradients, and an idle group has no backward.
     window = step_batches.tasks()["window"]
     full, lora = (step_batches.count_flop(replace(window, lora_dropout=x), size) for x in (None, 0.0))
@@ -460,6 +496,46 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     assert ours_again["tokens_x_trl"] == pytest.approx(ours["tokens_per_s"] / trl["tokens_per_s"] / 2)
     assert step.read_earlier(environment, tmp_path / "step-cpu.json") == results
     assert step.read_earlier(environment | {"torch": "2.12"}, tmp_path / "step-cpu.json")["rows"] == []
+
+
+def test_ways_without_padding_have_the_loss_of_padded_ones(monkeypatch, tmp_path):
+    runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
+    rows = ["trl", "trl-packing", "patch-packing", "patch-padding_free"]
+    options = ["--batches", "sft packed", "--rows", *rows, "--steps", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["step", *options])
+    step.main()  # which objects to other losses and norms
+    results = json.loads((tmp_path / "step-cpu.json").read_text())
+    assert [row["status"] for row in results["rows"]] == ["ok"] * 4
+    assert [row["loss"] > 1 and "loss_difference" in row for row in results["rows"]] == [True] * 4
+    assert "64 completions of 1 prompt, 53 tokens a row" in step.markdown(results)
+
+    # TRL's own packing, of batches that fill whole rows alone.
+    packing = {"gradient_accumulation_steps": 2, "packing": True}
+    for most, message in ((None, "packed_row"), (2, "multiple of the 2 micro-batches, got 1")):
+        with pytest.raises(ValueError, match=message):
+            runs.sft_trainer(None, None, [{"input_ids": [1, 2], "labels": [1, 2]}], packing | {"max_length": most})
+
+
+def test_rows_of_a_step_are_ways_and_a_default_has_those_that_can_run(monkeypatch):
+    runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    from transformers.utils import import_utils
+
+    assert sorted(step.ROWS) == sorted(runs.WAYS)
+    assert len({way.label for way in runs.WAYS.values()}) == len(runs.WAYS)
+    for name, way in runs.WAYS.items():
+        assert ("flash" in name) == ("flash_attention_4" in way.label) == (way.prepare is runs.use_flash_attention)
+        assert ("no-checkpointing" in name) == (way.options.get("gradient_checkpointing") is False)
+        assert ("liger" in name) == way.options.get("use_liger_kernel", False)
+    for available in (True, False):
+        monkeypatch.setattr(import_utils, "is_flash_attn_4_available", lambda available=available: available)
+        for task in step_batches.tasks().values():
+            cpu, cuda = (step.choose_rows(task, device) for device in ("cpu", "cuda"))
+            assert not [row for row in cpu if "liger" in row or "flash" in row]
+            assert set(cpu) | set(cuda) <= set(step.ROWS)
+            packs, flash = (any(part in row for row in cuda) for part in ("packing", "flash"))
+            assert packs == (task.lengths.packed_row is not None)
+            assert flash == (available and (packs or task.trainer == "GRPO"))
 
 
 def test_a_row_that_fails_has_a_reason_and_the_others_go_on(monkeypatch, tmp_path):
