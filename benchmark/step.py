@@ -40,6 +40,9 @@ The default of GRPO is all up to loss-steps; for SFT and DPO trl-liger and patch
 with flash-attn-4 and packing too. On a CPU it is the rows without Liger. Rows with flash-attn-4 need its package.
 The learning rate is 0, so losses and gradients' norms must agree.
 
+`--score` also computes the old policy's log-probabilities in each step of GRPO, as TRL does when a step needs them.
+`scoring ms` is their time, and `share` its share of scoring and step. The other columns leave it out, except memory.
+
 Several ranks train one model with `--sharding`, each on as many groups, dealt out by chance:
 `torchrun --nproc-per-node 2 -m benchmark.step --sharding FSDP2 --batches window`. Memory and forwards are those of the
 first rank.
@@ -124,7 +127,14 @@ def measure(
 ) -> Row:
     """One run of `train()` -> {"status": "ok", ...} or {"status", "reason"}."""
     try:
-        run = runner.train(key, task, data.inputs, settling=arguments.settling, steps=arguments.steps)
+        run = runner.train(
+            key,
+            task,
+            data.inputs,
+            settling=arguments.settling,
+            steps=arguments.steps,
+            scores=arguments.score and task.trainer == "GRPO",
+        )
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
@@ -139,6 +149,7 @@ def measure(
         "saved_share": run.saved_share,
         "step_ms": step_ms,
         "other_ms": statistics.median(run.other_ms),
+        "scoring_ms": statistics.median(run.scoring_ms) or None,
         "steps": len(run.step_ms),
         "tokens_per_s": data.about["counted_tokens"] / step_ms * 1e3,
         "mfu": data.about["flop"] / step_ms * 1e3 / (peak * task.ranks) if peak else None,
@@ -184,6 +195,10 @@ def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
 COLUMNS: Columns = {
     "ms": number("step_ms", ",.1f"),
     "other ms": number("other_ms", ",.1f"),
+    "scoring ms": number("scoring_ms", ",.1f"),
+    "share": lambda row: (
+        f"{row['scoring_ms'] / (row['scoring_ms'] + row['step_ms']):.0%}" if row.get("scoring_ms") else ""
+    ),
     "tokens/s": number("tokens_per_s", ",.0f"),
     "x TRL": number("tokens_x_trl", ".2f"),
     "MFU": number("mfu", ".1%"),
@@ -356,6 +371,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="that are measured in a run; default 3")
     parser.add_argument("--settling", type=int, default=3, help="steps before those, at least 3, the default")
     parser.add_argument("--random-policy", action="store_true", help="do not let the policy learn a text first")
+    parser.add_argument("--score", action="store_true", help="also time the old policy's log-probabilities")
     add_output_options(parser)
     parser.add_argument("--sharding", choices=SHARDINGS, help="how the ranks of torchrun train one model")
     arguments = parser.parse_args()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, pack_dataset
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
 from benchmark import texts
@@ -75,9 +76,11 @@ class Clock(TrainerCallback):
         self.device, self.settling, self.memory, self.looking = device, settling, PeakMemory(device), ExitStack()
         self.step_ms: list[float] = []
         self.other_ms: list[float] = []  # of each step, outside of forwards, backwards and clipping
+        self.scoring_ms: list[float] = []  # of each step, and no part of the others
         self.forwards = 0  # of models, in the steps that count
         self._passes: list[Any] = []  # beginning and end of the step's forwards and backwards
         self._forwards = 0  # of the current step
+        self._scoring = 0.0  # milliseconds of the current step
         self._begun = math.nan
 
     @contextmanager
@@ -97,6 +100,19 @@ class Clock(TrainerCallback):
         with mock.patch.object(nn.functional, "embedding", counted):
             yield
 
+    @contextmanager
+    def timed_scoring(self) -> Iterator[None]:
+        """Scoring in a step, whose time and forwards are not the step's."""
+        forwards, begun = self._forwards, self._wait()
+        yield
+        self._scoring = (self._wait() - begun) * 1e3
+        self._forwards = forwards
+
+    def _wait(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     def _now(self) -> Any:
         """A GPU's events note its times, so that the host never waits."""
         if self.device == "cpu":
@@ -112,14 +128,13 @@ class Clock(TrainerCallback):
         self._passes.append(self._now())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_options: Any) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        taken = (time.perf_counter() - self._begun) * 1e3
+        taken = (self._wait() - self._begun) * 1e3
         begun, ended = self._passes
         passes = begun.elapsed_time(ended) if self.device == "cuda" else (ended - begun) * 1e3
         if state.global_step > self.settling:
-            self.step_ms.append(taken)
+            self.step_ms.append(taken - self._scoring)
             self.other_ms.append(taken - passes)
+            self.scoring_ms.append(self._scoring)
             self.forwards += self._forwards
         elif state.global_step == self.settling - 1:
             self.looking.enter_context(self.memory)
@@ -134,6 +149,7 @@ class Measured(NamedTuple):
 
     step_ms: list[float]
     other_ms: list[float]
+    scoring_ms: list[float]  # 0 without scoring
     peak_mib: float  # weights and the optimizer's state included, which is what has to fit
     forwards: float  # of bodies in a step
     saved_share: float | None  # of the tokens, which the body has not run; None without the patch
@@ -170,6 +186,27 @@ def with_full_logits(trainer: GRPOTrainer, _clock: Clock) -> None:
         return *selective_log_softmax_and_entropy(logits, completion_ids, entropy_requires_grad=False), None
 
     trainer._get_per_token_logps_and_entropies = logps_and_entropies
+
+
+def with_scoring(trainer: GRPOTrainer, clock: Clock) -> None:
+    """The old policy's log-probabilities, as TRL computes them before a step that needs them; they are not used."""
+    make_batch = trainer._generate_and_score_completions
+
+    def make_and_score(prompts: Any) -> Batch:
+        batch = make_batch(prompts)
+        columns = join_columns(batch)
+        checkpoints = trainer.args.gradient_checkpointing_kwargs
+        with clock.timed_scoring(), torch.no_grad(), disable_gradient_checkpointing(trainer.model, checkpoints):
+            trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                columns["input_ids"],
+                columns["attention_mask"],
+                batch["completion_ids"].shape[1],
+                batch_size=trainer.args.per_device_train_batch_size,
+            )
+        return batch
+
+    trainer._generate_and_score_completions = make_and_score
 
 
 def with_loss_steps(trainer: GRPOTrainer, _clock: Clock) -> None:
@@ -364,6 +401,7 @@ def run_trainer(trainer: Any, clock: Clock) -> Measured:
     return Measured(
         step_ms=clock.step_ms,
         other_ms=clock.other_ms,
+        scoring_ms=clock.scoring_ms,
         peak_mib=(clock.memory.base + clock.memory.peak_bytes) / 2**20,
         forwards=clock.forwards / max(len(clock.step_ms), 1),
         saved_share=log.get("liger_rl/body_tokens_saved"),
@@ -421,7 +459,7 @@ class Runner:
         about |= add_old_policy(self.model(task), batch)
         return Data(batch, about | {"mean_advantage": batch["advantages"].abs().mean().item()})
 
-    def train(self, key: str, task: Task, inputs: Any, *, settling: int, steps: int) -> Measured:
+    def train(self, key: str, task: Task, inputs: Any, *, settling: int, steps: int, scores: bool = False) -> Measured:
         """A run from the policy's weights. Kernels compile in the settling steps; the last of them measures memory."""
         gc.collect()  # what the run before or its error held
         if self.device == "cuda":
@@ -438,6 +476,8 @@ class Runner:
         with restored_module(model), way.patched():
             trainer = TRAINERS[task.trainer](model, make_tokenizer(policy), inputs, arguments)
             way.change(trainer, clock)
+            if scores:
+                with_scoring(trainer, clock)
             return run_trainer(trainer, clock)
 
     def _train_in_process(self, task: Task, batch: Batch, arguments: dict[str, Any], settling: int) -> Measured:

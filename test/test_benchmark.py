@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -515,6 +516,29 @@ def test_ways_without_padding_have_the_loss_of_padded_ones(monkeypatch, tmp_path
     for most, message in ((None, "packed_row"), (2, "multiple of the 2 micro-batches, got 1")):
         with pytest.raises(ValueError, match=message):
             runs.sft_trainer(None, None, [{"input_ids": [1, 2], "labels": [1, 2]}], packing | {"max_length": most})
+
+
+def test_scoring_is_no_part_of_a_steps_time(monkeypatch, tmp_path):
+    runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
+    options = ["--batches", "window", "--rows", "trl", "patch", "--score", "--steps", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["step", *options])
+    step.main()
+    results = json.loads((tmp_path / "step-cpu.json").read_text())
+    assert [(row["status"], row["scoring_ms"] > 0) for row in results["rows"]] == [("ok", True)] * 2
+    assert results["rows"][0]["forwards"] == 4
+    assert "| scoring ms | share |" in step.markdown(results)
+
+    clock = runs.Clock("cpu", settling=0)
+    for number in (1, 2):
+        clock.on_step_begin()
+        with clock.timed_scoring():
+            time.sleep(0.2)
+        clock.on_pre_optimizer_step()
+        clock.on_step_end(None, SimpleNamespace(global_step=number), None)
+    assert clock.scoring_ms[1] >= 200
+    assert clock.step_ms[1] < 100
+    assert clock.other_ms[1] < 100
 
 
 def test_rows_of_a_step_are_ways_and_a_default_has_those_that_can_run(monkeypatch):
