@@ -25,6 +25,9 @@ from liger_rl.integrations.trl.forward import CALL, ModelCall
 from liger_rl.models import project
 from liger_rl.models.swap import CACHE
 from liger_rl.step import trial
+from quick_trainers import hasten
+
+hasten()
 
 TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
 SIZES = {
