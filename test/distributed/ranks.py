@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from forks import start
+
 WORLD = 4
-PRELOADED = ["torch.distributed.tensor", "liger_rl", "transformers.models.llama"]
 START_SECONDS, RUN_SECONDS, COLLECTIVE_SECONDS = 150, 120, 100
 
 
@@ -98,15 +99,11 @@ class Ranks:
     """WORLD processes; a run takes the first so many of them."""
 
     def __init__(self) -> None:
-        # A fork shares its imports with all ranks, but CUDA, once a module has asked for it, does not survive one.
-        context = get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self.store = Path(tempfile.mkdtemp()) / "store"
         self.pipes, self.processes = [], []
         for index in range(WORLD):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(index, str(self.store), there), daemon=True)
-            process.start()
+            here, there = Pipe()
+            process = start(_serve, index, str(self.store), there)
             there.close()
             self.pipes.append(here)
             self.processes.append(process)

@@ -1,68 +1,27 @@
 """Runs of TRL's trainers on two ranks, with the micro-batches of an optimizer step in one forward."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from trl_run_on_rank import IDLE_GROUPS, NOT_EXCHANGED, OFFLOADED_ROWS, ROWS, UNEVEN_ROWS, Pair
+from trl_run_on_rank import IDLE_GROUPS, NOT_EXCHANGED, OFFLOADED_ROWS, ROWS, UNEVEN_ROWS, Pair, main
 
 import trl_runs
+from forks import run_ranks
 
-# `wait_while_they_work` decides, and not the time that a loaded machine takes.
+# `run_ranks` decides, and not the time that a loaded machine takes.
 pytestmark = pytest.mark.timeout(0)
-SCRIPT = Path(__file__).with_name("trl_run_on_rank.py")
-IDLE_SECONDS = 120  # without any processor time, after which ranks hang
 DEEPSPEED_ROWS = [(wrapper, name) for wrapper in ("zero1", "zero2", "zero3") for name in ROWS]
 DEEPSPEED_ROWS += [("zero3-offload", name) for name in OFFLOADED_ROWS]
 
 
-def wait_while_they_work(processes: list[subprocess.Popen]) -> None:
-    """Until all have ended, one has failed, or none has used the processor for a while. A loaded machine is no hang."""
-    known, since = 0.0, time.monotonic()
-    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
-        time.sleep(0.2)
-        used = 0.0
-        for process in processes:
-            with suppress(psutil.Error):
-                used += sum(psutil.Process(process.pid).cpu_times()[:2])
-        # A rank that has ended has no time. One that waits in a collective wakes up for milliseconds.
-        if abs(used - known) > 0.05:
-            known, since = used, time.monotonic()
-        assert time.monotonic() - since < IDLE_SECONDS, "the ranks wait for each other"
-
-
 def run_on_ranks(directory: Path, *wrappers: str) -> list[dict[str, dict[str, Pair]]]:
     """-> the results of each rank, of all wrappers. Ranks that hang are ended, and the test fails."""
-    model = trl_runs.save_model("qwen3", directory)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
-    processes, logs = [], [directory / f"log-{rank}" for rank in range(2)]
-    for rank in range(2):
-        environment = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        # A machine's GPUs have no part in these runs.
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, SCRIPT, model, directory / str(rank), *wrappers]
-        with logs[rank].open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        wait_while_they_work(processes)
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.wait() for process in processes), "\n".join(log.read_text()[-3000:] for log in logs)
+    run_ranks(directory, main, trl_runs.save_model("qwen3", directory), directory, *wrappers)
     return [torch.load(directory / str(rank), weights_only=False) for rank in range(2)]
 
 

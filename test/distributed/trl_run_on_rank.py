@@ -1,12 +1,12 @@
-"""One rank's runs of TRL's trainers: `python trl_run_on_rank.py MODEL RESULT WRAPPER ...`.
+"""One rank's runs of TRL's trainers.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. RESULT becomes a file of
-{wrapper: {name of a row: `Pair`}}.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. `main` makes a file of
+{wrapper: {name of a row: `Pair`}}, by the rank's name, in the directory.
 """
 
 import os
-import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -246,13 +246,7 @@ def run_rows(wrapper: str, model: str, directory: str) -> dict[str, Pair]:
     return {name: run_row(row, wrapper, model, directory) for name, row in rows.items()}
 
 
-def main(model: str, result: str, *wrappers: str) -> None:
-    torch.save({wrapper: run_rows(wrapper, model, result + "-run") for wrapper in wrappers}, result)
+def main(model: str, directory: Path, *wrappers: str) -> None:
+    result = directory / os.environ["RANK"]
+    torch.save({wrapper: run_rows(wrapper, model, f"{result}-run") for wrapper in wrappers}, result)
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    # By its name, so that the results can be read.
-    import trl_run_on_rank
-
-    trl_run_on_rank.main(*sys.argv[1:])

@@ -4,14 +4,14 @@ import copy
 import functools
 import inspect
 import pickle
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import forks
 import oracles
 from hf_models import (
     BATCH,
@@ -360,17 +360,16 @@ def test_a_replica_runs_with_its_own_weights():
 
 # --- copies and classes -----------------------------------------------------------------------------------------------
 
-LOAD = """
-import sys, torch
-pairs = torch.load(sys.argv[1], weights_only=False)
-torch.save([[model(**batch, fused=True).per_token_logps, model(**batch).logits] for model, batch in pairs], sys.argv[2])
-"""
+
+def run_saved(models: Path, results: Path) -> None:
+    pairs = torch.load(models, weights_only=False)
+    torch.save([[model(**batch, fused=True).per_token_logps, model(**batch).logits] for model, batch in pairs], results)
 
 
 def test_pickled_models_are_swapped_in_another_process(tmp_path):
     pairs = [(swapped(name).eval(), make_batch()) for name in ("Llama", "GPT2")]
     torch.save(pairs, tmp_path / "models")
-    subprocess.run([sys.executable, "-c", LOAD, tmp_path / "models", tmp_path / "results"], check=True)
+    forks.run(run_saved, tmp_path / "models", tmp_path / "results", log=tmp_path / "log")
     for (model, batch), results in zip(pairs, torch.load(tmp_path / "results"), strict=True):
         assert torch.equal(results[0], fused_logps(model, batch))
         assert torch.equal(results[1], model(**batch).logits)

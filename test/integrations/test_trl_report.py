@@ -1,7 +1,6 @@
 """What the user sees of TRL's trainers under the patch: logged tokens, one line, warnings, and `explain_trl`."""
 
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 
 from test_trl_runs import gpt2, subclass_with
 
+import forks
 import trl_runs
 from hf_models import BEFORE_5
 from liger_rl import explain_trl, patch_trl
@@ -213,20 +213,19 @@ def test_a_trainer_with_logits_of_its_own_has_a_line_too(path_of, tmp_path, capl
         assert explain_trl(trainer) == text
 
 
+def train_as_ranks(path: str, directory: Path) -> None:
+    """One run of the main process, and one of another."""
+    patch_trl()
+    for rank in range(2):
+        trainer = trl_runs.build("SFT", path, directory, max_steps=1, log_level="passive")
+        trainer.is_world_process_zero = lambda rank=rank: rank == 0
+        print("rank", rank, file=sys.stderr)
+        trainer.train()
+
+
 def test_the_line_is_visible_where_no_logging_is_configured(path_of, tmp_path):
     """On stderr, of the main process alone."""
-    script = (
-        "import sys, trl_runs\n"
-        "from liger_rl import patch_trl\n"
-        "patch_trl()\n"
-        "for rank in range(2):\n"
-        "    trainer = trl_runs.build('SFT', sys.argv[1], sys.argv[2], max_steps=1, log_level='passive')\n"
-        "    trainer.is_world_process_zero = lambda: rank == 0\n"
-        "    print('rank', rank, file=sys.stderr)\n"
-        "    trainer.train()\n"
-    )
-    command = [sys.executable, "-c", script, path_of["qwen3"], str(tmp_path)]
-    errors = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stderr
+    errors = forks.run(train_as_ranks, path_of["qwen3"], tmp_path, log=tmp_path / "log")
     first, second = errors.split("rank 0")[1].split("rank 1")
     assert (first.count("[liger_rl] SFTTrainer: 1"), second.count("[liger_rl]")) == (1, 0)
 
