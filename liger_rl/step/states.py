@@ -25,8 +25,9 @@ from liger_rl.step.prefix_tree import PrefixTree
 
 RUNS = "seq_idx"  # the input of the model
 CONVOLUTION, FUSED = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"
-DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+DELTA_RULES = GATED, KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 MAMBA_2 = "mamba2_chunk_scan"
+RECURRENCES = (*DELTA_RULES, MAMBA_2)
 # The arguments that come without a name. A kernel of the hub does not say its own.
 NAMES = {
     CONVOLUTION: ("hidden_states", "weight", "bias", "activation"),
@@ -39,6 +40,7 @@ WAITING_RUNS = 16
 # A longer run is cut: the backward of a reference takes time and memory for all pairs of a call's chunks, and pieces of
 # this length are not padded.
 LONGEST_RUN = 512
+CHUNK = 64  # tokens of the gated delta rule whose updates of the state are solved for at once
 
 
 class StateLayers(NamedTuple):
@@ -47,6 +49,7 @@ class StateLayers(NamedTuple):
     homes: tuple[ModuleType, ...]  # the Python modules with their functions
     taps: int  # of the widest convolution
     takes_lengths: bool  # the recurrence is a kernel's that takes runs of different lengths
+    takes_chunks: bool = False  # the recurrence is this module's, of chunks
 
 
 def find_state_layers(modules: Iterable[nn.Module]) -> StateLayers | None:
@@ -59,8 +62,9 @@ def find_state_layers(modules: Iterable[nn.Module]) -> StateLayers | None:
         return None
     convolutions = [module for module in modules if isinstance(module, nn.Conv1d) and module.groups > 1]
     taps = max((module.kernel_size[0] for module in convolutions), default=1)
-    has_delta_rule = any(name in vars(home) for home in homes for name in DELTA_RULES)
-    return StateLayers(homes, taps, has_delta_rule and "fla" in sys.modules)
+    rules = {name for home in homes for name in RECURRENCES if name in vars(home)}
+    has_kernel = "fla" in sys.modules and not rules.isdisjoint(DELTA_RULES)
+    return StateLayers(homes, taps, has_kernel, rules == {GATED} and not has_kernel)
 
 
 # --- the runs of a row ------------------------------------------------------------------------------------------------
@@ -81,19 +85,22 @@ class Runs:
     def __init__(self, tree: PrefixTree, layers: StateLayers, device: torch.device) -> None:
         _install(layers.homes)
         before = tree.before.numpy()
-        starts, parents, depths = _cut_into_runs(before, before.size if layers.takes_lengths else LONGEST_RUN)
+        longest = before.size if layers.takes_lengths else CHUNK if layers.takes_chunks else LONGEST_RUN
+        starts, parents, depths = _cut_into_runs(before, longest)
         lengths = np.diff(np.append(starts, before.size))
         number = np.zeros_like(starts)  # of each run among those of its depth, in the order of the calls
         order, inverse, stop = [], np.empty_like(before), 0
-        self._calls: list[list[_Call]] = []  # by depth
+        self.calls: list[list[_Call]] = []  # by depth
         self._sizes: list[int] = []  # of all calls in `_order`
         self._pads = not layers.takes_lengths
+        self.is_of_chunks = layers.takes_chunks
         for depth in range(depths.max() + 1):
             runs, calls, count = np.flatnonzero(depths == depth), list[_Call](), 0
             runs = runs[np.argsort(-lengths[runs], kind="stable")]
             number[runs] = np.arange(runs.size)
-            for group in [runs] if layers.takes_lengths else _split_by_length(runs, lengths[runs]):
-                column = np.arange(lengths[group[0]])
+            splits = self._pads and not self.is_of_chunks
+            for group in _split_by_length(runs, lengths[runs]) if splits else [runs]:
+                column = np.arange(CHUNK if self.is_of_chunks else lengths[group[0]])
                 index = np.where(column < lengths[group, None], starts[group, None] + column, before.size)
                 places = index[index < before.size] if layers.takes_lengths else index.reshape(-1)
                 inside = np.flatnonzero(places < before.size)
@@ -105,10 +112,19 @@ class Runs:
                 calls.append(_Call(both, group.size, _to(above, device)))
                 self._sizes.append(places.size)
                 stop, count = stop + places.size, count + group.size
-            self._calls.append(calls)
+            self.calls.append(calls)
         self._order, self._inverse = _to(np.concatenate(order), device), _to(inverse, device)
         near, windows = _find_windows(before, layers.taps)
         self._near, self._windows = _to(near, device), _to(windows, device)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(1, n, ...) -> (places, ...) in the order of the calls, with zeros where a call pads."""
+        padded = torch.cat([x[0], torch.zeros_like(x[0, :1])]) if self._pads else x[0]
+        return padded.index_select(0, self._order)
+
+    def join(self, x: Tensor) -> Tensor:
+        """(places, ...) in the order of the calls -> (1, n, ...)."""
+        return x.index_select(0, self._inverse)[None]
 
     def scan(self, run: Callable[..., Any], columns: dict[str, Tensor]) -> Tensor:
         """(1, n, ...) what a recurrence gives for columns (1, n, ...).
@@ -116,26 +132,22 @@ class Runs:
         `run`: (columns (b, w, ...), initial states (b, ...) or None, whether final states are needed, `lengths` of
         a `_Call`) -> outputs (b, w, ...), final states (b, ...) or None. A token of zeros leaves a state as it is.
         """
-        parts = []
-        for x in columns.values():
-            padded = torch.cat([x[0], torch.zeros_like(x[0, :1])]) if self._pads else x[0]
-            # The backward of a slice would take a whole tensor for each call.
-            parts.append(padded.index_select(0, self._order).split(self._sizes))
-        pieces = zip(*parts, strict=True)
+        # The backward of a slice would take a whole tensor for each call.
+        pieces = zip(*(self.cut(x).split(self._sizes) for x in columns.values()), strict=True)
         outputs: list[Tensor] = []
         states: Tensor | None = None
-        for depth, calls in enumerate(self._calls, 1):
+        for depth, calls in enumerate(self.calls, 1):
             finals = []
             for call in calls:
                 rows = call.runs if call.lengths is None else 1
                 named = zip(columns, next(pieces), strict=True)
                 cut = {name: x.unflatten(0, (rows, -1)) for name, x in named}
                 initial = states[call.parents] if states is not None and call.parents is not None else None
-                output, final = run(cut, initial, depth < len(self._calls), call.lengths)
+                output, final = run(cut, initial, depth < len(self.calls), call.lengths)
                 outputs.append(output.flatten(0, 1))
                 finals.append(final)
-            states = torch.cat(finals) if depth < len(self._calls) else None
-        return torch.cat(outputs).index_select(0, self._inverse)[None]
+            states = torch.cat(finals) if depth < len(self.calls) else None
+        return self.join(torch.cat(outputs))
 
     def mend_convolution(
         self, output: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
@@ -277,8 +289,14 @@ def _wrap_fused(original: Callable[..., Any], names: tuple[str, ...]) -> Callabl
 
 
 def _wrap_delta_rule(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    home = getattr(original, "__globals__", {}).get("__name__", "")
+    is_reference = home.startswith("transformers.")  # nobody has replaced it
+
     def run(runs: Runs, arguments: dict[str, Any], positional: int) -> tuple[Tensor, None]:
         columns = {name: arguments[name] for name in names}
+        if runs.is_of_chunks and is_reference:
+            normalizes = arguments.get("use_qk_l2norm_in_kernel", False)
+            return _scan_gated_delta_rule(runs, *columns.values(), normalizes=normalizes), None
 
         def scan(cut: dict[str, Tensor], initial: Tensor | None, has_final: bool, lengths: Any) -> Any:
             # Without the second, fla would wait for the device to copy the first.
@@ -289,6 +307,53 @@ def _wrap_delta_rule(original: Callable[..., Any], names: tuple[str, ...]) -> Ca
         return runs.scan(scan, columns), None
 
     return _reading_runs(original, names, run)
+
+
+def _scan_gated_delta_rule(
+    runs: Runs,  # of chunks
+    query: Tensor,  # (1, n, heads, K)
+    key: Tensor,  # (1, n, heads, K)
+    value: Tensor,  # (1, n, heads, W)
+    g: Tensor,  # (1, n, heads), logarithms of the decays
+    beta: Tensor,  # (1, n, heads)
+    *,
+    normalizes: bool,
+) -> Tensor:
+    """(1, n, heads, W) the gated delta rule of a tree, in float32 as transformers' reference.
+
+    The updates within chunks (Yang et al. 2024, "Gated Delta Networks", the extended WY form) are solved for all chunks
+    of the tree at once. What is left for each depth is a state of each chunk.
+    """
+    dtype, heads = query.dtype, query.shape[2]
+    query, key, value, g, beta = (x.float() for x in (query, key, value, g, beta))
+    if normalizes:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    # (chunks x heads, 64, width)
+    query, key, value, g, beta = (
+        runs.cut(x).view(-1, CHUNK, heads, x[0, 0, 0].numel()).transpose(1, 2).flatten(0, 1)
+        for x in (query, key, value, g, beta)
+    )
+    total = g.cumsum(1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    decay = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    since, until = total.exp(), (total[:, -1:] - total).exp()
+    system = (key * beta) @ key.mT * decay
+    both = torch.cat([value * beta, key * (-beta * since)], 2)
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    # What a chunk would write to a state of zeros, and what it takes from that for the state that it begins with.
+    new, taken = solved.split([value.shape[2], key.shape[2]], 2)
+    states = value.new_zeros(1, heads, key.shape[2], value.shape[2])
+    sizes = [heads * call.runs for [call] in runs.calls]
+    pieces = zip(runs.calls, *(x.split(sizes) for x in (new, taken, key * until, since[:, -1:])), strict=True)
+    before, written = [], []
+    for [call], new, taken, key_until, kept in pieces:
+        states = states.expand(call.runs, -1, -1, -1) if call.parents is None else states.index_select(0, call.parents)
+        before.append(states.flatten(0, 1))
+        written.append(torch.baddbmm(new, taken, before[-1]))
+        states = torch.baddbmm(before[-1] * kept, key_until.mT, written[-1]).unflatten(0, (-1, heads))
+    output = torch.baddbmm((query * since) @ torch.cat(before), query @ key.mT * decay, torch.cat(written))
+    return runs.join(output.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)).to(dtype)
 
 
 def _wrap_mamba(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:

@@ -121,12 +121,12 @@ def test_long_runs_are_cut_and_short_ones_padded():
     known = prefix_tree.sort_sequences(sequences, [0] * len(sequences))
     tree = prefix_tree.build_prefix_tree(lengths, known)
     runs = Runs(tree, StateLayers((), 4, False), torch.device("cpu"))
-    counts = [call.runs for calls in runs._calls for call in calls]
+    counts = [call.runs for calls in runs.calls for call in calls]
     widths = [size // count for size, count in zip(runs._sizes, counts, strict=True)]
     assert max(widths) == states.LONGEST_RUN
     assert runs._order.numel() < 1.2 * tree.tokens
-    assert len(runs._calls) == -(-max(lengths) // states.LONGEST_RUN)
-    assert len(widths) < 3 * len(runs._calls)
+    assert len(runs.calls) == -(-max(lengths) // states.LONGEST_RUN)
+    assert len(widths) < 3 * len(runs.calls)
 
 
 class Operations(TorchDispatchMode):
