@@ -7,6 +7,9 @@ depth go through the recurrence together.
 The layers of transformers call functions of their own Python module, which are a kernel's (fla, mamba-ssm,
 causal-conv1d) or a reference. Ours stand in front of them. `seq_idx`, an input of the model that reaches all of them,
 is the row's `Runs`; with any other value the module's own function runs. So recomputed layers get it, too.
+
+Where transformers' reference would run the gated delta rule, `_scan_gated_delta_rule` does. It launches a few kernels
+for each depth of the tree and not for each call.
 """
 
 import sys

@@ -6,6 +6,7 @@ That whole models give what their padded rows give, with every preset and paddin
 import sys
 import time
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +22,16 @@ from devices import on_gpu
 from hf_models import BEFORE_5, CONFIGS, build
 from liger_rl import FusedLinearGRPOLoss, loss_step, swap_lm_head
 from liger_rl.step import attention, prefix_tree, states, step
-from liger_rl.step.states import DELTA_RULES, RUNS, Runs, StateLayers
+from liger_rl.step.states import DELTA_RULES, GATED, RUNS, Runs, StateLayers
 from step_calls import sharing
 
 WIDTH = 3
+needs_functions = pytest.mark.skipif(BEFORE_5, reason="transformers 4.57 has other functions")
 
 
-def make_tree(depth: int) -> tuple[list[Tensor], prefix_tree.PrefixTree]:
+def make_tree(depth: int, longest: int = 40) -> tuple[list[Tensor], prefix_tree.PrefixTree]:
     """Sequences that branch `depth` times, of runs of one token and more, and their tree."""
-    sequences = [torch.tensor(run) for run in (*grow_sequences(depth, 40), [3], *grow_sequences(depth, 18))]
+    sequences = [torch.tensor(run) for run in (*grow_sequences(depth, longest), [3], *grow_sequences(depth, 18))]
     known = prefix_tree.sort_sequences(sequences, [0] * len(sequences))
     return sequences, prefix_tree.build_prefix_tree([len(tokens) for tokens in sequences], known, multiple=4)
 
@@ -40,12 +42,12 @@ def take_row(tree: prefix_tree.PrefixTree, sequences: list[Tensor], table: Tenso
     return torch.stack([table[sequences[s][offset], offset] for s, offset in pairs])[None]
 
 
-def find_place(tree: prefix_tree.PrefixTree, sequence: int, offset: int) -> int:
-    """A place with this token of a sequence, found by walking back from its last place."""
-    place = int(tree.places[sequence][-1])
-    while int(tree.offsets[place]) != offset:
-        place = int(tree.before[place])
-    return place
+def list_places(tree: prefix_tree.PrefixTree, sequence: int) -> list[int]:
+    """A place for each token of a sequence, found by walking back from its last place."""
+    places, before = [int(tree.places[sequence][-1])], tree.before.tolist()
+    while before[places[0]] >= 0:
+        places.insert(0, before[places[0]])
+    return places
 
 
 @pytest.mark.parametrize("takes_lengths", [False, True], ids=["padded", "lengths"])
@@ -85,12 +87,45 @@ def test_a_recurrence_reads_each_sequence_alone(depth, takes_lengths):
         for number, tokens in enumerate(sequences):
             own = table[tokens, torch.arange(len(tokens))][None]
             expected, _ = scan(*own.split(WIDTH, 2), torch.zeros(1, WIDTH, dtype=torch.float64))
-            places = [find_place(tree, number, offset) for offset in range(len(tokens))]
+            places = list_places(tree, number)
             torch.testing.assert_close(row[:, places], expected, rtol=1e-12, atol=1e-12)
         if takes_lengths:  # one call for each depth
             assert [has_final for _, _, has_final in calls] == [True] * (len(calls) - 1) + [False]
             assert sum(shape[1] for shape, *_ in calls) == tree.tokens
         assert [is_first for _, is_first, _ in calls] == sorted((is_first for _, is_first, _ in calls), reverse=True)
+
+
+@needs_functions
+@pytest.mark.parametrize("depth", range(4))
+@pytest.mark.parametrize("decay", [0.02, 5.0])
+def test_the_gated_delta_rule_reads_each_sequence_alone(decay, depth):
+    """In chunks of the tree, which branch within a chunk, at its end and after several; values and gradients."""
+    home = sys.modules[type(build("Qwen3_5Text")).__module__]
+    states.restore_states()
+    reference = vars(home)[GATED]
+    sequences, tree = make_tree(depth, longest=150)
+    heads, wide = 2, (8, 8, 12)
+    table = torch.randn(6, 600, heads * (sum(wide) + 2))
+    row = take_row(tree, sequences, table)
+    *vectors, g, beta = row.unflatten(2, (heads, -1)).split([*wide, 1, 1], 3)
+    columns = [*vectors, -decay * g[..., 0].sigmoid(), beta[..., 0].sigmoid()]
+    columns = [x.detach().requires_grad_() for x in columns]
+    runs = Runs(tree, StateLayers((), 1, False, True), torch.device("cpu"))
+
+    def run(x: list[Tensor], **options: Any) -> Tensor:
+        rule = states._wrap_delta_rule(reference, states.NAMES[GATED])
+        return rule(*x[:3], g=x[3], beta=x[4], use_qk_l2norm_in_kernel=True, **options)[0]
+
+    places = [list_places(tree, number) for number in range(len(sequences))]
+    joint = run(columns, **{RUNS: runs})
+    found = [joint[:, at] for at in places]
+    expected = [run([x[:, at] for x in columns]) for at in places]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    upstream = [torch.randn_like(x) for x in found]
+    gradients = [torch.autograd.grad(outputs, columns, upstream) for outputs in (found, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("taps", [2, 3, 5])
@@ -110,7 +145,7 @@ def test_a_convolution_reads_each_sequence_alone(taps, widest):
         mended = runs.mend_convolution(convolve(row), row, weight, bias, "silu")
         for number, tokens in enumerate(sequences):
             own = table[tokens, torch.arange(len(tokens))].T[None]
-            places = [find_place(tree, number, offset) for offset in range(len(tokens))]
+            places = list_places(tree, number)
             torch.testing.assert_close(mended[..., places], convolve(own), rtol=1e-12, atol=1e-12)
 
 
@@ -193,7 +228,6 @@ def test_a_window_is_that_of_sliding_layers(types):
 
 # --- whole models -----------------------------------------------------------------------------------------------------
 
-needs_functions = pytest.mark.skipif(BEFORE_5, reason="transformers 4.57 has other functions")
 LOSS = FusedLinearGRPOLoss("grpo")
 
 
