@@ -19,7 +19,7 @@ from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, swap_lm_h
 from liger_rl.models.swap import unswap_lm_head  # noqa: E402
 from ranks import sent  # noqa: E402
 
-STEPS, BATCH, TIME, VOCAB = 6, 4, 12, 52
+STEPS, BATCH, TIME, VOCAB = 3, 4, 12, 52
 
 
 def tiny_llama(**changes):

@@ -1,6 +1,8 @@
 """Trials of models: those that let sequences share a row pass, whatever their rounding; others fail with a reason."""
 
+import copy
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -38,10 +40,16 @@ def layout_of(model, **options):
     return loss_steps(model, batch_of(), LOSS, **options).layout
 
 
-def make(name, seed=0):
+@cache
+def make_once(name, seed):
     torch.manual_seed(seed)
     # In training mode a hook alone would keep the batch as it is.
     return swap_lm_head(build(name, **MODELS[name]).to(torch.bfloat16)).eval()
+
+
+def make(name, seed=0):
+    """A copy, because to build 24 layers and to prove their head takes as long as a trial."""
+    return copy.deepcopy(make_once(name, seed))
 
 
 @pytest.mark.parametrize("name", [*(name for name in MODELS if name != "GPT2"), GPT2])
