@@ -13,6 +13,7 @@ from benchmark import (
     support,
     targets,
     train_real_runs,
+    whole_step,
 )
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
@@ -30,6 +31,7 @@ OTHERS = {
     targets.PREFIX: targets.markdown,
     step.PREFIX: step.markdown,
     train_real_runs.PREFIX: train_real_runs.markdown,
+    whole_step.PREFIX: whole_step.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

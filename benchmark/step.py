@@ -87,7 +87,7 @@ if TYPE_CHECKING:  # it imports TRL, which the tables do not need
     from benchmark.step_runs import Data, Runner
 
 PREFIX = "step-"
-NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3.5-1.7b", "llama-3-8b", "toy")
+NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3.5-1.7b", "llama-3-8b", "smollm2-135m", "toy")
 SHARDINGS = ("DDP", "FSDP2", "ZeRO-3", "ZeRO-3 offload")
 RANKS, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}

@@ -92,6 +92,18 @@ def _llama_3_8b() -> LlamaConfig:
     )
 
 
+def _smollm2_135m() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+
+
 SHAPES = {
     "qwen3-0.6b": Shape(config=lambda: _qwen3(1024)),
     "qwen3-1.7b": Shape(config=lambda: _qwen3(2048)),
@@ -100,6 +112,7 @@ SHAPES = {
     ),
     "qwen3.5-1.7b": Shape(config=_qwen3_5),
     "llama-3-8b": Shape(config=_llama_3_8b, learnt_at_once=2),
+    "smollm2-135m": Shape(config=_smollm2_135m),
     # Everything once, in seconds on a CPU.
     "toy": Shape(
         config=lambda: _qwen3(64, vocab_size=400, num_hidden_layers=1, head_dim=8),

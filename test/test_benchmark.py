@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import re
 import runpy
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 
-from benchmark import floor, gold, plot, run, step, step_batches, timing, train_real_runs, variants
+from benchmark import floor, gold, plot, run, step, step_batches, timing, train_real_runs, variants, whole_step
 from benchmark.cases import (
     FLAT,
     LOGPS_AND_ENTROPY,
@@ -539,6 +540,51 @@ def test_scoring_is_no_part_of_a_steps_time(monkeypatch, tmp_path):
     assert clock.scoring_ms[1] >= 200
     assert clock.step_ms[1] < 100
     assert clock.other_ms[1] < 100
+
+
+def test_a_whole_step_is_generation_scoring_and_training(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    monkeypatch.setattr(whole_step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
+    # Without sizes the cache takes half of the machine's memory.
+    small = {"seed": 0, "num_blocks": 64, "block_size": 32, "max_batch_tokens": 256}
+    continuous = whole_step.GENERATIONS["continuous batching"]
+    monkeypatch.setitem(continuous, "transformers_continuous_batching_config", small)
+
+    def run(*options):
+        options = ["--shape", "toy", "--completions", "8", "--micro-batches", "2", "--tokens", "8", *options]
+        monkeypatch.setattr(sys, "argv", ["whole_step", *options, "--generations", "1", "--out", str(tmp_path)])
+        whole_step.main()
+        return json.loads((tmp_path / "whole-step-cpu.json").read_text())
+
+    results = run("--generation", "generate")
+    trl, patch = results["rows"]
+    assert [row["status"] for row in (trl, patch)] == ["ok", "ok"]
+    for row in (trl, patch):
+        parts = [row[f"{name}_ms"] for name in ("generation", "scoring", "training")]
+        assert min(parts) > 0
+        assert sum(parts) == pytest.approx(row["step_ms"])
+        assert sum(row[f"{name}_share"] for name in ("generation", "scoring", "training")) == pytest.approx(1)
+        # A random model ends no completion, and its groups have advantages.
+        assert (row["tokens"], row["idle_share"]) == (64, 0)
+    assert patch["grad_norm"] == pytest.approx(trl["grad_norm"], rel=1e-4)
+    assert whole_step.markdown(results) in capsys.readouterr().out
+
+    (row,) = run("--generation", "continuous batching", "--rows", "patch", "--at-once", "1")["rows"]
+    assert (row["status"], row["tokens"], row["reason"]) == ("ok", 64, None)
+
+    monkeypatch.setattr(whole_step, "run", lambda *arguments: 1 / 0)
+    (row,) = run("--generation", "generate", "--rows", "trl")["rows"]
+    assert (row["status"], "ZeroDivisionError" in row["reason"]) == ("failed", True)
+    for options in (["--completions", "12"], ["--at-once", "0"]):
+        with pytest.raises(SystemExit):
+            run(*options)
+
+
+def test_an_answer_is_rewarded_by_how_close_it_is():
+    prompts = whole_step.make_prompts(3)
+    for text, right in zip(prompts["prompt"], prompts["answer"], strict=True):
+        assert sum(map(int, re.findall(r"\d+", text))) == right
+    assert whole_step.reward_answers(["5 + 7 = 12", "It is 10.", "no idea"], [12, 12, 12]) == [1.0, 1 / 3, 0.0]
 
 
 def test_rows_of_a_step_are_ways_and_a_default_has_those_that_can_run(monkeypatch):
