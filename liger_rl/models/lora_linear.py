@@ -10,7 +10,9 @@ why, at the level INFO.
 """
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,16 @@ QUANTIZED_BY = ("auto_gptq", "awq", "bitsandbytes", "gptqmodel", "torchao", "tra
 
 logger = logging.getLogger("liger_rl")
 _logged_reasons: set[str] = set()
+
+
+class _Shared(threading.local):
+    """What the forwards of a `sharing_casts` share. A thread that starts within it is not in it."""
+
+    # By the weight's id and the dtype of the cast: the weight, its version and address, the cast.
+    casts: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[int, int], Tensor]] | None = None
+
+
+_shared = _Shared()
 
 
 class LoraLinear(torch.autograd.Function):
@@ -47,10 +59,8 @@ class LoraLinear(torch.autograd.Function):
         b: Tensor,
         scaling: float,
     ) -> Tensor:
-        cast_weight = weight.to(x.dtype)
-        y = x @ cast_weight.T if bias is None else torch.addmm(bias.to(x.dtype), x, cast_weight.T)
-        low_rank = _Factors(x if dropped is None else dropped, a.to(x.dtype), b.to(x.dtype), scaling)
-        ctx.save_for_backward(weight, low_rank.x, low_rank.a, low_rank.b, low_rank.add_to(y))
+        y, a_cast, b_cast, projected = multiply(x, dropped, weight, bias, a, b, scaling)
+        ctx.save_for_backward(weight, x if dropped is None else dropped, a_cast, b_cast, projected)
         ctx.scaling, ctx.is_dropped, ctx.dtype = scaling, dropped is not None, a.dtype
         return y
 
@@ -58,9 +68,8 @@ class LoraLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, x, a, b, projected = ctx.saved_tensors
-        low_rank = _Factors(x, a, b, ctx.scaling)
         by_rank = grad @ b
-        grad_a, grad_b = low_rank.differentiate(grad, by_rank, projected, ctx.dtype)
+        grad_a, grad_b = differentiate_factors(grad, by_rank, x, projected, ctx.scaling, ctx.dtype)
         grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
         grad_dropped = None
         if ctx.is_dropped:
@@ -75,7 +84,7 @@ class AddedLora(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-        a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
+        a_cast, b_cast = _cast(a, x.dtype), _cast(b, x.dtype)
         projected = x @ a_cast.T
         ctx.save_for_backward(x, a_cast, b_cast, projected)
         ctx.scaling, ctx.dtype = scaling, a.dtype
@@ -86,31 +95,59 @@ class AddedLora(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, projected = ctx.saved_tensors
         by_rank = grad @ b
-        grad_a, grad_b = _Factors(x, a, b, ctx.scaling).differentiate(grad, by_rank, projected, ctx.dtype)
+        grad_a, grad_b = differentiate_factors(grad, by_rank, x, projected, ctx.scaling, ctx.dtype)
         grad_x = (by_rank @ a).mul_(ctx.scaling) if ctx.needs_input_grad[1] else None
         return grad, grad_x, grad_a, grad_b, None
 
 
-class _Factors(NamedTuple):
-    """An adapter's input and factors, in the dtype of the products."""
+def multiply(
+    x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`LoraLinear`'s inputs -> y (n, out), A and B in the dtype of x, and the adapter's input times A^T (n, r)."""
+    dtype = x.dtype
+    a, b = _cast(a, dtype), _cast(b, dtype)
+    y = nn.functional.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+    projected = nn.functional.linear(x if dropped is None else dropped, a)
+    return y.addmm_(projected, b.T, alpha=scaling), a, b, projected
 
-    x: Tensor  # (n, in)
-    a: Tensor  # (r, in)
-    b: Tensor  # (out, r)
-    scaling: float
 
-    def add_to(self, y: Tensor) -> Tensor:
-        """y (n, out) += s (x A^T) B^T, in place. -> x A^T (n, r)."""
-        projected = self.x @ self.a.T
-        y.addmm_(projected, self.b.T, alpha=self.scaling)
-        return projected
+def differentiate_factors(
+    grad: Tensor,  # (n, out) dL/dy
+    by_rank: Tensor,  # (n, r) its product with B
+    x: Tensor,  # (n, in) the adapter's input
+    projected: Tensor,  # (n, r) x A^T
+    scaling: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """dL/dA (r, in) and dL/dB (out, r) in `dtype`."""
+    grad_a, grad_b = matmul(by_rank.T, x), matmul(grad.T, projected)
+    return grad_a.mul_(scaling).to(dtype), grad_b.mul_(scaling).to(dtype)
 
-    def differentiate(
-        self, grad: Tensor, by_rank: Tensor, projected: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """dL/dA (r, in) and dL/dB (out, r) in `dtype`, from dL/dy (n, out), its product with B (n, r) and x A^T."""
-        grad_a, grad_b = matmul(by_rank.T, self.x), matmul(grad.T, projected)
-        return grad_a.mul_(self.scaling).to(dtype), grad_b.mul_(self.scaling).to(dtype)
+
+@contextmanager
+def sharing_casts() -> Iterator[None]:
+    """The context of forwards between which weights stay as they are: each casts no adapter that one before has cast.
+
+    No cast outlives it: FSDP2 and optimizers that write through an address change a weight and not its version.
+    """
+    outside, _shared.casts = _shared.casts, {}
+    try:
+        yield
+    finally:
+        _shared.casts = outside
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight.to(dtype), without a gradient."""
+    # A compiled forward would keep what it has found. A tensor of the inference mode has no version.
+    casts = None if torch.compiler.is_compiling() else _shared.casts
+    if casts is None or weight.dtype == dtype or weight.is_inference():
+        return weight.to(dtype)
+    key, state = (id(weight), dtype), (weight._version, weight.data_ptr())
+    kept = casts.get(key)
+    if kept is None or kept[1] != state:
+        kept = casts[key] = weight, state, weight.to(dtype)
+    return kept[2]
 
 
 # --- PEFT's layers ----------------------------------------------------------------------------------------------------
@@ -123,21 +160,28 @@ def forward_lora_layer(original: Callable[..., Tensor], layer: Any, x: Tensor, *
     """
     if layer.disable_adapters or layer.merged:
         return original(layer, x, *args, **kwargs)
-    name, reason = _find_adapter(layer, x, args, kwargs)
-    if name is None:
-        if reason not in _logged_reasons:
-            _logged_reasons.add(reason)
-            logger.info("LoRA layers of PEFT run as they are: %s", reason)
+    kind = x.device.type
+    is_autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_autocast else x.dtype
+    if args or kwargs:
+        adapter: _Adapter | str = "a call has other arguments than the input"
+    else:
+        adapter = _find_adapter(layer, x, dtype, is_autocast)
+    if isinstance(adapter, str):
+        if adapter not in _logged_reasons:
+            _logged_reasons.add(adapter)
+            logger.info("LoRA layers of PEFT run as they are: %s", adapter)
         return original(layer, x, *args, **kwargs)
-    base, a, b, scaling = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
-    x = x.to(_product_dtype(x))
-    dropped = layer.lora_dropout[name](x)
-    if _is_plain(base):
-        inputs = _flatten(x), None if dropped is x else _flatten(dropped)
-        y = LoraLinear.apply(*inputs, base.weight, base.bias, a, b, scaling)
-        return y.view(*x.shape[:-1], y.shape[-1])
-    y = base(x)
-    return AddedLora.apply(_flatten(y).to(x.dtype), _flatten(dropped), a, b, scaling).view_as(y).to(y.dtype)
+    x = x.to(dtype)
+    dropped = adapter.dropout(x)
+    if adapter.weight is None:
+        y = adapter.base(x)
+        added = AddedLora.apply(_flatten(y).to(dtype), _flatten(dropped), adapter.a, adapter.b, adapter.scaling)
+        return added.view_as(y).to(y.dtype)
+    inputs = _flatten(x), None if dropped is x else _flatten(dropped), adapter.weight, *adapter[3:]
+    # A Function takes as long to call as a product.
+    y = LoraLinear.apply(*inputs) if torch.is_grad_enabled() else multiply(*inputs)[0]
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -145,52 +189,73 @@ def _flatten(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a linear layer's products of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+class _Adapter(NamedTuple):
+    """The active adapter of a layer, and the layer that it adapts."""
+
+    base: Any
+    dropout: nn.Module
+    weight: Tensor | None  # (out, in) of an nn.Linear; None: the base is quantized
+    bias: Tensor | None  # (out,)
+    a: Tensor  # (r, in)
+    b: Tensor  # (out, r)
+    scaling: float
 
 
-def _find_adapter(layer: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, str]:
-    """(the name of the layer's adapter, "") or (None, why PEFT's own forward runs)."""
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if args or kwargs:
-        return None, "a call has other arguments than the input"
+def _find_adapter(layer: Any, x: Tensor, dtype: torch.dtype, is_autocast: bool) -> _Adapter | str:
+    """The layer's adapter, or why PEFT's own forward runs. `dtype` is that of the products.
+
+    Each call reads all of it anew, so no change of the layer is missed.
+    """
+    modules = layer._modules  # an attribute of a module takes 20 times as long to read
+    all_a, variants, scaling = modules["lora_A"]._modules, layer.lora_variant, layer.scaling
+    names = [name for name in layer.active_adapters if name in all_a]
     if len(names) != 1:
-        return None, "several adapters, or none, are active"
+        return "several adapters, or none, are active"
     (name,) = names
-    if name in layer.lora_variant:
-        return None, f"{type(layer.lora_variant[name]).__name__} is no plain LoRA"
-    a, b, base, dtype = layer.lora_A[name], layer.lora_B[name], layer.base_layer, _product_dtype(x)
-    if a.bias is not None or b.bias is not None:
-        return None, "the adapter has a bias"
-    if not isinstance(layer.scaling[name], (int, float)):
-        return None, "the scaling is no number"
+    if name in variants:
+        return f"{type(variants[name]).__name__} is no plain LoRA"
+    factor_a, factor_b, base = all_a[name], modules["lora_B"]._modules[name], modules["base_layer"]
+    if _read(factor_a, "bias") is not None or _read(factor_b, "bias") is not None:
+        return "the adapter has a bias"
+    if not isinstance(scaling[name], (int, float)):
+        return "the scaling is no number"
     if torch._C._are_functorch_transforms_active():
-        return None, "a transform of torch.func is active"
+        return "a transform of torch.func is active"
     if dtype not in HALF:
-        return None, "the products are not of a 16-bit dtype"
+        return "the products are not of a 16-bit dtype"
     if _has_any_global_hook():
-        return None, "a hook is registered for all modules"
-    if not all(_is_plain(factor) and not _has_hooks(factor) for factor in (a, b)):
-        return None, "a factor of the adapter is sharded on its own, or has hooks"
-    if not (_is_plain(base) or _is_quantized(base)):
-        return None, f"the adapted layer, {type(base).__name__}, is neither an nn.Linear nor a quantized layer we know"
+        return "a hook is registered for all modules"
+    a, b = _read_plain_weight(factor_a), _read_plain_weight(factor_b)
+    if a is None or b is None or _has_hooks(factor_a) or _has_hooks(factor_b):
+        return "a factor of the adapter is sharded on its own, or has hooks"
+    weight = _read_plain_weight(base)
+    if weight is None and not _is_quantized(base):
+        return f"the adapted layer, {type(base).__name__}, is neither an nn.Linear nor a quantized layer we know"
+    bias = None if weight is None else _read(base, "bias")
     # Also of a weight that is no parameter: the output of another module, or a part of a larger tensor.
-    own = [tensor for tensor in (base.weight, base.bias) if tensor is not None] if _is_plain(base) else []
     # `LoraConfig(bias="all")` trains the bias alone.
-    if own and (_has_hooks(base) or any(tensor.requires_grad for tensor in own)):
-        return None, "the adapted layer is trained, or has hooks"
+    is_trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))
+    if is_trained or (weight is not None and _has_hooks(base)):
+        return "the adapted layer is trained, or has hooks"
     # Without autocast PEFT computes in the adapter's dtype, and a linear layer in its weight's.
-    is_autocast, tensors = torch.is_autocast_enabled(x.device.type), (x, a.weight, b.weight, *own)
-    if any(tensor.dtype == torch.float64 if is_autocast else tensor.dtype != dtype for tensor in tensors):
-        return None, "a tensor is of float64 under autocast, or of another dtype than the input without it"
-    return name, ""
+    dtypes = {tensor.dtype for tensor in (x, a, b, weight, bias) if tensor is not None}
+    if torch.float64 in dtypes if is_autocast else dtypes != {dtype}:
+        return "a tensor is of float64 under autocast, or of another dtype than the input without it"
+    return _Adapter(base, modules["lora_dropout"]._modules[name], weight, bias, a, b, scaling[name])
 
 
-def _is_plain(base: nn.Module) -> bool:
-    """Whether the layer is linear with a plain weight."""
-    return type(base) is nn.Linear and type(base.weight) in (Tensor, nn.Parameter)
+def _read(module: nn.Module, name: str) -> Any:
+    """A module's parameter, or an attribute that stands in its place."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
+def _read_plain_weight(module: nn.Module) -> Tensor | None:
+    """The weight of a linear layer, if both are plain."""
+    if type(module) is not nn.Linear:
+        return None
+    weight = _read(module, "weight")
+    return weight if type(weight) in (Tensor, nn.Parameter) else None
 
 
 def _is_quantized(base: nn.Module) -> bool:
@@ -201,5 +266,7 @@ def _is_quantized(base: nn.Module) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than its forward. ZeRO-3 gathers a weight where it is read, too."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return (any(hooks) or "forward" in vars(module)) and not is_zero_3(module.weight)
+    has_hooks = (
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
+    return bool(has_hooks or "forward" in vars(module)) and not is_zero_3(module.weight)

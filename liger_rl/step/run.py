@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from liger_rl.models.lora_linear import sharing_casts
 from liger_rl.models.project import TYPE_INPUTS
 from liger_rl.models.randomness import no_graph
 from liger_rl.models.router import RouterLogits, RouterLoss, compute_router_losses
@@ -65,6 +66,7 @@ class Outputs(NamedTuple):
         return self._replace(source=self.source[index], mask=self.mask[index])
 
 
+@sharing_casts()
 def run(
     layout: Layout,
     batch: TokenBatch,

@@ -14,6 +14,8 @@ from test_models import VOCAB, tiny_llama, wrap
 
 import oracles
 from liger_rl.integrations.peft import patched_peft
+from liger_rl.models.lora_linear import sharing_casts
+from liger_rl.models.randomness import no_graph
 
 LORA = LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=4, init_lora_weights=False)
 FUNCTION = "LoraLinearBackward"
@@ -25,13 +27,17 @@ def step_of(rank, wrapper, dtype, patch):
     last = model.model.layers[-1].mlp.down_proj
     model = wrap(model, rank, wrapper)
     functions = []
-    last.register_forward_hook(lambda module, args, y: functions.append(y.grad_fn.next_functions[0][0].name()))
+    last.register_forward_hook(
+        lambda module, args, y: functions.append(y.grad_fn and y.grad_fn.next_functions[0][0].name())
+    )
     ids = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(rank.index)).to(rank.device)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     with patched_peft() if patch else nullcontext():
         for _ in range(2):  # a cast of an adapter must not outlive the optimizer's step
             model.zero_grad()
-            with torch.autocast(rank.device.type, torch.bfloat16, enabled=dtype is None):
+            with sharing_casts(), torch.autocast(rank.device.type, torch.bfloat16, enabled=dtype is None):
+                with no_graph():
+                    model(input_ids=ids)
                 loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             optimizer.step()

@@ -3,10 +3,12 @@
 import copy
 import logging
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -16,9 +18,10 @@ from peft.tuners.lora.gptq import GPTQLoraLinear
 
 import oracles
 from devices import on_gpu
-from liger_rl import patch_peft
+from liger_rl import FusedLinearGRPOLoss, patch_peft
 from liger_rl.integrations.peft import patched_peft, unpatch_peft
 from liger_rl.models import lora_linear
+from threads import in_threads
 
 IN, OUT, RANK = 48, 40, 4
 
@@ -241,6 +244,15 @@ def test_an_input_without_a_gradient():
     assert torch.equal(grad_b, whole_b)
 
 
+def test_without_a_gradient_no_function_is_called(monkeypatch):
+    adapted, x = layer(bias=True), torch.randn(2, 3, IN)
+    with patched_peft(), torch.autocast("cpu", torch.bfloat16):
+        expected = adapted(x)
+        monkeypatch.setattr(lora_linear.LoraLinear, "apply", None)
+        with torch.no_grad():
+            assert torch.equal(adapted(x), expected)
+
+
 @pytest.mark.parametrize("shape", [(), (7,), (2, 1, 3), (0,)])
 def test_inputs_of_any_shape(shape):
     y, grad_x, *_ = solve(layer(), True, shape=shape)
@@ -423,16 +435,204 @@ def test_it_keeps_the_input_and_its_product_with_a():
 def test_a_checkpoint_gives_the_same_bits():
     adapted = layer(lora_dropout=0.3).train()
     results = []
-    for recompute in (False, True):
+    for recompute, context in ((False, nullcontext), (True, nullcontext), (True, lora_linear.sharing_casts)):
         adapted.zero_grad()
         x = torch.ones(4, IN, requires_grad=True)
         torch.manual_seed(3)
         with patched_peft(), torch.autocast("cpu", torch.bfloat16):
-            y = torch.utils.checkpoint.checkpoint(adapted, x, use_reentrant=False) if recompute else adapted(x)
+            with context():
+                y = torch.utils.checkpoint.checkpoint(adapted, x, use_reentrant=False) if recompute else adapted(x)
             y.float().sum().backward()
         results.append([y, x.grad, adapted.lora_A["default"].weight.grad.clone()])
-    for plain, again in zip(*results, strict=True):
+    for plain, again, shared in zip(*results, strict=True):
         assert torch.equal(plain, again)
+        assert torch.equal(plain, shared)
+
+
+# --- casts of the adapters --------------------------------------------------------------------------------------------
+
+
+def take_a_step(adapted):
+    factors = [own for own in adapted.parameters() if own.requires_grad]
+    for factor in factors:
+        factor.grad = torch.ones_like(factor)
+    torch.optim.AdamW(factors, lr=0.5).step()
+
+
+def add_in_place(adapted):
+    with torch.no_grad():
+        adapted.lora_B["default"].weight.add_(1)
+
+
+def add_to_data(adapted):
+    """Its version does not change."""
+    adapted.lora_A["default"].weight.data.add_(1)
+
+
+def assign_data(adapted):
+    weight = adapted.lora_A["default"].weight
+    weight.data = weight + 1
+
+
+def replace_a_factor(adapted):
+    adapted.lora_A["default"] = nn.Linear(IN, RANK, bias=False)
+
+
+def replace_a_weight(adapted):
+    adapted.lora_B["default"].weight = nn.Parameter(torch.randn(OUT, RANK))
+
+
+def load(adapted):
+    adapted.load_state_dict({name: tensor + 1 for name, tensor in adapted.state_dict().items()})
+
+
+def assign(adapted):
+    adapted.load_state_dict({name: tensor + 1 for name, tensor in adapted.state_dict().items()}, assign=True)
+
+
+def switch(adapted):
+    adapted.update_layer("other", r=2, lora_alpha=1, config=LoraConfig(r=2, init_lora_weights=False))
+    adapted.set_adapter("other")
+
+
+def cast_the_factors(adapted):
+    adapted.lora_A.to(torch.float16)
+
+
+# Changes between two forwards of which no cast of an adapter may be left.
+CHANGES = [
+    take_a_step, add_in_place, assign_data, replace_a_factor, replace_a_weight, load, assign, switch, cast_the_factors
+]  # fmt: skip
+# What PEFT computes then, the patched layer computes too.
+SETTINGS = [
+    lambda adapted: adapted.set_scale("default", 3),
+    lambda adapted: adapted.scale_layer(0.5),
+    lambda adapted: adapted.merge(),
+    lambda adapted: adapted.enable_adapters(False),
+    lambda adapted: adapted.base_layer.weight.requires_grad_(True),
+    lambda adapted: adapted.lora_B["default"].register_forward_hook(lambda module, args, output: 2 * output),
+    lambda adapted: adapted.lora_dropout.update({"default": nn.Dropout(0.5)}),
+    several,
+]
+
+
+# The context ends before anybody writes a weight without a new version.
+@pytest.mark.parametrize(
+    ("change", "context"),
+    [(add_to_data, nullcontext), *product([*CHANGES, *SETTINGS], [nullcontext, lora_linear.sharing_casts])],
+)
+@pytest.mark.parametrize("base", [nn.Linear, Quantized])
+def test_no_change_of_a_layer_is_missed(base, change, context):
+    """The last two forwards are of the changed layer, and so is the backward."""
+    x, adapted = torch.randn(6, IN, generator=torch.Generator().manual_seed(1)), layer(base=base)
+    with patched_peft(), context(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            before = adapted(x)
+        adapted(x)
+        change(adapted)
+        found = run_once(adapted, x)
+        with torch.no_grad():
+            torch.manual_seed(5)
+            assert torch.equal(adapted(x), found[0])
+    assert not torch.equal(found[0], before) or change is SETTINGS[4]
+    fresh = copy.deepcopy(adapted)
+    with patched_peft(), torch.autocast("cpu", torch.bfloat16):
+        expected = run_once(fresh, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = run_once(fresh, x)
+    for mine, other, plain in zip(found, expected, theirs, strict=True):
+        assert torch.equal(mine, other)
+        assert oracles.relative_error(mine, plain) < 2**-5
+
+
+def run_once(adapted, x):
+    """-> y and the gradients of what is trained."""
+    torch.manual_seed(5)
+    y = adapted(x)
+    if not y.requires_grad:
+        return [y]
+    trained = [own for name, own in sorted(adapted.named_parameters()) if own.requires_grad]
+    grads = torch.autograd.grad(y.float().square().sum(), trained, materialize_grads=True)
+    return [y.detach(), *(grad.float() for grad in grads)]
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of float32 matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32:
+            self.shapes.append(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("base", [nn.Linear, Quantized])
+def test_forwards_of_one_step_share_casts(base):
+    adapted, x = layer(base=base), torch.randn(6, IN, dtype=torch.bfloat16)
+    with patched_peft(), torch.autocast("cpu", torch.bfloat16):
+        for context, number in ((lora_linear.sharing_casts, 1), (nullcontext, 3), (lora_linear.sharing_casts, 1)):
+            with context(), Casts() as casts:
+                with torch.no_grad():
+                    adapted(x)
+                for _ in range(2):
+                    adapted(x)
+            assert casts.shapes == [(RANK, IN), (OUT, RANK)] * number
+        with lora_linear.sharing_casts():
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.autocast("cpu", dtype):
+                    assert adapted(x).dtype == dtype
+
+
+def test_a_step_casts_its_adapters_once(monkeypatch):
+    """Sequences with and without a gradient run apart."""
+    from test_shared_prefixes import batch_of, tuned
+
+    from step_calls import run
+
+    model, loss = tuned(target_modules=["q_proj", "down_proj"], r=5), FusedLinearGRPOLoss("dapo", metrics="basic")
+    forwards, multiply = [], lora_linear.multiply
+    monkeypatch.setattr(lora_linear, "multiply", lambda *args: (forwards.append(1), multiply(*args))[1])
+    with patched_peft(), torch.autocast("cpu", torch.bfloat16):
+        run(model, batch_of(), loss)
+        forwards.clear()
+        with Casts() as casts:
+            run(model, batch_of(), loss)
+    assert len(forwards) == 2 * 2
+    factors = sorted(tuple(own.shape) for name, own in model.named_parameters() if "lora_" in name)
+    assert sorted(shape for shape in casts.shapes if shape in factors) == factors
+
+
+def test_another_thread_shares_no_casts():
+    adapted, x = layer(), torch.randn(6, IN, dtype=torch.bfloat16)
+
+    def count():
+        with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+            adapted(x)
+        return len(casts.shapes)
+
+    with patched_peft(), lora_linear.sharing_casts():
+        assert (count(), count()) == (2, 0)
+        assert in_threads(count, times=2) == [[2, 2]]
+
+
+def test_shared_casts_under_the_inference_mode():
+    with torch.inference_mode():
+        adapted = layer()
+    x = torch.randn(6, IN, dtype=torch.bfloat16)
+    with patched_peft(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = adapted(x)
+        with lora_linear.sharing_casts():
+            assert torch.equal(adapted(x), expected)
+
+
+def test_a_compiled_layer_is_one_graph():
+    adapted, x = layer(), torch.randn(6, IN, dtype=torch.bfloat16)
+    with patched_peft(), lora_linear.sharing_casts(), torch.autocast("cpu", torch.bfloat16):
+        compiled = torch.compile(adapted, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), adapted(x))
 
 
 def test_the_patch_comes_and_goes():
