@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     hasten()
     # A seed would wait for a GPU, with a stack of its caller that takes a hundred times as long as the seed of the CPU.
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 
 
 def pytest_collection_modifyitems(config, items):

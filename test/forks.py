@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,24 @@ PRELOADED += [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "g
 IDLE_SECONDS = 120  # without any processor time, after which ranks hang
 
 
-def start(function: Callable, *args: Any, log: Path | None = None, environment: dict[str, str] | None = None):
-    """function(*args) in a process, which is returned. What it prints goes into the file `log`."""
-    # CUDA, once a module has asked for it, does not survive a fork.
-    context = get_context("spawn" if torch.cuda.is_available() else "forkserver")
+def make_context() -> BaseContext:
+    """Of new processes where there is a GPU: CUDA, once a module has asked for it, does not survive a fork."""
+    if torch.cuda.is_available():
+        return get_context("spawn")
+    context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        ensure_running()
+    return context
+
+
+def start(
+    function: Callable, *args: Any, log: Path | None = None, environment: dict[str, str] | None = None
+) -> BaseProcess:
+    """function(*args) in a process, which is returned. What it prints goes into the file `log`."""
     known = environment or {}
-    process = context.Process(target=_run, args=(function, args, log, known), daemon=True)
-    # A new process imports with these variables, and so does the server, which finds no modules of tests by itself.
-    with mock.patch.dict(os.environ, known if torch.cuda.is_available() else {}, PYTHONPATH=os.pathsep.join(sys.path)):
+    process = make_context().Process(target=_run, args=(function, args, log, known), daemon=True)
+    with mock.patch.dict(os.environ, known):  # read by the imports of a new process
         process.start()
     return process
 

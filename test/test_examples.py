@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import multiprocessing
 import re
 import sys
 from contextlib import redirect_stdout
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 # Example -> the page that shows what its committed record says.
@@ -65,7 +68,8 @@ def test_a_student_comes_nearer_to_its_teacher(example, tmp_path):
     assert 0 < sum(divergences[-3:]) < 0.8 * sum(divergences[:3])
 
 
-def test_a_student_comes_nearer_to_a_teacher_in_another_process(example, capsys):
+def test_a_student_comes_nearer_to_a_teacher_in_another_process(example, capsys, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": forks.make_context()}.get)
     example("served_teacher", "--dtype", "float8", *options(steps=60, rows=8, vocab=64, hidden_size=16))
     divergences, travelled = capsys.readouterr().out.splitlines()
     before, after = map(float, re.findall(r"\d+\.\d+", divergences))
