@@ -12,6 +12,8 @@ import torch.distributed as dist
 from devices import NEEDS_GPU
 from quick_interpreter import hasten
 
+# What the imports of tests make stays: to look for garbage in it takes a quarter of their time.
+gc.disable()
 # Read when Liger's kernels for experts are imported. To tune each takes minutes.
 os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
 if not torch.cuda.is_available():
@@ -32,6 +34,10 @@ def pytest_collection_modifyitems(config, items):
     for item, gpus in zip(items, needed, strict=True):
         if gpus > torch.cuda.device_count():
             item.add_marker(pytest.mark.skip(reason=f"fewer than {gpus} CUDA devices"))
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
