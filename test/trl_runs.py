@@ -134,7 +134,7 @@ class Run:
     weights: dict[str, Tensor]  # of the trained model
     head_calls: int = 0  # of our op or our divergence
     # Of the policy and the reference, in training and outside of trials:
-    calls: int = 0  # with the fused head
+    calls: int = 0  # with the fused head, or DistillationTrainer's of the bodies
     forwards: list[Forward] = field(default_factory=list)  # of their bodies
     padded_tokens: list[int] = field(default_factory=list)  # of the calls of each optimizer step
     backwards: int = 0
@@ -220,10 +220,12 @@ class _Watch(transformers.TrainerCallback):
     def __init__(self, trainer) -> None:
         self.trainer, self.is_running, self.padded_tokens = trainer, True, 0
         trainer.add_callback(self)
-        models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+        others = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
+        models = [model for model in (trainer.model, *others) if model is not None]
         self.forwards = [watched(model, self.is_training) for model in models]
         self.run = Run({}, {})
         self.models = models
+        self.calls_bodies = models[-1] is getattr(trainer, "teacher_model", None)  # and no model with the fused head
 
     def is_training(self) -> bool:
         return self.is_running and self.trainer.model.training
@@ -260,11 +262,16 @@ class _Watch(transformers.TrainerCallback):
             self.run.gradients.append(torch.cat([grad.flatten() for grad in local]))
 
     def on_step_end(self, *args, **options) -> None:
+        if self.calls_bodies:
+            self.padded_tokens = sum(forward.tokens for forwards in self.forwards for forward in forwards)
+            self.padded_tokens -= sum(self.run.padded_tokens)
         self.run.padded_tokens.append(self.padded_tokens)
         self.padded_tokens = 0
 
     def on_train_end(self, *args, **options) -> None:
         self.run.random_state = torch.get_rng_state()
+        if self.calls_bodies:
+            self.run.calls = sum(map(len, self.forwards))
         self.is_running = False
 
 

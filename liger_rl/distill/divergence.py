@@ -163,14 +163,17 @@ def _pair_heads(call: DivergenceCall) -> Iterator[Pair]:
         yield Pair(student, teacher, call.measure)
 
 
-def compute_in_one_pass_if_free(call: DivergenceCall, factor: Tensor) -> tuple[Divergence, Tensor | None]:
+def compute_in_one_pass_if_free(
+    call: DivergenceCall, factor: Tensor, several: bool = False
+) -> tuple[Divergence, Tensor | None]:
     """Values for a loss factor * divergence.sum(), with a factor ().
 
     Returns (values, hook). In one pass `values` are detached and `hook` is a scalar 0 whose backward delivers the
     gradients: return `loss + hook`. In two passes `hook` is None.
+    `several`: one backward is of several such calls. Each would keep a gradient of the weight's size up to it.
     """
     with _pair_heads(call) as pair:
-        if not _one_pass_is_free(pair):
+        if not _one_pass_is_free(pair) or (several and call.weight.requires_grad):
             return _run_two_passes(pair), None
         student, needs, gradients = pair.student, pair.student.needs, None
         with torch.no_grad(), gemm.without_autocast(student.hidden.device):

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from trl_run_on_rank import IDLE_GROUPS, NOT_EXCHANGED, OFFLOADED_ROWS, ROWS, UNEVEN_ROWS, Pair, main
+from trl_run_on_rank import DISTILLATION, IDLE_GROUPS, NOT_EXCHANGED, OFFLOADED_ROWS, ROWS, UNEVEN_ROWS, Pair, main
 
 import trl_runs
 from forks import run_ranks
@@ -21,6 +21,7 @@ DEEPSPEED_ROWS += [("zero3-offload", name) for name in OFFLOADED_ROWS]
 
 def run_on_ranks(directory: Path, *wrappers: str) -> list[dict[str, dict[str, Pair]]]:
     """-> the results of each rank, of all wrappers. Ranks that hang are ended, and the test fails."""
+    trl_runs.save_model("granite", directory, seed=1)  # the teacher
     run_ranks(directory, main, trl_runs.save_model("qwen3", directory), directory, *wrappers)
     return [torch.load(directory / str(rank), weights_only=False) for rank in range(2)]
 
@@ -48,7 +49,7 @@ def run_deepspeed(tmp_path_factory):
 
 def assert_same_runs(results: list[dict[str, Pair]], name: str) -> None:
     """Of a row that each rank has run, more closely than of one process: log, and each weight."""
-    row = (ROWS | UNEVEN_ROWS | NOT_EXCHANGED)[name]
+    row = (ROWS | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED)[name]
     for result in results:
         plain, patched, *_ = result[name]
         assert len(plain.padded_tokens) == row.options["max_steps"]
@@ -75,7 +76,7 @@ def of_wrapper(results: list[dict], wrapper: str) -> list[dict[str, Pair]]:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ROWS | DISTILLATION)
 def test_the_patched_run_is_trls_run(name, wrapper, torch_results):
     assert_same_runs(of_wrapper(torch_results, wrapper), name)
 

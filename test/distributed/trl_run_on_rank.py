@@ -106,6 +106,7 @@ ONE_LONG_ROW = {
     "completion": [f" w{n}" + " w5 w6" * (n == 3) for n in range(8)],
 }
 ONE_PROMPT = trl_runs.ANSWERS | {"prompt": trl_runs.PROMPTS[:1] * 8}
+EIGHT_PROMPTS = {"data": {"prompt": [" ".join(f"w{i}" for i in range(20)) + f" w{20 + n} w1" for n in range(8)]}}
 CHECKPOINTS = {"gradient_checkpointing": True}
 REENTRANT = CHECKPOINTS | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 ROWS = {
@@ -119,6 +120,8 @@ ROWS = {
     # Old log-probabilities, a reference; DeepSpeed reuses the order of parameters that it has recorded.
     "GRPO, checkpoints": scored(beta=0.1, num_iterations=2, max_steps=4, **CHECKPOINTS),
 }
+
+DISTILLATION = {"Distillation": row("Distillation", share=0.8, **EIGHT_PROMPTS)}
 
 
 def uneven(kind, **options) -> Row:
@@ -150,6 +153,8 @@ UNEVEN_ROWS = IDLE_GROUPS | {
     # `train_loss` has the rank's own losses of the steps behind the last entry of the log.
     "SFT, uneven, not logged": uneven("SFT", data=SINGLES, logging_steps=2),
     "DPO, uneven": uneven("DPO", data=PAIRS),
+    # The completions of the ranks have two widths.
+    "Distillation, uneven": uneven("Distillation", max_completion_length=32, prepare=cut_completions, **EIGHT_PROMPTS),
     "KTO, uneven": uneven("KTO", data=VERDICTS, per_device_train_batch_size=2),
 }
 NOT_EXCHANGED = {"SFT, uneven, not exchanged": uneven("SFT", data=SINGLES, patch_options={"even_ranks": False})}
@@ -209,6 +214,8 @@ def run_row(row: Row, wrapper: str, model: str, directory: str) -> Pair:
     options = row.options | find_options(wrapper) | {"prepare": prepare}
     if row.kind == "GRPO":
         options["script"] = script
+    if row.kind == "Distillation":
+        options["teacher"] = str(Path(model).with_name("granite-1"))
     exchange = torch.distributed.all_to_all_single
     for patch in (False, True):
         with (
@@ -238,7 +245,8 @@ def gather_weights(model: torch.nn.Module) -> torch.Tensor:
 def run_rows(wrapper: str, model: str, directory: str) -> dict[str, Pair]:
     prepare_process(wrapper)
     own = {
-        "ddp": ROWS | UNEVEN_ROWS | NOT_EXCHANGED,
+        "ddp": ROWS | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED,
+        "fsdp2": ROWS | DISTILLATION | IDLE_GROUPS,
         "zero3": ROWS | IDLE_GROUPS | BFLOAT16_LORA,
         "zero3-offload": OFFLOADED_ROWS,
     }

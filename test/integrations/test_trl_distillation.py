@@ -13,7 +13,9 @@ import trl.trainer.distillation_trainer as module
 import trl.trainer.utils as trl_utils
 
 import oracles
+import trl_runs
 from head_calls import Products
+from liger_rl.integrations.trl import distillation
 from liger_rl.integrations.trl.distillation import LOSS
 from liger_rl.integrations.trl.distillation import _chunked_divergence_loss as patched_loss
 
@@ -138,3 +140,27 @@ def test_heads_that_are_whole_inside_of_trls_context_alone(dtype, entries, monke
     assert len(entered) == entries
     if dtype == torch.float32:
         torch.testing.assert_close((*results, *gradients), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({}, 0),
+        ({"prepare": lambda trainer: trainer.model.lm_head.requires_grad_(False)}, 2),
+        ({"gradient_accumulation_steps": 1}, 1),
+    ],
+    ids=["a trained head", "a frozen head", "one micro-batch"],
+)
+def test_a_window_keeps_no_gradient_of_a_head_for_each_micro_batch(options, calls, path_of, tmp_path, monkeypatch):
+    one_pass, in_one_pass = distillation.compute_in_one_pass_if_free, []
+
+    def count(*args):
+        result, loss = one_pass(*args)
+        in_one_pass.extend([] if loss is None else [loss])
+        return result, loss
+
+    monkeypatch.setattr(distillation, "compute_in_one_pass_if_free", count)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    options = sizes | {"teacher": path_of["teacher"]} | options
+    trl_runs.train("Distillation", path_of["qwen3"], tmp_path, patch=True, **options)
+    assert len(in_one_pass) == calls

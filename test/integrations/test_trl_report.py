@@ -183,13 +183,50 @@ def test_what_a_user_chose_or_cannot_change_is_no_warning(options, text, path_of
     assert warnings == []
 
 
-def test_a_distillation_has_a_line_too(path_of, tmp_path, caplog):
-    options = {"teacher": path_of["teacher"], "max_steps": 1, "log_level": "passive"}
+@pytest.mark.parametrize(
+    ("built_before", "text"),
+    [
+        (False, "DistillationTrainer: 288 of 288 tokens run; no prefix shared, rows of similar length: no two"),
+        (
+            True,
+            "DistillationTrainer runs more than it must under patch_trl(): the trainer was built before patch_trl()",
+        ),
+    ],
+)
+def test_a_distillation_has_a_line_too(built_before, text, path_of, tmp_path, caplog):
+    options = {"teacher": path_of["teacher"], "max_steps": 1, "log_level": "passive", "built_before": built_before}
     run = trl_runs.train("Distillation", path_of["qwen3"], tmp_path, patch=True, **options)
-    (line,), warnings = read_lines(caplog, name="DistillationTrainer")
-    assert line.endswith("DistillationTrainer: the loss alone: DistillationTrainer does not call TRL's fused head")
-    assert not warnings
-    assert TOKENS not in run.log
+    lines, warnings = read_lines(caplog, name="DistillationTrainer")
+    assert text in (warnings if built_before else lines)[0]
+    assert (TOKENS in run.log) is not built_before
+
+
+def test_deepspeed_runs_a_distillation_as_trl_does(path_of, tmp_path, monkeypatch):
+    create = transformers.Trainer.create_accelerator_and_postprocess
+
+    def create_with_deepspeed(self):
+        create(self)
+        self.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", create_with_deepspeed)
+    monkeypatch.setattr("trl.trainer.distillation_trainer.prepare_deepspeed", lambda model, accelerator: model)
+    with patched_trl():
+        trainer = trl_runs.build("Distillation", path_of["qwen3"], tmp_path, teacher=path_of["teacher"])
+        assert explain_trl(trainer).endswith(
+            "the loss alone: DistillationTrainer's models run as in TRL under DeepSpeed"
+        )
+
+
+def test_the_calls_of_a_distillation_have_names(path_of, tmp_path):
+    trainers = []
+    options = {"teacher": path_of["teacher"], "max_steps": 1, "prepare": trainers.append}
+    with patched_trl():
+        before = explain_trl(trl_runs.build("Distillation", path_of["qwen3"], tmp_path, teacher=path_of["teacher"]))
+        trl_runs.train("Distillation", path_of["qwen3"], tmp_path, patch=True, **options)
+        after = explain_trl(trainers[0])
+    for text in (before, after):
+        names = [line.split(":")[0] for line in text.splitlines()]
+        assert names == ["DistillationTrainer", "- optimizer step", "- policy", "- teacher"]
 
 
 def test_a_trainer_with_logits_of_its_own_has_a_line_too(path_of, tmp_path, caplog):

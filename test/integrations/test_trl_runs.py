@@ -32,6 +32,10 @@ def qwen3(**options):
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**trl_runs.SIZES | options))
 
 
+def large_teacher():
+    return qwen3(hidden_size=32, num_hidden_layers=3)
+
+
 def gpt2():
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -160,6 +164,27 @@ def without_last_labels(trainer):
         return args, inputs | {"labels": labels}
 
     trainer.model.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def own_class(trainer):
+    """As a model of remote code, whose forward TRL puts on the object in a step."""
+
+    class Model(type(trainer.model)):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    trainer.model.__class__ = Model
+
+
+def with_types(trainer):
+    """An input of each token besides its id. Such micro-batches run alone."""
+    generate = trainer._generate_and_score_completions
+
+    def add(inputs):
+        batch = generate(inputs)
+        return batch | {"mm_token_type_ids": torch.zeros(len(inputs), 30, dtype=torch.int64)}
+
+    trainer._generate_and_score_completions = add
 
 
 def with_gains(trainer):
@@ -310,7 +335,7 @@ SIZES = {
     "KTO": {"per_device_train_batch_size": 4},
     "GRPO": {"per_device_train_batch_size": 4, "max_completion_length": 6},
     "RLOO": {"per_device_train_batch_size": 4, "max_completion_length": 6},
-    "Distillation": {"gradient_accumulation_steps": 1, "max_steps": 3},
+    "Distillation": {"per_device_train_batch_size": 2, "teacher": "teacher"},
 }
 
 
@@ -373,6 +398,7 @@ SYSTEM_PROMPT = {
     "max_length": 102,
 }
 LOGITS = {"share": 0.9, "is_logged": False}  # whose forward is TRL's; that of metrics is not
+FOUR_PROMPTS = {"data": {"prompt": [" ".join(f"w{i}" for i in range(20)) + f" w{20 + n} w1" for n in range(4)]}}
 STATES = {"max_steps": 3}  # layers with a state
 
 ROWS = {
@@ -535,9 +561,29 @@ ROWS = {
     ),
     # Distillation
     **{
-        f"Distillation, {model}": row("Distillation", model, beta=beta, trees=False, is_logged=False)
-        for model, beta in (("qwen3", 0.5), ("gemma2", 0.0), ("cohere", 1.0))
+        f"Distillation, {model}": row("Distillation", model, beta=beta, **FOUR_PROMPTS | options)
+        for model, beta, options in (("qwen3", 0.5, {}), ("gemma2", 0.0, ONE), ("cohere", 1.0, SINGLES))
     },
+    "Distillation, a teacher of another size": row("Distillation", teacher=large_teacher, **FOUR_PROMPTS | SINGLES),
+    "Distillation, LoRA": row("Distillation", peft_config=LORA, **FOUR_PROMPTS | EVALUATED | CHECKPOINTS),
+    "Distillation, experts": row("Distillation", moe, **FOUR_PROMPTS),
+    "Distillation, nothing to share": row("Distillation", trees=False, share=0.99, calls=(8, 8), backwards=2),
+    "Distillation, few tokens": row(
+        "Distillation", share=0.9, patch_options={"max_tokens": 80}, calls=(16, 12), backwards=6,
+        **FOUR_PROMPTS | SINGLES,
+    ),
+    "Distillation, a class of one's own": row(
+        "Distillation", prepare=own_class, share=0.9, calls=(8, 6), backwards=3, **FOUR_PROMPTS,
+    ),
+    "Distillation, alone": apart(
+        "Distillation", prepare=with_types, max_steps=1, **FOUR_PROMPTS,
+    ),
+    "Distillation, own bodies": apart(
+        "Distillation", prepare=subclass_with("_get_last_hidden_state"), **FOUR_PROMPTS,
+    ),
+    "Distillation, the head alone": apart(
+        "Distillation", patch_options={"whole_step": False}, trees=False, is_logged=False, **FOUR_PROMPTS,
+    ),
 }  # fmt: skip
 
 
@@ -549,7 +595,8 @@ def test_the_patched_run_is_trls_run(name, path_of, tmp_path):
     teacher = {}
     if row.kind == "Distillation":
         pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
-        teacher["teacher"] = path_of["teacher"]
+        made = row.options["teacher"]
+        teacher["teacher"] = path_of[made] if isinstance(made, str) else trl_runs.save(made, tmp_path / "teacher")
     plain, _ = trl_runs.assert_row(row, path, tmp_path, **teacher)
     if row.options.get("epsilon") == NARROW:
         assert max(plain.log.get("clip_ratio/region_mean", plain.log.get("cispo_clip_ratio"))) > 0.05

@@ -15,11 +15,13 @@ from weakref import WeakSet
 from torch import nn
 
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.models.project import runs_own_forward
 from liger_rl.models.unknown_layers import KNOWN_PACKAGES
 from liger_rl.step.reason import Reason
 
 # Methods with a trainer's loss or its calls of the model, and others that run for each micro-batch.
-LOSS_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "_compute_kl_logps")
+CALLS = ("_get_per_token_logps_and_entropies", "_compute_kl_logps", "_get_last_hidden_state")
+LOSS_METHODS = ("compute_loss", "_compute_loss", *CALLS)
 METHODS = (
     *LOSS_METHODS, "training_step", "_prepare_inputs", "_prepare_input", "compute_loss_context_manager",
     "autocast_smart_context_manager", "floating_point_ops",
@@ -101,7 +103,8 @@ def _find_outer_hook(model: nn.Module, wrapped: nn.Module) -> Reason | None:
     """A hook, or another forward, of the module whose forward is ours or of one around it."""
     around = [*itertools.takewhile(lambda module: module is not wrapped, model.modules()), wrapped]
     for module in around:
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        hooks += [] if runs_own_forward(module) else [vars(module)["forward"]]
         if not all(is_of(hook, tuple(KNOWN_PACKAGES)) for hook in hooks):
             return Reason(f"a hook on {type(module).__name__} sees each micro-batch", JOINED_HOOKS)
     return None

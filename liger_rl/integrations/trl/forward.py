@@ -2,7 +2,8 @@
 
 TRL's trainers call `model(input_ids, attention_mask, labels, fused_lm_head=True)` for the policy, the old policy and
 the reference, and read values (B, T - 1) of the tokens with a label. `wrap_forward` puts `project` and a step's plan
-in place of the forward behind this call. Values are 0 where there is no label.
+in place of the forward behind this call. Values are 0 where there is no label. DistillationTrainer calls the body
+alone, in whose place `run_body` gives the hidden states behind the same plan.
 
 A batch or a model that does not allow it runs as it is. The log "liger_rl" says why, at the level INFO.
 """
@@ -28,6 +29,7 @@ from liger_rl.models.project import (
     IGNORE_INDEX,
     find_backbone,
     find_difference,
+    get_hidden,
     project,
     project_labels,
     read_transform,
@@ -50,7 +52,7 @@ CALL = "liger_rl_call"  # the keyword by which a `ModelCall` goes through the wr
 logger = logging.getLogger("liger_rl")
 # The texts that were logged for each model, without their numbers.
 _logged_texts: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-WRAPPED_MODELS: WeakSet[Any] = WeakSet()  # whose forward is one of `wrap_forward`
+WRAPPED_MODELS: WeakSet[Any] = WeakSet()  # whose forward is one of `wrap_forward`, or whose body TRL calls alone
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class FusedHead(NamedTuple):
     temperature: float
     in_float32: bool
     outputs: tuple[str, ...]
+    first_column: int = 1  # whose values are returned, with those behind it
 
     def project(self, model: Any, inputs: dict[str, Any], labels: Tensor, *, shifted: bool = False) -> Output:
         """The values of all positions, entry t of labels[:, t]; `shifted`: which position t predicts, not t - 1."""
@@ -132,6 +135,20 @@ class FusedHead(NamedTuple):
         named |= {name: None if (x := getattr(values, name)) is None else x.detach() for name in EXTRAS}
         by_name = {name: value for name, value in named.items() if value is not None}
         return Output(by_name, getattr(output, "router_logits", None))
+
+
+class NoHead(FusedHead):
+    """The hidden states (B, T, H) from which the labels are predicted. Trials compare the head's log-probabilities."""
+
+    def project(self, model: Any, inputs: dict[str, Any], labels: Tensor, *, shifted: bool = False) -> Output:
+        hidden = get_hidden(find_backbone(model)(**inputs))
+        return Output({"hidden": nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))})
+
+
+def run_body(model: Any, *, first_column: int, **inputs: Any) -> Tensor:
+    """(B, T - first_column, H) the hidden states of a causal LM from which its labels (B, T) are predicted."""
+    call = inputs.pop(CALL, None) or ModelCall()
+    return _run_forward(model, NoHead(1.0, False, ("log_probs",), first_column), call, (), inputs)
 
 
 # Of models with a forward of `wrap_forward`, after their first call: why each runs as TRL runs it, None if it does not.
@@ -267,7 +284,7 @@ def _plan(
     model: Any, head: FusedHead, call: ModelCall, batch: TokenBatch, labels: Tensor, unreadable: Reason | None
 ) -> Plan:
     def run_rows(inputs: dict[str, Any]) -> Tensor:
-        return _run_rows(model, head, inputs).values["log_probs"]
+        return _run_rows(model, FusedHead(*head), inputs).values["log_probs"]
 
     def prepare() -> StepInputs:
         # Several rows without a mask are those of a user's own collator, whose attention may not know packed rows.
@@ -322,12 +339,12 @@ def _run_live_tokens(
     outputs = run(layout, batch, run_rows, recomputes=plan.in_parts, with_graph=run_with_graph)
     sizes = call.list_sizes(len(batch.ids))
     aux_loss = outputs.compute_router_losses(router, batch.inputs.get("attention_mask"), sizes)
-    outputs = outputs.take((slice(None), slice(1, None)))
+    outputs = outputs.take((slice(None), slice(head.first_column, None)))
     log_once(model, call, "; ".join(clauses))
     text = "prompts once, no padding" if layout.has_trees else "no prefix shared, rows of similar length"
     tokens = sum(micro.tokens for micro in (*layout.live, *layout.idle))
     call.record(batch.ids, tokens, "; ".join([text, *clauses[1:]]), layout.reason)
-    values = {name: outputs.get(name) for name in PER_TOKEN}
+    values = {name: outputs.get(name) for name in outputs.outputs[0].values}
     return _make_output(model, call, values, outputs.mask, num_items_in_batch, aux_loss)
 
 
@@ -369,17 +386,19 @@ def _run_as_it_is(
         inputs = _take_part(kwargs, number, place) if parts else kwargs
         outputs.append(head.project(model, inputs, targets[place], shifted=shifted))
         row += rows
-    values = {
-        name: torch.cat([nn.functional.pad(x.values[name], (0, width - x.values[name].shape[1])) for x in outputs])
-        for name in outputs[0].values
-    }
+    values = {name: torch.cat([_pad_columns(x.values[name], width) for x in outputs]) for name in outputs[0].values}
     aux_loss = None
     if router is not None:
         aux_loss = _compute_aux_loss(router, outputs, parts or [targets.shape], call, kwargs.get("attention_mask"))
     mask = targets != IGNORE_INDEX
     if not shifted:
-        values, mask = {name: value[:, 1:] for name, value in values.items()}, mask[:, 1:]
+        values, mask = {name: x[:, head.first_column :] for name, x in values.items()}, mask[:, head.first_column :]
     return _make_output(model, call, values, mask, items, aux_loss)
+
+
+def _pad_columns(values: Tensor, width: int) -> Tensor:
+    """(B, T) or (B, T, H) -> (B, width) or (B, width, H)"""
+    return nn.functional.pad(values, (*[0, 0] * (values.dim() - 2), 0, width - values.shape[1]))
 
 
 def _list_parts(model: nn.Module, call: ModelCall, inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -419,11 +438,13 @@ def _get_router_module() -> ModuleType:
 def _make_output(
     model: Any,
     call: ModelCall,
-    values: Mapping[str, Tensor | None],  # (B, T - 1)
+    values: Mapping[str, Tensor | None],  # (B, T - 1), or the hidden states alone
     mask: Tensor,  # (B, T - 1) bool
     num_items_in_batch: Any,
     aux_loss: Tensor | None,  # (M,)
 ) -> Any:
+    if "hidden" in values:
+        return values["hidden"]
     log_probs = values["log_probs"]
     assert log_probs is not None
     mask = mask.to(log_probs.device)

@@ -48,7 +48,7 @@ from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
 from liger_rl.step.trial import find_known_row_reader
 
-FUSED_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
+FUSED_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft", "distillation"))
 BUILT_BEFORE = Reason("the trainer was built before patch_trl()", "call patch_trl() before the trainer is built")
 MOVED = Reason("the model changed between the micro-batches of an optimizer step")
 UNMEASURED_SIZE = 6  # micro-batches of a window where nothing tells how much memory is free
@@ -88,6 +88,8 @@ class OptimizerStep:
         self.own_methods = list_own_methods(trainer)  # with a loss or calls of the model
         self._facts: dict[tuple[int, bool], Facts] = {}
         self._wrapped: dict[int, nn.Module | None] = {}
+        # DistillationTrainer's, by which its loss runs inside of the student's forward.
+        self.redirect = vars(trainer).get("_forward_redirection")
         self._models = [m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
         self._finished: Window | None = None  # which has run in this training step
         self._live_tokens = 0  # of the first call of that window with a graph
@@ -154,6 +156,8 @@ class OptimizerStep:
         trainer, state = self.trainer, self._state.read()
         if self.window is None:
             gradient_state = trainer.accelerator.gradient_state
+            if self.redirect is not None:
+                compute_loss = functools.partial(self._run_directly, compute_loss)
             self.window = Window(compute_loss, gradient_state, self._run_joined, self._shares_prompts)
             self._first_state = state
         elif state != self._first_state:
@@ -165,9 +169,10 @@ class OptimizerStep:
             )
         window, size = self.window, get_size(trainer)
         exchanges = size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model)
-        window.waits = exchanges
+        window.waits = exchanges or self.redirect is not None
         loss = window.add(model, *args, **kwargs)
-        if not trainer.accelerator.sync_gradients and window.added < size:
+        ends_alone = self.redirect is not None and loss is None and window.micro_batches[-1].is_alone
+        if not (trainer.accelerator.sync_gradients or window.added >= size or ends_alone):
             if loss is None:
                 raise _Waits
             return loss
@@ -177,7 +182,7 @@ class OptimizerStep:
                 window.exchange(model, trainer.args.device)
             if not window.micro_batches:
                 return loss
-            total = window.sum_losses()
+            total = self._sum_losses(window)
         finally:
             self.window = None
         measured = get_measurements(trainer)
@@ -196,9 +201,24 @@ class OptimizerStep:
             return
         try:
             with torch.no_grad(), self.catching_calls(), self.trainer.compute_loss_context_manager():
-                self.window.sum_losses()
+                self._sum_losses(self.window)
         finally:
             self.window = None
+
+    def _run_directly(self, compute_loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """A loss that runs the model where it calls it: `_sum_losses` is in the forward of the model's wrapper."""
+        trainer = self.trainer
+        trainer._forward_redirection = lambda wrapper, model, method, *args, **kwargs: method(*args, **kwargs)
+        try:
+            return compute_loss(*args, **kwargs)
+        finally:
+            trainer._forward_redirection = self.redirect
+
+    def _sum_losses(self, window: Window) -> Tensor:
+        if self.redirect is None:
+            return window.sum_losses()
+        model = self.trainer.accelerator.unwrap_model(self.model)
+        return self.redirect(self.model, model, lambda _: window.sum_losses(), model)  # DDP expects an argument
 
     def _shares_prompts(self, call: dict[str, Any]) -> bool:
         wrapped = self.find_wrapped(self.model)
@@ -210,9 +230,9 @@ class OptimizerStep:
     def catching_calls(self) -> AbstractContextManager[None]:
         """In this context the trainer's calls of its models are this step's. They may be caught already."""
         is_caught = is_compiled(self.trainer, self.model) or "_call_impl" in vars(self.model)
-        return caught_calls([] if is_caught else self._models, self._call)
+        return caught_calls([] if is_caught else self._models, self.call)
 
-    def _call(self, model: nn.Module, run_model: RunModel, inputs: dict[str, Any]) -> Any:
+    def call(self, model: nn.Module, run_model: RunModel, inputs: dict[str, Any]) -> Any:
         """The output of a call of one of the trainer's models in a training step."""
         if not self.trainer.model.training:  # an evaluation
             return run_model(**inputs)
@@ -252,6 +272,8 @@ class OptimizerStep:
     def _find_role(self, model: nn.Module) -> str:
         if model is getattr(self.trainer, "ref_model", None):
             return "reference"
+        if model is getattr(self.trainer, "teacher_model", None):
+            return "teacher"
         return "policy" if torch.is_grad_enabled() or not _runs_as_reference(model) else "reference"
 
     def read_facts(self, model: nn.Module) -> Facts:
@@ -360,6 +382,8 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     """Why each micro-batch has a forward of its own; None if they have one together."""
     wrapped = find_wrapped(trainer.model)
     if wrapped is None:
+        if trainer.is_deepspeed_enabled and "_forward_redirection" in vars(trainer):
+            return Reason("DistillationTrainer's models run as in TRL under DeepSpeed")
         if any(kind.__module__ in FUSED_TRAINERS for kind in type(trainer).__mro__):
             return BUILT_BEFORE
         return Reason(f"{type(trainer).__name__} does not call TRL's fused head")

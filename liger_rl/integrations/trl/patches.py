@@ -2,8 +2,8 @@
 
 The patch replaces the models' fused forward (`forward`); the trainers' training step, for one forward of its
 micro-batches (`optimizer_step`, `window`); their `train`, for what the user sees (`report`); two methods of GRPO and
-RLOO (`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); and the loss of DistillationTrainer
-(`distillation`).
+RLOO (`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); and of DistillationTrainer
+the loss and the calls of the bodies (`distillation`).
 """
 
 from collections.abc import Iterator

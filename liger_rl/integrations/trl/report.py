@@ -268,7 +268,8 @@ def explain_trl(trainer: Any) -> str:
         )
         lines.append(f"policy: {text}")
     elif not report.last_calls:
-        models = {"policy": trainer.model, "reference": getattr(trainer, "ref_model", None)}
+        others = {"reference": "ref_model", "teacher": "teacher_model"}
+        models = {"policy": trainer.model} | {role: getattr(trainer, name, None) for role, name in others.items()}
         known = {"policy": find_trained_row_reader(trainer)}
         lines += [f"{role}: {_predict(model, known.get(role))}" for role, model in models.items() if model is not None]
     return "\n".join([name, *(f"- {line}" for line in lines)])

@@ -215,7 +215,7 @@ def _has_columns(inputs: Mapping[str, Any], columns: Mapping[str, int]) -> bool:
 
 def _list_plain(call: Mapping[str, Any]) -> dict[str, Any]:
     """What the calls of one forward have in common: names, and values that are not tokens."""
-    shared = {name: value for name, value in call.items() if name != "num_items_in_batch"}
+    shared = {name: value for name, value in call.items() if name not in ("num_items_in_batch", "first_column")}
     return {name: x if is_plain(x) and name not in PACKED_INPUTS else None for name, x in shared.items()}
 
 
@@ -230,6 +230,7 @@ def _join_calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
     width = max(call["input_ids"].shape[1] for call in calls)
     joined = {name: value for name, value in calls[0].items() if name != "num_items_in_batch"}
     joined |= {name: [call.get(name) for call in calls] for name in PACKED_INPUTS & calls[0].keys()}
+    joined |= {name: min(call[name] for call in calls) for name in {"first_column"} & calls[0].keys()}
     for name, padding in (COLUMNS if _has_columns(calls[0], COLUMNS) else PACKED_COLUMNS).items():
         columns = [call[name] for call in calls]
         joined[name] = torch.cat([nn.functional.pad(x, (0, width - x.shape[1]), value=padding) for x in columns])
@@ -262,6 +263,10 @@ def _join_idle_rows(idle_rows: list[Tensor | None], calls: list[dict[str, Any]])
 def _split_output(output: Any, calls: list[dict[str, Any]]) -> Iterator[Any]:
     """TRL's output of each call. Its loss is that of the call's tokens, without a router's."""
     width, row = max(call["input_ids"].shape[1] for call in calls), 0
+    if isinstance(output, Tensor):  # hidden states of the last columns
+        parts, first = output.split([len(call["input_ids"]) for call in calls]), width - output.shape[1]
+        yield from (x[:, : call["input_ids"].shape[1] - first] for x, call in zip(parts, calls, strict=True))
+        return
     # Prompt tuning puts the values of its virtual tokens in front.
     virtual = output.log_probs.shape[1] - (width - 1)
     for number, call in enumerate(calls):
