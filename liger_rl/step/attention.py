@@ -1,7 +1,8 @@
 """The attention of a row that is a prefix tree: token q sees token k if k <= q < ends[k], within a layer's window.
 
 On a GPU the mask is flex attention's `BlockMask`, whose kernel skips blocks of 128 x 128 pairs that do not see each
-other. A model with another kind of attention runs flex attention too: we wrap the function that transformers has
+other; where flash-attn-4 is installed and can run, that runs in its place (`step/flash.py`). A model with another kind
+of attention runs flex attention too: we wrap the function that transformers has
 registered for this kind, and the wrapper calls flex attention if it gets a `BlockMask`. No setting of the model
 changes, so activation checkpointing recomputes the same. On a CPU the mask is dense.
 """
@@ -18,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_rl.models.randomness import list_rates
+from liger_rl.step import flash
 from liger_rl.step.reason import Reason
 
 # Rows of whole blocks: flex attention then takes a quarter less time, because its kernels check no row's end.
@@ -149,6 +151,7 @@ def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device
         torch._dynamo.maybe_mark_dynamic(x, 0)
     mask: Any = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=chosen_mod, seq_lengths=(n, n))
     mask.ndim = 4  # some models check whether a mask has two dimensions
+    mask.levels = flash.cut_into_levels(ends, device) if window is None and flash.is_installed() else None
     return mask
 
 
@@ -199,9 +202,13 @@ def _run_flex_attention(
     if torch.is_autocast_enabled(device):  # autocast does so for other kinds of attention
         dtype = torch.get_autocast_dtype(device)
     query, key, value = (x.to(dtype) for x in (query, key, value))
+    heads, widths = (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3])
+    # A compiler cannot trace these kernels.
+    levels = None if softcap is not None or torch.compiler.is_compiling() else getattr(mask, "levels", None)
+    if levels is not None and flash.can_attend(query.device, dtype, *heads, *widths):
+        return flash.attend(query, key, value, levels, scale)
     for x in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(x, 2)
-    heads, widths = (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3])
     attend = _compile_attention(dtype, *heads, *widths, scale, softcap, mask.mask_mod.__name__)
     return attend(query, key, value, mask, scale, softcap)
 
