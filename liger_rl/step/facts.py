@@ -46,6 +46,10 @@ ROUTER_LOSS = Reason(
     "router_aux_loss_coef=0, output_router_logits=False elsewhere",
 )
 USE_CACHE = Reason("use_cache=True keeps keys and values", "use_cache=False")
+# On an H200 the host takes as long for what belongs to a weight, in a forward and a backward, as the device for this
+# many FLOP of it. The device waits for the host with Qwen3 0.6B, and LoRA on 1.7B, at 37,000 tokens (5e11 and 3.5e11),
+# the host for the device with all of 1.7B (1.6e12). An older GPU takes longer.
+HOST_FLOP, MEASURED_CAPABILITY = 6e11, 9
 # Per-token inputs that a step can rearrange.
 TOKEN_INPUTS = ("attention_mask", "position_ids")
 # Inputs of a batch whose sequences were packed into one row.
@@ -77,6 +81,8 @@ class Facts:
     positions: int  # number of positions that the model has, up to which its rotary embedding is fixed; 0 if unknown
     longest_row: float  # for which the rotary embedding does not depend on the row's length
     router_is_known: bool  # the model's router loss, if it has one, can be computed of other rows
+    # Up to so many tokens a step's forward and backward take the host longer than the device; 0 if it is not known.
+    host_tokens: float = 0.0
     vocab: float = math.inf  # number of ids that the model embeds; inf if unknown, as beside ids of images
     # Of a batch, by `fit_facts`.
     drops_left_padding: bool = False  # rows may lose padding on the left: the model takes positions or has none
@@ -105,13 +111,13 @@ def read_facts(model: Any, wrapper: nn.Module | None = None, *, joined_hooks: bo
     causal = causal and getattr(config, "is_causal", True)
     causal = causal and not [module for module in text_modules if vars(module).get("is_causal") is False]
     has_no_positions = config.model_type in WITHOUT_POSITIONS and not rotary
-    longest_row = read_static_positions(config)
+    longest_row, sharding = read_static_positions(config), find_sharding(modules)
     return Facts(
         name=name,
         config=config,
         dtype=first.dtype,
         device=first.device,
-        sharding=find_sharding(modules),
+        sharding=sharding,
         has_reentrant_checkpoints=has_reentrant_checkpoints(modules),
         has_activated_lora=has_activated_lora(modules),
         unknown_layers=list_unknown_layers(inner),
@@ -129,8 +135,21 @@ def read_facts(model: Any, wrapper: nn.Module | None = None, *, joined_hooks: bo
         positions=int(min(getattr(config, "max_position_embeddings", None) or 0, longest_row)),
         longest_row=longest_row,
         router_is_known=find_router_loss(model) is not None,
+        host_tokens=0.0 if sharding is not None else _count_host_tokens(model, first.device),
         vocab=getattr(model.get_input_embeddings(), "num_embeddings", math.inf) if config is model.config else math.inf,
     )
+
+
+def _count_host_tokens(model: Any, device: torch.device) -> float:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < MEASURED_CAPABILITY:
+        return 0.0
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    outside = {id(getattr(table, "weight", None)) for table in tables}
+    weights = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in outside]
+    if not weights or not all(weight.is_floating_point() for weight in weights):  # packed weights hide their size
+        return 0.0
+    flop = sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in weights)
+    return HOST_FLOP * len(weights) / flop
 
 
 def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor, *, may_be_packed: bool = False) -> Facts:

@@ -6,6 +6,7 @@ Otherwise they are padded. Micro-batches have sequences with a common prefix, or
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -112,6 +113,9 @@ def lay_out(
         sequences = sequences._replace(spans=spans)
     live, no_gradient = _select_rows(sequences, half, every_row=facts.has_router_loss)
     idle, left_out = (no_gradient, []) if runs_idle else ([], no_gradient)
+    if sum(sequences.lengths([*live, *idle])) <= min(facts.host_tokens, max_tokens or math.inf):
+        # A forward of their own would cost the host more than their backward, whose gradients are 0, costs the device.
+        live, idle = sorted([*live, *idle]), []
     _check_longest(sequences, [*live, *idle], max_tokens)
     rows = _Rows(sequences, facts, half, padded_groups)
     planner, groups, text, reason = _choose_planner(rows, live, idle, max_tokens)

@@ -196,10 +196,10 @@ def test_kernels_are_tried_on_a_small_tree(broken, monkeypatch):
 
 @pytest.mark.parametrize("width", [pytest.param(width, marks=NEEDS_GPU) for width in flash.WIDTHS])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_kernels(depth, width, device):
+def test_the_kernels(depth, width):
     if not flash.is_installed():
         pytest.skip("flash-attn-4 is not installed")
-    device = torch.device(device)
+    device = torch.device("cuda", 0)
     ends = make_ends(depth, 400, attention.BLOCK)
     mask = attention._make_block_mask(ends, torch.arange(ends.numel()), None, device)
     columns = make_columns(ends.numel(), 4, 2, width, torch.bfloat16, device)

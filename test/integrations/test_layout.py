@@ -12,6 +12,7 @@ from hf_models import BEFORE_5, CONFIGS, HEADS, HYBRIDS, VOCAB, build, transform
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head
 from liger_rl.losses import TopEntropyMask
 from liger_rl.models.swap import is_swapped
+from liger_rl.step import facts
 from step_calls import (
     BATCH,
     IDLE,
@@ -256,6 +257,37 @@ def test_sequences_without_a_gradient_are_skipped_or_run_without_a_graph(preset,
     assert all(names == {"position_ids"} for *_, names in calls)
     skipped = expected == [((4, 13), True)]
     assert torch.equal(unknown, batch["mask"] & (torch.arange(BATCH) == IDLE)[:, None] & skipped)
+
+
+@pytest.mark.parametrize(("spare", "expected"), [(0, [((5, 13), True)]), (-1, [((4, 13), True), ((1, 11), False)])])
+def test_where_the_host_is_slower_sequences_without_a_gradient_run_with_the_others(spare, expected, monkeypatch):
+    model, batch = swap_lm_head(small_llama()), make_batch("both")
+    tokens = int(batch["attention_mask"][batch["mask"].any(1)].sum())
+    monkeypatch.setattr(facts, "_count_host_tokens", lambda *_: tokens + spare)
+    calls = Calls(model)
+    assert_as_padded(model, batch, FusedLinearGRPOLoss("gspo", **BASIC))
+    assert [call[:2] for call in calls[1:]] == expected
+    del calls[:]
+    for step in loss_steps(model, batch, FusedLinearGRPOLoss("gspo", **BASIC), max_tokens=tokens - 1):
+        step.loss.backward()
+    assert ((1, 11), False) in [call[:2] for call in calls]  # together they would be too many
+
+
+def test_tokens_up_to_which_the_host_is_slower(monkeypatch):
+    """A weight that is trained has half as many again, so half of them are two thirds as many tokens."""
+    model, device, capability = small_llama(), torch.device("cuda"), [9]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability[0], 0))
+    trained = facts._count_host_tokens(model, device)
+    layers = [weight for name, weight in model.named_parameters() if weight.dim() > 1 and "layers" in name]
+    assert trained == pytest.approx(facts.HOST_FLOP * len(layers) / (6 * sum(weight.numel() for weight in layers)))
+    assert facts._count_host_tokens(model.requires_grad_(False), device) == pytest.approx(1.5 * trained)
+    assert facts._count_host_tokens(model, torch.device("cpu")) == 0
+    capability[0] = 8
+    assert facts._count_host_tokens(model, device) == 0
+    capability[0] = 9
+    packed = torch.zeros(8, 8, dtype=torch.uint8)
+    model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert facts._count_host_tokens(model, device) == 0
 
 
 @pytest.mark.parametrize(("live_rows", "expected"), [(1, [(4, False), (1, True)]), (4, [(4, True), (1, False)])])
