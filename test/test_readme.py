@@ -168,6 +168,16 @@ def test_files_that_a_page_names_exist(page):
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
 
 
+def test_messages_that_a_page_explains_are_those_of_the_package():
+    table = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8").split("| message |")[1].split("\n\n")[0]
+    messages = re.findall(r"^\| (.*?) \|", table.split("\n", 2)[2], re.MULTILINE)
+    code = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "liger_rl").glob("*/**/*.py")))
+    code = re.sub(r'"\n\s*f?"', "", code)  # a message over two lines
+    fragments = [fragment.strip() for message in messages for fragment in re.split(r"\.\.\.|;", message)]
+    assert len(messages) > 10
+    assert [fragment for fragment in fragments if fragment not in code] == []
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
