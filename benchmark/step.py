@@ -82,9 +82,10 @@ from benchmark.environment import (
 from benchmark.merge import differences
 from benchmark.step_batches import Task, peak_flop_per_second, tasks
 from benchmark.table import Columns, Row, environment_line, markdown_table, number
+from liger_rl.step import flash
 
 if TYPE_CHECKING:  # it imports TRL, which the tables do not need
-    from benchmark.step_runs import Data, Runner
+    from benchmark.step_runs import Data, Runner, Way
 
 PREFIX = "step-"
 NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3.5-1.7b", "llama-3-8b", "smollm2-135m", "toy")
@@ -104,7 +105,11 @@ ROWS = (
     "trl-padding_free", "trl-liger-flash-padding_free", "patch-padding_free", "patch-liger-padding_free",
 )  # fmt: skip
 DEFAULT_ROWS = {"GRPO": _GRPO_ROWS, "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
-BASELINES = ("TRL", "TRL, use_liger_kernel")  # the first that a batch has is what others are compared with
+BASELINES = (
+    "TRL",
+    "TRL, use_liger_kernel",
+    "TRL, packing",
+)  # the first that a batch has is what others are compared with
 UNSLOTH = "Unsloth"
 MOST_NATS = 1.5  # of a learnt policy's entropy
 # A margin of DPO sums the rounding of the log-probabilities of a thousand tokens. At 1.7B on an H200 TRL's own loss in
@@ -345,6 +350,12 @@ def choose_task(shape: str, batch: str, arguments: argparse.Namespace) -> Task:
     )
 
 
+def name_variant(way: "Way") -> str:
+    """The way's label, with the kernels of shared prefixes if they are not this library's usual ones."""
+    runs_trees = "loss_steps" in way.label or (way.patch is not None and way.patch.get("whole_step", True))
+    return way.label + (", flash-attn-4" if runs_trees and flash.is_installed() else "")
+
+
 def choose_rows(task: Task, device: str) -> list[str]:
     from transformers.utils.import_utils import is_flash_attn_4_available
 
@@ -405,7 +416,7 @@ def main() -> None:
                 task = choose_task(shape, batch, arguments)
                 data, name = runner.data(task), batch_label(batch, task, arguments.sharding)
                 for key in arguments.rows or choose_rows(task, device):
-                    row = {"shape": shape, "batch": name, "variant": WAYS[key].label, "commit": commit}
+                    row = {"shape": shape, "batch": name, "variant": name_variant(WAYS[key]), "commit": commit}
                     row |= measure(runner, key, task, data, arguments, peak)
                     if RANK:
                         continue

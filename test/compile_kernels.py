@@ -40,6 +40,7 @@ from liger_rl.kernels.statistics import EXTRAS, TokenGradients, TokenStatistics
 from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, TokenSum
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
+from liger_rl.step import flash
 from liger_rl.support import segment_sums_triton, slots_triton
 from liger_rl.support.segment_sums import Entries, Factors, Segments
 from liger_rl.support.slots import SlotGradients
@@ -191,9 +192,15 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         policy_terms_triton.launch(prepared._replace(weights=None), ones(N), outputs=outputs)
 
 
+def trees(_transform: LogitTransform, entropy: bool) -> None:
+    width = flash.WIDTHS[int(entropy)]
+    output, other = (ones(N, 4, width, dtype=torch.bfloat16) for _ in range(2))
+    flash._merge(output, ones(4, N), other, ones(4, N))
+
+
 CALLS = (
     tile_by_tile, whole_rows, in_the_epilogue, listed_ids, pairs_of_tiles,
-    policy_terms,
+    policy_terms, trees,
 )  # fmt: skip
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 

@@ -70,7 +70,7 @@ def results():
 def whole_step(results):
     """README's first sentences, and the one above its first table."""
     found = results("step-nvidia-h200")
-    rows = {(row["shape"], row["batch"], row["variant"]): row for row in found["rows"]}
+    rows = {(row["shape"], row["batch"], row["variant"]): row for row in found["rows"] if "tokens_x_trl" in row}
 
     def gains(batch, variant):
         values = [row["tokens_x_trl"] for (_, b, v), row in rows.items() if b.startswith(batch) and v == variant]
