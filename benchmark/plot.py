@@ -1,9 +1,11 @@
 """Pictures of results: `python -m benchmark.plot [DIR]` draws what each results file in DIR has the rows for.
 
-memory-NAME.png   peak memory against tokens and vocabulary
-time-NAME.png     milliseconds per 1,000 tokens against tokens
-rl-NAME.png       time, gradient error and memory on the batch as RL makes it
-step-NAME.png     completion tokens per second of a whole training step, of `benchmark.step`
+memory-NAME.png            peak memory against tokens and vocabulary
+time-NAME.png              milliseconds per 1,000 tokens against tokens
+rl-NAME.png                time, gradient error and memory on the batch as RL makes it
+step-NAME.png              completion tokens per second and peak memory of a whole training step
+support-NAME.png           milliseconds over what the sampler could have drawn
+train-real-runs-NAME.png   reward, KL and entropy of a published model
 """
 
 import statistics
@@ -12,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmark import step
+from benchmark import step, support, train_real_runs
 from benchmark.cases import ITEM_BYTES, RL, TOKENS, VOCABULARY
 from benchmark.environment import RESULTS, read_results
-from benchmark.table import gradient_error
+from benchmark.picture import make_panels, save, write_out
+from benchmark.table import format_percent, gradient_error
 from benchmark.variants import LABELS, OURS
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -32,7 +35,19 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 # A logarithm has no place for a variant that needs nothing beyond its gradients.
 SMALLEST_MIB = 1.0
-CUT = 2.0  # bars end at this many medians
+# Of the picture of whole steps: a variant and its name there.
+STEP_WAYS = {
+    "TRL": "TRL",
+    "TRL, no checkpointing": "TRL, no checkpointing",
+    step.UNSLOTH: step.UNSLOTH,
+    "TRL, use_liger_kernel": "TRL, Liger's kernels",
+    "TRL, use_liger_kernel, no checkpointing": "TRL, Liger's kernels, no checkpointing",
+    "TRL, patch_trl()": "patch_trl()",
+    "TRL, patch_trl(), use_liger_kernel": "patch_trl(), Liger's kernels",
+    "TRL, patch_trl(memory=0), use_liger_kernel": "patch_trl(memory=0), Liger's kernels",
+}
+STEP_BATCH = "window"
+OURS_COLOR, OTHERS_COLOR = "#1f6fb4", "#b3b3b3"
 
 Row = dict[str, Any]
 
@@ -96,21 +111,18 @@ def plot_rl(results: dict[str, Any], path: Path) -> bool:
     rows.sort(key=lambda row: row["step_ms"], reverse=True)
     figure, (times, errors, memory) = _panels(3, sharey=True, width_ratios=(4, 3, 3))
     names, colors = [LABELS[row["variant"]] for row in rows], [_emphasis(row) for row in rows]
-    _draw_bars(times, names, [row["step_ms"] for row in rows], colors, ".1f")
+    _draw_bars(times, names, [row["step_ms"] for row in rows], colors, "{:.1f}".format)
     times.axvline(_floor(rows), color="black", linewidth=1.2, linestyle=":", zorder=0, label="the three matmuls alone")
     times.legend(loc="upper right", frameon=False, fontsize=10)
     times.set_xlabel("time of a step (ms)")
-    _draw_bars(errors, names, [gradient_error(row) for row in rows], colors, ".1e")
-    errors.xaxis.set_major_formatter("{x:g}")
+    _draw_bars(errors, names, [gradient_error(row) for row in rows], colors, format_percent)
+    errors.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     errors.set_xlabel("relative error of the gradient")
-    _draw_bars(memory, names, [row.get("peak_extra_mib") for row in rows], colors, ",.0f")
+    _draw_bars(memory, names, [row.get("peak_extra_mib") for row in rows], colors, "{:,.0f}".format)
+    write_out(memory.xaxis)
     memory.set_xlabel("extra memory (MiB)")
     for tick, row in zip(times.get_yticklabels(), rows, strict=True):
-        tick.set_fontsize(11)
         tick.set_fontweight("bold" if row["variant"] == OURS else "normal")
-    for panel in (times, errors, memory):
-        panel.xaxis.label.set_fontsize(11)
-        panel.spines[["top", "right"]].set_visible(False)
     first = rows[0]
     shape = f"N = {first['rows']:,}, V = {first['vocab']:,}, H = {first['hidden_size']:,}, {first['dtype']}"
     share = f"{first['mask_share']:.0%} padding, {first['idle_share']:.0%} of sequences without advantage"
@@ -119,46 +131,47 @@ def plot_rl(results: dict[str, Any], path: Path) -> bool:
 
 
 def _emphasis(row: Row) -> str:
-    """Ours stands out."""
-    return "#1f6fb4" if row["variant"] == OURS else "#b3b3b3"
+    return OURS_COLOR if row["variant"] == OURS else OTHERS_COLOR
 
 
-def _draw_bars(panel: Any, names: list[str], values: list[float | None], colors: list[str], form: str) -> None:
-    """A number at each bar. One that is ten times as long as the rest would leave them no room: it ends at `CUT`."""
-    longest = CUT * statistics.median(value for value in values if value is not None)
-    bars = panel.barh(names, [min(value or 0.0, longest) for value in values], color=colors)
-    texts = ["" if value is None else format(value, form) + (" →" if value > longest else "") for value in values]
-    panel.bar_label(bars, texts, padding=5, fontsize=11, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+def _draw_bars(
+    panel: Any, names: list[str], values: list[float | None], colors: list[str], text: Callable[[float], str]
+) -> None:
+    """Horizontal ones with their numbers, each whole."""
+    bars = panel.barh(names, [value or 0.0 for value in values], color=colors)
+    panel.bar_label(bars, ["" if value is None else text(value) for value in values], padding=5, fontsize=11)
     panel.margins(x=0.24)
     panel.locator_params(axis="x", nbins=5)
+    panel.tick_params(axis="y", labelsize=11)
+    panel.xaxis.label.set_fontsize(11)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def plot_step(results: dict[str, Any], path: Path) -> bool:
-    """Draw `path`: a panel of bars for each batch that all ways of README's table ran."""
-    batches = [(title, rows) for title, rows in step.rows_beside_trl(results) if rows.keys() >= step.SUMMARY.keys()]
+    """Draw `path`: speed and memory of the ways that ran, of each shape on one GPU; False where ours did not run."""
+    label, wanted = f", {STEP_BATCH}", {"TRL, use_liger_kernel", "TRL, patch_trl(), use_liger_kernel"}
+    beside_trl = step.rows_beside_trl(results)
+    batches = [(title, rows) for title, rows in beside_trl if title.endswith(label) and wanted <= rows.keys()]
     if not batches:
         return False
-    figure, panels = _panels(len(batches), sharey=True)
-    names = {"TRL": "TRL", step.UNSLOTH: step.UNSLOTH} | {
-        way: name.replace("`", "") for way, name in step.SUMMARY.items()
-    }
-    names["TRL, patch_trl(), use_liger_kernel"] = "patch_trl(), use_liger_kernel"
-    names["TRL, patch_trl(memory=0), use_liger_kernel"] = "patch_trl(memory=0),\nuse_liger_kernel"
-    ways = [way for way in reversed(names) if any(way in rows for _, rows in batches)]
-    for panel, (title, rows) in zip(panels, batches, strict=True):
-        colors = ["#1f6fb4" if "patch_trl" in way else "#b3b3b3" for way in ways]
-        values = [rows[way]["tokens_per_s"] / 1e3 if way in rows else 0.0 for way in ways]
-        texts = [
-            f"{value:.0f} ({rows[way]['tokens_x_trl']:.1f} x), {rows[way]['peak_mib'] / 1024:.0f} GiB"
-            if way in rows
-            else "not run"
-            for way, value in zip(ways, values, strict=True)
-        ]
-        panel.bar_label(panel.barh([names[way] for way in ways], values, color=colors), texts, padding=4, fontsize=10)
-        panel.margins(x=0.6)
-        panel.set_title(title, fontsize=11)
-        panel.set_xlabel("completion tokens/s, thousands, and peak memory")
-    _finish(figure, [], results, "A whole training step of TRL's GRPOTrainer, without generation", path)
+    ways = [[way for way in reversed(STEP_WAYS) if way in rows] for _, rows in batches]
+    heights = list(map(len, ways))
+    figure, panels = make_panels(
+        len(batches), 2, figsize=(13, 0.4 * sum(heights) + 2), sharey="row", height_ratios=heights, width_ratios=(5, 4)
+    )
+    for (speed, memory), (title, rows), drawn in zip(panels, batches, ways, strict=True):
+        names = [STEP_WAYS[way] for way in drawn]
+        colors = [OURS_COLOR if "patch_trl" in way else OTHERS_COLOR for way in drawn]
+        of_trl = rows["TRL"]["tokens_per_s"] / 1e3
+        fast = [rows[way]["tokens_per_s"] / 1e3 for way in drawn]
+        _draw_bars(speed, names, fast, colors, lambda value, of_trl=of_trl: f"{value:.0f} ({value / of_trl:.1f} x)")
+        _draw_bars(memory, names, [rows[way]["peak_mib"] / 1024 for way in drawn], colors, "{:.0f}".format)
+        speed.set_title(title.removesuffix(label), fontsize=11, loc="left")
+    panels[-1, 0].set_xlabel("completion tokens per second, thousands (x TRL)")
+    panels[-1, 1].set_xlabel("peak memory (GiB)")
+    about = step.about_batch(results, batches[0][1]["TRL"])
+    heading = f"{about['sequences']} completions in rows of {about['row_tokens']:,} tokens"
+    _finish(figure, [], results, f"A step of TRL's GRPOTrainer, without generation: {heading}", path)
     return True
 
 
@@ -176,14 +189,7 @@ def _at_least(value: float | None, least: float) -> float | None:
 
 
 def _panels(count: int, **options: Any) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
-        1, count, figsize=(min(13, 5.25 * max(count, 1.4)), 4.4), layout="constrained", squeeze=False, **options
-    )
+    figure, panels = make_panels(1, count, figsize=(min(13, 5.25 * max(count, 1.4)), 4.4), **options)
     return figure, panels[0]
 
 
@@ -198,22 +204,20 @@ def _draw_lines(panel: Any, rows: list[Row], across: Callable[[Row], float], up:
 
 
 def _logarithmic(panel: Any, sizes: list[int]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import NullFormatter
 
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xticks(sizes)
     panel.tick_params(axis="x", labelrotation=30 if len(sizes) > 6 else 0)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    write_out(panel.xaxis)
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    write_out(panel.yaxis)
     panel.grid(True, which="major", color="#dddddd", linewidth=0.8)
     panel.spines[["top", "right"]].set_visible(False)
 
 
 def _finish(figure: Any, labelled: list[Any], results: dict[str, Any], heading: str, path: Path) -> None:
-    from matplotlib import pyplot
-
     environment = results["environment"]
     versions = [f"{name} {environment[name]}" for name in ("torch", "triton") if environment.get(name)]
     figure.suptitle(f"{heading}\n{', '.join([environment['device_name'], *versions])}", fontsize=12)
@@ -226,27 +230,24 @@ def _finish(figure: Any, labelled: list[Any], results: dict[str, Any], heading: 
         figure.legend(
             found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
         )
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot.close(figure)
+    save(figure, path, results)
 
 
 PLOTS = {"memory": plot_memory, "time": plot_time, "rl": plot_rl}
+# Of other benchmarks, by how the names of their results begin.
+OTHERS = {step.PREFIX: plot_step, support.PREFIX: support.plot, train_real_runs.PREFIX: train_real_runs.plot}
 
 
 def plot_directory(directory: Path) -> list[Path]:
-    """<plot>-<name>.png beside every <name>.json of `benchmark.run` that has the rows for it."""
+    """Beside every NAME.json <plot>-NAME.png, or NAME.png of another benchmark, where it has the rows for it."""
     drawn = []
     for source in sorted(directory.glob("*.json")):
         results = read_results(source)
-        if source.stem.startswith(step.PREFIX):
-            target = directory / f"{source.stem}.png"
-            if plot_step(results, target):
-                drawn.append(target)
-            continue
-        if not all("groups" in row for row in results.get("rows", [{}])):
-            continue  # of other benchmarks, which lie beside them
-        for name, draw in PLOTS.items():
-            target = directory / f"{name}-{source.stem}.png"
+        plots = [("", draw) for prefix, draw in OTHERS.items() if source.stem.startswith(prefix)]
+        if not plots and all("groups" in row for row in results.get("rows", [{}])):
+            plots = [(f"{name}-", draw) for name, draw in PLOTS.items()]
+        for name, draw in plots:
+            target = directory / f"{name}{source.stem}.png"
             if draw(results, target):
                 drawn.append(target)
     return drawn

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from benchmark.command import parser_of, write
-from benchmark.environment import describe, read_results
+from benchmark.environment import describe
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
+from benchmark.picture import make_panels, save, write_out
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
 from liger_rl import linear_logprobs, support_logprobs
@@ -271,37 +272,44 @@ def summary(results: dict[str, Any]) -> str:
     return f"{environment_line(results['environment'], ())}\n\n{markdown_table(columns, list(lines.items()))}\n"
 
 
-NOT_DRAWN = "one thread"  # a line beside another
+# What is drawn; "..., one thread" is a line beside another.
+TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+STYLES = {
+    "liger_rl": {"color": "#1f6fb4", "linewidth": 3.0, "marker": "o"},
+    "gathered logits": {"color": "#2e8b57", "marker": "P"},
+    "masked logits": {"color": "#d9822b", "marker": "^"},
+    "whole vocabulary": {"color": "#8c8c8c", "marker": "s", "linestyle": "--"},
+    "TRL": {"color": "#7d3c98", "marker": ">", "linestyle": ":"},
+}
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Milliseconds of forward and backward against the mean size of the sets."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(6, 4))
-    names = dict.fromkeys(row["variant"] for row in results["rows"])
-    for name in (name for name in names if NOT_DRAWN not in name):
-        rows = [row for row in results["rows"] if row["variant"] == name and row["mean"] != FIELD]
-        rows = [row for row in rows if row["status"] == "ok"]
-        panel.plot([row["mean"] for row in rows], [row["step_ms"] for row in rows], marker="o", label=name)
-    panel.set(xscale="log", yscale="log", xlabel="ids of a token, mean", ylabel="forward + backward, ms")
+def plot(results: dict[str, Any], path: Path) -> bool:
+    """Draw `path`: milliseconds of forward and backward against the mean size of the sets. False without sizes."""
+    rows = [row for row in results["rows"] if row["mean"] != FIELD and row["status"] == "ok"]
+    if not rows:
+        return False
+    figure, ((panel,),) = make_panels(1, 1, figsize=(7, 4.4))
+    for name, style in STYLES.items():
+        line = [(row["mean"], row["step_ms"]) for row in rows if row["variant"] == name]
+        panel.plot(*zip(*line, strict=True), label=name, **style)
+    panel.set(xscale="log", yscale="log", xlabel="ids of a token, mean", ylabel="forward + backward (ms)")
+    panel.set_xticks(sorted({row["mean"] for row in rows}))
+    panel.set_yticks([size for size in TICKS if size < 2 * max(row["step_ms"] for row in rows)])
+    panel.minorticks_off()
+    write_out(panel.xaxis)
+    write_out(panel.yaxis)
+    panel.grid(color="#dddddd", linewidth=0.8)
+    panel.spines[["top", "right"]].set_visible(False)
     n, hidden_size, vocab = results["shape"]
-    panel.set_title(f"N = {n}, H = {hidden_size}, V = {vocab}, {results['environment']['device_name']}", fontsize=10)
-    panel.legend(fontsize=8, loc="center left")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
+    shape = f"N = {n:,}, H = {hidden_size:,}, V = {vocab:,}, bfloat16"
+    panel.set_title(f"{shape}, {results['environment']['device_name']}", fontsize=10)
+    panel.legend(fontsize=9, frameon=False, loc="lower right")
+    save(figure, path, results)
+    return True
 
 
 def main() -> None:
-    parser = parser_of("support", __doc__)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results in FILE and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.plot is not None:
-        plot(read_results(arguments.plot), arguments.plot.with_suffix(".png"))
-        return
+    arguments = parser_of("support", __doc__).parse_args()
     environment = describe("auto")
     device = environment["device"]
     shape, means = SIZES[device]

@@ -31,6 +31,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmark.environment import ROOT, add_output_options, describe, output_directory, slug
+from benchmark.picture import make_panels, save, write_out
 from benchmark.table import environment_line
 
 PREFIX = "train-real-runs-"
@@ -223,15 +224,10 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Each curve's mean over the seeds, and the range of its runs, smoothed over SMOOTHED steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(CURVES), figsize=(13, 4), layout="constrained")
-    for curve, panel in zip(CURVES, panels, strict=True):
+def plot(results: dict[str, Any], path: Path) -> bool:
+    """Draw `path`: each curve's mean over the seeds, and the range of its runs, smoothed over SMOOTHED steps."""
+    figure, panels = make_panels(1, len(CURVES), figsize=(13, 4))
+    for curve, panel in zip(CURVES, panels[0], strict=True):
         for variant, color in COLORS.items():
             runs = [run[curve] for run in results["runs"] if run["variant"] == variant]
             length = min(len(run) for run in runs)
@@ -241,11 +237,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
             panel.plot(steps, [mean(v) for v in values], color=color, label=LABELS[variant])
         panel.set(title=TITLES[curve], xlabel="step")
         if curve == "kl":  # its peaks are single tokens of one seed, and would leave the means no room
-            panel.set_yscale("log")
+            panel.set_yscale("log", nonpositive="mask")
+            write_out(panel.yaxis)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    panels[0, 0].legend(frameon=False)
+    save(figure, path, results)
+    return True
 
 
 def main() -> None:

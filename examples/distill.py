@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib
 import torch
 from tqdm import trange
-from train_grpo import Problem, hidden_states, sample, small_policy, warm_start
+from train_grpo import Problem, hidden_states, sample, save_picture, small_policy, warm_start
 
 from liger_rl import linear_divergence, swap_lm_head
 
@@ -95,8 +95,7 @@ def plot(record: dict, path: Path) -> None:
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_picture(figure, path, record)
 
 
 def parse_arguments() -> argparse.Namespace:

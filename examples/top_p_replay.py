@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib
 import torch
 from tqdm import trange
-from train_grpo import hidden_states, sample, small_policy, warm_start
+from train_grpo import hidden_states, sample, save_picture, small_policy, warm_start
 
 from liger_rl import linear_logprobs, ppo_loss_fn, support_logprobs, swap_lm_head
 from liger_rl.head import LogitTransform
@@ -136,8 +136,7 @@ def plot(record: dict, path: Path) -> None:
         else:
             axis.set_ylim(bottom=0)
     axes[0].legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_picture(figure, path, record)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -12,6 +12,7 @@ penalty is k3, which estimates the KL to the reference from the sampled tokens.
 
 import argparse
 import copy
+import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -189,7 +190,14 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
     return history
 
 
-def plot(history: list[dict[str, float]], path: Path) -> None:
+def save_picture(figure, path: Path, record: dict) -> None:
+    """A PNG with a hash of the record, which tells whether it shows a later one."""
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    figure.savefig(path, dpi=120, metadata={"Software": None, "Data": digest})
+    plt.close(figure)
+
+
+def plot(record: dict, path: Path) -> None:
     panels = {
         "mean reward": "reward",
         "k3, mean (nats)": "kl",
@@ -198,7 +206,7 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     }
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), constrained_layout=True)
     for axis, (label, name) in zip(axes.flat, panels.items(), strict=True):
-        values = [step[name] for step in history]
+        values = [step[name] for step in record["steps"]]
         axis.plot(values, linewidth=1.5)
         axis.set_ylabel(label)
         axis.set_xlabel("step")
@@ -207,8 +215,7 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
             axis.set_yscale("log")
         else:
             axis.set_ylim(bottom=0)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_picture(figure, path, record)
 
 
 def summary(history: list[dict[str, float]]) -> str:
@@ -244,9 +251,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     if options.draw is not None:
-        history = json.loads(options.draw.read_text())["steps"]
-        plot(history, options.draw.with_suffix(".png"))
-        print(summary(history))
+        record = json.loads(options.draw.read_text())
+        plot(record, options.draw.with_suffix(".png"))
+        print(summary(record["steps"]))
         return
     random.seed(options.seed)
     torch.manual_seed(options.seed)
@@ -266,7 +273,7 @@ def main() -> None:
     kept = {name: value for name, value in vars(options).items() if name not in ("draw", "output")}
     record = {"options": kept, "steps": history}
     (options.output / "train_grpo.json").write_text(json.dumps(record, indent=1))
-    plot(history, options.output / "train_grpo.png")
+    plot(record, options.output / "train_grpo.png")
     first, last = history[: len(history) // 10 + 1], history[-len(history) // 10 :]
     before, after = (sum(step["reward"] for step in steps) / len(steps) for steps in (first, last))
     print(f"reward {before:.2f} -> {after:.2f}; curves in {options.output / 'train_grpo.png'}")

@@ -30,7 +30,7 @@ from benchmark.cases import (
     default_cases,
     preset,
 )
-from benchmark.environment import RESULTS, ROOT, output_directory
+from benchmark.environment import RESULTS, ROOT, output_directory, read_results
 from benchmark.errors import measure_errors
 from benchmark.inputs import CURVES, make_inputs
 from benchmark.measure import Bench
@@ -275,6 +275,28 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path, monkeypatch)
     assert drawn == [f"{name}-some.png" for name in ("memory", "time", "rl")]
     assert all((tmp_path / name).stat().st_size > 1000 for name in drawn)
     assert len(legends) == 2
+
+
+def test_bars_show_speed_and_memory_and_none_is_cut(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, *_: figures.append(figure))
+    found = {name: read_results(RESULTS / f"{name}.json") for name in ("step-nvidia-h200", "nvidia-h200")}
+    assert plot.plot_step(found["step-nvidia-h200"], tmp_path)
+    assert plot.plot_rl(found["nvidia-h200"], tmp_path)
+    widths = [[sorted(bar.get_width() for bar in axes.patches) for axes in figure.axes] for figure in figures]
+    batches = [
+        [row for row in found["step-nvidia-h200"]["rows"] if row["batch"] == "window" and row["shape"] == shape]
+        for shape in ("qwen3-0.6b", "qwen3-1.7b")
+    ]
+    for speed, memory, rows in zip(widths[0][::2], widths[0][1::2], batches, strict=True):
+        drawn = [row for row in rows if row["variant"] in plot.STEP_WAYS]
+        assert speed == sorted(row["tokens_per_s"] / 1e3 for row in drawn)
+        assert memory == sorted(row["peak_mib"] / 1024 for row in drawn)
+    assert "TRL, no checkpointing" in {row["variant"] for row in drawn}
+    rows = [row for row in found["nvidia-h200"]["rows"] if row["case"] == "rl-llama-3-8b"]
+    assert widths[1][0] == sorted(row["step_ms"] for row in rows)
+    assert widths[1][2] == sorted(row["peak_extra_mib"] for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,13 @@ def test_what_travels_from_a_teacher(dtype, size, rounding, example):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_shows_what_the_record_says(name, example, tmp_path, capsys):
+    Image = pytest.importorskip("PIL.Image", reason="it reads pictures")
     record = tmp_path / f"{name}.json"
     record.write_bytes((ROOT / "docs" / record.name).read_bytes())
     example(name, "--draw", record)
     assert capsys.readouterr().out.strip() in (ROOT / "docs" / PAGES[name]).read_text(encoding="utf-8")
-    assert record.with_suffix(".png").exists()
+    drawn, committed = (Image.open(folder / f"{name}.png").info["Data"] for folder in (tmp_path, ROOT / "docs"))
+    assert committed == drawn, f"run examples/{name}.py --draw docs/{name}.json"
 
 
 def shape(printed: list[str]) -> list[str]:

@@ -60,6 +60,20 @@ def test_tables_of_numbers_are_those_of_the_results():
         assert readme.filled(text) == text, "run python -m benchmark.readme"
 
 
+def test_pictures_are_drawn_from_the_results():
+    pytest.importorskip("benchmark.plot", reason="the benchmark is not part of an installed package")
+    Image = pytest.importorskip("PIL.Image", reason="it reads pictures")
+    from benchmark.environment import RESULTS, read_results
+    from benchmark.picture import KEY, digest
+
+    digests = {path.stem: digest(read_results(path)) for path in RESULTS.glob("*.json")}
+    pictures = list(RESULTS.glob("*.png"))
+    assert len(pictures) >= 4
+    for picture in pictures:
+        name = picture.stem if picture.stem in digests else picture.stem.partition("-")[2]
+        assert Image.open(picture).info[KEY] == digests[name], f"{picture.name}: run python -m benchmark.plot"
+
+
 @pytest.fixture
 def results():
     """name -> what is in that file of results"""
