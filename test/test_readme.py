@@ -10,7 +10,7 @@ from liger_rl.losses import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LOSSES = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+LOSSES, FORMULAS = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("losses", "formulas"))
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SNIPPETS = {
     f"{page.name}-{i}": snippet
@@ -164,11 +164,11 @@ def test_every_preset_has_its_row():
     policy_losses = LOSSES[LOSSES.index("## Policy losses") : LOSSES.index("## Pairs")]
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|$", policy_losses, re.MULTILINE))
     assert rows.keys() == PRESETS.keys()
-    headings, *sections = zip(*re.findall(r"^### (.*)\n((?:(?!#).*\n)*)", LOSSES, re.MULTILINE), strict=True)
+    headings, *sections = zip(*re.findall(r"^### (.*)\n((?:(?!#).*\n)*)", FORMULAS, re.MULTILINE), strict=True)
     formulas = dict(zip((heading.lower().replace(" ", "-") for heading in headings), *sections, strict=True))
     for name, preset in PRESETS.items():
         objective, reduction, _paper = rows[name].split(" | ")
-        shown, section = re.fullmatch(r"\[`(\w+)`\]\(#([a-z-]+)\)", objective).groups()
+        shown, section = re.fullmatch(r"\[`(\w+)`\]\(formulas\.md#([a-z-]+)\)", objective).groups()
         assert shown == preset.objective.__name__, name
         assert f"`{name}`" in formulas[section], name
         assert "```math" in formulas[section], name

@@ -4,7 +4,7 @@ The advantage of a token is 1 in a chosen (desirable) sequence, -1 in a rejected
 the NLL term. The two rows of a pair are one sequence of the batch: see `AlignedBatch.pairs`. For packed tokens, a pair
 is one segment. Each token gets the loss of its pair, so that `SequenceMean` is the mean over pairs.
 
-docs/losses.md has the formulas and their papers.
+docs/formulas.md has the formulas and their papers.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Supervised objectives: log-probabilities of given tokens -> a loss for each token. The advantage is a token's weight.
 
-A token of weight 0 enters no product. docs/losses.md has the formulas and the other systems' names.
+A token of weight 0 enters no product. docs/formulas.md has the formulas.
 """
 
 from dataclasses import dataclass
