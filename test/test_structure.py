@@ -19,6 +19,7 @@ SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 ALLOWED = {
     "__init__": ["integrations", "step", "models", "fused_linear", "distill", "support", "head", "losses"],
     "integrations": [""],
+    "trl": ["integrations"],
     "step": ["step", "models", "fused_linear", "head", "losses", "distributed", "kernels", "hints"],
     "models": ["models", "head", "distributed", "kernels"],
     "fused_linear": ["fused_linear", "head", "losses", "distributed", "kernels"],
@@ -31,7 +32,7 @@ ALLOWED = {
     "hints": [],
 }
 # Every other room: torch alone, integrations: anything.
-OUTSIDE = {room: {"torch", "triton"} for room in ("kernels", "head", "distill", "support", "losses")}
+OUTSIDE = {room: {"torch", "triton"} for room in ("kernels", "head", "distill", "support", "losses")} | {"trl": {"trl"}}
 POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
 VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}
 

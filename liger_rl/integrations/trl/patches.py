@@ -2,8 +2,8 @@
 
 The patch replaces the models' fused forward (`forward`); the trainers' training step, for one forward of its
 micro-batches (`optimizer_step`, `window`); their `train`, for what the user sees (`report`); two methods of GRPO and
-RLOO (`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); and of DistillationTrainer
-the loss and the calls of the bodies (`distillation`).
+RLOO (`scored_sequences`); the forward of PEFT's LoRA layers (`integrations.peft`); the launch of a script by TRL's
+command line (`command_line`); and of DistillationTrainer the loss and the calls of the bodies (`distillation`).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing import Any
 from liger_rl.head.checks import check_flag, check_optional_count
 from liger_rl.integrations import peft
 from liger_rl.integrations.patching import Framework, Patch
-from liger_rl.integrations.trl import distillation, optimizer_step, report, scored_sequences
+from liger_rl.integrations.trl import command_line, distillation, optimizer_step, report, scored_sequences
 from liger_rl.integrations.trl.forward import WRAPPED_MODELS, FusedHead, wrap_forward
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.kernels.public_call import public
@@ -52,6 +52,7 @@ TRL = Framework(
     *scored_sequences.PATCHES,
     optimizer_step.PATCH,
     report.PATCH,
+    command_line.PATCH,
     *peft.PATCHES,
     gain="float32 logits, no padding, prompts once, no work for tokens without a gradient",
 )
