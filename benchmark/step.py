@@ -105,12 +105,9 @@ ROWS = (
     "trl-padding_free", "trl-liger-flash-padding_free", "patch-padding_free", "patch-liger-padding_free",
 )  # fmt: skip
 DEFAULT_ROWS = {"GRPO": _GRPO_ROWS, "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
-BASELINES = (
-    "TRL",
-    "TRL, use_liger_kernel",
-    "TRL, packing",
-)  # the first that a batch has is what others are compared with
-UNSLOTH = "Unsloth"
+# The first that a batch has is what others are compared with.
+BASELINES = ("TRL", "TRL, use_liger_kernel", "TRL, packing")
+UNSLOTH, LIGER, PACKINGS = "Unsloth", "use_liger_kernel", ("packing", "padding_free")
 MOST_NATS = 1.5  # of a learnt policy's entropy
 # A margin of DPO sums the rounding of the log-probabilities of a thousand tokens. At 1.7B on an H200 TRL's own loss in
 # bfloat16 is 0.048 off that of the same weights in float32 (0.058 with Liger's kernels).
@@ -246,7 +243,7 @@ def title(name: str, about: dict[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
-# Of README's table and picture, with their names there. Unsloth is a column and a bar where it ran.
+# Of the picture, with their names there.
 SUMMARY = {
     "TRL, use_liger_kernel": "`use_liger_kernel`",
     "TRL, patch_trl()": "`patch_trl()`",
@@ -255,27 +252,49 @@ SUMMARY = {
 
 
 def summary(results: dict[str, Any], *patterns: str) -> str:
-    """A row per shape and batch that TRL alone runs: its milliseconds, and how many times as fast other ways are.
+    """A row for each peer of each shape and batch, beside the patch with the peer's kernels (`pairs`).
 
-    Of those whose label matches a pattern (`fnmatch`), or of all.
+    Of the batches whose label matches a pattern (`fnmatch`), or of all.
     """
+    rows: list[tuple[str, Row]] = []
+    for name, group in groupby(results["rows"], key=label):
+        if any(fnmatchcase(name, pattern) for pattern in patterns or ("*",)):
+            rows += [(name, pair | {"status": "ok"}) for pair in pairs([row for row in group if row["status"] == "ok"])]
     columns: Columns = {
-        "TRL, ms": lambda row: f"{row['TRL']['step_ms']:,.0f}",
-        "TRL, GiB": lambda row: _gibibytes(row, "TRL"),
+        "beside": lambda pair: pair["beside"],
+        "its ms": lambda pair: f"{pair['peer']['step_ms']:,.0f}",
+        "patch, ms": lambda pair: f"{pair['patch']['step_ms']:,.0f}",
+        "speed": lambda pair: _times_as_fast(pair, "patch"),
+        "its GiB": lambda pair: _gibibytes(pair, "peer"),
+        "patch, GiB": lambda pair: _gibibytes(pair, "patch"),
+        "`memory=0`, speed": lambda pair: _times_as_fast(pair, "recomputed"),
+        "`memory=0`, GiB": lambda pair: _gibibytes(pair, "recomputed"),
     }
-    for way, name in ({UNSLOTH: UNSLOTH} | SUMMARY).items():
-        columns[name] = lambda row, way=way: _relative(row, way, "tokens_per_s", "{:.1f} x")
-    both, recomputed = list(SUMMARY)[-1], "TRL, patch_trl(memory=0), use_liger_kernel"
-    columns["both, GiB"] = lambda row: _gibibytes(row, both)
-    columns["both, `memory=0`"] = lambda row: _relative(row, recomputed, "tokens_per_s", "{:.1f} x")
-    columns["`memory=0`, GiB"] = lambda row: _gibibytes(row, recomputed)
-    columns["commit"] = lambda row: ", ".join(list_commits([x for x in row.values() if isinstance(x, dict)]))
     line = environment_line(results["environment"], ("trl", "liger_kernel", "transformers"), has_commit=False)
-    rows = [(name, by_way) for name, by_way in rows_beside_trl(results) if both in by_way]
-    rows = [
-        (name, by_way) for name, by_way in rows if any(fnmatchcase(name, pattern) for pattern in patterns or ("*",))
-    ]
-    return f"{line}\n\n{markdown_table(columns, rows)}\n"
+    measured = [row for _, pair in rows for row in pair.values() if isinstance(row, dict)]
+    return f"{line} Commits {', '.join(list_commits(measured))}.\n\n{markdown_table(columns, rows)}\n"
+
+
+def pairs(rows: list[Row]) -> list[Row]:
+    """Of one batch: {"beside": the peer's name, "peer", "patch", "recomputed": their rows; the last one or None}.
+
+    The patch has Liger's kernels if its peer has them, and beside Unsloth, which has kernels of its own. Beside plain
+    TRL it has them only if the batch has neither TRL with them nor the patch without; the name says so.
+    """
+    by_way = {row["variant"]: row for row in rows}
+    peers = [way for way in by_way if way.startswith(("TRL", UNSLOTH)) and "patch_trl" not in way]
+    found = []
+    for way in sorted(peers, key=lambda way: LIGER not in way):
+        peer, *options = way.split(", ")
+        kernels, both = [LIGER] if LIGER in options else [], f"both with{'' if LIGER in options else 'out'} Liger"
+        if peer == UNSLOTH or (way == "TRL" and not by_way.keys() & {"TRL, patch_trl()", f"TRL, {LIGER}"}):
+            kernels, both = [LIGER], "patch with Liger"
+        tail = [*kernels, *(option for option in options if option in PACKINGS)]
+        patch, recomputed = (by_way.get(", ".join(["TRL", f"patch_trl({given})", *tail])) for given in ("", "memory=0"))
+        if patch:
+            beside = ", ".join([peer, *(option for option in options if option != LIGER), both])
+            found.append({"beside": beside, "peer": by_way[way], "patch": patch, "recomputed": recomputed})
+    return found
 
 
 def list_commits(rows: list[Row]) -> list[str]:
@@ -292,14 +311,12 @@ def rows_beside_trl(results: dict[str, Any]) -> list[tuple[str, Row]]:
     return rows
 
 
-def _relative(by_way: Row, way: str, field: str, form: str) -> str:
-    row = by_way.get(way, {})
-    return form.format(row[field] / by_way["TRL"][field]) if field in row else ""
+def _times_as_fast(pair: Row, way: str) -> str:
+    return f"{pair[way]['tokens_per_s'] / pair['peer']['tokens_per_s']:.1f} x" if pair[way] else ""
 
 
-def _gibibytes(by_way: Row, way: str) -> str:
-    peak = by_way.get(way, {}).get("peak_mib")
-    return "" if peak is None else f"{peak / 1024:.1f}"
+def _gibibytes(pair: Row, way: str) -> str:
+    return f"{pair[way]['peak_mib'] / 1024:.1f}" if pair[way] else ""
 
 
 def markdown(results: dict[str, Any], kind: str = "whole", *patterns: str) -> str:

@@ -522,6 +522,43 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     assert step.read_earlier(environment | {"torch": "2.12"}, tmp_path / "step-cpu.json")["rows"] == []
 
 
+def test_the_summary_compares_like_with_like():
+    """A peer with Liger's kernels beside the patch with them; plain TRL too, but only where nothing else ran."""
+    ways = {
+        "TRL": 8.0, "TRL, no checkpointing": 7.0, "TRL, use_liger_kernel": 6.0, "Unsloth": 5.0, "loss_steps": 1.0,
+        "TRL, patch_trl()": 2.0, "TRL, patch_trl(), use_liger_kernel": 1.0,
+        "TRL, patch_trl(memory=0), use_liger_kernel": 1.5,
+        "TRL, packing": 4.0, "TRL, patch_trl(), packing": 3.0,
+    }  # fmt: skip
+    rows = [
+        {"variant": way, "step_ms": ms, "tokens_per_s": 1e3 / ms, "peak_mib": 1024 * ms} for way, ms in ways.items()
+    ]
+
+    def found(*left_out):
+        pairs = step.pairs([row for row in rows if row["variant"] not in left_out])
+        of_pair = ("peer", "patch", "recomputed")
+        return {pair["beside"]: tuple(pair[name] and pair[name]["step_ms"] for name in of_pair) for pair in pairs}
+
+    alike = {
+        "TRL, both with Liger": (6.0, 1.0, 1.5),
+        "TRL, both without Liger": (8.0, 2.0, None),
+        "TRL, no checkpointing, both without Liger": (7.0, 2.0, None),
+        "Unsloth, patch with Liger": (5.0, 1.0, 1.5),
+        "TRL, packing, both without Liger": (4.0, 3.0, None),
+    }
+    assert found() == alike
+    assert next(iter(found())) == "TRL, both with Liger"
+    without = found("TRL, patch_trl()", "TRL, use_liger_kernel")
+    assert without["TRL, patch with Liger"] == (8.0, 1.0, 1.5)
+    assert not any("TRL, patch" in name for name in found("TRL, patch_trl()"))
+
+    about = {"shape": "toy", "batch": "window", "status": "ok", "commit": "c"}
+    results = {"environment": ENVIRONMENT, "rows": [row | about for row in rows]}
+    line = "| toy, window | Unsloth, patch with Liger | 5 | 1 | 5.0 x | 5.0 | 1.0 | 3.3 x | 1.5 |"
+    assert line in step.summary(results)
+    assert "toy" not in step.summary(results, "*8k")
+
+
 def test_ways_without_padding_have_the_loss_of_padded_ones(monkeypatch, tmp_path):
     runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
     monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})

@@ -1,6 +1,7 @@
 """The README and docs/ say what the code does: their snippets run, the tables are those of the results."""
 
 import re
+from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -19,6 +20,7 @@ SNIPPETS = {
     for i, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 }
 OTHER_SYSTEMS = ("transformers", "trl", "peft")
+SCRIPT, PUBLISHED, KERNELS = SNIPPETS.pop("README.md-0"), '"Qwen/Qwen3-0.6B"', "use_liger_kernel=True"
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
@@ -29,8 +31,24 @@ def test_snippets_run(name):
     exec(compile(SNIPPETS[name], name, "exec"), {"__name__": "page"})
 
 
+def test_the_first_script_is_a_run_under_the_patch(tmp_path):
+    """Two steps of a small model in place of the published one, on a CPU, without kernels that need a GPU."""
+    pytest.importorskip("trl", reason="the script needs it")
+    import trl_runs
+
+    model = Path(trl_runs.save_model("qwen3", tmp_path))
+    trl_runs.tokenizer().save_pretrained(model)
+    options = {**trl_runs.CPU_ARGS, "output_dir": str(tmp_path), "max_steps": 2, "max_completion_length": 4}
+    assert SCRIPT.count(PUBLISHED) == SCRIPT.count(KERNELS) == 1
+    names: dict[str, object] = {"__name__": "page"}
+    exec(SCRIPT.replace(PUBLISHED, repr(str(model))).replace(KERNELS, f"**{options}"), names)
+    assert names["trainer"].state.global_step == 2
+    assert "its 4 micro-batches in one forward" in names["explain_trl"](names["trainer"])
+
+
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 130
+    assert len(README.split()) <= 1300
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -40,7 +58,7 @@ def test_links_lead_somewhere(page):
 
 
 TABLES = {
-    "README.md": {"nvidia-h200", "step-nvidia-h200"},
+    "README.md": {"step-nvidia-h200"},
     "results.md": {
         "step-nvidia-h200", "step-nvidia-h100-80gb-hbm3", "nvidia-h200", "train-real-runs-nvidia-h200",
         "head_losses-nvidia-h200", "cpu",
@@ -82,39 +100,35 @@ def results():
 
 
 def whole_step(results):
-    """README's first sentences, and the one above its first table."""
+    """README's headline, which compares like with like, and what is said above its table."""
+    step = pytest.importorskip("benchmark.step", reason="the benchmark is not part of a package")
     found = results("step-nvidia-h200")
-    rows = {(row["shape"], row["batch"], row["variant"]): row for row in found["rows"] if "tokens_x_trl" in row}
-
-    def gains(batch, variant):
-        values = [row["tokens_x_trl"] for (_, b, v), row in rows.items() if b.startswith(batch) and v == variant]
-        return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (min(values), max(values))))
-
-    both = "TRL, patch_trl(), use_liger_kernel"
-    yield f"its steps **{gains('window', 'TRL, patch_trl()')} times as fast"
-    ddp, fsdp, zero = (gains(f"window, {sharding}", both) for sharding in ("DDP", "FSDP2 on", "ZeRO-3"))
-    yield f"two GPUs {ddp} times with DDP, {fsdp} with FSDP2 and {zero} with ZeRO-3"
-    window = [row["tokens_x_trl"] for (_, b, v), row in rows.items() if b == "window" and v == both]
-    yield f"and {min(window):.1f} to {max(window):.1f} times with `use_liger_kernel=True`**"
-    yield f"LoRA {gains('window LoRA', both)} times"
-    yield f"SFT {gains('sft', both)} times, DPO {gains('dpo', both)} (beside TRL with Liger's kernels)"
-    slower = [
-        [
-            row["step_ms"] / rows[shape, b, both]["step_ms"]
-            for (shape, b, variant), row in rows.items()
-            if b in batches and variant == "Unsloth"
-        ]
-        for batches in (("window",), ("window LoRA", "window LoRA dropout"))
-    ]
-    full, lora = (f"{min(values):.1f} to {max(values):.1f} times" for values in slower)
-    yield f"Unsloth takes {full} as long as the patch with Liger's kernels, {lora} with LoRA"
-    frugal = "TRL, patch_trl(memory=0), use_liger_kernel"
-    recomputed = {key: row for key, row in rows.items() if key[2] == frugal}
-    assert all(row["peak_mib"] < rows[(*key[:2], "TRL")]["peak_mib"] for key, row in recomputed.items())
-    yield f"less memory than TRL's, and is {gains('window', frugal)} times as fast"
-    window = [row for row in rows.values() if row["batch"].startswith("window") and "dropout" not in row["batch"]]
-    assert max(abs(row["loss_difference"]) for row in window) < 3e-4
+    window = [row for row in found["rows"] if (row["shape"], row["batch"]) == ("qwen3-1.7b", "window")]
+    peer, patch, recomputed = (
+        next(pair[name] for pair in step.pairs(window) if pair["beside"] == "TRL, both with Liger")
+        for name in ("peer", "patch", "recomputed")
+    )
+    gib, least = (row["peak_mib"] / 1024 for row in (patch, recomputed))
+    yield f"**{peer['step_ms'] / patch['step_ms']:.1f} times as fast** as TRL's, with Liger's kernels on both sides."
+    yield f"It takes {gib:.1f} GiB; TRL takes {peer['peak_mib'] / 1024:.1f}."
+    yield f"it is **{peer['step_ms'] / recomputed['step_ms']:.1f} times as fast in {least:.1f} GiB**"
+    for _, rows in groupby(found["rows"], key=step.label):
+        for pair in step.pairs([row for row in rows if row["status"] == "ok"]):
+            if pair["beside"].startswith("TRL") and pair["recomputed"]:  # docs/trl.md says so
+                assert pair["recomputed"]["peak_mib"] < pair["peer"]["peak_mib"]
+    about = found["shapes"]["qwen3-1.7b"]["batches"]["window"]
+    assert about["sequences"] == 8 * about["groups"]
+    yield f"{about['micro_batches']} micro-batches, {about['padding_share']:.0%} padding, 8 completions of a prompt"
+    rows = [row for row in found["rows"] if row["batch"].startswith("window") and "loss_difference" in row]
+    assert max(abs(row["loss_difference"]) for row in rows if "dropout" not in row["batch"]) < 3e-4
     yield "In bfloat16 losses agree to 3e-4"
+
+
+def head_alone(results):
+    rows = {row["variant"]: row for row in results("nvidia-h200")["rows"] if row["case"] == "rl-llama-3-8b"}
+    ours, trl, cce = (rows[name] for name in ("ours", "trl_chunked", "cce"))
+    ms, extra = "{0[step_ms]:.1f} ms and {0[peak_extra_mib]:,.0f} MiB".format, "above inputs and gradients"
+    yield f"8,192 tokens: {ms(ours)} {extra}; TRL's {ms(trl)}; cut-cross-entropy {ms(cce)}"
 
 
 def rewards(results):
@@ -133,7 +147,7 @@ def sampling_sets(results):
     yield f"take {ours:.1f} ms on one H200. Masked logits take {masked:.0f} ms"
 
 
-@pytest.mark.parametrize("sentences", [whole_step, rewards, sampling_sets])
+@pytest.mark.parametrize("sentences", [whole_step, head_alone, rewards, sampling_sets])
 def test_sentences_have_the_numbers_of_the_results(sentences, results):
     text = " ".join(README.split())
     for sentence in sentences(results):
