@@ -16,6 +16,8 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -215,7 +217,11 @@ def can_attend(
     """Whether the kernels are there and give the attention of a small tree. Says what runs, once for each shape."""
     if not is_installed():
         return False
-    reason = _find_obstacle(device, dtype, width, value_width) or _try_kernels(device, dtype, heads, key_heads, width)
+    reason = _find_obstacle(device, dtype, width, value_width)
+    if reason is None:
+        # In a thread of its own: a checkpoint around the layer would count the tensors that its autograd saves.
+        with ThreadPoolExecutor(1) as thread:
+            reason = thread.submit(_try_kernels, device, dtype, heads, key_heads, width).result()
     what = f"flex attention, not flash-attn-4: {reason}" if reason else "flash-attn-4"
     logger.info("attention of shared prefixes, %d heads of %d: %s", heads, width, what)
     return reason is None
@@ -255,10 +261,11 @@ def _try_kernels(device: torch.device, dtype: torch.dtype, heads: int, key_heads
             return [output.detach(), *torch.autograd.grad(output, inputs, upstream.to(kind))]
 
     try:
-        levels = cut_into_levels(ends, device)
-        assert levels is not None
-        found = run(partial(attend, levels=levels), dtype)
-        expected = run(attend_densely, torch.float64)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            levels = cut_into_levels(ends, device)
+            assert levels is not None
+            found = run(partial(attend, levels=levels), dtype)
+            expected = run(attend_densely, torch.float64)
     except Exception as error:  # of a compiler, or of versions that do not go together
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     off = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))

@@ -353,9 +353,10 @@ def _scan_gated_delta_rule(
     for [call], new, taken, key_until, kept in pieces:
         states = states.expand(call.runs, -1, -1, -1) if call.parents is None else states.index_select(0, call.parents)
         before.append(states.flatten(0, 1))
-        written.append(torch.baddbmm(new, taken, before[-1]))
-        states = torch.baddbmm(before[-1] * kept, key_until.mT, written[-1]).unflatten(0, (-1, heads))
-    output = torch.baddbmm((query * since) @ torch.cat(before), query @ key.mT * decay, torch.cat(written))
+        # No baddbmm: autocast would round its sum, which is the state, and here rounds its product alone.
+        written.append(new + taken @ before[-1])
+        states = (before[-1] * kept + key_until.mT @ written[-1]).unflatten(0, (-1, heads))
+    output = (query * since) @ torch.cat(before) + (query @ key.mT * decay) @ torch.cat(written)
     return runs.join(output.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)).to(dtype)
 
 

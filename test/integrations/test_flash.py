@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", reason="flex attention stands behind its attention functions")
 
@@ -192,6 +193,24 @@ def test_kernels_are_tried_on_a_small_tree(broken, monkeypatch):
     expected = {"raises": "RuntimeError: no kernel", "scales": "off", None: "None"}[broken]
     assert expected in str(reason)
     assert "dump" not in str(reason)
+
+
+def test_a_checkpoint_does_not_see_the_try(monkeypatch):
+    """It compares what its first forward saves with what the recomputation saves, in which nothing is tried."""
+    skip_without_interpreter()
+    monkeypatch.setattr(flash, "_load_kernels", lambda: (stand_in_forward, stand_in_backward))
+    monkeypatch.setattr(flash, "is_installed", lambda: True)
+    monkeypatch.setattr(flash, "_find_obstacle", lambda *_: None)
+    flash.can_attend.cache_clear()
+    ends = make_ends(1, 12)
+    levels, columns = flash.cut_into_levels(ends, CPU), make_columns(ends.numel(), 2, 1, 16, torch.float32)
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert flash.can_attend(CPU, torch.float32, 2, 1, 16, 16)
+        return flash.attend(query * 2, key, value, levels).square()
+
+    checkpoint(layer, *columns, use_reentrant=False).sum().backward()
+    flash.can_attend.cache_clear()
 
 
 @pytest.mark.parametrize("width", [pytest.param(width, marks=NEEDS_GPU) for width in flash.WIDTHS])

@@ -128,6 +128,30 @@ def test_the_gated_delta_rule_reads_each_sequence_alone(decay, depth):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+@needs_functions
+def test_autocast_rounds_no_more_than_in_the_reference():
+    """Its products, and never the state."""
+    home = sys.modules[type(build("Qwen3_5Text")).__module__]
+    states.restore_states()
+    rule = states._wrap_delta_rule(vars(home)[GATED], states.NAMES[GATED])
+    tokens = 1200
+    tree = prefix_tree.build_prefix_tree([tokens], prefix_tree.sort_sequences([torch.zeros(tokens)], [0]))
+    columns = torch.randn(5, 1, tokens, 2, 32, generator=torch.Generator().manual_seed(1))
+    columns = [*columns[:3], -0.02 * columns[3, ..., 0].sigmoid(), columns[4, ..., 0].sigmoid()]
+
+    def run(is_rounded: bool, **options: Any) -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in columns]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_rounded):
+            output, _ = rule(*inputs[:3], g=inputs[3], beta=inputs[4], use_qk_l2norm_in_kernel=True, **options)
+        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+        return [output.detach(), *torch.autograd.grad(output.float(), inputs, upstream)]
+
+    exact, theirs = run(False), run(True)
+    ours = run(True, **{RUNS: Runs(tree, StateLayers((), 1, False, True), torch.device("cpu"))})
+    for x, y, z in zip(ours, theirs, exact, strict=True):
+        assert (x - z).norm() < 1.05 * (y - z).norm()
+
+
 @pytest.mark.parametrize("taps", [2, 3, 5])
 @pytest.mark.parametrize("widest", [5, 7])
 def test_a_convolution_reads_each_sequence_alone(taps, widest):
