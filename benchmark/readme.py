@@ -16,9 +16,9 @@ from benchmark import (
     whole_step,
 )
 from benchmark.environment import RESULTS, ROOT, read_results
-from benchmark.table import markdown, summary
+from benchmark.table import brief, markdown, summary
 
-NAMES = ("results", "support", "distillation", "notes/tables")
+NAMES = ("results", "support")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
@@ -34,24 +34,38 @@ OTHERS = {
     whole_step.PREFIX: whole_step.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
+FULL = re.compile(r"<!-- full table (\S+)((?: \S+)*) -->")
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)
+
+
+def table_of(name: str, *words: str) -> str:
+    """Of `benchmark/results/<name>.json`."""
+    results = read_results(RESULTS / f"{name}.json")
+    for prefix, table in OTHERS.items():
+        if name.startswith(prefix):
+            return table(results, *words)
+    return brief(results) if words == ("brief",) else markdown(results, patterns=words or ["*"], timed=True)
+
+
+def with_full_tables(text: str) -> str:
+    """`text` with a table in place of every `<!-- full table NAME WORD... -->`, as the site shows it.
+
+    Such a table has more columns and rows than a reader of the repository needs, so that it stands in no file.
+    """
+    return FULL.sub(lambda match: table_of(match[1], *match[2].split()), text)
 
 
 def filled(text: str) -> str:
     """`text` with every marked block filled from `benchmark/results/<name>.json`.
 
-    `<!-- begin table NAME -->` takes every timed case, `<!-- begin table NAME GLOB... -->` those that match. Results of
-    other benchmarks are one table each; words behind their names are arguments of their tables.
+    `<!-- begin table NAME brief -->` is one table of milliseconds. `<!-- begin table NAME -->` takes every timed case,
+    `<!-- begin table NAME GLOB... -->` those that match. Results of other benchmarks are one table each; words behind
+    their names are arguments of their tables.
     `<!-- begin summary NAME CASE VARIANT... -->` takes a few columns of some variants.
     """
 
     def block(match: re.Match[str]) -> str:
-        results = read_results(RESULTS / f"{match[2]}.json")
-        for prefix, table in OTHERS.items():
-            if match[2].startswith(prefix):
-                return f"{match[1]}{table(results, *match[3].split())}{match[5]}"
-        patterns = match[3].split() or ["*"]
-        return f"{match[1]}{markdown(results, patterns=patterns, timed=True)}{match[5]}"
+        return f"{match[1]}{table_of(match[2], *match[3].split())}{match[5]}"
 
     def few(match: re.Match[str]) -> str:
         results = read_results(RESULTS / f"{match[2]}.json")

@@ -47,15 +47,16 @@ Several ranks train one model with `--sharding`, each on as many groups, dealt o
 `torchrun --nproc-per-node 2 -m benchmark.step --sharding FSDP2 --batches window`. Memory and forwards are those of the
 first rank.
 
-Milliseconds are medians of whole steps. `other ms` is what is outside of forwards, backwards and clipping. `forwards`
-counts those of the model's body in a step, a reference's too. `MFU` is the FLOP that the step needs (the formula is in
-`benchmark.step_batches`; a recurrence is not counted) over its time and the card's dense bfloat16 peak. Results are
-written after each row, and a later run in the same environment adds its rows to them.
+Milliseconds are medians of whole steps. The file's `other_ms` is what is outside of forwards, backwards and clipping.
+`forwards` counts those of the model's body in a step, a reference's too. `MFU` is the FLOP that the step needs (the
+formula is in `benchmark.step_batches`; a recurrence is not counted) over its time and the card's dense bfloat16 peak.
+Results are written after each row, and a later run in the same environment adds its rows to them.
 """
 
 import argparse
 import gc
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -196,7 +197,6 @@ def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
 
 COLUMNS: Columns = {
     "ms": number("step_ms", ",.1f"),
-    "other ms": number("other_ms", ",.1f"),
     "scoring ms": number("scoring_ms", ",.1f"),
     "share": lambda row: (
         f"{row['scoring_ms'] / (row['scoring_ms'] + row['step_ms']):.0%}" if row.get("scoring_ms") else ""
@@ -205,11 +205,10 @@ COLUMNS: Columns = {
     "x TRL": number("tokens_x_trl", ".2f"),
     "MFU": number("mfu", ".1%"),
     "forwards": number("forwards", ",.0f"),
-    "tokens saved": number("saved_share", ".0%"),
+    "saved": number("saved_share", ".0%"),
     "peak MiB": number("peak_mib", ",.0f"),
     "loss": number("loss", ".5f"),
-    "less TRL's": number("loss_difference", ".0e"),
-    "gradient norm": number("grad_norm", ".4f"),
+    "norm": number("grad_norm", ".4f"),
     "/ TRL's": number("grad_norm_x_trl", ".3f"),
 }
 
@@ -319,10 +318,56 @@ def _gibibytes(pair: Row, way: str) -> str:
     return f"{pair[way]['peak_mib'] / 1024:.1f}" if pair[way] else ""
 
 
+ADDED = re.compile(r", patch_trl\((.*?)\)|, flash-attn-4")  # to the label of TRL's own way
+
+
+def brief(results: dict[str, Any], *patterns: str) -> str:
+    """One table: a row for each way other than TRL's own, beside TRL's with as many of Liger's kernels where that ran.
+
+    Else beside TRL as it is, or alone. Of the batches whose label matches a pattern (`fnmatch`), or of all.
+    """
+    lines: list[tuple[str, Row]] = []
+    for name, group in groupby(results["rows"], key=label):
+        ways = {row["variant"]: row for row in group if row["status"] == "ok"}
+        if not any(fnmatchcase(name, pattern) for pattern in patterns or ("*",)):
+            continue
+        for way, row in ways.items():
+            if way.startswith("TRL") and not ADDED.search(way):
+                continue
+            as_trl = ADDED.sub("", way)
+            peer = (ways.get(as_trl) if as_trl != way else None) or ways.get("TRL") or {}
+            with_liger = [LIGER in one for one in (way, peer.get("variant", way))]
+            line = {"status": "ok", "liger": "both" if all(with_liger) else "this" if any(with_liger) else "neither"}
+            numbers = {"ms": "step_ms", "mib": "peak_mib"}
+            line |= {f"trl_{key}": peer.get(field) for key, field in numbers.items()}
+            line |= {key: row[field] for key, field in numbers.items()}
+            line["faster"] = peer["step_ms"] / row["step_ms"] if peer else None
+            lines.append((", ".join(filter(None, [name, *_name_options(way)])), line))
+    environment = environment_line(results["environment"], ("trl", "transformers"), has_commit=False)
+    return f"{environment}\n\n{markdown_table(BRIEF, lines)}\n"
+
+
+LIGER = "use_liger_kernel"
+BRIEF: Columns = {
+    "Liger's kernels": lambda line: line["liger"],
+    "TRL, ms": number("trl_ms", ",.0f"),
+    "this, ms": number("ms", ",.0f"),
+    "x": number("faster", ".1f"),
+    "TRL, GiB": number("trl_mib", ".1f", 1 / 1024),
+    "this, GiB": number("mib", ".1f", 1 / 1024),
+}
+
+
+def _name_options(way: str) -> list[str]:
+    """What a way has that `patch_trl()` with Liger's kernels has not."""
+    found = re.search(r"patch_trl\((.*?)\)", way)
+    return [found[1] if found else way, "flash-attn-4" if "flash-attn-4" in way else ""]
+
+
 def markdown(results: dict[str, Any], kind: str = "whole", *patterns: str) -> str:
-    """What `main` writes -> a line on where it was measured and a table per shape and batch; or "summary"."""
-    if kind == "summary":
-        return summary(results, *patterns)
+    """What `main` writes -> a line on where it was measured and a table per shape and batch; or `SHORTER` ones."""
+    if kind in SHORTER:
+        return SHORTER[kind](results, *patterns)
     blocks = [environment_line(results["environment"], ("trl", "transformers"), has_commit=False)]
     for name, group in groupby(results["rows"], key=label):
         rows = list(group)
@@ -331,6 +376,9 @@ def markdown(results: dict[str, Any], kind: str = "whole", *patterns: str) -> st
         of_commit = f"commit {' and '.join(list_commits(rows))}"
         blocks.append(f"**{title(name, about_batch(results, rows[0]))}**, {of_commit}\n\n{table}")
     return "\n\n".join(blocks) + "\n"
+
+
+SHORTER = {"summary": summary, "brief": brief}
 
 
 def add_row(results: dict[str, Any], about: dict[str, Any], row: Row) -> dict[str, Any]:

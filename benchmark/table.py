@@ -104,6 +104,19 @@ def markdown(results: dict[str, Any], *, patterns: Sequence[str] = ("*",), timed
     return "\n\n".join([environment_line(results["environment"]), *above, *blocks]) + "\n"
 
 
+def brief(results: dict[str, Any]) -> str:
+    """One table of milliseconds: a row for each timed case, a column for each variant, forward alone without a step."""
+    lines: dict[str, Row] = {}
+    for row in results["rows"]:
+        if "time" in row["quantities"]:
+            name = f"{row['case']}: H = {row['hidden_size']}, V = {row['vocab']}"
+            line = lines.setdefault(name, {"status": "ok"})
+            line[row["variant"]] = row.get("step_ms") or row.get("forward_ms")
+    measured = dict.fromkeys(name for line in lines.values() for name, ms in line.items() if ms and name != "status")
+    columns = {LABELS[name]: _milliseconds(name) for name in measured}
+    return f"{environment_line(results['environment'])}\n\n{markdown_table(columns, list(lines.items()))}\n"
+
+
 def gradient_error(row: Row) -> float | None:
     """The larger of the two gradients'."""
     return max((row.get("grad_hidden_error") or 0.0, row.get("grad_weight_error") or 0.0)) or None

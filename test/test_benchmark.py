@@ -299,6 +299,38 @@ def test_bars_show_speed_and_memory_and_none_is_cut(tmp_path, monkeypatch):
     assert widths[1][2] == sorted(row["peak_extra_mib"] for row in rows)
 
 
+def test_the_brief_table_compares_like_with_like():
+    def a_step(batch, variant, ms, gib):
+        return {
+            "shape": "toy",
+            "batch": batch,
+            "variant": variant,
+            "status": "ok",
+            "step_ms": ms,
+            "peak_mib": gib * 1024,
+        }
+
+    rows = [
+        a_step("window", "TRL", 80.0, 4.0),
+        a_step("window", "TRL, use_liger_kernel", 40.0, 3.0),
+        a_step("window", "TRL, patch_trl()", 20.0, 8.0),
+        a_step("window", "TRL, patch_trl(memory=0), use_liger_kernel", 10.0, 2.0),
+        a_step("window", "loss_steps", 16.0, 8.0),
+        a_step("sft", "TRL", 60.0, 4.0),
+        a_step("sft", "TRL, patch_trl(), use_liger_kernel, flash-attn-4", 20.0, 5.0),
+        a_step("8k", "TRL, patch_trl()", 20.0, 5.0),
+    ]
+    lines = step.brief({"environment": ENVIRONMENT, "rows": rows}).splitlines()
+    assert lines[4:] == [
+        "| toy, window | neither | 80 | 20 | 4.0 | 4.0 | 8.0 |",
+        "| toy, window, memory=0 | both | 40 | 10 | 4.0 | 3.0 | 2.0 |",
+        "| toy, window, loss_steps | neither | 80 | 16 | 5.0 | 4.0 | 8.0 |",
+        "| toy, sft, flash-attn-4 | this | 60 | 20 | 3.0 | 4.0 | 5.0 |",
+        "| toy, 8k | neither |  | 20 |  |  | 5.0 |",
+    ]
+    assert step.markdown({"environment": ENVIRONMENT, "rows": rows}, "brief", "*sft").splitlines()[4:] == lines[7:8]
+
+
 @pytest.mark.parametrize(
     ("differences", "flips"),
     [

@@ -42,6 +42,19 @@ def test_a_link_that_leads_nowhere_stops_the_build(site, target):
         site.relinked(f"[a]({target})", ROOT / "docs" / "page.md", "page.md", files.Files([]))
 
 
+def test_full_tables_stand_on_the_site_alone(site):
+    from benchmark.readme import table_of
+
+    page = ROOT / "docs" / "results.md"
+    text = page.read_text(encoding="utf-8")
+    table = table_of("nvidia-h200")
+    assert table not in text
+    assert table in site.readme.with_full_tables(text)
+    for page in ROOT.glob("docs/**/*.md"):  # no marker is misspelt
+        text = page.read_text(encoding="utf-8")
+        assert "full table" not in site.readme.with_full_tables(text).replace("full tables", ""), page
+
+
 def test_maths_are_typeset(site):
     import maths
 

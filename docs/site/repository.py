@@ -5,10 +5,12 @@ every linked file outside of it (a picture, a page, a source file, a notebook) b
 is rewritten. A link that leads nowhere stops the build.
 
 `<!-- README: Install -->` in a page stands for that section of README.md, `<!-- README -->` for what is before them.
+`<!-- full table NAME -->` stands for the table of all of `benchmark/results/NAME.json`.
 """
 
 import json
 import re
+import sys
 from pathlib import Path
 from posixpath import relpath
 
@@ -18,6 +20,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # `benchmark` is not part of the package
+from benchmark import readme  # noqa: E402
+
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 # Code comes first, so that what looks like a link in it is none; a link's text may be code.
 LINK = re.compile(
@@ -56,7 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = next(place for place in places if place.exists())
     if source.suffix not in WITH_LINKS:
         return markdown
-    text = relinked(markdown, source, uri, files)
+    text = relinked(readme.with_full_tables(markdown), source, uri, files)
     return INCLUDE.sub(lambda match: relinked(section(match[1]), README, uri, files), text)
 
 
