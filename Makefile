@@ -17,35 +17,33 @@ TESTS := -m "not convergence and not compilation" --ignore=test/package test
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install resolve demo demo-real test test-newest test-random test-convergence fuzz mutants benchmark dist
-.PHONY: hub-kernel integrations lint format typecheck docs notebook clean
+.PHONY: help install resolve demo demo-head demo-own demo-real test test-newest test-random test-compile test-convergence
+.PHONY: fuzz mutants benchmark dist hub-kernel integrations lint format typecheck docs notebook clean
 
 help: ## Show this list.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@awk -F ':.*## ' '/^##@ /{print "\n" substr($$0, 5)} /^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' \
+	  $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP) ## Create .venv with the pinned development set (once).
 
 $(STAMP): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "The development set needs Python >= 3.11; 'make ... PYTHON=python3.12' names another one." >&2; exit 1; }
 	@echo "Installing the development set (torch, transformers, TRL, test tools) into $(VENV): 3 GB, about 4 minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Without pip's own settings, such as an index of CPU builds: with the wheels that everybody gets.
-resolve: ## Check that the published wheels of the pinned versions allow each other; installs nothing.
-	@$(PYTHON) -m pip --isolated --disable-pip-version-check install --quiet --dry-run --ignore-installed \
-	  -r requirements-dev.txt -r requirements-docs.txt \
-	  || { echo "requirements-dev.txt and requirements-docs.txt: no published wheels satisfy these pins together" >&2; exit 1; }
+##@ For users
 
-$(DOCS_STAMP): requirements-docs.txt $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
-	@touch $@
+demo: $(STAMP) ## TRL's GRPOTrainer with and without patch_trl(), side by side: one minute.
+	OMP_NUM_THREADS=1 $(BIN)/python examples/compare_trl.py
 
-demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train it with GRPO.
-	@echo "1 of 2: a head with logits and one without, on the same text; half a minute."
+demo-head: $(STAMP) ## A head with logits and one without, on the same text: half a minute.
 	$(BIN)/python examples/compare_heads.py
-	@echo "2 of 2: GRPO from random weights to a policy that adds; three minutes."
+
+demo-own: $(STAMP) ## GRPO in a loop of one's own, from random weights to a policy that adds: three minutes.
 	$(BIN)/python examples/train_grpo.py
 
 # The package of the weights runs them with llama.cpp, which nothing here needs.
@@ -55,6 +53,11 @@ $(REAL_STAMP): $(STAMP)
 
 demo-real: $(REAL_STAMP) ## Train SmolLM2-135M with GRPO: 20 minutes on two CPU cores, 3 on a GPU.
 	$(BIN)/python examples/train_real.py
+
+benchmark: $(STAMP) ## Measure memory, time and error beside every peer that is installed.
+	$(BIN)/python -m benchmark.run $(ARGS)
+
+##@ For developers
 
 test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
@@ -93,9 +96,6 @@ test-compile: $(STAMP) ## Compile every kernel for seven GPUs, which need not be
 test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence
 
-benchmark: $(STAMP) ## Measure memory, time and error beside every peer that is installed.
-	$(BIN)/python -m benchmark.run $(ARGS)
-
 dist: $(STAMP) ## Build the source distribution and the wheel into dist/, and test them.
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
@@ -117,11 +117,21 @@ format: $(STAMP) ## Rewrite files in the project's style.
 typecheck: $(STAMP) ## Check the types of the package.
 	$(BIN)/mypy
 
+$(DOCS_STAMP): requirements-docs.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
 docs: $(DOCS_STAMP) ## Build the site into build/site; a broken link or an undocumented public name fails.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 notebook: $(STAMP) ## Run the notebook again and keep its outputs.
 	$(BIN)/python test/quickstart.py
+
+# Without pip's own settings, such as an index of CPU builds: with the wheels that everybody gets.
+resolve: ## Check that the published wheels of the pinned versions allow each other; installs nothing.
+	@$(PYTHON) -m pip --isolated --disable-pip-version-check install --quiet --dry-run --ignore-installed \
+	  -r requirements-dev.txt -r requirements-docs.txt \
+	  || { echo "requirements-dev.txt and requirements-docs.txt: no published wheels satisfy these pins together" >&2; exit 1; }
 
 clean: ## Remove the virtual environment and every cache.
 	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -143,6 +143,18 @@ def sums(example, tmp_path):
     return tmp_path / "model"
 
 
+def test_trl_runs_fewer_tokens_with_the_patch_and_trains_alike(example, tmp_path, capsys):
+    pytest.importorskip("trl", reason="the example needs it")
+    sizes = options(steps=1, completion=48, examples=3, hidden=64, layers=1, vocab=300)
+    example("compare_trl", *sizes, "--output", tmp_path)
+    trl, patched = json.loads((tmp_path / "compare_trl.json").read_text()).values()
+    assert (tmp_path / "compare_trl.png").stat().st_size > 0
+    assert trl["loss"] == pytest.approx(patched["loss"], abs=1e-5)
+    assert len(set(trl["loss"])) == 2
+    assert all(ours < 0.6 * theirs for ours, theirs in zip(patched["tokens"], trl["tokens"], strict=True))
+    assert "times as fast with" in capsys.readouterr().out
+
+
 def test_a_published_model_is_trained(example, sums, tmp_path, capsys):
     sizes = options(steps=2, prompts=2, group=2, max_new_tokens=4)
     example("train_real", *sizes, "--model", sums, "--output", tmp_path)

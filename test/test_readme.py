@@ -1,6 +1,9 @@
 """The README and docs/ say what the code does: their snippets run, the tables are those of the results."""
 
 import re
+import shutil
+import subprocess
+import sys
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
@@ -206,6 +209,23 @@ def test_messages_that_a_page_explains_are_those_of_the_package():
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+
+
+def test_an_old_python_is_told_before_anything_is_installed(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    old = tmp_path / "python"
+    code = "import sys; sys.version_info = (3, 10); ${2#import sys;}"
+    old.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{code}"\n')
+    old.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements-dev.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
+    done = subprocess.run(["make", "demo", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "needs Python >= 3.11" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+    assert "Installing" not in done.stdout
 
 
 def test_the_workflow_runs_what_a_change_must_pass():
