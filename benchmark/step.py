@@ -242,14 +242,6 @@ def title(name: str, about: dict[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
-# Of the picture, with their names there.
-SUMMARY = {
-    "TRL, use_liger_kernel": "`use_liger_kernel`",
-    "TRL, patch_trl()": "`patch_trl()`",
-    "TRL, patch_trl(), use_liger_kernel": "both",
-}
-
-
 def summary(results: dict[str, Any], *patterns: str) -> str:
     """A row for each peer of each shape and batch, beside the patch with the peer's kernels (`pairs`).
 
