@@ -16,7 +16,7 @@ from benchmark import (
     whole_step,
 )
 from benchmark.environment import RESULTS, ROOT, read_results
-from benchmark.table import brief, markdown, summary
+from benchmark.table import brief, markdown
 
 NAMES = ("results", "support")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
@@ -35,7 +35,6 @@ OTHERS = {
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 FULL = re.compile(r"<!-- full table (\S+)((?: \S+)*) -->")
-SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)
 
 
 def table_of(name: str, *words: str) -> str:
@@ -61,17 +60,12 @@ def filled(text: str) -> str:
     `<!-- begin table NAME brief -->` is one table of milliseconds. `<!-- begin table NAME -->` takes every timed case,
     `<!-- begin table NAME GLOB... -->` those that match. Results of other benchmarks are one table each; words behind
     their names are arguments of their tables.
-    `<!-- begin summary NAME CASE VARIANT... -->` takes a few columns of some variants.
     """
 
     def block(match: re.Match[str]) -> str:
         return f"{match[1]}{table_of(match[2], *match[3].split())}{match[5]}"
 
-    def few(match: re.Match[str]) -> str:
-        results = read_results(RESULTS / f"{match[2]}.json")
-        return f"{match[1]}{summary(results, match[3], match[4].split())}{match[6]}"
-
-    return SUMMARY.sub(few, BLOCK.sub(block, text))
+    return BLOCK.sub(block, text)
 
 
 if __name__ == "__main__":

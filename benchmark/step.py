@@ -339,7 +339,6 @@ def brief(results: dict[str, Any], *patterns: str) -> str:
     return f"{environment}\n\n{markdown_table(BRIEF, lines)}\n"
 
 
-LIGER = "use_liger_kernel"
 BRIEF: Columns = {
     "Liger's kernels": lambda line: line["liger"],
     "TRL, ms": number("trl_ms", ",.0f"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmark.cases import MIXED, STEP
 from benchmark.environment import PACKAGES, package_key, read_results
-from benchmark.variants import LABELS, OURS
+from benchmark.variants import LABELS
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
@@ -125,24 +125,6 @@ def gradient_error(row: Row) -> float | None:
 def format_percent(share: float | None) -> str:
     """Two digits, such as 15% and 0.24%."""
     return "" if share is None else f"{100 * share:.2g}%"
-
-
-SUMMARY: Columns = {
-    "step ms": COLUMNS["fwd+bwd ms"],
-    "x TRL": COLUMNS["x TRL"],
-    "extra MiB": COLUMNS["extra MiB"],
-    "log-probability error, nats": lambda row: f"{row['logp_max_error']:.1g}",
-    "gradient error": lambda row: format_percent(gradient_error(row)),
-}
-
-
-def summary(results: dict[str, Any], case: str, variants: Sequence[str]) -> str:
-    """One table of the variants on a case, in a few columns; ours in bold."""
-    rows = {row["variant"]: row for row in results["rows"] if row["case"] == case}
-    table = markdown_table(
-        SUMMARY, [(f"**{LABELS[name]}**" if name == OURS else LABELS[name], rows[name]) for name in variants]
-    )
-    return f"{environment_line(results['environment'])}\n\n{table}\n"
 
 
 def environment_line(
