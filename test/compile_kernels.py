@@ -41,6 +41,7 @@ from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, TokenSum
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
 from liger_rl.step import flash
+from liger_rl.step.attention_merge_triton import merge_attention
 from liger_rl.support import segment_sums_triton, slots_triton
 from liger_rl.support.segment_sums import Entries, Factors, Segments
 from liger_rl.support.slots import SlotGradients
@@ -195,7 +196,7 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
 def trees(_transform: LogitTransform, entropy: bool) -> None:
     width = flash.WIDTHS[int(entropy)]
     output, other = (ones(N, 4, width, dtype=torch.bfloat16) for _ in range(2))
-    flash._merge(output, ones(4, N), other, ones(4, N))
+    merge_attention(output, ones(4, N), other, ones(4, N))
 
 
 CALLS = (

@@ -12,21 +12,19 @@ Outputs of the levels are joined by their log-sum-exps, and each level's backwar
 deterministic, which on an H200 takes 6% more time than to add in any order.
 """
 
-import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from liger_rl.kernels.devices import launch_context
 
 logger = logging.getLogger("liger_rl")
 PACKAGE = "flash_attn"
@@ -34,7 +32,6 @@ CAPABILITY = 9  # Hopper, on which this was measured
 WIDTHS = (64, 128)  # of heads
 MOST_LEVELS = 4  # each is a pass over its queries and what stands between them
 TOLERANCE = 2e-2  # of the check, in shares of the norm; bfloat16 is 3e-3 off
-MERGED_TOKENS, MERGE_WARPS = 16, 4
 
 
 class Level(NamedTuple):
@@ -97,43 +94,6 @@ def _make_level(queries: np.ndarray, keys: np.ndarray, places: np.ndarray | None
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["tokens", "lse_stride"])
-def _merge_kernel(
-    output,  # (tokens, heads, width); what is joined comes back
-    lse,  # (heads, tokens) float32 of rows of `lse_stride`; so does it here
-    other_output,
-    other_lse,  # contiguous
-    tokens,
-    lse_stride,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    head = tl.program_id(1).to(tl.int64)
-    inside = token < tokens
-    ours = tl.load(lse + head * lse_stride + token, mask=inside, other=0.0)
-    theirs = tl.load(other_lse + head * tokens + token, mask=inside, other=float("-inf"))
-    has_keys = theirs > float("-inf")
-    high = tl.maximum(ours, theirs)
-    joint = high + tl.log(tl.exp(ours - high) + tl.exp(theirs - high))
-    column = tl.arange(0, COLUMNS)
-    at = (token[:, None] * HEADS + head) * WIDTH + column[None, :]
-    chosen = has_keys[:, None] & (column < WIDTH)[None, :]
-    mixed = tl.load(output + at, mask=chosen, other=0.0).to(tl.float32) * tl.exp(ours - joint)[:, None]
-    mixed += tl.load(other_output + at, mask=chosen, other=0.0).to(tl.float32) * tl.exp(theirs - joint)[:, None]
-    tl.store(output + at, mixed.to(output.dtype.element_ty), mask=chosen)
-    tl.store(lse + head * lse_stride + token, joint, mask=has_keys)
-
-
-def _merge(output: Tensor, lse: Tensor, other_output: Tensor, other_lse: Tensor) -> None:
-    tokens, heads, width = output.shape
-    sizes = {"HEADS": heads, "WIDTH": width, "COLUMNS": triton.next_power_of_2(width), "TOKENS": MERGED_TOKENS}
-    grid = triton.cdiv(tokens, MERGED_TOKENS), heads
-    _merge_kernel[grid](output, lse, other_output, other_lse, tokens, lse.stride(0), **sizes, num_warps=MERGE_WARPS)
-
-
 class _TreeAttention(torch.autograd.Function):
     """Of tensors (n, heads, width)."""
 
@@ -141,6 +101,8 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, levels: list[Level], scale: float | None
     ) -> Tensor:
+        from liger_rl.step.attention_merge_triton import merge_attention
+
         kernel, _ = _load_kernels()
         output = lse = query  # of the first level, which has all queries
         for level in levels:
@@ -149,7 +111,7 @@ class _TreeAttention(torch.autograd.Function):
             if level.places is None:
                 output, lse = of_level
             else:
-                _merge(output[level.span], lse[:, level.span], *of_level)
+                merge_attention(output[level.span], lse[:, level.span], *of_level)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.levels, ctx.scale = levels, scale
         return output
@@ -189,7 +151,8 @@ def _list_segments(level: Level) -> dict[str, Any]:
 def attend(query: Tensor, key: Tensor, value: Tensor, levels: list[Level], scale: float | None = None) -> Tensor:
     """(1, heads, n, width) the attention of a tree, of tensors of this shape."""
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _TreeAttention.apply(*flat, levels, scale).transpose(0, 1)[None]
+    with launch_context(query.device):
+        return _TreeAttention.apply(*flat, levels, scale).transpose(0, 1)[None]
 
 
 # --- whether it can run -----------------------------------------------------------------------------------------------
@@ -198,8 +161,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, levels: list[Level], scale
 @cache
 def _load_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     # torch's flex attention calls these two names as well.
-    home = importlib.import_module(f"{PACKAGE}.cute.interface")
-    return home._flash_attn_fwd, home._flash_attn_bwd
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
 
 
 @cache
@@ -261,11 +225,10 @@ def _try_kernels(device: torch.device, dtype: torch.dtype, heads: int, key_heads
             return [output.detach(), *torch.autograd.grad(output, inputs, upstream.to(kind))]
 
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            levels = cut_into_levels(ends, device)
-            assert levels is not None
-            found = run(partial(attend, levels=levels), dtype)
-            expected = run(attend_densely, torch.float64)
+        levels = cut_into_levels(ends, device)
+        assert levels is not None
+        found = run(partial(attend, levels=levels), dtype)
+        expected = run(attend_densely, torch.float64)
     except Exception as error:  # of a compiler, or of versions that do not go together
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     off = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
