@@ -1,7 +1,9 @@
 """Layouts without a model and a device: what every layout of random sequences has."""
 
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="a step's models are its")
 
 from host_reads import host_reads
+from liger_rl.step.attention import BLOCK
 from liger_rl.step.facts import Facts
 from liger_rl.step.layout import Layout, MicroBatch, count_padded_groups, lay_out
 from liger_rl.step.reason import Reason
@@ -273,3 +276,24 @@ def test_one_copy_to_the_host(device):
     with host_reads(device) as reads:
         read_sequences(batch, FACTS, weights=weights, labels=batch.ids)
     assert len(reads.names) == (device.type == "cuda")  # on CPU the copy is none
+
+
+def test_the_page_says_what_share_of_the_tokens_remains():
+    """On a GPU, where a tree may have any length."""
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    section = page.split("## How much will I gain?")[1].split("\n## ")[0].replace(",", "")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+)% \| (\d+)% \| (\d+)% \|$", section, re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        prompt, longest, mean, *shares = map(int, row)
+        for group, share in zip((4, 8, 16), shares, strict=True):
+            ids = torch.randint(3, 100_000, (group, prompt + longest), generator=torch.Generator().manual_seed(group))
+            ids[:, :prompt] = ids[0, :prompt]
+            length = torch.full((group, 1), (group * mean - longest) // (group - 1))
+            length[0] = longest
+            column = torch.arange(prompt + longest)
+            attended = column < prompt + length
+            batch = TokenBatch(ids, attended & (column >= prompt), {"attention_mask": attended.long()})
+            layout = lay_out(read(batch)._replace(device="cuda"), FACTS)
+            expected, rounding = share / 100 * ids.numel(), BLOCK + 0.006 * ids.numel()
+            assert count_tokens(layout) == pytest.approx(expected, abs=rounding)
