@@ -108,7 +108,7 @@ def shape(printed: list[str]) -> list[str]:
 
 def test_notebook(monkeypatch):
     """Its cells, in this process, which has imported most of what a kernel would have to import again."""
-    for system in ("matplotlib", "transformers"):
+    for system in ("matplotlib", "transformers", "trl"):
         pytest.importorskip(system, reason="the notebook needs it")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -120,7 +120,11 @@ def test_notebook(monkeypatch):
             fresh += [said.getvalue()] if said.getvalue() else []
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
     committed = ["".join(output["text"]) for output in outputs if output.get("name") == "stdout"]
-    exactness, memory, losses = ([line.split() for line in text.splitlines()] for text in fresh[1:])
+    assert "prompts once" in fresh[0]
+    trl, patched = (line.split("losses")[1].split() for line in fresh[0].splitlines()[-2:])
+    assert [float(loss) for loss in trl] == pytest.approx([float(loss) for loss in patched], abs=2e-5)
+    assert len(set(trl)) == 3
+    exactness, memory, losses = ([line.split() for line in text.splitlines()] for text in fresh[2:])
     assert [float(line[-1]) < 1e-4 for line in exactness] == [True] * 3
     full, fused = ([float(cell) for cell in line if cell[0].isdigit()] for line in memory[1:])
     assert full[-1] > 10 * full[0]
