@@ -6,7 +6,6 @@ Otherwise they are padded. Micro-batches have sequences with a common prefix, or
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -113,11 +112,12 @@ def lay_out(
         sequences = sequences._replace(spans=spans)
     live, no_gradient = _select_rows(sequences, half, every_row=facts.has_router_loss)
     idle, left_out = (no_gradient, []) if runs_idle else ([], no_gradient)
-    if sum(sequences.lengths([*live, *idle])) <= min(facts.host_tokens, max_tokens or math.inf):
+    rows, joined = _Rows(sequences, facts, half, padded_groups), sorted([*live, *idle])
+    fits = max_tokens is None or rows.count_tokens(joined) <= max_tokens
+    if fits and sum(sequences.lengths(joined)) <= facts.host_tokens:
         # A forward of their own would cost the host more than their backward, whose gradients are 0, costs the device.
-        live, idle = sorted([*live, *idle]), []
+        live, idle = joined, []
     _check_longest(sequences, [*live, *idle], max_tokens)
-    rows = _Rows(sequences, facts, half, padded_groups)
     planner, groups, text, reason = _choose_planner(rows, live, idle, max_tokens)
     if facts.packed is not None and reason is not None:
         return keep_batch(sequences, facts, reason)
@@ -239,10 +239,10 @@ class _Rows(NamedTuple):
             units = sorted(_group_pairs(part, self.half), key=lambda unit: -max(self.sequences.lengths(unit)))
             for unit in units:
                 # In an earlier micro-batch a short row would be padded to the length of a long one.
-                if groups[-1] and budget is not None and self._count_tokens([*groups[-1], *unit]) > budget:
+                if groups[-1] and budget is not None and self.count_tokens([*groups[-1], *unit]) > budget:
                     groups.append([])
                 groups[-1] += unit
-        return [(self._count_tokens(group), sorted(group)) for group in groups]
+        return [(self.count_tokens(group), sorted(group)) for group in groups]
 
     def make_micro_batch(self, group: list[int]) -> MicroBatch:
         batch, width = self.sequences.ids.shape
@@ -256,7 +256,7 @@ class _Rows(NamedTuple):
         plain = plain and all(self.sequences.spans[r].is_run for r in group)
         return MicroBatch(index, lengths, keeps_mask=not plain, rows=tuple(group))
 
-    def _count_tokens(self, group: list[int]) -> int:
+    def count_tokens(self, group: list[int]) -> int:
         lengths = self.sequences.lengths(group)
         return max(lengths) * len(lengths)
 

@@ -268,9 +268,9 @@ def test_where_the_host_is_slower_sequences_without_a_gradient_run_with_the_othe
     assert_as_padded(model, batch, FusedLinearGRPOLoss("gspo", **BASIC))
     assert [call[:2] for call in calls[1:]] == expected
     del calls[:]
-    for step in loss_steps(model, batch, FusedLinearGRPOLoss("gspo", **BASIC), max_tokens=tokens - 1):
+    for step in loss_steps(model, batch, FusedLinearGRPOLoss("gspo", **BASIC), max_tokens=5 * 13 - 1):
         step.loss.backward()
-    assert ((1, 11), False) in [call[:2] for call in calls]  # together they would be too many
+    assert [call[:2] for call in calls] == [((4, 13), True), ((1, 11), False)]  # one row of 5 would be too many tokens
 
 
 def test_tokens_up_to_which_the_host_is_slower(monkeypatch):
