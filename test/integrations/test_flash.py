@@ -146,10 +146,12 @@ def test_levels_are_joined(depth, heads, width, scale, monkeypatch):
     found, expected = flash.attend(*columns, levels, scale), run_densely(columns, ends, scale)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    for ours, theirs in zip(
-        *(torch.autograd.grad(output, columns, upstream) for output in (found, expected)), strict=True
-    ):
+    gradients = [torch.autograd.grad(output, columns, upstream, retain_graph=True) for output in (found, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.square().sum(), columns[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # a part of it would have no gradient
+        gradient.sum().backward()
 
 
 def test_what_cannot_run_is_said_once(monkeypatch, caplog):
@@ -179,18 +181,31 @@ def test_shapes_that_cannot_run(change, reason, monkeypatch):
     assert reason in flash._find_obstacle(**shape | change)
 
 
-@pytest.mark.parametrize("broken", ["raises", "scales", None])
-def test_kernels_are_tried_on_a_small_tree(broken, monkeypatch):
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        ("raises", "RuntimeError: no kernel"),
+        ("scales", "off"),
+        ("counts what sees no key", "off"),
+        ("has no gradient", "nan off"),
+        (None, "None"),
+    ],
+)
+def test_kernels_are_tried_on_a_small_tree(broken, expected, monkeypatch):
     skip_without_interpreter()
 
     def forward(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
         if broken == "raises":
             raise RuntimeError("no kernel\nand a long dump")
-        return stand_in_forward(query * (1.1 if broken else 1), *others, **options)
+        output, lse, *rest = stand_in_forward(query * (1.1 if broken == "scales" else 1), *others, **options)
+        return output, lse.nan_to_num(neginf=0.0) if broken == "counts what sees no key" else lse, *rest
 
-    monkeypatch.setattr(flash, "_load_kernels", lambda: (forward, stand_in_backward))
+    def backward(*columns: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        *others, of_value = stand_in_backward(*columns, **options)
+        return *others, of_value * torch.nan if broken == "has no gradient" else of_value
+
+    monkeypatch.setattr(flash, "_load_kernels", lambda: (forward, backward))
     reason = flash._try_kernels(CPU, torch.float32, 2, 1, 16)
-    expected = {"raises": "RuntimeError: no kernel", "scales": "off", None: "None"}[broken]
     assert expected in str(reason)
     assert "dump" not in str(reason)
 
