@@ -8,7 +8,17 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from trl_run_on_rank import DISTILLATION, IDLE_GROUPS, NOT_EXCHANGED, OFFLOADED_ROWS, ROWS, UNEVEN_ROWS, Pair, main
+from trl_run_on_rank import (
+    DISTILLATION,
+    IDLE_GROUPS,
+    NOT_EXCHANGED,
+    OFFLOADED_ROWS,
+    ROWS,
+    SHARDED,
+    UNEVEN_ROWS,
+    Pair,
+    main,
+)
 
 import trl_runs
 from forks import run_ranks
@@ -16,7 +26,7 @@ from forks import run_ranks
 # `run_ranks` decides, and not the time that a loaded machine takes.
 pytestmark = pytest.mark.timeout(0)
 DEEPSPEED_ROWS = [(wrapper, name) for wrapper in ("zero1", "zero2", "zero3") for name in ROWS]
-DEEPSPEED_ROWS += [("zero3-offload", name) for name in OFFLOADED_ROWS]
+DEEPSPEED_ROWS += [("zero3", name) for name in SHARDED] + [("zero3-offload", name) for name in OFFLOADED_ROWS]
 
 
 def run_on_ranks(directory: Path, *wrappers: str) -> list[dict[str, dict[str, Pair]]]:
@@ -49,7 +59,7 @@ def run_deepspeed(tmp_path_factory):
 
 def assert_same_runs(results: list[dict[str, Pair]], name: str) -> None:
     """Of a row that each rank has run, more closely than of one process: log, and each weight."""
-    row = (ROWS | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED)[name]
+    row = (ROWS | DISTILLATION | SHARDED | UNEVEN_ROWS | NOT_EXCHANGED)[name]
     for result in results:
         plain, patched, *_ = result[name]
         assert len(plain.padded_tokens) == row.options["max_steps"]
@@ -79,6 +89,11 @@ def of_wrapper(results: list[dict], wrapper: str) -> list[dict[str, Pair]]:
 @pytest.mark.parametrize("name", ROWS | DISTILLATION)
 def test_the_patched_run_is_trls_run(name, wrapper, torch_results):
     assert_same_runs(of_wrapper(torch_results, wrapper), name)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_calls_that_only_one_rank_could_join(name, torch_results):
+    assert_same_runs(of_wrapper(torch_results, "fsdp2"), name)
 
 
 @pytest.mark.parametrize("name", UNEVEN_ROWS)

@@ -67,6 +67,19 @@ def hook_first_rank(trainer) -> None:
         trainer.model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
 
 
+def give_positions(trainer) -> None:
+    """To the calls of rank 1, which then join no others. Those of rank 0 could."""
+    collate = trainer.data_collator
+
+    def give(examples):
+        inputs = collate(examples)
+        if trainer.accelerator.process_index == 1:
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return inputs
+
+    trainer.data_collator = give
+
+
 def change_first_step(trainer) -> None:
     """No two sequences of rank 1 begin alike in the first optimizer step."""
     collate, numbers = trainer.data_collator, iter(range(99))
@@ -121,6 +134,8 @@ ROWS = {
     "GRPO, checkpoints": scored(beta=0.1, num_iterations=2, max_steps=4, **CHECKPOINTS),
 }
 
+# Its ranks run as many forwards each.
+SHARDED = {"SFT, positions on one rank": row("SFT", prepare=give_positions, share=float("inf"), together=False)}
 DISTILLATION = {"Distillation": row("Distillation", share=0.8, **EIGHT_PROMPTS)}
 
 
@@ -246,8 +261,8 @@ def run_rows(wrapper: str, model: str, directory: str) -> dict[str, Pair]:
     prepare_process(wrapper)
     own = {
         "ddp": ROWS | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED,
-        "fsdp2": ROWS | DISTILLATION | IDLE_GROUPS,
-        "zero3": ROWS | IDLE_GROUPS | BFLOAT16_LORA,
+        "fsdp2": ROWS | DISTILLATION | IDLE_GROUPS | SHARDED,
+        "zero3": ROWS | IDLE_GROUPS | BFLOAT16_LORA | SHARDED,
         "zero3-offload": OFFLOADED_ROWS,
     }
     rows = own.get(wrapper, ROWS | IDLE_GROUPS)

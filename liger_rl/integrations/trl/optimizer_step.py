@@ -158,7 +158,9 @@ class OptimizerStep:
             gradient_state = trainer.accelerator.gradient_state
             if self.redirect is not None:
                 compute_loss = functools.partial(self._run_directly, compute_loss)
-            self.window = Window(compute_loss, gradient_state, self._run_joined, self._shares_prompts)
+            self.window = Window(
+                compute_loss, gradient_state, self._run_joined, self._shares_prompts, self._agree_to_join
+            )
             self._first_state = state
         elif state != self._first_state:
             self._first_state, get_measurements(trainer).has_moved = state, True
@@ -224,6 +226,19 @@ class OptimizerStep:
         wrapped = self.find_wrapped(self.model)
         assert wrapped is not None
         return can_share_prompts(wrapped, self.read_facts(wrapped), call)
+
+    def _agree_to_join(self, can_join: bool) -> bool:
+        """Whether a micro-batch's call can be one with others'; of a sharded model, on all ranks. A collective then."""
+        if self.trainer.accelerator.num_processes == 1 or not self._is_sharded:
+            return can_join
+        # A rank with a forward for each would wait in it for one with a forward for all.
+        wanted = Agreement(refuses=not can_join)
+        return not agree([torch.distributed.group.WORLD], wanted, self.trainer.args.device).refuses
+
+    @functools.cached_property
+    def _is_sharded(self) -> bool:
+        wrapped = self.find_wrapped(self.model)
+        return wrapped is not None and self.read_facts(wrapped).sharding is not None
 
     # --- calls of models ----------------------------------------------------------------------------------------------
 

@@ -73,9 +73,10 @@ class Window:
         gradient_state: Any,
         run_joined: RunJoined,
         shares_prompts: Callable[[dict[str, Any]], bool],  # of the inputs of a call
+        agree_to_join: Callable[[bool], bool],  # whether the call of every rank can join others; or this rank's
     ) -> None:
         self._compute_loss, self._gradient_state, self._run_joined = compute_loss, gradient_state, run_joined
-        self._shares_prompts = shares_prompts
+        self._shares_prompts, self._agree_to_join = shares_prompts, agree_to_join
         self.micro_batches: list[_MicroBatch] = []
         self._current: _MicroBatch | None = None  # whose `compute_loss` runs
         self._number = 0  # of its next call
@@ -157,7 +158,7 @@ class Window:
         # Packed rows without trees gain nothing: each micro-batch runs as in TRL.
         is_packed = _has_columns(inputs, PACKED_COLUMNS) and len(inputs["input_ids"]) == 1
         can_join = self._shares_prompts(inputs) if is_packed else _has_columns(inputs, COLUMNS)
-        batch.is_alone = batch.is_alone or not can_join
+        batch.is_alone = not self._agree_to_join(can_join and not batch.is_alone)
         if batch.is_alone:
             if self.waits and batch is not self._leader:
                 raise _ReachedCall
