@@ -81,7 +81,7 @@ def patch_trl(
             hooks that only read. False keeps what they see as it is.
         max_tokens: about how many tokens one forward may have. It takes as many micro-batches as fit if each is as long
             as the longest so far, and runs in parts if they turn out longer. None: on a GPU as free memory allows,
-            elsewhere any number.
+            elsewhere six micro-batches.
         memory: the share of a GPU's free memory, 0 to 1, that activations may take. With gradient checkpointing as many
             layers as fit are not recomputed; ZeRO-3 recomputes all. 0 recomputes all, and keeps their inputs in pinned
             CPU memory.
