@@ -52,7 +52,9 @@ def build(out: Path) -> None:
 
 def _is_kept(path: Path) -> bool:
     room = path.parts[0]
-    return room != "step" and (room != "integrations" or INTEGRATIONS.fullmatch(path.as_posix()) is not None)
+    return room not in ("step", "trl.py") and (
+        room != "integrations" or INTEGRATIONS.fullmatch(path.as_posix()) is not None
+    )
 
 
 def relative(source: str, depth: int, identifier: str) -> str:

@@ -113,7 +113,7 @@ def loss_of_trl(rank, patched):
 
 def test_trls_loss_of_heads_that_are_dtensors(ranks):
     """Gathered as TRL gathers them."""
-    pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+    pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
     runs = (ranks.run(loss_of_trl, patched) for patched in (True, False))
     for found, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.distillation_trainer as module

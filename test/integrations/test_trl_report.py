@@ -194,6 +194,7 @@ def test_what_a_user_chose_or_cannot_change_is_no_warning(options, text, path_of
     ],
 )
 def test_a_distillation_has_a_line_too(built_before, text, path_of, tmp_path, caplog):
+    pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
     options = {"teacher": path_of["teacher"], "max_steps": 1, "log_level": "passive", "built_before": built_before}
     run = trl_runs.train("Distillation", path_of["qwen3"], tmp_path, patch=True, **options)
     lines, warnings = read_lines(caplog, name="DistillationTrainer")
@@ -202,6 +203,7 @@ def test_a_distillation_has_a_line_too(built_before, text, path_of, tmp_path, ca
 
 
 def test_deepspeed_runs_a_distillation_as_trl_does(path_of, tmp_path, monkeypatch):
+    pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
     create = transformers.Trainer.create_accelerator_and_postprocess
 
     def create_with_deepspeed(self):
@@ -218,6 +220,7 @@ def test_deepspeed_runs_a_distillation_as_trl_does(path_of, tmp_path, monkeypatc
 
 
 def test_the_calls_of_a_distillation_have_names(path_of, tmp_path):
+    pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
     trainers = []
     options = {"teacher": path_of["teacher"], "max_steps": 1, "prepare": trainers.append}
     with patched_trl():

@@ -594,7 +594,7 @@ def test_the_patched_run_is_trls_run(name, path_of, tmp_path):
     path = path_of[row.model] if isinstance(row.model, str) else trl_runs.save(row.model, tmp_path)
     teacher = {}
     if row.kind == "Distillation":
-        pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+        pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
         made = row.options["teacher"]
         teacher["teacher"] = path_of[made] if isinstance(made, str) else trl_runs.save(made, tmp_path / "teacher")
     plain, _ = trl_runs.assert_row(row, path, tmp_path, **teacher)
