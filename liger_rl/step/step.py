@@ -8,7 +8,7 @@ its first step, or in the first one that shares prefixes.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -124,13 +124,16 @@ def _count_groups(inputs: StepInputs, facts: Facts, sequences: Sequences) -> int
 
 def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_groups: int) -> tuple[Layout, bool]:
     """The layout, and whether its live micro-batches are parts that do not fit into memory together."""
-    layout = lay_out(
-        sequences, facts, max_tokens=inputs.max_tokens, runs_idle=inputs.runs_idle,
-        one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
-    )  # fmt: skip
     budget = _find_budget(inputs, facts, sequences)
-    if layout.live_tokens <= budget:
-        return layout, False
+    # With the idle sequences there may be too many.
+    for host_tokens in (facts.host_tokens, 0.0) if facts.host_tokens else (0.0,):
+        layout = lay_out(
+            sequences, replace(facts, host_tokens=host_tokens), max_tokens=inputs.max_tokens,
+            runs_idle=inputs.runs_idle, one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs,
+            padded_groups=padded_groups,
+        )  # fmt: skip
+        if layout.live_tokens <= budget:
+            return layout, False
     layout = lay_out(sequences, facts, max_tokens=int(budget))
     return layout, layout.live_tokens > budget
 

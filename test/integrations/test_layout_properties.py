@@ -4,6 +4,7 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from liger_rl.step.facts import Facts
 from liger_rl.step.layout import Layout, MicroBatch, count_padded_groups, lay_out
 from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
+from liger_rl.step.step import _lay_out
 
 REFUSED = Reason("a test")
 FACTS = Facts(
@@ -297,3 +299,21 @@ def test_the_page_says_what_share_of_the_tokens_remains():
             layout = lay_out(read(batch)._replace(device="cuda"), FACTS)
             expected, rounding = share / 100 * ids.numel(), BLOCK + 0.006 * ids.numel()
             assert count_tokens(layout) == pytest.approx(expected, abs=rounding)
+
+
+def test_sequences_without_a_gradient_do_not_make_a_step_too_large():
+    """They run with the others where the host is slower, unless memory would be too small for all."""
+    batch, weights = draw(12, 5)
+    facts = replace(PADDED, host_tokens=1e9)
+    sequences = read(batch, facts, weights)
+    inputs = SimpleNamespace(
+        max_tokens=None, runs_idle=True, one_micro_batch=None, pairs=False, shapes=((1, 60),) * 12, live_tokens=None
+    )
+    joined, _ = _lay_out(inputs, facts, sequences, 3)
+    apart, _ = _lay_out(inputs, replace(facts, host_tokens=0.0), sequences, 3)
+    assert not joined.idle
+    assert apart.idle
+    for live_tokens, expected in ((joined.live_tokens, joined), (joined.live_tokens - 1, apart)):
+        inputs.live_tokens = live_tokens
+        found, in_parts = _lay_out(inputs, facts, sequences, 3)
+        assert (found.live_tokens, len(found.idle), in_parts) == (expected.live_tokens, len(expected.idle), False)
