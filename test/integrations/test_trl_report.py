@@ -18,7 +18,7 @@ import forks
 import trl_runs
 from hf_models import BEFORE_5
 from liger_rl import explain_trl, patch_trl
-from liger_rl.integrations.trl import patched_trl
+from liger_rl.integrations.trl import optimizer_step, patched_trl
 from liger_rl.integrations.trl.report import SAVED, TOKENS
 
 SCORED = {"per_device_train_batch_size": 4, "max_completion_length": 6}
@@ -291,6 +291,16 @@ def test_explain_trl_before_and_after_training(path_of, tmp_path):
     assert "tokens run; prompts once, no padding" in policy
     numbers = [int(line.split(": ")[1].split(" of ")[0]) for line in (policy, reference)]
     assert sum(numbers) == run.log[TOKENS][-1]
+
+
+def test_explain_trl_knows_that_another_rank_has_a_reason(path_of, tmp_path, monkeypatch):
+    patch_trl()
+    agree = optimizer_step.agree
+    monkeypatch.setattr(optimizer_step, "agree", lambda *args: agree(*args)._replace(refuses=True))
+    trainer = trl_runs.build("SFT", path_of["qwen3"], tmp_path, **OPTIONS | {"max_steps": 1})
+    assert "its 2 micro-batches in one forward" in explain_trl(trainer)
+    trainer.train()
+    assert f"a forward for each of its 2 micro-batches: {optimizer_step.ANOTHER_RANK}" in explain_trl(trainer)
 
 
 def test_explain_trl_knows_a_limit_of_tokens(path_of, tmp_path):

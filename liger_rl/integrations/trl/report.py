@@ -19,6 +19,7 @@ from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl.between import is_trl_trainer, list_own_methods
 from liger_rl.integrations.trl.forward import AS_TRL, CallRecord, find_unreadable, find_wrapped
 from liger_rl.integrations.trl.optimizer_step import (
+    ANOTHER_RANK,
     FUSED_TRAINERS,
     UNMEASURED,
     OptimizerStep,
@@ -49,6 +50,7 @@ class _Report:
     body_tokens: int = 0
     padded_tokens: int = 0
     run_steps: int = 0  # optimizer steps
+    refusal: Reason | None = None  # of the last one, why each micro-batch had a forward of its own
     is_announced: bool = False  # whether the run's line has been logged
 
 
@@ -76,7 +78,7 @@ class Reporter(TrainerCallback):
             return
         step.close()
         report.last_calls |= {call.role: [c for c in step.calls if c.role == call.role] for call in step.calls}
-        report.run_steps += 1
+        report.run_steps, report.refusal = report.run_steps + 1, step.refusal
         _log_tokens(trainer, report, step.calls)
         step.warn_of_waiting()
         # On a GPU the first step measures memory, so the second one says more.
@@ -258,7 +260,7 @@ def explain_trl(trainer: Any) -> str:
     if obstacle is not None:
         return f"{name}: {_name_gain(trainer)}{_describe_reason(obstacle)}"
     report, own = _get_report(trainer), list_own_methods(trainer)
-    lines = [f"optimizer step: {_explain_window(trainer, model, report.last_calls.get('policy', []))}"]
+    lines = [f"optimizer step: {_explain_window(trainer, model, report)}"]
     for role, calls in sorted(report.last_calls.items()):
         text, reason = _describe_calls(calls)
         lines.append(f"{role}: {text}{_describe_reason(reason)}")
@@ -281,8 +283,11 @@ def _describe_reason(reason: Reason | None) -> str:
     return "" if reason is None else f": {reason}{fix}"
 
 
-def _explain_window(trainer: Any, model: nn.Module, calls: list[CallRecord]) -> str:
-    number, reason = trainer.args.gradient_accumulation_steps, find_refusal(trainer, model)
+def _explain_window(trainer: Any, model: nn.Module, report: _Report) -> str:
+    number, calls = trainer.args.gradient_accumulation_steps, report.last_calls.get("policy", [])
+    reason = find_refusal(trainer, model)
+    if report.refusal is ANOTHER_RANK:  # which this rank cannot find
+        reason = reason or ANOTHER_RANK
     if number == 1:
         return f"one micro-batch{_describe_reason(reason if reason is not None and reason.fix else None)}"
     if not (calls or reason) and get_size(trainer) < number and get_settings().max_tokens is None:
