@@ -61,6 +61,11 @@ from liger_rl.integrations.trl import patched_trl
 CLIP = 0.2  # TRL's default, on both sides
 # TRL's defaults, written out because Unsloth has others.
 GRPO = {"loss_type": "dapo", "epsilon": CLIP, "epsilon_high": CLIP, "beta": 0.0, "mask_truncated_completions": False}
+# A trainer that logs each step, says nothing, and does not learn.
+QUIET = {
+    "report_to": [], "save_strategy": "no", "disable_tqdm": True, "log_level": "error", "logging_steps": 1,
+    "learning_rate": 0.0,
+}  # fmt: skip
 OPTIMIZER = {"optim": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0}
 UNSLOTH = "UNSLOTH_PACKAGES"  # environment variable: the folder of Unsloth and the packages that it needs
 UNSLOTH_SECONDS = 420
@@ -310,14 +315,9 @@ def make_arguments(
     per_step = task.lengths.groups * (1 if task.trainer == "DPO" else task.lengths.members)
     arguments = {
         "output_dir": folder,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "log_level": "error",
-        "logging_steps": 1,
+        **QUIET,
         "use_cpu": device == "cpu",
         "bf16": dtype == "bfloat16",
-        "learning_rate": 0.0,
         "max_steps": steps,
         "per_device_train_batch_size": per_step // task.micro_batches,
         "gradient_accumulation_steps": task.micro_batches,

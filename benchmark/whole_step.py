@@ -160,7 +160,7 @@ def run(
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from benchmark.step_runs import OPTIMIZER, WAYS, on_one_gpu, restored_module
+    from benchmark.step_runs import OPTIMIZER, QUIET, WAYS, on_one_gpu, restored_module
 
     settling = math.ceil(SETTLING / arguments.at_once) * arguments.at_once
     steps = arguments.generations * arguments.at_once
@@ -177,14 +177,9 @@ def run(
     with tempfile.TemporaryDirectory() as folder, restored_module(model), way.patched():
         options: dict[str, Any] = {
             "output_dir": folder,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "log_level": "error",
-            "logging_steps": 1,
+            **QUIET,
             "use_cpu": device == "cpu",
             "bf16": device == "cuda",
-            "learning_rate": 0.0,
             "max_steps": settling + steps,
             "seed": SEED,
             "num_generations": MEMBERS,

@@ -151,7 +151,7 @@ def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device
         torch._dynamo.maybe_mark_dynamic(x, 0)
     mask: Any = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=chosen_mod, seq_lengths=(n, n))
     mask.ndim = 4  # some models check whether a mask has two dimensions
-    mask.levels = flash.cut_into_levels(ends, device) if window is None and flash.is_installed() else None
+    mask.levels = flash.find_levels(ends, window, device)
     return mask
 
 
@@ -203,8 +203,7 @@ def _run_flex_attention(
         dtype = torch.get_autocast_dtype(device)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     heads, widths = (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3])
-    # A compiler cannot trace these kernels.
-    levels = None if softcap is not None or torch.compiler.is_compiling() else getattr(mask, "levels", None)
+    levels = flash.choose_levels(getattr(mask, "levels", None), softcap)
     if levels is not None and flash.can_attend(query.device, dtype, *heads, *widths):
         return flash.attend(query, key, value, levels, scale)
     for x in (query, key, value):

@@ -171,9 +171,38 @@ def _load_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 @cache
 def is_installed() -> bool:
     """Not by an import, which takes seconds."""
-    spec = importlib.util.find_spec(PACKAGE)
+    try:
+        spec = importlib.util.find_spec(PACKAGE)
+    except ValueError:  # somebody has put a module without a spec there
+        return False
     folders = spec.submodule_search_locations if spec else None
     return any(Path(folder, "cute", "interface.py").exists() for folder in folders or ())
+
+
+def find_levels(ends: Tensor, window: int | None, device: torch.device) -> list[Level] | str | None:
+    """The levels of a tree, or why it has none; None where flash-attn-4 is not installed."""
+    if not is_installed():
+        return None
+    if window is not None:
+        return "layers have a window"
+    return cut_into_levels(ends, device) or f"shared prefixes are nested more than {MOST_LEVELS - 1} deep"
+
+
+def choose_levels(levels: list[Level] | str | None, softcap: float | None) -> list[Level] | None:
+    """The levels, if these kernels may run them. Says why not, once for each reason."""
+    if levels is None or torch.compiler.is_compiling():  # a compiler cannot trace these kernels
+        return None
+    if softcap is not None:
+        levels = "scores have a softcap"
+    if isinstance(levels, str):
+        _say_why_not(levels)
+        return None
+    return levels
+
+
+@cache
+def _say_why_not(reason: str) -> None:
+    logger.info("attention of shared prefixes: flex attention, not flash-attn-4: %s", reason)
 
 
 @cache

@@ -126,11 +126,10 @@ def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_grou
     """The layout, and whether its live micro-batches are parts that do not fit into memory together."""
     budget = _find_budget(inputs, facts, sequences)
     # With the idle sequences there may be too many.
-    for host_tokens in (facts.host_tokens, 0.0) if facts.host_tokens else (0.0,):
+    for own in (facts, replace(facts, host_tokens=0.0)) if facts.host_tokens else (facts,):
         layout = lay_out(
-            sequences, replace(facts, host_tokens=host_tokens), max_tokens=inputs.max_tokens,
-            runs_idle=inputs.runs_idle, one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs,
-            padded_groups=padded_groups,
+            sequences, own, max_tokens=inputs.max_tokens, runs_idle=inputs.runs_idle,
+            one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
         )  # fmt: skip
         if layout.live_tokens <= budget:
             return layout, False

@@ -1,7 +1,9 @@
 """The attention of a tree by flash-attn-4, whose kernels have stand-ins where there is no GPU."""
 
 import logging
+import sys
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from devices import NEEDS_GPU, skip_without_interpreter
 from liger_rl.step import attention, flash, prefix_tree
 
 CPU = torch.device("cpu")
+NESTED = torch.tensor([9, 8, 7, 6, 5, 6, 7, 8, 9])  # `ends` of a chain from each of whose tokens one branch goes
 
 
 def make_ends(depth: int, longest: int = 30, multiple: int = 16) -> Tensor:
@@ -68,9 +71,36 @@ def test_levels_of_known_trees():
     assert further.places.tolist() == [0, 1, 2, 3]
     assert len(flash.cut_into_levels(torch.full((9,), 9), CPU)) == 1
     # One branch from each of the first tokens: each is a level of its own.
-    nested = torch.tensor([9, 8, 7, 6, 5, 6, 7, 8, 9])
-    assert flash.cut_into_levels(nested, CPU) is None
-    assert len(flash.cut_into_levels(nested[1:] - 1, CPU)) == 4
+    assert flash.cut_into_levels(NESTED, CPU) is None
+    assert len(flash.cut_into_levels(NESTED[1:] - 1, CPU)) == 4
+
+
+def test_a_tree_without_levels_is_said_once(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "liger_rl")
+    monkeypatch.setattr(flash, "is_installed", lambda: False)
+    assert flash.find_levels(NESTED, None, CPU) is None
+    assert flash.choose_levels(None, 30.0) is None
+    assert not caplog.messages
+    monkeypatch.setattr(flash, "is_installed", lambda: True)
+    flash._say_why_not.cache_clear()
+    flat = flash.find_levels(NESTED[1:] - 1, None, CPU)
+    assert flash.choose_levels(flat, None) is flat
+    for _ in range(2):
+        assert flash.choose_levels(flash.find_levels(NESTED, None, CPU), None) is None
+        assert flash.choose_levels(flash.find_levels(NESTED, 9, CPU), None) is None
+        assert flash.choose_levels(flat, 30.0) is None
+    reasons = [message.split("not flash-attn-4: ")[1] for message in caplog.messages]
+    assert reasons == [
+        "shared prefixes are nested more than 3 deep", "layers have a window", "scores have a softcap",
+    ]  # fmt: skip
+    flash._say_why_not.cache_clear()
+
+
+def test_a_module_without_a_spec_is_not_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    flash.is_installed.cache_clear()
+    assert not flash.is_installed()
+    flash.is_installed.cache_clear()
 
 
 def attend_in_segments(
@@ -238,7 +268,7 @@ def test_the_kernels(depth, width):
     mask = attention._make_block_mask(ends, torch.arange(ends.numel()), None, device)
     columns = make_columns(ends.numel(), 4, 2, width, torch.bfloat16, device)
     assert flash.can_attend(device, torch.bfloat16, 4, 2, width, width)
-    assert mask.levels is not None
+    assert isinstance(mask.levels, list)
     levels, mask.levels = mask.levels, None
     upstream = torch.randn(1, 4, ends.numel(), width, generator=torch.Generator().manual_seed(1)).to(device)
     exact = [x.detach().double().requires_grad_() for x in columns]
