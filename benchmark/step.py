@@ -98,8 +98,9 @@ _GRPO_ROWS = (
     "trl-liger-flash-no-checkpointing", "head", "memory-0", "patch", "memory-0-liger", "patch-liger", "loss-steps",
 )  # fmt: skip
 _PACKED_ROWS = (
-    "trl-packing", "trl-liger-flash-packing", "trl-liger-flash-no-checkpointing-packing", "memory-0-packing",
-    "patch-packing", "memory-0-liger-packing", "patch-liger-packing",
+    "trl-packing", "trl-liger-packing", "trl-liger-no-checkpointing-packing", "trl-liger-flash-packing",
+    "trl-liger-flash-no-checkpointing-packing", "memory-0-packing", "patch-packing", "memory-0-liger-packing",
+    "patch-liger-packing",
 )  # fmt: skip
 ROWS = (
     *_GRPO_ROWS, "uneven-liger", "full-logits", "unsloth", *_PACKED_ROWS,
