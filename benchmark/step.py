@@ -422,7 +422,8 @@ def choose_rows(task: Task, device: str) -> list[str]:
     if device == "cpu" or not is_flash_attn_4_available():
         rows = (row for row in rows if "flash" not in row)
     # Liger's kernels need a GPU.
-    return list(dict.fromkeys(row.replace("-liger", "") if device == "cpu" else row for row in rows))
+    named = (row.replace("-liger", "") if device == "cpu" else row for row in rows)
+    return [row for row in dict.fromkeys(named) if row in ROWS]
 
 
 def parse_arguments() -> argparse.Namespace:

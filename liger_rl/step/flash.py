@@ -130,7 +130,7 @@ class _TreeAttention(torch.autograd.Function):
             if level.places is None:
                 grads = of_level
             else:
-                grads[0][span] += of_level[0]
+                grads[0][span].add_(of_level[0])
                 for grad, of_keys in zip(grads[1:], of_level[1:], strict=True):
                     grad[level.places] += of_keys  # no place is twice among them: the order does not matter
         return *grads, None, None

@@ -55,10 +55,14 @@ class Outputs(NamedTuple):
             return None
         if self.source is None:
             return values[0].unflatten(0, self.mask.shape)
-        device = values[0].device
+        device, outputs = values[0].device, torch.cat(values)
+        source, mask = self.source.to(device), self.mask.to(device)
         # A place of a tree may be a completion token of one sequence and a prompt token of another.
-        gathered = torch.cat([*values, torch.zeros_like(values[0][:1])])[self.source.to(device)]
-        return gathered.masked_fill(~self.mask.to(device).view(*self.mask.shape, *[1] * (gathered.dim() - 2)), 0)
+        runs = mask & (source < len(outputs))
+        # Tokens that read nothing read different places: the backward of many reads of one place takes one at a time.
+        spread = torch.arange(source.numel(), device=device).view_as(source) % len(outputs)
+        gathered = outputs[torch.where(runs, source, spread)]
+        return gathered.masked_fill(~runs.view(*runs.shape, *[1] * (gathered.dim() - 2)), 0)
 
     def take(self, index: Any) -> "Outputs":
         """The outputs of a part of the batch, by an index of a (B, T) tensor."""
