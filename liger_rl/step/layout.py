@@ -6,6 +6,7 @@ Otherwise they are padded. Micro-batches have sequences with a common prefix, or
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -93,6 +94,7 @@ def lay_out(
     one_micro_batch: Reason | None = None,  # why all sequences must be in one micro-batch; None if they need not
     pairs: bool = False,  # rows r and B / 2 + r run together, and both if one has a gradient
     padded_groups: int = 1,  # number of micro-batches of padded rows, if there are as many rows; not with pairs
+    enough_tokens: float = math.inf,  # a micro-batch of trees that has as many takes no further ones
 ) -> Layout:
     """The micro-batches of a batch. ValueError if one cannot have as few as `max_tokens`.
 
@@ -118,7 +120,7 @@ def lay_out(
         # A forward of their own would cost the host more than their backward, whose gradients are 0, costs the device.
         live, idle = joined, []
     _check_longest(sequences, [*live, *idle], max_tokens)
-    planner, groups, text, reason = _choose_planner(rows, live, idle, max_tokens)
+    planner, groups, text, reason = _choose_planner(rows, live, idle, max_tokens, enough_tokens)
     if facts.packed is not None and reason is not None:
         return keep_batch(sequences, facts, reason)
     most, group = max((entry for part in groups for entry in part), key=lambda entry: entry[0])
@@ -177,7 +179,7 @@ def _select_rows(sequences: Sequences, half: int, *, every_row: bool) -> tuple[l
 
 
 def _choose_planner(
-    rows: "_Rows", live: list[int], idle: list[int], budget: int | None
+    rows: "_Rows", live: list[int], idle: list[int], budget: int | None, enough: float
 ) -> tuple["_Rows | _Trees", list[Groups], str, Reason | None]:
     """-> `rows` or trees, the groups of the live and of the idle rows, their description, why no prefix is shared."""
     sequences = rows.sequences
@@ -190,7 +192,7 @@ def _choose_planner(
     reason = _find_tree_obstacle(sequences, selected, rows.facts)
     if reason is not None:
         return rows, groups, text, reason
-    trees = _Trees(sequences, rows.facts, rows.half)
+    trees = _Trees(sequences, rows.facts, rows.half, enough)
     tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
     tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
     # With a dense mask, padding is no worse than the other sequences of a row.
@@ -329,6 +331,7 @@ class _Trees(NamedTuple):
     sequences: Sequences
     facts: Facts
     half: int  # rows r and r + half stay together
+    enough: float  # tokens of a micro-batch
 
     def make_groups(self, selected: list[int], budget: int | None) -> Groups:
         """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
@@ -355,7 +358,7 @@ class _Trees(NamedTuple):
         groups: list[tuple[int, list[int]]] = []
         for tokens, cluster in sorted(clusters, key=lambda pair: -pair[0]):
             for place, (filled, group) in enumerate(groups):
-                if budget is None or filled + tokens <= budget:
+                if filled < self.enough and (budget is None or filled + tokens <= budget):
                     groups[place] = (filled + tokens, sorted([*group, *cluster]))
                     break
             else:

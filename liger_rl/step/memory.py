@@ -323,8 +323,17 @@ def _measure(
     # Otherwise a layer's recomputation may stop before its end.
     with set_checkpoint_early_stop(False), _replaced_checkpoints(layers, recorder.watch):
         output = forward()
+    recorder._record_peak()  # before anything runs between forward and backward
     _recorders[layers[-1]] = recorder
     return output
+
+
+def resume_measurement(model: nn.Module) -> None:
+    """A run's backward follows, which something ran in front of."""
+    layers = _find_body(model)
+    recorder = _recorders.get(layers[-1]) if layers else None
+    if recorder is not None:
+        recorder._read()
 
 
 class _Recorder:

@@ -22,6 +22,7 @@ from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 from liger_rl.step.trial import RunModel, apply_known_trials, find_needed_trial, run_trial
 
+LEAST_KEPT = {"cuda": 4096}  # tokens of a kept micro-batch: smaller ones cost the host more than what is left out
 KEPT_ELSEWHERE = Reason("another rank has a reason to keep its packed sequences as they are")
 
 
@@ -41,6 +42,7 @@ class StepInputs:
     runs_idle: bool = True  # sequences without a gradient run
     one_micro_batch: Reason | None = None
     pairs: bool = False
+    is_kept: bool = False  # for a backward that leaves out the live micro-batches that turn out to have no gradient
     # Of a call for several micro-batches: their rows and columns, and how many live tokens may keep activations.
     shapes: Sequence[tuple[int, int]] = ()
     live_tokens: int | None = None
@@ -124,12 +126,15 @@ def _count_groups(inputs: StepInputs, facts: Facts, sequences: Sequences) -> int
 
 def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_groups: int) -> tuple[Layout, bool]:
     """The layout, and whether its live micro-batches are parts that do not fit into memory together."""
-    budget = _find_budget(inputs, facts, sequences)
+    budget, enough = _find_budget(inputs, facts, sequences), math.inf
+    if inputs.is_kept:
+        enough = max(facts.host_tokens / 2, LEAST_KEPT.get(sequences.device, 0))
     # With the idle sequences there may be too many.
     for own in (facts, replace(facts, host_tokens=0.0)) if facts.host_tokens else (facts,):
         layout = lay_out(
             sequences, own, max_tokens=inputs.max_tokens, runs_idle=inputs.runs_idle,
             one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
+            enough_tokens=enough,
         )  # fmt: skip
         if layout.live_tokens <= budget:
             return layout, False

@@ -114,6 +114,23 @@ def half_without_advantage(*, per_token=False, tool_mask=False):
     return scored
 
 
+def one_group_without_advantage(batch):
+    return {**batch, "advantages": batch["advantages"] * (torch.arange(len(batch["advantages"])) >= 4)}
+
+
+def with_vllms_logps(trainer):
+    """TRL computes the old policy's log-probabilities in each step, to compare them with those of vLLM."""
+    turn = trainer._generate_single_turn
+
+    def turn_with_logps(*args):
+        trainer.use_vllm = False
+        completion_ids, _ = turn(*args)
+        trainer.use_vllm = True
+        return completion_ids, [[-3.0 - 0.1 * (i % 7) for i in ids] for ids in completion_ids]
+
+    trainer._generate_single_turn, trainer.use_vllm = turn_with_logps, True
+
+
 def without_advantages(batch):
     return {**batch, "advantages": torch.zeros(len(batch["advantages"]))}
 
@@ -400,6 +417,7 @@ SYSTEM_PROMPT = {
 LOGITS = {"share": 0.9, "is_logged": False}  # whose forward is TRL's; that of metrics is not
 FOUR_PROMPTS = {"data": {"prompt": [" ".join(f"w{i}" for i in range(20)) + f" w{20 + n} w1" for n in range(4)]}}
 STATES = {"max_steps": 3}  # layers with a state
+KEPT = {"num_iterations": 1, "beta": 0.0}
 
 ROWS = {
     # SFT
@@ -497,6 +515,18 @@ ROWS = {
     "RLOO": row("RLOO", scored=half_without_advantage(), idle=ALWAYS),
     "RLOO, one micro-batch": row("RLOO", "gemma2", per_device_train_batch_size=8, **ONE),
     "RLOO, LoRA": row("RLOO", peft_config=LORA),
+    # With a generation of one optimizer step the scores' forward is the training's: half of TRL's at most run.
+    "RLOO, kept": row("RLOO", num_iterations=1, share=0.28),
+    "RLOO, kept, one group without advantage": row("RLOO", **KEPT, scored=one_group_without_advantage, idle=(1, 3)),
+    "RLOO, kept, no advantage": row("RLOO", **KEPT, scored=without_advantages),
+    "RLOO, kept, half without advantage": row("RLOO", **KEPT, scored=half_without_advantage(), share=0.5),
+    "RLOO, kept, one micro-batch": row("RLOO", "gemma2", per_device_train_batch_size=8, **KEPT, **ONE),
+    "RLOO, kept, LoRA": row("RLOO", num_iterations=1, peft_config=LORA, share=0.28),
+    "RLOO, kept, checkpoints": row("RLOO", **KEPT, gradient_checkpointing=True, scored=one_group_without_advantage),
+    "RLOO, kept, Lfm2": row("RLOO", partial(architecture, "Lfm2"), **KEPT, **STATES),
+    "GRPO, vLLM": row("GRPO", num_iterations=1, prepare=with_vllms_logps, share=0.28),
+    "GRPO, vLLM, no KL": row("GRPO", **KEPT, prepare=with_vllms_logps, scored=one_group_without_advantage),
+    "GRPO, vLLM, GSPO": row("GRPO", **KEPT, prepare=with_vllms_logps, importance_sampling_level="sequence"),
     "RLOO, router loss": row("RLOO", moe, scored=half_without_advantage(), idle=NEVER),
     "RLOO, Qwen3Next": row("RLOO", partial(architecture, "Qwen3Next"), **STATES),  # with a router loss
     # GRPO's losses

@@ -119,7 +119,8 @@ class Fingerprint(NamedTuple):
 
 
 class StateReader:
-    """Reads the fingerprint of a model whose modules stay the same."""
+    """Reads the fingerprint of a model whose modules stay the same. `checkpoints`: functions of its layers that have
+    them, as it is built."""
 
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = [model]
@@ -128,6 +129,11 @@ class StateReader:
         modules = [module for module in modules if module is not None]
         self.parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+        self.checkpoints = {
+            module: module._gradient_checkpointing_func
+            for module in modules
+            if vars(module).get("gradient_checkpointing") and hasattr(module, "_gradient_checkpointing_func")
+        }
         self._tuners: list[Any] = [module for module in modules if hasattr(type(module), "_active_adapter")]
 
     def read(self) -> Fingerprint:

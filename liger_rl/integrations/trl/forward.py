@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from liger_rl.integrations.trl import kept_scores
+from liger_rl.integrations.trl.kept_scores import KeptScores
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.models.project import (
@@ -37,10 +39,10 @@ from liger_rl.models.project import (
 from liger_rl.models.router import compute_router_losses, find_router_loss, has_router_loss
 from liger_rl.step.facts import ACTIVATED_LORA, PACKED_INPUTS, PROMPT_LEARNING, Facts, fit_facts, read_facts
 from liger_rl.step.layout import AS_IT_IS
-from liger_rl.step.memory import run_with_kept_layers, without_idle_checkpoints
+from liger_rl.step.memory import resume_measurement, run_with_kept_layers, without_idle_checkpoints
 from liger_rl.step.ranks import Agreement, agree, find_rank_groups
 from liger_rl.step.reason import Reason
-from liger_rl.step.run import Output, run
+from liger_rl.step.run import Output, Outputs, run
 from liger_rl.step.sequences import TokenBatch
 from liger_rl.step.step import Plan, StepInputs, plan_step
 
@@ -85,10 +87,12 @@ class ModelCall:
         # on all ranks. (): one micro-batch.
         shapes: Sequence[tuple[int, int]] = (),
         max_tokens: int | None = None,  # how many live tokens may keep activations; None: any number
+        keeps: bool = False,  # of scores: whether `kept` will be what a training may take in place of a forward
+        kept: KeptScores | None = None,  # of a training: what the scores have kept; None afterwards if it does not fit
         read_facts: Callable[[nn.Module], Facts] = read_facts,
     ) -> None:
         self.role, self.idle_rows, self.shapes, self.max_tokens = role, idle_rows, shapes, max_tokens
-        self.read_facts = read_facts
+        self.keeps, self.kept, self.read_facts = keeps, kept, read_facts
         self.records: list[CallRecord] = []
         self.live_tokens = 0  # that ran with a graph, of several micro-batches
 
@@ -271,8 +275,20 @@ def _run_forward(model: Any, head: FusedHead, call: ModelCall, args: tuple[Any, 
     else:  # another rank of a sharded model may have a batch that can be read, and all ranks agree
         labels = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
         batch = TokenBatch(labels, labels != 0, {})
+    if call.kept is not None and not call.keeps:
+        outputs = None if reason is not None else call.kept.take(batch, call.idle_rows)
+        if outputs is not None:
+            call.live_tokens += call.kept.live_tokens
+            resume_measurement(model)
+            call.record(batch.ids, 0, kept_scores.TEXT, None)
+            return _make_token_output(model, head, call, outputs, kwargs.get("num_items_in_batch"), None)
+        call.kept = None  # its memory is free for the forward
     plan = _plan(model, head, call, batch, labels, reason)
     layout = plan.layout
+    if call.keeps and (layout.live[0].flat_index is None or plan.in_parts or not _may_keep(layout.facts)):
+        call.keeps = False
+        with torch.no_grad():
+            return _run_forward(model, head, call, args, kwargs)
     if layout.live[0].flat_index is None:  # the batch as it is, whose labels may not be its ids
         log_once(model, call, layout.describe())
         text = AS_IT_IS if layout.text == AS_IT_IS else "no prefix shared, no padding"
@@ -298,7 +314,7 @@ def _plan(
         return StepInputs(
             model=model, wrapper=model, facts=replace(facts, obstacle=obstacle), batch=batch, run_rows=run_rows,
             weights=weights, labels=labels, share=get_settings().memory, shapes=call.shapes,
-            live_tokens=call.max_tokens if torch.is_grad_enabled() else None,
+            live_tokens=call.max_tokens if torch.is_grad_enabled() else None, is_kept=call.keeps,
         )  # fmt: skip
 
     known = call.read_facts(model)
@@ -337,15 +353,28 @@ def _run_live_tokens(
 
     run_rows = functools.partial(_run_rows, model, head)
     outputs = run(layout, batch, run_rows, recomputes=plan.in_parts, with_graph=run_with_graph)
+    if call.keeps:
+        call.kept = KeptScores(outputs, layout, batch)
     sizes = call.list_sizes(len(batch.ids))
     aux_loss = outputs.compute_router_losses(router, batch.inputs.get("attention_mask"), sizes)
-    outputs = outputs.take((slice(None), slice(head.first_column, None)))
     log_once(model, call, "; ".join(clauses))
     text = "prompts once, no padding" if layout.has_trees else "no prefix shared, rows of similar length"
     tokens = sum(micro.tokens for micro in (*layout.live, *layout.idle))
     call.record(batch.ids, tokens, "; ".join([text, *clauses[1:]]), layout.reason)
+    return _make_token_output(model, head, call, outputs, num_items_in_batch, aux_loss)
+
+
+def _make_token_output(
+    model: Any, head: FusedHead, call: ModelCall, outputs: Outputs, num_items_in_batch: Any, aux_loss: Tensor | None
+) -> Any:
+    outputs = outputs.take((slice(None), slice(head.first_column, None)))
     values = {name: outputs.get(name) for name in outputs.outputs[0].values}
     return _make_output(model, call, values, outputs.mask, num_items_in_batch, aux_loss)
+
+
+def _may_keep(facts: Facts) -> bool:
+    """Whether scores may have a graph: a router's loss is not among them, and nothing gathers weights meanwhile."""
+    return facts.sharding is None and not (facts.has_router_loss or facts.has_reentrant_checkpoints)
 
 
 # --- the batch as it is -----------------------------------------------------------------------------------------------

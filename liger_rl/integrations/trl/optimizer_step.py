@@ -38,6 +38,7 @@ from liger_rl.integrations.trl.forward import (
     find_wrapped,
     log_once,
 )
+from liger_rl.integrations.trl.kept_scores import KeptScores
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
 from liger_rl.models.unknown_layers import list_unknown_layers
@@ -68,6 +69,7 @@ class Measurements:
     largest: int = 0  # tokens of the largest micro-batch so far
     token_bytes: float = 0.0  # memory of the first window for each of its tokens
     has_moved: bool = False  # whether a model has changed between the micro-batches of a window
+    can_keep_scores: bool = True  # whether memory was enough, and the training was on the sequences of the scores
 
 
 def get_measurements(trainer: Any) -> Measurements:
@@ -85,6 +87,9 @@ class OptimizerStep:
         self.window: Window | None = None
         self.idle_rows: Tensor | None = None  # (B,) bool, of the calls of the `_compute_loss` that runs
         self.shapes: Sequence[tuple[int, int]] = ()  # of the micro-batches whose scores one call computes
+        self.keeps_scores = False  # whether that call's forward is to be the training's
+        self._kept: KeptScores | None = None
+        self._kept_state: Fingerprint | None = None  # of the model that has computed them
         self.own_methods = list_own_methods(trainer)  # with a loss or calls of the model
         self._facts: dict[tuple[int, bool], Facts] = {}
         self._wrapped: dict[int, nn.Module | None] = {}
@@ -252,9 +257,11 @@ class OptimizerStep:
         if not self.trainer.model.training:  # an evaluation
             return run_model(**inputs)
         run = functools.partial(self._run, model, run_model)
+        if self.keeps_scores:
+            return self._keep_scores(run, inputs)
         if self.window is not None and self.window.is_running:
             return self.window.call(run, inputs, self.idle_rows)
-        return run(ModelCall(idle_rows=self.idle_rows, shapes=self.shapes), **inputs)
+        return self._run_with_kept(run, inputs, idle_rows=self.idle_rows, shapes=self.shapes)
 
     def _run_joined(
         self,
@@ -264,11 +271,55 @@ class OptimizerStep:
         shapes: Sequence[tuple[int, int]],
         is_more: bool,
     ) -> Any:
-        call = ModelCall(idle_rows=idle_rows, shapes=shapes, max_tokens=self.limit if shapes else None)
         with _without_synchronization(find_ddp(self.model) if is_more else None):
-            output = run(call, **inputs)
+            return self._run_with_kept(
+                run, inputs, idle_rows=idle_rows, shapes=shapes, max_tokens=self.limit if shapes else None
+            )
+
+    def _run_with_kept(self, run: RunModel, inputs: dict[str, Any], **options: Any) -> Any:
+        """The output of a call, which takes the place of its forward from the scores if these have kept one."""
+        had_kept = torch.is_grad_enabled() and self._kept is not None
+        call = ModelCall(**options, kept=self._take_kept())
+        output = run(call, **inputs)
+        if had_kept and call.kept is None:
+            get_measurements(self.trainer).can_keep_scores = False
         self._live_tokens = self._live_tokens or call.live_tokens
         return output
+
+    def _take_kept(self) -> KeptScores | None:
+        """What the scores have kept, for a call with a graph. It has one backward."""
+        if self._kept is None or not torch.is_grad_enabled():
+            return None
+        kept, self._kept = self._kept, None
+        return kept if self._state.read() == self._kept_state else None
+
+    def _keep_scores(self, run: RunModel, inputs: dict[str, Any]) -> Any:
+        """The output of a call for scores, without a graph; the graph is kept."""
+        call, self._kept, output = ModelCall(shapes=self.shapes, max_tokens=self.limit, keeps=True), None, None
+        try:
+            with torch.enable_grad(), self._with_checkpoints():
+                output = run(call, **inputs)
+        except torch.OutOfMemoryError:
+            get_measurements(self.trainer).can_keep_scores = False
+        if output is None:  # behind the except clause, where the graph of the failed forward is free
+            return run(ModelCall(shapes=self.shapes), **inputs)
+        self._kept, self._kept_state = call.kept, self._state.read()
+        return dataclasses.replace(
+            output, **{name: x.detach() for name, x in vars(output).items() if isinstance(x, Tensor)}
+        )
+
+    @contextmanager
+    def _with_checkpoints(self) -> Iterator[None]:
+        """TRL turns checkpoints off for scores, which have no graph otherwise."""
+        off = {module: dict(vars(module)) for module in self._state.checkpoints}
+        for module, function in self._state.checkpoints.items():
+            vars(module).update(gradient_checkpointing=True, _gradient_checkpointing_func=function)
+        try:
+            yield
+        finally:
+            for module, attributes in off.items():
+                for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+                    vars(module)[name] = attributes[name]
 
     def find_wrapped(self, model: nn.Module) -> nn.Module | None:
         """The module inside one of the trainer's models whose forward is ours."""
@@ -289,7 +340,7 @@ class OptimizerStep:
             return "reference"
         if model is getattr(self.trainer, "teacher_model", None):
             return "teacher"
-        return "policy" if torch.is_grad_enabled() or not _runs_as_reference(model) else "reference"
+        return "policy" if torch.is_grad_enabled() or not runs_as_reference(model) else "reference"
 
     def read_facts(self, model: nn.Module) -> Facts:
         """The facts of a model, which are asked once for each of its modes."""
@@ -297,7 +348,8 @@ class OptimizerStep:
         if key not in self._facts:
             # A wrapper may put tokens of its own before each sequence.
             wrapper = next((outer for outer in self._models if self.find_wrapped(outer) is model), None)
-            self._facts[key] = read_facts(model, wrapper, joined_hooks=get_settings().joined_hooks)
+            with self._with_checkpoints():
+                self._facts[key] = read_facts(model, wrapper, joined_hooks=get_settings().joined_hooks)
         return self._facts[key]
 
     @contextmanager
@@ -335,7 +387,7 @@ def find_step(trainer: Any) -> OptimizerStep | None:
     return vars(trainer).get("_liger_rl_step")
 
 
-def _runs_as_reference(model: nn.Module) -> bool:
+def runs_as_reference(model: nn.Module) -> bool:
     """Whether the model's adapters are off, or TRL's copy "ref" of them is active."""
     if "peft" not in sys.modules:
         return False

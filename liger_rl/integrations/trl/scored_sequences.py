@@ -2,7 +2,8 @@
 
 `_compute_loss` tells the trainer's `OptimizerStep` which sequences have no gradient. The log-probabilities of the old
 policy and of the reference, which TRL computes without a graph in a loop, take as many micro-batches in one forward as
-an optimizer step does. Neither is done for a subclass with its own loss or calls of the model.
+an optimizer step does. Where the sequences are those of the optimizer step, the forward of the old policy is that of
+the training, too. None of it is done for a subclass with its own loss or calls of the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl.between import list_own_methods
@@ -18,10 +19,13 @@ from liger_rl.integrations.trl.forward import CALL, ModelCall, caught_calls, fin
 from liger_rl.integrations.trl.optimizer_step import (
     find_step,
     find_trained_row_reader,
+    get_measurements,
     get_size,
     is_compiled,
+    runs_as_reference,
 )
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.models.randomness import list_rates
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
@@ -73,7 +77,8 @@ def _make_patches(trainer: str, has_other_gradients: Callable[[Any], bool]) -> t
             return run(batch_size)
         shape, joined = (batch_size, input_ids.shape[1]), min(batch_size * get_size(self), len(input_ids))
         shapes = (shape,) * -(-joined // batch_size)
-        with _called_with(self, model, shapes):
+        keeps = joined == len(input_ids) and _may_keep_scores(self, model, joined)
+        with _called_with(self, model, shapes, keeps):
             return run(joined)
 
     loss = Patch(f"{trainer}._compute_loss", _compute_loss)
@@ -92,16 +97,32 @@ def _may_join(trainer: Any, model: Any, options: dict[str, Any]) -> bool:
     return not (has_images or is_compiled(trainer, model)) and find_trained_row_reader(trainer) is None
 
 
+def _may_keep_scores(trainer: Any, model: Any, rows: int) -> bool:
+    """Whether so many sequences are those that the optimizer step trains on, with the model that scores them."""
+    step, args = find_step(trainer), trainer.args
+    if step is None or model is not trainer.model or not model.training or torch.is_inference_mode_enabled():
+        return False
+    number = args.gradient_accumulation_steps
+    is_whole = rows == args.per_device_train_batch_size * number and number == args.steps_per_generation
+    # A reward's model needs memory between the scores and the training; `memory=0` is for as little as possible.
+    is_cheap = get_settings().memory > 0 and not any(isinstance(reward, nn.Module) for reward in trainer.reward_funcs)
+    is_alone = trainer.num_iterations == 1 and trainer.accelerator.num_processes == 1
+    if not (is_whole and is_cheap and is_alone) or trainer.aux_loss_enabled or runs_as_reference(model):
+        return False
+    draws = list_rates(module for module in model.modules() if module.training)
+    return get_measurements(trainer).can_keep_scores and not draws
+
+
 @contextmanager
-def _called_with(trainer: Any, model: Any, shapes: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Calls of the model in this context are for micro-batches of these shapes."""
+def _called_with(trainer: Any, model: Any, shapes: Sequence[tuple[int, int]], keeps: bool) -> Iterator[None]:
+    """Calls of the model in this context are for micro-batches of these shapes. `keeps`: for the training, too."""
     step = find_step(trainer)
     if step is not None:
-        step.shapes = shapes
+        step.shapes, step.keeps_scores = shapes, keeps
         try:
             yield
         finally:
-            step.shapes = ()
+            step.shapes, step.keeps_scores = (), False
         return
 
     def call(_: Any, run_model: Callable[..., Any], inputs: dict[str, Any]) -> Any:

@@ -1,0 +1,139 @@
+"""When the forward of the scores is that of the training, and when it is not: `integrations/trl/kept_scores.py`."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+import trl_runs
+from liger_rl.integrations.trl import forward
+from liger_rl.integrations.trl.kept_scores import KeptScores
+
+OPTIONS = {
+    "num_iterations": 1, "beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+    "max_completion_length": 6, "max_steps": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[bool]:
+    """Grows by each training that asks for what the scores have kept: whether it has got it."""
+    taken, take = [], KeptScores.take
+
+    def record(*args):
+        outputs = take(*args)
+        taken.append(outputs is not None)
+        return outputs
+
+    monkeypatch.setattr(KeptScores, "take", record)
+    return taken
+
+
+def run_both(path_of, tmp_path, **options) -> None:
+    plain, patched = trl_runs.pair("RLOO", path_of["qwen3"], tmp_path, **OPTIONS | {"seed": 3} | options)
+    trl_runs.assert_same_run(patched, plain)
+
+
+def with_rewards(change):
+    """Rewards that change something between the scores and the training."""
+
+    def prepare(trainer):
+        def reward(completion_ids, **columns):
+            change(trainer)
+            return trl_runs.evenness(completion_ids)
+
+        trainer.reward_funcs[0] = reward
+
+    return prepare
+
+
+def test_each_step_takes_what_its_scores_have_kept(path_of, tmp_path, taken):
+    run_both(path_of, tmp_path)
+    assert taken == [True, True]
+
+
+def scale_a_weight(trainer):
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(1.01)
+
+
+def test_a_model_that_has_changed_since_runs_again(path_of, tmp_path, taken):
+    run_both(path_of, tmp_path, prepare=with_rewards(scale_a_weight))
+    assert not taken
+
+
+class Judge(nn.Module):
+    """A reward that is a model."""
+
+    config = type("Config", (), {"_name_or_path": "judge"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_iterations": 2},
+        {"steps_per_generation": 4},
+        {"patch_options": {"memory": 0}},
+        {"patch_options": {"whole_step": False}},
+        {"patch_options": {"max_tokens": 40}},
+        {"prepare": lambda trainer: trainer.reward_funcs.append(Judge())},
+        {"prepare": lambda trainer: trainer.model.register_module("dropout", nn.Dropout(0.1))},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+    ids=str,
+)
+def test_scores_without_a_graph(options, path_of, tmp_path, taken, monkeypatch):
+    if "prepare" in options:  # which has no reward to give
+        calculate = trl_runs.trl.RLOOTrainer._calculate_rewards
+
+        def calculate_own(trainer, *args):
+            functions, trainer.reward_funcs = trainer.reward_funcs, trainer.reward_funcs[:1]
+            try:
+                return calculate(trainer, *args)
+            finally:
+                trainer.reward_funcs = functions
+
+        monkeypatch.setattr(trl_runs.trl.RLOOTrainer, "_calculate_rewards", calculate_own)
+    run_both(path_of, tmp_path, **options)
+    assert not taken
+
+
+def test_memory_that_is_too_small_for_a_graph(path_of, tmp_path, taken, monkeypatch):
+    def run_out(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(forward, "KeptScores", run_out)
+    run_both(path_of, tmp_path)
+    assert not taken
+
+
+def test_a_training_on_other_sequences_runs_them_and_is_the_last_to_ask(path_of, tmp_path, taken):
+    def scored(batch):
+        batch["completion_mask"][:, -1] = 0
+        return batch
+
+    run_both(path_of, tmp_path, scored=scored)
+    assert taken == [False]
+
+
+def test_reentrant_checkpoints_are_known_although_scores_run_without_them(path_of, tmp_path):
+    found = []
+
+    def prepare(trainer):
+        compute_loss = trainer._compute_loss
+
+        def watch(model, inputs):
+            step = vars(trainer)["_liger_rl_step"]
+            found.append(step.read_facts(step.find_wrapped(model)).has_reentrant_checkpoints)
+            return compute_loss(model, inputs)
+
+        trainer._compute_loss = watch
+
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    train = partial(trl_runs.train, "RLOO", path_of["qwen3"], tmp_path, patch=True, prepare=prepare)
+    train(**OPTIONS | options | {"num_iterations": 2})
+    assert found
+    assert all(found)
