@@ -101,6 +101,33 @@ def test_scores_without_a_graph(options, path_of, tmp_path, taken, monkeypatch):
     assert not taken
 
 
+@pytest.mark.parametrize(("idle", "recomputed"), [(0, 2), (4, 1), (8, 1)])
+def test_layers_are_recomputed_for_groups_with_an_advantage(idle, recomputed, path_of, tmp_path, taken, monkeypatch):
+    """A loss without any needs a graph to call backward on. TRL turns checkpoints off for scores."""
+    runs, silu = [], nn.functional.silu
+
+    def count(hidden, inplace=False):
+        runs.append(hidden.shape)
+        return silu(hidden, inplace)
+
+    def scored(batch):
+        runs[:] = runs[-2 * 2 :]  # of two layers for two groups, without the rollouts
+        return {**batch, "advantages": batch["advantages"] * (torch.arange(8) >= idle)}
+
+    monkeypatch.setattr(nn.functional, "silu", count)
+    options = OPTIONS | {"max_steps": 1, "gradient_checkpointing": True, "scored": scored}
+    trl_runs.train("RLOO", path_of["qwen3"], tmp_path, patch=True, **options)
+    assert taken == [True]
+    assert len(runs) == 2 * (2 + recomputed)
+
+
+def test_scores_that_must_run_in_parts(path_of, tmp_path, taken, monkeypatch):
+    plan = forward._plan
+    monkeypatch.setattr(forward, "_plan", lambda *args: plan(*args)._replace(in_parts=True))
+    run_both(path_of, tmp_path)
+    assert not taken
+
+
 def test_memory_that_is_too_small_for_a_graph(path_of, tmp_path, taken, monkeypatch):
     def run_out(*args):
         raise torch.OutOfMemoryError

@@ -519,7 +519,7 @@ ROWS = {
     "RLOO, kept": row("RLOO", num_iterations=1, share=0.28),
     "RLOO, kept, one group without advantage": row("RLOO", **KEPT, scored=one_group_without_advantage, idle=(1, 3)),
     "RLOO, kept, no advantage": row("RLOO", **KEPT, scored=without_advantages),
-    "RLOO, kept, half without advantage": row("RLOO", **KEPT, scored=half_without_advantage(), share=0.5),
+    "RLOO, kept, half without advantage": row("RLOO", **KEPT, scored=half_without_advantage(), share=0.25),
     "RLOO, kept, one micro-batch": row("RLOO", "gemma2", per_device_train_batch_size=8, **KEPT, **ONE),
     "RLOO, kept, LoRA": row("RLOO", num_iterations=1, peft_config=LORA, share=0.28),
     "RLOO, kept, checkpoints": row("RLOO", **KEPT, gradient_checkpointing=True, scored=one_group_without_advantage),

@@ -102,8 +102,7 @@ def _may_keep_scores(trainer: Any, model: Any, rows: int) -> bool:
     step, args = find_step(trainer), trainer.args
     if step is None or model is not trainer.model or not model.training or torch.is_inference_mode_enabled():
         return False
-    number = args.gradient_accumulation_steps
-    is_whole = rows == args.per_device_train_batch_size * number and number == args.steps_per_generation
+    is_whole = rows == args.per_device_train_batch_size * args.gradient_accumulation_steps
     # A reward's model needs memory between the scores and the training; `memory=0` is for as little as possible.
     is_cheap = get_settings().memory > 0 and not any(isinstance(reward, nn.Module) for reward in trainer.reward_funcs)
     is_alone = trainer.num_iterations == 1 and trainer.accelerator.num_processes == 1
