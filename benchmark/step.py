@@ -40,8 +40,8 @@ The default of GRPO is all up to loss-steps; for SFT and DPO trl-liger and patch
 with flash-attn-4 and packing too. On a CPU it is the rows without Liger. Rows with flash-attn-4 need its package.
 The learning rate is 0, so losses and gradients' norms must agree.
 
-`--score` also computes the old policy's log-probabilities in each step of GRPO, as TRL does when a step needs them.
-`scoring ms` is their time, and `share` its share of scoring and step. The other columns leave it out, except memory.
+`--score` also computes the old policy's log-probabilities in each step of GRPO, as TRL does with vLLM. All columns
+count them. `scoring ms` is their own time, with a graph if the training takes their forward, and `share` its share.
 
 Several ranks train one model with `--sharding`, each on as many groups, dealt out by chance:
 `torchrun --nproc-per-node 2 -m benchmark.step --sharding FSDP2 --batches window`. Memory and forwards are those of the
@@ -119,10 +119,11 @@ DPO_LOSS_SCALE = {"float32": 10.0, "bfloat16": 50.0}
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-3, 5e-2)}
 
 
-def batch_label(name: str, task: Task, sharding: str | None = None) -> str:
-    """The batch's name, with its micro-batches if they are not its own, and with its ranks."""
+def batch_label(name: str, task: Task, sharding: str | None = None, *, scores: bool = False) -> str:
+    """The batch's name, with its micro-batches if they are not its own, its scores, and its ranks."""
     count = task.micro_batches
     name += "" if count == tasks()[name].micro_batches else f", {count} micro-batch{'es' if count > 1 else ''}"
+    name += ", scored in each step" if scores and task.trainer == "GRPO" else ""
     return name if sharding is None else f"{name}, {sharding} on {task.ranks} GPUs"
 
 
@@ -199,9 +200,7 @@ def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
 COLUMNS: Columns = {
     "ms": number("step_ms", ",.1f"),
     "scoring ms": number("scoring_ms", ",.1f"),
-    "share": lambda row: (
-        f"{row['scoring_ms'] / (row['scoring_ms'] + row['step_ms']):.0%}" if row.get("scoring_ms") else ""
-    ),
+    "share": lambda row: f"{row['scoring_ms'] / row['step_ms']:.0%}" if row.get("scoring_ms") else "",
     "tokens/s": number("tokens_per_s", ",.0f"),
     "x TRL": number("tokens_x_trl", ".2f"),
     "MFU": number("mfu", ".1%"),
@@ -440,7 +439,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="that are measured in a run; default 3")
     parser.add_argument("--settling", type=int, default=3, help="steps before those, at least 3, the default")
     parser.add_argument("--random-policy", action="store_true", help="do not let the policy learn a text first")
-    parser.add_argument("--score", action="store_true", help="also time the old policy's log-probabilities")
+    parser.add_argument("--score", action="store_true", help="also compute the old policy's log-probabilities")
     add_output_options(parser)
     parser.add_argument("--sharding", choices=SHARDINGS, help="how the ranks of torchrun train one model")
     arguments = parser.parse_args()
@@ -472,7 +471,7 @@ def main() -> None:
             runner = Runner(SHAPES[shape], device, folder, arguments.sharding)
             for batch in arguments.batches:
                 task = choose_task(shape, batch, arguments)
-                data, name = runner.data(task), batch_label(batch, task, arguments.sharding)
+                data, name = runner.data(task), batch_label(batch, task, arguments.sharding, scores=arguments.score)
                 for key in arguments.rows or choose_rows(task, device):
                     row = {"shape": shape, "batch": name, "variant": name_variant(WAYS[key]), "commit": commit}
                     row |= measure(runner, key, task, data, arguments, peak)

@@ -81,7 +81,7 @@ class Clock(TrainerCallback):
         self.device, self.settling, self.memory, self.looking = device, settling, PeakMemory(device), ExitStack()
         self.step_ms: list[float] = []
         self.other_ms: list[float] = []  # of each step, outside of forwards, backwards and clipping
-        self.scoring_ms: list[float] = []  # of each step, and no part of the others
+        self.scoring_ms: list[float] = []  # of each step, and a part of it
         self.forwards = 0  # of models, in the steps that count
         self._passes: list[Any] = []  # beginning and end of the step's forwards and backwards
         self._forwards = 0  # of the current step
@@ -107,11 +107,9 @@ class Clock(TrainerCallback):
 
     @contextmanager
     def timed_scoring(self) -> Iterator[None]:
-        """Scoring in a step, whose time and forwards are not the step's."""
-        forwards, begun = self._forwards, self._wait()
+        begun = self._wait()
         yield
         self._scoring = (self._wait() - begun) * 1e3
-        self._forwards = forwards
 
     def _wait(self) -> float:
         if self.device == "cuda":
@@ -137,7 +135,7 @@ class Clock(TrainerCallback):
         begun, ended = self._passes
         passes = begun.elapsed_time(ended) if self.device == "cuda" else (ended - begun) * 1e3
         if state.global_step > self.settling:
-            self.step_ms.append(taken - self._scoring)
+            self.step_ms.append(taken)
             self.other_ms.append(taken - passes)
             self.scoring_ms.append(self._scoring)
             self.forwards += self._forwards
