@@ -9,6 +9,8 @@ from torch import nn
 pytest.importorskip("trl", reason="TRL is not installed")
 
 import trl_runs
+from devices import NEEDS_GPU
+from hf_models import CONFIGS, transformers
 from liger_rl.integrations.trl import forward
 from liger_rl.integrations.trl.kept_scores import KeptScores
 
@@ -71,20 +73,19 @@ class Judge(nn.Module):
     config = type("Config", (), {"_name_or_path": "judge"})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_iterations": 2},
-        {"steps_per_generation": 4},
-        {"patch_options": {"memory": 0}},
-        {"patch_options": {"whole_step": False}},
-        {"patch_options": {"max_tokens": 40}},
-        {"prepare": lambda trainer: trainer.reward_funcs.append(Judge())},
-        {"prepare": lambda trainer: trainer.model.register_module("dropout", nn.Dropout(0.1))},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    ],
-    ids=str,
-)
+WITHOUT = {
+    "two iterations": {"num_iterations": 2},
+    "a generation of two steps": {"steps_per_generation": 4},
+    "memory=0": {"patch_options": {"memory": 0}},
+    "whole_step=False": {"patch_options": {"whole_step": False}},
+    "a window of one micro-batch": {"patch_options": {"max_tokens": 40}},
+    "a reward that is a model": {"prepare": lambda trainer: trainer.reward_funcs.append(Judge())},
+    "dropout": {"prepare": lambda trainer: trainer.model.register_module("dropout", nn.Dropout(0.1))},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+}
+
+
+@pytest.mark.parametrize("options", WITHOUT.values(), ids=WITHOUT)
 def test_scores_without_a_graph(options, path_of, tmp_path, taken, monkeypatch):
     if "prepare" in options:  # which has no reward to give
         calculate = trl_runs.trl.RLOOTrainer._calculate_rewards
@@ -164,3 +165,28 @@ def test_reentrant_checkpoints_are_known_although_scores_run_without_them(path_o
     train(**OPTIONS | options | {"num_iterations": 2})
     assert found
     assert all(found)
+
+
+# A layout needs 1,024 tokens on a GPU, and flex attention heads of 16 numbers.
+LARGER = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 512, "vocab_size": len(trl_runs.TOKENS)}
+LARGER |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+LONG = {"prompt": [" ".join(f"w{(3 * i + n) % 37}" for i in range(300 - 9 * n)) for n in range(4)]}
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_gpu_runs_keep_scores_and_layers(checkpoints, tmp_path, taken, caplog):
+    caplog.set_level("INFO", "liger_rl")
+
+    def make():
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIGS["Qwen3"] | LARGER))
+
+    options = {"use_cpu": False, "gradient_checkpointing": checkpoints, "max_steps": 6, "learning_rate": 0.0}
+    path = trl_runs.save(make, tmp_path)
+    plain, patched = trl_runs.pair("RLOO", path, tmp_path, **OPTIONS | options | {"data": LONG, "beta": 0.1, "seed": 3})
+    assert len(taken) >= 3
+    assert all(taken)
+    for name in ("loss", "grad_norm", "entropy", "kl"):
+        assert patched.log[name] == pytest.approx(plain.log[name], rel=2e-3, abs=1e-5), name
+    assert patched.log["liger_rl/body_tokens_saved"][-1] > 0.8
+    assert ("2 of 2 layers kept" in caplog.text) == checkpoints
