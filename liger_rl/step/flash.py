@@ -152,7 +152,7 @@ def _list_segments(level: Level) -> dict[str, Any]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, levels: list[Level], scale: float | None = None) -> Tensor:
     """(1, heads, n, width) the attention of a tree, of tensors of this shape."""
-    flat = (x[0].transpose(0, 1) for x in (query, key, value))
+    flat = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # the backward of x[0] makes a copy
     with launch_context(query.device):
         return _TreeAttention.apply(*flat, levels, scale).transpose(0, 1)[None]
 

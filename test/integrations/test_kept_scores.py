@@ -188,5 +188,5 @@ def test_gpu_runs_keep_scores_and_layers(checkpoints, tmp_path, taken, caplog):
     assert all(taken)
     for name in ("loss", "grad_norm", "entropy", "kl"):
         assert patched.log[name] == pytest.approx(plain.log[name], rel=2e-3, abs=1e-5), name
-    assert patched.log["liger_rl/body_tokens_saved"][-1] > 0.8
+    assert patched.log["liger_rl/body_tokens_saved"][-1] > 0.3
     assert ("2 of 2 layers kept" in caplog.text) == checkpoints

@@ -307,7 +307,13 @@ def test_sequences_without_a_gradient_do_not_make_a_step_too_large():
     facts = replace(PADDED, host_tokens=1e9)
     sequences = read(batch, facts, weights)
     inputs = SimpleNamespace(
-        max_tokens=None, runs_idle=True, one_micro_batch=None, pairs=False, shapes=((1, 60),) * 12, live_tokens=None
+        max_tokens=None,
+        runs_idle=True,
+        one_micro_batch=None,
+        pairs=False,
+        shapes=((1, 60),) * 12,
+        live_tokens=None,
+        is_kept=False,
     )
     joined, _ = _lay_out(inputs, facts, sequences, 3)
     apart, _ = _lay_out(inputs, replace(facts, host_tokens=0.0), sequences, 3)
