@@ -94,7 +94,7 @@ def lay_out(
     one_micro_batch: Reason | None = None,  # why all sequences must be in one micro-batch; None if they need not
     pairs: bool = False,  # rows r and B / 2 + r run together, and both if one has a gradient
     padded_groups: int = 1,  # number of micro-batches of padded rows, if there are as many rows; not with pairs
-    enough_tokens: float = math.inf,  # a micro-batch of trees that has as many takes no further ones
+    enough_tokens: float = math.inf,  # trees run in as many micro-batches as have so many tokens on average
 ) -> Layout:
     """The micro-batches of a batch. ValueError if one cannot have as few as `max_tokens`.
 
@@ -331,7 +331,7 @@ class _Trees(NamedTuple):
     sequences: Sequences
     facts: Facts
     half: int  # rows r and r + half stay together
-    enough: float  # tokens of a micro-batch
+    enough: float  # tokens of a micro-batch, on average
 
     def make_groups(self, selected: list[int], budget: int | None) -> Groups:
         """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
@@ -355,10 +355,12 @@ class _Trees(NamedTuple):
                 clusters.append((self.sequences.spans[row].length, [row]))
             else:
                 clusters[-1] = (tokens + size, [*cluster, row])
+        total = sum(tokens for tokens, _ in clusters)
+        enough = total / max(total // max(self.enough, 1), 1)
         groups: list[tuple[int, list[int]]] = []
         for tokens, cluster in sorted(clusters, key=lambda pair: -pair[0]):
             for place, (filled, group) in enumerate(groups):
-                if filled < self.enough and (budget is None or filled + tokens <= budget):
+                if filled < enough if budget is None else filled + tokens <= budget:
                     groups[place] = (filled + tokens, sorted([*group, *cluster]))
                     break
             else:

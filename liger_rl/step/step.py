@@ -22,7 +22,9 @@ from liger_rl.step.reason import Reason
 from liger_rl.step.sequences import Sequences, TokenBatch, read_sequences
 from liger_rl.step.trial import RunModel, apply_known_trials, find_needed_trial, run_trial
 
-LEAST_KEPT = {"cuda": 4096}  # tokens of a kept micro-batch: smaller ones cost the host more than what is left out
+# Of a forward that is kept before its backward is known, the host has a half and the device a third of what both have.
+HOST_SHARE = 1.5
+ENOUGH_TOKENS = {"cuda": 16384}  # of a micro-batch that is kept, where `host_tokens` is not known
 KEPT_ELSEWHERE = Reason("another rank has a reason to keep its packed sequences as they are")
 
 
@@ -128,7 +130,7 @@ def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_grou
     """The layout, and whether its live micro-batches are parts that do not fit into memory together."""
     budget, enough = _find_budget(inputs, facts, sequences), math.inf
     if inputs.is_kept:
-        enough = max(facts.host_tokens / 2, LEAST_KEPT.get(sequences.device, 0))
+        enough = HOST_SHARE * facts.host_tokens or ENOUGH_TOKENS.get(sequences.device, 0)
     # With the idle sequences there may be too many.
     for own in (facts, replace(facts, host_tokens=0.0)) if facts.host_tokens else (facts,):
         layout = lay_out(

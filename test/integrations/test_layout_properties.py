@@ -82,6 +82,7 @@ KINDS = {
     "a budget, trees": (FACTS, {"max_tokens": 120}),
     "padded groups and a budget": (PADDED, {"max_tokens": 120, "padded_groups": 2}),
     "no idle rows": (FACTS, {"runs_idle": False}),
+    "trees apart": (FACTS, {"enough_tokens": 60.0}),
 }
 
 
@@ -299,6 +300,19 @@ def test_the_page_says_what_share_of_the_tokens_remains():
             layout = lay_out(read(batch)._replace(device="cuda"), FACTS)
             expected, rounding = share / 100 * ids.numel(), BLOCK + 0.006 * ids.numel()
             assert count_tokens(layout) == pytest.approx(expected, abs=rounding)
+
+
+@pytest.mark.parametrize(("enough", "number"), [(0.0, 4), (122.0, 4), (123.0, 2), (244.0, 2), (245.0, 1), (1e9, 1)])
+def test_trees_run_in_as_many_micro_batches_as_have_enough_tokens(enough, number):
+    """Four prompts of 30 tokens, three sequences each. Where three have enough, two groups fill more than a third."""
+    ids = torch.randint(3, 100_000, (12, 60), generator=torch.Generator().manual_seed(0))
+    ids[:, :30] = ids[:4, :30].repeat_interleave(3, 0)
+    mask = (torch.arange(60) >= 30).expand(ids.shape)
+    batch = TokenBatch(ids, mask, {"attention_mask": torch.ones_like(ids)})
+    layout = lay_out(read(batch), FACTS, enough_tokens=enough)
+    assert count_tokens(layout) == 488  # a branch begins with its prompt's last token once more
+    assert len(layout.live) == number
+    assert all(len({row // 3 for row in micro.rows}) * 3 == len(micro.rows) for micro in layout.live)
 
 
 def test_sequences_without_a_gradient_do_not_make_a_step_too_large():
