@@ -465,6 +465,7 @@ def main() -> None:
     target = output_directory(arguments.out, record=False) / file
     results = read_earlier(environment, RESULTS / file if arguments.record else target)
     commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
+    gc.collect()
     gc.freeze()  # each run collects garbage several times, and so passes over what is there already
     for shape in arguments.shapes or DEFAULT[device]:
         with tempfile.TemporaryDirectory() as folder:

@@ -131,8 +131,9 @@ def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_grou
     budget, enough = _find_budget(inputs, facts, sequences), math.inf
     if inputs.is_kept:
         enough = HOST_SHARE * facts.host_tokens or ENOUGH_TOKENS.get(sequences.device, 0)
-    # With the idle sequences there may be too many.
-    for own in (facts, replace(facts, host_tokens=0.0)) if facts.host_tokens else (facts,):
+    # With the idle sequences there may be too many. Where every layer is recomputed, these would be, too.
+    apart = replace(facts, host_tokens=0.0)
+    for own in (facts, apart) if facts.host_tokens and inputs.share else (apart,):
         layout = lay_out(
             sequences, own, max_tokens=inputs.max_tokens, runs_idle=inputs.runs_idle,
             one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
