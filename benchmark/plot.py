@@ -165,7 +165,8 @@ def plot_step(results: dict[str, Any], path: Path) -> bool:
         of_trl = rows["TRL"]["tokens_per_s"] / 1e3
         fast = [rows[way]["tokens_per_s"] / 1e3 for way in drawn]
         _draw_bars(speed, names, fast, colors, lambda value, of_trl=of_trl: f"{value:.0f} ({value / of_trl:.1f} x)")
-        _draw_bars(memory, names, [rows[way]["peak_mib"] / 1024 for way in drawn], colors, "{:.0f}".format)
+        peaks = [rows[way]["peak_mib"] and rows[way]["peak_mib"] / 1024 for way in drawn]
+        _draw_bars(memory, names, peaks, colors, "{:.0f}".format)
         speed.set_title(title.removesuffix(label), fontsize=11, loc="left")
     panels[-1, 0].set_xlabel("completion tokens per second, thousands (x TRL)")
     panels[-1, 1].set_xlabel("peak memory (GiB)")

@@ -109,7 +109,7 @@ ROWS = (
 DEFAULT_ROWS = {"GRPO": _GRPO_ROWS, "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
 # The first that a batch has is what others are compared with.
 BASELINES = ("TRL", "TRL, use_liger_kernel", "TRL, packing")
-UNSLOTH, LIGER, PACKINGS = "Unsloth", "use_liger_kernel", ("packing", "padding_free")
+UNSLOTH, LIGER, FLASH, PACKINGS = "Unsloth", "use_liger_kernel", "flash_attention_4", ("packing", "padding_free")
 MOST_NATS = 1.5  # of a learnt policy's entropy
 # A margin of DPO sums the rounding of the log-probabilities of a thousand tokens. At 1.7B on an H200 TRL's own loss in
 # bfloat16 is 0.048 off that of the same weights in float32 (0.058 with Liger's kernels).
@@ -245,12 +245,16 @@ def title(name: str, about: dict[str, Any]) -> str:
 def summary(results: dict[str, Any], *patterns: str) -> str:
     """A row for each peer of each shape and batch, beside the patch with the peer's kernels (`pairs`).
 
-    Of the batches whose label matches a pattern (`fnmatch`), or of all.
+    Of the batches whose label matches a pattern (`fnmatch`), or of all. TRL without Liger's kernels is left out where
+    it ran with them.
     """
     rows: list[tuple[str, Row]] = []
     for name, group in groupby(results["rows"], key=label):
         if any(fnmatchcase(name, pattern) for pattern in patterns or ("*",)):
-            rows += [(name, pair | {"status": "ok"}) for pair in pairs([row for row in group if row["status"] == "ok"])]
+            found = pairs([row for row in group if row["status"] == "ok"])
+            has_liger = any("both with Liger" in pair["beside"] for pair in found)
+            found = [pair for pair in found if not (has_liger and "both without Liger" in pair["beside"])]
+            rows += [(name, pair | {"status": "ok"}) for pair in found]
     columns: Columns = {
         "beside": lambda pair: pair["beside"],
         "its ms": lambda pair: f"{pair['peer']['step_ms']:,.0f}",
@@ -269,8 +273,9 @@ def summary(results: dict[str, Any], *patterns: str) -> str:
 def pairs(rows: list[Row]) -> list[Row]:
     """Of one batch: {"beside": the peer's name, "peer", "patch", "recomputed": their rows; the last one or None}.
 
-    The patch has Liger's kernels if its peer has them, and beside Unsloth, which has kernels of its own. Beside plain
-    TRL it has them only if the batch has neither TRL with them nor the patch without; the name says so.
+    The patch has Liger's kernels and flash-attn-4 if its peer has them, the former also beside Unsloth, which has
+    kernels of its own. Beside plain TRL it has them only if the batch has neither TRL with them nor the patch without;
+    the name says so. `memory=0` may have run without flash-attn-4, and has no entry then.
     """
     by_way = {row["variant"]: row for row in rows}
     peers = [way for way in by_way if way.startswith(("TRL", UNSLOTH)) and "patch_trl" not in way]
@@ -281,9 +286,11 @@ def pairs(rows: list[Row]) -> list[Row]:
         if peer == UNSLOTH or (way == "TRL" and not by_way.keys() & {"TRL, patch_trl()", f"TRL, {LIGER}"}):
             kernels, both = [LIGER], "patch with Liger"
         tail = [*kernels, *(option for option in options if option in PACKINGS)]
+        if FLASH in options:
+            tail, both = [*tail, "flash-attn-4"], f"{both}, flash-attn-4"
         patch, recomputed = (by_way.get(", ".join(["TRL", f"patch_trl({given})", *tail])) for given in ("", "memory=0"))
         if patch:
-            beside = ", ".join([peer, *(option for option in options if option != LIGER), both])
+            beside = ", ".join([peer, *(option for option in options if option not in (LIGER, FLASH)), both])
             found.append({"beside": beside, "peer": by_way[way], "patch": patch, "recomputed": recomputed})
     return found
 
@@ -307,7 +314,7 @@ def _times_as_fast(pair: Row, way: str) -> str:
 
 
 def _gibibytes(pair: Row, way: str) -> str:
-    return f"{pair[way]['peak_mib'] / 1024:.1f}" if pair[way] else ""
+    return number("peak_mib", ".1f", 1 / 1024)(pair[way] or {})
 
 
 ADDED = re.compile(r", patch_trl\((.*?)\)|, flash-attn-4")  # to the label of TRL's own way

@@ -561,6 +561,8 @@ def test_the_summary_compares_like_with_like():
         "TRL, patch_trl()": 2.0, "TRL, patch_trl(), use_liger_kernel": 1.0,
         "TRL, patch_trl(memory=0), use_liger_kernel": 1.5,
         "TRL, packing": 4.0, "TRL, patch_trl(), packing": 3.0,
+        "TRL, use_liger_kernel, flash_attention_4, no checkpointing": 3.0,
+        "TRL, patch_trl(), use_liger_kernel, flash-attn-4": 0.5,
     }  # fmt: skip
     rows = [
         {"variant": way, "step_ms": ms, "tokens_per_s": 1e3 / ms, "peak_mib": 1024 * ms} for way, ms in ways.items()
@@ -575,6 +577,7 @@ def test_the_summary_compares_like_with_like():
         "TRL, both with Liger": (6.0, 1.0, 1.5),
         "TRL, both without Liger": (8.0, 2.0, None),
         "TRL, no checkpointing, both without Liger": (7.0, 2.0, None),
+        "TRL, no checkpointing, both with Liger, flash-attn-4": (3.0, 0.5, None),
         "Unsloth, patch with Liger": (5.0, 1.0, 1.5),
         "TRL, packing, both without Liger": (4.0, 3.0, None),
     }
