@@ -122,6 +122,22 @@ def test_layers_are_recomputed_for_groups_with_an_advantage(idle, recomputed, pa
     assert len(runs) == 2 * (2 + recomputed)
 
 
+def test_rewards_find_half_of_the_memory(path_of, tmp_path, taken, monkeypatch):
+    """The first step's scores and training are one call with a graph; the second's model changes between them."""
+    shares, run = [], forward.run_with_kept_layers
+
+    def record(model, run_model, tokens, *, share, agreed):
+        shares.append((torch.is_grad_enabled(), share))
+        return run(model, run_model, tokens, share=share, agreed=agreed)
+
+    monkeypatch.setattr(forward, "run_with_kept_layers", record)
+    changes = iter([lambda trainer: None, scale_a_weight])
+    options = OPTIONS | {"prepare": with_rewards(lambda trainer: next(changes)(trainer))}
+    trl_runs.train("RLOO", path_of["qwen3"], tmp_path, patch=True, patch_options={"memory": 0.7}, **options)
+    assert taken == [True]
+    assert shares == [(True, 0.5), (True, 0.5), (True, 0.7)]
+
+
 def test_scores_that_must_run_in_parts(path_of, tmp_path, taken, monkeypatch):
     plan = forward._plan
     monkeypatch.setattr(forward, "_plan", lambda *args: plan(*args)._replace(in_parts=True))

@@ -346,7 +346,7 @@ def _run_live_tokens(
         if plan.in_parts:
             clauses.append(f"{len(layout.live)} parts, each recomputed: more tokens than fit together")
             return forward()
-        share = get_settings().memory
+        share = min(get_settings().memory, kept_scores.MOST_MEMORY if call.keeps else 1.0)
         outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agreed=plan.kept)
         clauses.extend([] if clause is None else [clause])
         return outputs

@@ -12,6 +12,7 @@ from liger_rl.step.layout import Layout
 from liger_rl.step.run import Output, Outputs
 from liger_rl.step.sequences import TokenBatch
 
+MOST_MEMORY = 0.5  # the share of the free memory that activations may take, because rewards run before the training
 TEXT = "values and graph of the forward of the scores"
 
 
