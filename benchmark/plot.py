@@ -42,8 +42,10 @@ STEP_WAYS = {
     step.UNSLOTH: step.UNSLOTH,
     "TRL, use_liger_kernel": "TRL, Liger's kernels",
     "TRL, use_liger_kernel, no checkpointing": "TRL, Liger's kernels, no checkpointing",
+    "TRL, use_liger_kernel, flash_attention_4, no checkpointing": "TRL, Liger's kernels, flash, no checkpointing",
     "TRL, patch_trl()": "patch_trl()",
     "TRL, patch_trl(), use_liger_kernel": "patch_trl(), Liger's kernels",
+    "TRL, patch_trl(), use_liger_kernel, flash-attn-4": "patch_trl(), Liger's kernels, flash",
     "TRL, patch_trl(memory=0), use_liger_kernel": "patch_trl(memory=0), Liger's kernels",
 }
 STEP_BATCH = "window"

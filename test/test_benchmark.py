@@ -292,7 +292,7 @@ def test_bars_show_speed_and_memory_and_none_is_cut(tmp_path, monkeypatch):
     for speed, memory, rows in zip(widths[0][::2], widths[0][1::2], batches, strict=True):
         drawn = [row for row in rows if row["variant"] in plot.STEP_WAYS]
         assert speed == sorted(row["tokens_per_s"] / 1e3 for row in drawn)
-        assert memory == sorted(row["peak_mib"] / 1024 for row in drawn)
+        assert memory == sorted((row["peak_mib"] or 0) / 1024 for row in drawn)  # not of every row
     assert "TRL, no checkpointing" in {row["variant"] for row in drawn}
     rows = [row for row in found["nvidia-h200"]["rows"] if row["case"] == "rl-llama-3-8b"]
     assert widths[1][0] == sorted(row["step_ms"] for row in rows)
