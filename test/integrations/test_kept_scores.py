@@ -145,6 +145,23 @@ def test_scores_that_must_run_in_parts(path_of, tmp_path, taken, monkeypatch):
     assert not taken
 
 
+def test_scores_of_a_model_that_runs_as_in_trl(path_of, tmp_path, taken, monkeypatch):
+    graphs, run_as_trl = [], forward._run_as_trl
+
+    def record(run_model, call, *args):
+        graphs.append((call.keeps, torch.is_grad_enabled()))
+        return run_as_trl(run_model, call, *args)
+
+    monkeypatch.setattr(forward, "find_difference", lambda *args: "differs in a test")
+    monkeypatch.setattr(forward, "_run_as_trl", record)
+    plain, patched = trl_runs.pair("RLOO", path_of["qwen3"], tmp_path, **OPTIONS | {"seed": 3, "max_steps": 1})
+    trl_runs.assert_same_run(
+        patched, plain, trl_runs.Row("RLOO", {}, is_ours=False, trees=False, is_logged=False, calls=(4, 2))
+    )
+    assert not taken
+    assert graphs == [(True, False), (False, True)]
+
+
 def test_memory_that_is_too_small_for_a_graph(path_of, tmp_path, taken, monkeypatch):
     def run_out(*args):
         raise torch.OutOfMemoryError

@@ -172,7 +172,8 @@ def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[
         if reason is not None:
             run_model = functools.partial(fused_forward, self, fused_lm_head=True)
             try:
-                return _run_as_trl(run_model, call, reason, args, kwargs)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not call.keeps):
+                    return _run_as_trl(run_model, call, reason, args, kwargs)
             except Exception:
                 _refusals.pop(self, None)  # what it failed of, the comparison may have failed of
                 raise

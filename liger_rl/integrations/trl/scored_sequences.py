@@ -105,11 +105,11 @@ def _may_keep_scores(trainer: Any, model: Any, rows: int) -> bool:
     is_whole = rows == args.per_device_train_batch_size * args.gradient_accumulation_steps
     # A reward's model needs memory between the scores and the training; `memory=0` is for as little as possible.
     is_cheap = get_settings().memory > 0 and not any(isinstance(reward, nn.Module) for reward in trainer.reward_funcs)
-    is_alone = trainer.num_iterations == 1 and trainer.accelerator.num_processes == 1
-    if not (is_whole and is_cheap and is_alone) or trainer.aux_loss_enabled or runs_as_reference(model):
+    is_alone = trainer.accelerator.num_processes == 1 and not trainer.is_deepspeed_enabled
+    is_plain = trainer.num_iterations == 1 and not trainer.aux_loss_enabled and not runs_as_reference(model)
+    if not (is_whole and is_cheap and is_alone and is_plain and get_measurements(trainer).can_keep_scores):
         return False
-    draws = list_rates(module for module in model.modules() if module.training)
-    return get_measurements(trainer).can_keep_scores and not draws
+    return not list_rates(module for module in model.modules() if module.training)
 
 
 @contextmanager
