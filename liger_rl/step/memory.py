@@ -328,12 +328,13 @@ def _measure(
     return output
 
 
-def resume_measurement(model: nn.Module) -> None:
-    """A run's backward follows, which something ran in front of."""
+def resume_measurement(model: nn.Module, tokens: int) -> None:
+    """A run's backward follows, of so many of its tokens, which something else ran in front of."""
     layers = _find_body(model)
     recorder = _recorders.get(layers[-1]) if layers else None
     if recorder is not None:
         recorder._read()
+        recorder.tokens = tokens
 
 
 class _Recorder:

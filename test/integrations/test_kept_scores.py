@@ -1,6 +1,8 @@
 """When the forward of the scores is that of the training, and when it is not: `integrations/trl/kept_scores.py`."""
 
+import gc
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from devices import NEEDS_GPU
 from hf_models import CONFIGS, transformers
 from liger_rl.integrations.trl import forward
 from liger_rl.integrations.trl.kept_scores import KeptScores
+from liger_rl.step import memory
 
 OPTIONS = {
     "num_iterations": 1, "beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
     "max_completion_length": 6, "max_steps": 2,
 }  # fmt: skip
+
+
+ONE = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 
 
 @pytest.fixture
@@ -73,6 +79,32 @@ class Judge(nn.Module):
     config = type("Config", (), {"_name_or_path": "judge"})
 
 
+JUDGE = Judge()
+
+
+class HasModel:
+    def __init__(self):
+        self.model = JUDGE
+
+    def judge(self):
+        return self.model
+
+
+def close_over(judge):
+    return lambda: judge
+
+
+def subclass_with(name):
+    """The trainer's class with a method of its own."""
+
+    def prepare(trainer):
+        kind = type(trainer)
+        own = getattr(kind, name)
+        trainer.__class__ = type("Own", (kind,), {name: lambda self, *args, **options: own(self, *args, **options)})
+
+    return prepare
+
+
 WITHOUT = {
     "two iterations": {"num_iterations": 2},
     "a generation of two steps": {"steps_per_generation": 4},
@@ -80,7 +112,12 @@ WITHOUT = {
     "whole_step=False": {"patch_options": {"whole_step": False}},
     "a window of one micro-batch": {"patch_options": {"max_tokens": 40}},
     "a reward that is a model": {"prepare": lambda trainer: trainer.reward_funcs.append(Judge())},
-    "dropout": {"prepare": lambda trainer: trainer.model.register_module("dropout", nn.Dropout(0.1))},
+    "a reward with a model": {"prepare": lambda trainer: trainer.reward_funcs.append(HasModel())},
+    "a reward's method": {"prepare": lambda trainer: trainer.reward_funcs.append(HasModel().judge)},
+    "a reward's global": {"prepare": lambda trainer: trainer.reward_funcs.append(lambda: JUDGE(1))},
+    "a reward's closure": {"prepare": lambda trainer: trainer.reward_funcs.append(close_over(Judge()))},
+    "a context of its own": {"prepare": subclass_with("compute_loss_context_manager"), **ONE},
+    "inputs of its own": {"prepare": subclass_with("_prepare_inputs"), **ONE},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
 
@@ -113,7 +150,7 @@ def test_layers_are_recomputed_for_groups_with_an_advantage(idle, recomputed, pa
 
     def scored(batch):
         runs[:] = runs[-2 * 2 :]  # of two layers for two groups, without the rollouts
-        return {**batch, "advantages": batch["advantages"] * (torch.arange(8) >= idle)}
+        return without_first(idle, batch)
 
     monkeypatch.setattr(nn.functional, "silu", count)
     options = OPTIONS | {"max_steps": 1, "gradient_checkpointing": True, "scored": scored}
@@ -136,6 +173,46 @@ def test_rewards_find_half_of_the_memory(path_of, tmp_path, taken, monkeypatch):
     trl_runs.train("RLOO", path_of["qwen3"], tmp_path, patch=True, patch_options={"memory": 0.7}, **options)
     assert taken == [True]
     assert shares == [(True, 0.5), (True, 0.5), (True, 0.7)]
+
+
+@pytest.mark.parametrize("idle", [0, 4])
+def test_memory_is_measured_of_what_has_a_backward(idle, path_of, tmp_path, taken, monkeypatch):
+    """A recomputed layer takes 100 bytes for each number of its MLP. Rewards take much, between scores and training."""
+    now, peak, silu = 0, 0, nn.functional.silu
+
+    def read(device, *, restart_peak=False):
+        nonlocal peak
+        found = memory.DeviceMemory(10**12, now, peak)
+        peak = now if restart_peak else peak
+        return found
+
+    def allocate(hidden, inplace=False):
+        nonlocal now, peak
+        now += 100 * hidden.numel() if memory._is_in_backward() else 0
+        peak = max(peak, now)
+        return silu(hidden, inplace)
+
+    def take_memory(trainer):
+        nonlocal peak
+        peak = 10**10
+
+    monkeypatch.setattr(memory, "read_memory", read)
+    monkeypatch.setattr(nn.functional, "silu", allocate)
+    monkeypatch.setattr(memory, "_measurements", WeakKeyDictionary())
+    options = OPTIONS | {"max_steps": 1, "gradient_checkpointing": True, "prepare": with_rewards(take_memory)}
+    scored = partial(without_first, idle)
+    trl_runs.train("RLOO", path_of["qwen3"], tmp_path, patch=True, scored=scored, **options)
+    (measured,) = memory._measurements.values()
+    assert taken == [True]
+    hidden, inner, layers = (
+        trl_runs.SIZES[f"{name}"] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    assert measured.layer_bytes == 100 * inner - 4 * hidden
+    assert measured.peak_bytes == pytest.approx(layers * 100 * inner, rel=0.05)  # less the gradients
+
+
+def without_first(rows, batch):
+    return {**batch, "advantages": batch["advantages"] * (torch.arange(len(batch["advantages"])) >= rows)}
 
 
 def test_scores_that_must_run_in_parts(path_of, tmp_path, taken, monkeypatch):
@@ -162,13 +239,63 @@ def test_scores_of_a_model_that_runs_as_in_trl(path_of, tmp_path, taken, monkeyp
     assert graphs == [(True, False), (False, True)]
 
 
-def test_memory_that_is_too_small_for_a_graph(path_of, tmp_path, taken, monkeypatch):
-    def run_out(*args):
-        raise torch.OutOfMemoryError
+@pytest.mark.parametrize("where", ["KeptScores", "_make_output"])
+def test_memory_that_is_too_small_for_a_graph(where, path_of, tmp_path, taken, monkeypatch, caplog):
+    caplog.set_level("INFO", "liger_rl")
+    make, kept = getattr(forward, where), []
 
-    monkeypatch.setattr(forward, "KeptScores", run_out)
+    def run_out(*args):
+        alive = [x for x in gc.get_objects() if isinstance(x, KeptScores)]
+        if torch.is_grad_enabled() and not kept:
+            kept.append(len(alive))
+            raise torch.OutOfMemoryError
+        assert not alive  # when the scores run again
+        return make(*args)
+
+    monkeypatch.setattr(forward, where, run_out)
     run_both(path_of, tmp_path)
     assert not taken
+    assert "scores and loss have a forward each: memory ran out" in caplog.text
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_nothing_is_kept_after_a_reward_has_failed(accumulation, path_of, tmp_path):
+    trainers = []
+
+    def fail(trainer):
+        trainers.append(trainer)
+        assert step_of(trainer)._kept is not None
+        raise ArithmeticError
+
+    options = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 8 // accumulation}
+    with pytest.raises(ArithmeticError):
+        trl_runs.train(
+            "RLOO", path_of["qwen3"], tmp_path, patch=True, **OPTIONS | options | {"prepare": with_rewards(fail)}
+        )
+    assert step_of(trainers[0])._kept is None
+
+
+def step_of(trainer):
+    return vars(trainer)["_liger_rl_step"]
+
+
+class Noise(nn.Module):
+    """Draws, under no name that is known."""
+
+    def forward(self, hidden):
+        return nn.functional.silu(hidden) + 0 * torch.rand(())
+
+
+def test_a_model_that_draws_random_numbers_has_two_forwards(path_of, tmp_path, taken, caplog):
+    caplog.set_level("INFO", "liger_rl")
+
+    def prepare(trainer):
+        trainer.model.model.layers[0].mlp.act_fn = Noise()
+
+    run = trl_runs.train("RLOO", path_of["qwen3"], tmp_path, patch=True, **OPTIONS | {"prepare": prepare})
+    assert not taken
+    assert "scores and loss have a forward each: the model draws random numbers" in caplog.text
+    assert len(run.log["loss"]) == 2
 
 
 def test_a_training_on_other_sequences_runs_them_and_is_the_last_to_ask(path_of, tmp_path, taken):

@@ -280,7 +280,7 @@ def _run_forward(model: Any, head: FusedHead, call: ModelCall, args: tuple[Any, 
         outputs = None if reason is not None else call.kept.take(batch, call.idle_rows)
         if outputs is not None:
             call.live_tokens += call.kept.live_tokens
-            resume_measurement(model)
+            resume_measurement(model, call.kept.live_tokens)
             call.record(batch.ids, 0, kept_scores.TEXT, None)
             return _make_token_output(model, head, call, outputs, kwargs.get("num_items_in_batch"), None)
         call.kept = None  # its memory is free for the forward

@@ -20,8 +20,8 @@ class KeptScores:
     """Outputs with a graph, whose live micro-batches are those of the layout."""
 
     def __init__(self, outputs: Outputs, layout: Layout, batch: TokenBatch) -> None:
-        self._outputs, self._micro_batches = outputs, [micro.rows for micro in layout.live]
-        self.live_tokens = layout.live_tokens
+        self._outputs, self._micro_batches = outputs, layout.live
+        self.live_tokens = layout.live_tokens  # with a backward
         sequences, _ = _read_rows(batch, None)
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
 
@@ -32,9 +32,10 @@ class KeptScores:
         if min(rows) < 0:
             return None
         live = {row for row, is_idle in zip(rows, idle, strict=True) if not is_idle}
-        keeps = [not live.isdisjoint(rows) for rows in self._micro_batches]
+        keeps = [not live.isdisjoint(micro.rows) for micro in self._micro_batches]
         if not any(keeps):  # a loss needs a graph to call backward on
             keeps[-1] = True
+        self.live_tokens = sum(micro.tokens for micro, kept in zip(self._micro_batches, keeps, strict=True) if kept)
         pairs = zip(self._outputs.outputs, keeps, strict=True)
         outputs = [output if keeps_graph else _detach(output) for output, keeps_graph in pairs]
         return self._outputs._replace(outputs=outputs).take(torch.tensor(rows, device=batch.ids.device))

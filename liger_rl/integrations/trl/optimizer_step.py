@@ -277,49 +277,57 @@ class OptimizerStep:
             )
 
     def _run_with_kept(self, run: RunModel, inputs: dict[str, Any], **options: Any) -> Any:
-        """The output of a call, which takes the place of its forward from the scores if these have kept one."""
-        had_kept = torch.is_grad_enabled() and self._kept is not None
-        call = ModelCall(**options, kept=self._take_kept())
+        """The output of a call. One with a graph takes what the scores have kept, which has one backward."""
+        call, takes = ModelCall(**options), torch.is_grad_enabled() and self._kept is not None
+        if takes:
+            call.kept, self._kept = self._kept if self._state.read() == self._kept_state else None, None
         output = run(call, **inputs)
-        if had_kept and call.kept is None:
-            get_measurements(self.trainer).can_keep_scores = False
+        if takes and call.kept is None:
+            self._stop_keeping("the loss is of other sequences, or of a model that has changed since")
         self._live_tokens = self._live_tokens or call.live_tokens
         return output
 
-    def _take_kept(self) -> KeptScores | None:
-        """What the scores have kept, for a call with a graph. It has one backward."""
-        if self._kept is None or not torch.is_grad_enabled():
-            return None
-        kept, self._kept = self._kept, None
-        return kept if self._state.read() == self._kept_state else None
-
     def _keep_scores(self, run: RunModel, inputs: dict[str, Any]) -> Any:
         """The output of a call for scores, without a graph; the graph is kept."""
-        call, self._kept, output = ModelCall(shapes=self.shapes, max_tokens=self.limit, keeps=True), None, None
+        call, output = ModelCall(shapes=self.shapes, max_tokens=self.limit, keeps=True), None
+        before = _read_random_state(self.trainer.args.device)
+        self.drop_kept()
         try:
             with torch.enable_grad(), self._with_checkpoints():
                 output = run(call, **inputs)
         except torch.OutOfMemoryError:
-            get_measurements(self.trainer).can_keep_scores = False
+            call.kept = None
         if output is None:  # behind the except clause, where the graph of the failed forward is free
+            self._stop_keeping("memory ran out")
             return run(ModelCall(shapes=self.shapes), **inputs)
-        self._kept, self._kept_state = call.kept, self._state.read()
+        if all(map(torch.equal, before, _read_random_state(self.trainer.args.device))):
+            self._kept, self._kept_state = call.kept, self._state.read()
+        else:  # TRL's loss draws again
+            self._stop_keeping("the model draws random numbers")
         return dataclasses.replace(
             output, **{name: x.detach() for name, x in vars(output).items() if isinstance(x, Tensor)}
         )
 
+    def _stop_keeping(self, reason: str) -> None:
+        get_measurements(self.trainer).can_keep_scores = False
+        log_once(self.trainer, ModelCall(), f"scores and loss have a forward each: {reason}")
+
+    def drop_kept(self) -> None:
+        """Free what the scores have kept."""
+        self._kept = None
+
     @contextmanager
     def _with_checkpoints(self) -> Iterator[None]:
         """TRL turns checkpoints off for scores, which have no graph otherwise."""
-        off = {module: dict(vars(module)) for module in self._state.checkpoints}
+        names = "gradient_checkpointing", "_gradient_checkpointing_func"
+        before = [(vars(module), [vars(module)[name] for name in names]) for module in self._state.checkpoints]
         for module, function in self._state.checkpoints.items():
-            vars(module).update(gradient_checkpointing=True, _gradient_checkpointing_func=function)
+            vars(module).update(zip(names, (True, function), strict=True))
         try:
             yield
         finally:
-            for module, attributes in off.items():
-                for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
-                    vars(module)[name] = attributes[name]
+            for attributes, values in before:
+                attributes.update(zip(names, values, strict=True))
 
     def find_wrapped(self, model: nn.Module) -> nn.Module | None:
         """The module inside one of the trainer's models whose forward is ours."""
@@ -367,6 +375,11 @@ class OptimizerStep:
             measured.token_bytes = max(peak, 1) / max(self._live_tokens, 1)
 
 
+def _read_random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
+
+
 @contextmanager
 def _without_synchronization(wrapper: Any) -> Iterator[None]:
     """DDP neither sends buffers in a forward, for which it would wait for the other ranks, nor expects a backward."""
@@ -402,7 +415,12 @@ def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     vars(self)["_liger_rl_in_step"] = True
     try:
         run = functools.partial(PATCH.original, self, *args, **kwargs)
-        return OptimizerStep.of(self, args[0] if args else kwargs["model"]).run_micro_batch(run)
+        step = OptimizerStep.of(self, args[0] if args else kwargs["model"])
+        try:
+            return step.run_micro_batch(run)
+        except BaseException:
+            step.drop_kept()  # a reward may have raised the error, and the trainer stay
+            raise
     finally:
         del vars(self)["_liger_rl_in_step"]
 

@@ -6,15 +6,16 @@ an optimizer step does. Where the sequences are those of the optimizer step, the
 the training, too. None of it is done for a subclass with its own loss or calls of the model.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl.between import list_own_methods
+from liger_rl.integrations.trl.between import METHODS, list_own_methods
 from liger_rl.integrations.trl.forward import CALL, ModelCall, caught_calls, find_wrapped
 from liger_rl.integrations.trl.optimizer_step import (
     find_step,
@@ -25,7 +26,6 @@ from liger_rl.integrations.trl.optimizer_step import (
     runs_as_reference,
 )
 from liger_rl.integrations.trl.settings import get_settings
-from liger_rl.models.randomness import list_rates
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
@@ -103,13 +103,27 @@ def _may_keep_scores(trainer: Any, model: Any, rows: int) -> bool:
     if step is None or model is not trainer.model or not model.training or torch.is_inference_mode_enabled():
         return False
     is_whole = rows == args.per_device_train_batch_size * args.gradient_accumulation_steps
-    # A reward's model needs memory between the scores and the training; `memory=0` is for as little as possible.
-    is_cheap = get_settings().memory > 0 and not any(isinstance(reward, nn.Module) for reward in trainer.reward_funcs)
+    # `memory=0` is for as little as possible.
+    is_cheap = get_settings().memory > 0 and not any(map(_has_model, trainer.reward_funcs))
     is_alone = trainer.accelerator.num_processes == 1 and not trainer.is_deepspeed_enabled
     is_plain = trainer.num_iterations == 1 and not trainer.aux_loss_enabled and not runs_as_reference(model)
-    if not (is_whole and is_cheap and is_alone and is_plain and get_measurements(trainer).can_keep_scores):
+    if not (is_whole and is_cheap and is_alone and is_plain):
         return False
-    return not list_rates(module for module in model.modules() if module.training)
+    # A method of its own may give the training another model than the scores.
+    return get_measurements(trainer).can_keep_scores and not list_own_methods(trainer, METHODS)
+
+
+def _has_model(reward: Any) -> bool:
+    """Whether a reward runs a model, as far as can be seen, which needs memory between the scores and the training."""
+    function = inspect.unwrap(getattr(reward, "__func__", reward))
+    owner = getattr(reward, "__self__", reward)
+    held = [owner, *getattr(owner, "__dict__", {}).values()]
+    if inspect.isfunction(function):
+        held += [function.__globals__.get(name) for name in function.__code__.co_names]
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                held.append(cell.cell_contents)
+    return any(isinstance(value, nn.Module) for value in held)
 
 
 @contextmanager
