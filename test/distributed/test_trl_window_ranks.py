@@ -11,6 +11,7 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 from trl_run_on_rank import (
     DISTILLATION,
     IDLE_GROUPS,
+    KEPT,
     NOT_EXCHANGED,
     OFFLOADED_ROWS,
     ROWS,
@@ -59,7 +60,7 @@ def run_deepspeed(tmp_path_factory):
 
 def assert_same_runs(results: list[dict[str, Pair]], name: str) -> None:
     """Of a row that each rank has run, more closely than of one process: log, and each weight."""
-    row = (ROWS | DISTILLATION | SHARDED | UNEVEN_ROWS | NOT_EXCHANGED)[name]
+    row = (ROWS | DISTILLATION | SHARDED | UNEVEN_ROWS | NOT_EXCHANGED | KEPT)[name]
     for result in results:
         plain, patched, *_ = result[name]
         assert len(plain.padded_tokens) == row.options["max_steps"]
@@ -102,7 +103,9 @@ def test_uneven_ranks(name, torch_results):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "name"), [("ddp", *NOT_EXCHANGED), ("fsdp2", *IDLE_GROUPS)], ids=["a switch", "a sharded model"]
+    ("wrapper", "name"),
+    [("ddp", *NOT_EXCHANGED), ("fsdp2", *IDLE_GROUPS), *(("ddp", name) for name in KEPT)],
+    ids=["a switch", "a sharded model", *KEPT],
 )
 def test_micro_batches_stay_where_they_are(name, wrapper, torch_results):
     results = of_wrapper(torch_results, wrapper)

@@ -134,6 +134,33 @@ ROWS = {
     "GRPO, checkpoints": scored(beta=0.1, num_iterations=2, max_steps=4, **CHECKPOINTS),
 }
 
+
+def scored_twice(**options) -> Row:
+    """The old policy's log-probabilities are computed in each step."""
+    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 6, "num_iterations": 1, "beta": 0.0}
+    return row("RLOO", **sizes | {"data": {"prompt": trl_runs.PROMPTS * 2}, "learning_rate": 1e-3} | options)
+
+
+def judge_on_first_rank(trainer) -> None:
+    """By a model, so that this rank keeps nothing of its scores. The other one's completions are short."""
+    reward, judge = trainer.reward_funcs[0], torch.nn.Linear(1, 1)
+    if trainer.accelerator.process_index == 0:
+        trainer.reward_funcs[0] = lambda **columns: [score + 0 * judge.in_features for score in reward(**columns)]
+    cut_completions(trainer)
+
+
+# One forward has the scores and the loss of a step.
+KEPT = {
+    "RLOO, kept": scored_twice(share=0.3),
+    "RLOO, kept, checkpoints": scored_twice(share=0.3, **CHECKPOINTS),
+    "RLOO, kept on one rank": scored_twice(
+        prepare=judge_on_first_rank,
+        gradient_accumulation_steps=4,
+        max_completion_length=32,
+        data={"prompt": trl_runs.PROMPTS * 8},
+    ),
+}
+
 # Its ranks run as many forwards each.
 SHARDED = {"SFT, positions on one rank": row("SFT", prepare=give_positions, share=float("inf"), together=False)}
 DISTILLATION = {"Distillation": row("Distillation", share=0.8, **EIGHT_PROMPTS)}
@@ -227,7 +254,7 @@ def run_row(row: Row, wrapper: str, model: str, directory: str) -> Pair:
         row.options.get("prepare", lambda trainer: None)(trainer)
 
     options = row.options | find_options(wrapper) | {"prepare": prepare}
-    if row.kind == "GRPO":
+    if row.kind in ("GRPO", "RLOO"):
         options["script"] = script
     if row.kind == "Distillation":
         options["teacher"] = str(Path(model).with_name("granite-1"))
@@ -260,7 +287,7 @@ def gather_weights(model: torch.nn.Module) -> torch.Tensor:
 def run_rows(wrapper: str, model: str, directory: str) -> dict[str, Pair]:
     prepare_process(wrapper)
     own = {
-        "ddp": ROWS | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED,
+        "ddp": ROWS | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED | KEPT,
         "fsdp2": ROWS | DISTILLATION | IDLE_GROUPS | SHARDED,
         "zero3": ROWS | IDLE_GROUPS | BFLOAT16_LORA | SHARDED,
         "zero3-offload": OFFLOADED_ROWS,

@@ -186,7 +186,7 @@ class OptimizerStep:
         self._live_tokens = 0
         try:
             if exchanges:
-                window.exchange(model, trainer.args.device)
+                window.exchange(model, trainer.args.device, stays=self._kept is not None)
             if not window.micro_batches:
                 return loss
             total = self._sum_losses(window)

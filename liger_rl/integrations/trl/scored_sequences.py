@@ -26,6 +26,7 @@ from liger_rl.integrations.trl.optimizer_step import (
     runs_as_reference,
 )
 from liger_rl.integrations.trl.settings import get_settings
+from liger_rl.step.ranks import find_ddp
 
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
@@ -105,9 +106,10 @@ def _may_keep_scores(trainer: Any, model: Any, rows: int) -> bool:
     is_whole = rows == args.per_device_train_batch_size * args.gradient_accumulation_steps
     # `memory=0` is for as little as possible.
     is_cheap = get_settings().memory > 0 and not any(map(_has_model, trainer.reward_funcs))
-    is_alone = trainer.accelerator.num_processes == 1 and not trainer.is_deepspeed_enabled
+    is_whole_model = trainer.accelerator.num_processes == 1 or find_ddp(step.model) is not None
+    is_whole_model = is_whole_model and not trainer.is_deepspeed_enabled
     is_plain = trainer.num_iterations == 1 and not trainer.aux_loss_enabled and not runs_as_reference(model)
-    if not (is_whole and is_cheap and is_alone and is_plain):
+    if not (is_whole and is_cheap and is_whole_model and is_plain):
         return False
     # A method of its own may give the training another model than the scores.
     return get_measurements(trainer).can_keep_scores and not list_own_methods(trainer, METHODS)

@@ -102,13 +102,16 @@ class Window:
             self.micro_batches.append(batch)
         return batch.loss
 
-    def exchange(self, model: nn.Module, device: torch.device) -> None:
-        """Exchange micro-batches with other ranks, so that all ranks have about as much to run. A collective."""
+    def exchange(self, model: nn.Module, device: torch.device, *, stays: bool) -> None:
+        """Exchange micro-batches with other ranks, so that all ranks have about as much to run. A collective.
+
+        `stays`: whether this rank's have run already, so that none changes its rank.
+        """
         values, costs = [batch.list_values() for batch in self.micro_batches], None
         known = [x for x in values if x is not None]
         # At the end of a data set `gather_for_metrics` leaves out the last ranks.
         is_cut = self._gradient_state.end_of_dataloader and self._gradient_state.remainder > 0
-        joins = not any(batch.is_alone for batch in self.micro_batches)
+        joins = not stays and not any(batch.is_alone for batch in self.micro_batches)
         if known and len(known) == self.added and joins and not is_cut:
             rows = [_read_rows(batch) for batch in self.micro_batches]
             costs = read_costs(rows, self._shares_prompts(self.micro_batches[0].call))
