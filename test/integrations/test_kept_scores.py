@@ -1,6 +1,7 @@
 """When the forward of the scores is that of the training, and when it is not: `integrations/trl/kept_scores.py`."""
 
 import gc
+import itertools
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -239,22 +240,27 @@ def test_scores_of_a_model_that_runs_as_in_trl(path_of, tmp_path, taken, monkeyp
     assert graphs == [(True, False), (False, True)]
 
 
+@pytest.mark.parametrize(("times", "expected"), [(1, [True, True]), (2, [])])
 @pytest.mark.parametrize("where", ["KeptScores", "_make_output"])
-def test_memory_that_is_too_small_for_a_graph(where, path_of, tmp_path, taken, monkeypatch, caplog):
+def test_memory_that_is_too_small_for_a_graph(where, times, expected, path_of, tmp_path, taken, monkeypatch, caplog):
+    """The scores run again without a graph. After two failures they ask for none."""
     caplog.set_level("INFO", "liger_rl")
-    make, kept = getattr(forward, where), []
+    make, failures, alive = getattr(forward, where), [], []
 
     def run_out(*args):
-        alive = [x for x in gc.get_objects() if isinstance(x, KeptScores)]
-        if torch.is_grad_enabled() and not kept:
-            kept.append(len(alive))
+        keeps = where == "KeptScores" or args[1].keeps
+        if keeps and len(failures) < times:
+            failures.append(where)
             raise torch.OutOfMemoryError
-        assert not alive  # when the scores run again
+        if not (keeps or torch.is_grad_enabled()):  # the scores again
+            alive.append([type(x) for x in gc.get_objects()].count(KeptScores))
         return make(*args)
 
     monkeypatch.setattr(forward, where, run_out)
-    run_both(path_of, tmp_path)
-    assert not taken
+    run_both(path_of, tmp_path, max_steps=3)
+    assert taken == expected
+    assert len(failures) == times
+    assert not any(alive)
     assert "scores and loss have a forward each: memory ran out" in caplog.text
 
 
@@ -298,13 +304,18 @@ def test_a_model_that_draws_random_numbers_has_two_forwards(path_of, tmp_path, t
     assert len(run.log["loss"]) == 2
 
 
-def test_a_training_on_other_sequences_runs_them_and_is_the_last_to_ask(path_of, tmp_path, taken):
+@pytest.mark.parametrize(("wrong", "expected"), [([1, 3], [False, True, False, True]), ([1, 2], [False, False])])
+def test_a_training_on_other_sequences_runs_them(wrong, expected, path_of, tmp_path, taken):
+    """In these of four steps. After two in a row none is asked."""
+    numbers = itertools.cycle([1, 2, 3, 4])
+
     def scored(batch):
-        batch["completion_mask"][:, -1] = 0
+        if next(numbers) in wrong:
+            batch["completion_mask"][:, -1] = 0
         return batch
 
-    run_both(path_of, tmp_path, scored=scored)
-    assert taken == [False]
+    run_both(path_of, tmp_path, scored=scored, max_steps=4)
+    assert taken == expected
 
 
 def test_reentrant_checkpoints_are_known_although_scores_run_without_them(path_of, tmp_path):

@@ -69,7 +69,7 @@ class Measurements:
     largest: int = 0  # tokens of the largest micro-batch so far
     token_bytes: float = 0.0  # memory of the first window for each of its tokens
     has_moved: bool = False  # whether a model has changed between the micro-batches of a window
-    can_keep_scores: bool = True  # whether memory was enough, and the training was on the sequences of the scores
+    kept_failures: int = 0  # in a row, of what the scores have kept for the loss
 
 
 def get_measurements(trainer: Any) -> Measurements:
@@ -282,8 +282,10 @@ class OptimizerStep:
         if takes:
             call.kept, self._kept = self._kept if self._state.read() == self._kept_state else None, None
         output = run(call, **inputs)
-        if takes and call.kept is None:
-            self._stop_keeping("the loss is of other sequences, or of a model that has changed since")
+        if takes and call.kept is not None:
+            get_measurements(self.trainer).kept_failures = 0
+        elif takes:
+            self._count_failure("the loss is of other sequences, or of a model that has changed since")
         self._live_tokens = self._live_tokens or call.live_tokens
         return output
 
@@ -298,18 +300,18 @@ class OptimizerStep:
         except torch.OutOfMemoryError:
             call.kept = None
         if output is None:  # behind the except clause, where the graph of the failed forward is free
-            self._stop_keeping("memory ran out")
+            self._count_failure("memory ran out")
             return run(ModelCall(shapes=self.shapes), **inputs)
         if all(map(torch.equal, before, _read_random_state(self.trainer.args.device))):
             self._kept, self._kept_state = call.kept, self._state.read()
         else:  # TRL's loss draws again
-            self._stop_keeping("the model draws random numbers")
+            self._count_failure("the model draws random numbers")
         return dataclasses.replace(
             output, **{name: x.detach() for name, x in vars(output).items() if isinstance(x, Tensor)}
         )
 
-    def _stop_keeping(self, reason: str) -> None:
-        get_measurements(self.trainer).can_keep_scores = False
+    def _count_failure(self, reason: str) -> None:
+        get_measurements(self.trainer).kept_failures += 1
         log_once(self.trainer, ModelCall(), f"scores and loss have a forward each: {reason}")
 
     def drop_kept(self) -> None:

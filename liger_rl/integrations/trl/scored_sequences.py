@@ -28,6 +28,7 @@ from liger_rl.integrations.trl.optimizer_step import (
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.step.ranks import find_ddp
 
+MOST_FAILURES = 2  # in a row, after which nothing is kept any more
 OPTIONS = {"compute_entropy", "compute_aux_loss", "num_images", "num_tiles"}  # without a value for each token
 
 
@@ -112,7 +113,7 @@ def _may_keep_scores(trainer: Any, model: Any, rows: int) -> bool:
     if not (is_whole and is_cheap and is_whole_model and is_plain):
         return False
     # A method of its own may give the training another model than the scores.
-    return get_measurements(trainer).can_keep_scores and not list_own_methods(trainer, METHODS)
+    return get_measurements(trainer).kept_failures < MOST_FAILURES and not list_own_methods(trainer, METHODS)
 
 
 def _has_model(reward: Any) -> bool:
