@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 import trl_runs
 from devices import NEEDS_GPU
 from hf_models import CONFIGS, transformers
-from liger_rl.integrations.trl import forward
+from liger_rl.integrations.trl import explain_trl, forward, patched_trl
 from liger_rl.integrations.trl.kept_scores import KeptScores
 from liger_rl.step import memory
 
@@ -60,8 +60,11 @@ def with_rewards(change):
 
 
 def test_each_step_takes_what_its_scores_have_kept(path_of, tmp_path, taken):
-    run_both(path_of, tmp_path)
+    trainers = []
+    run_both(path_of, tmp_path, prepare=trainers.append)
     assert taken == [True, True]
+    with patched_trl():
+        assert "; scores and loss in one forward" in explain_trl(trainers[1])
 
 
 def scale_a_weight(trainer):

@@ -281,7 +281,7 @@ def _run_forward(model: Any, head: FusedHead, call: ModelCall, args: tuple[Any, 
         if outputs is not None:
             call.live_tokens += call.kept.live_tokens
             resume_measurement(model, call.kept.live_tokens)
-            call.record(batch.ids, 0, kept_scores.TEXT, None)
+            call.record(batch.ids, 0, f"{call.kept.text}; scores and loss in one forward", call.kept.reason)
             return _make_token_output(model, head, call, outputs, kwargs.get("num_items_in_batch"), None)
         call.kept = None  # its memory is free for the forward
     plan = _plan(model, head, call, batch, labels, reason)
@@ -354,14 +354,14 @@ def _run_live_tokens(
 
     run_rows = functools.partial(_run_rows, model, head)
     outputs = run(layout, batch, run_rows, recomputes=plan.in_parts, with_graph=run_with_graph)
-    if call.keeps:
-        call.kept = KeptScores(outputs, layout, batch)
     sizes = call.list_sizes(len(batch.ids))
     aux_loss = outputs.compute_router_losses(router, batch.inputs.get("attention_mask"), sizes)
     log_once(model, call, "; ".join(clauses))
     text = "prompts once, no padding" if layout.has_trees else "no prefix shared, rows of similar length"
-    tokens = sum(micro.tokens for micro in (*layout.live, *layout.idle))
-    call.record(batch.ids, tokens, "; ".join([text, *clauses[1:]]), layout.reason)
+    text = "; ".join([text, *clauses[1:]])
+    call.record(batch.ids, sum(micro.tokens for micro in (*layout.live, *layout.idle)), text, layout.reason)
+    if call.keeps:
+        call.kept = KeptScores(outputs, layout, batch, text)
     return _make_token_output(model, head, call, outputs, num_items_in_batch, aux_loss)
 
 

@@ -13,14 +13,14 @@ from liger_rl.step.run import Output, Outputs
 from liger_rl.step.sequences import TokenBatch
 
 MOST_MEMORY = 0.5  # the share of the free memory that activations may take, because rewards run before the training
-TEXT = "values and graph of the forward of the scores"
 
 
 class KeptScores:
     """Outputs with a graph, whose live micro-batches are those of the layout."""
 
-    def __init__(self, outputs: Outputs, layout: Layout, batch: TokenBatch) -> None:
+    def __init__(self, outputs: Outputs, layout: Layout, batch: TokenBatch, text: str) -> None:
         self._outputs, self._micro_batches = outputs, layout.live
+        self.text, self.reason = text, layout.reason  # how the forward ran, and why no prefix was shared
         self.live_tokens = layout.live_tokens  # with a backward
         sequences, _ = _read_rows(batch, None)
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
