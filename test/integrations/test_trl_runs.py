@@ -418,6 +418,8 @@ LOGITS = {"share": 0.9, "is_logged": False}  # whose forward is TRL's; that of m
 FOUR_PROMPTS = {"data": {"prompt": [" ".join(f"w{i}" for i in range(20)) + f" w{20 + n} w1" for n in range(4)]}}
 STATES = {"max_steps": 3}  # layers with a state
 KEPT = {"num_iterations": 1, "beta": 0.0}
+SINGLE_PROMPTS = {"num_generations": 2, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+SINGLE_PROMPTS |= {"max_steps": 3, "max_completion_length": 10, "data": {"prompt": trl_runs.PROMPTS * 6}}
 
 ROWS = {
     # SFT
@@ -517,6 +519,8 @@ ROWS = {
     "RLOO, LoRA": row("RLOO", peft_config=LORA),
     # With a generation of one optimizer step the scores' forward is the training's: half of TRL's at most run.
     "RLOO, kept": row("RLOO", num_iterations=1, share=0.28),
+    # The reference is the policy. With other rounding their KL would not be 0, nor the deviation of equal rewards.
+    "RLOO, kept, a KL of 0": row("RLOO", **SINGLE_PROMPTS, num_iterations=1, learning_rate=0.0),
     "RLOO, kept, one group without advantage": row("RLOO", **KEPT, scored=one_group_without_advantage, idle=(1, 3)),
     "RLOO, kept, no advantage": row("RLOO", **KEPT, scored=without_advantages),
     "RLOO, kept, half without advantage": row("RLOO", **KEPT, scored=half_without_advantage(), share=0.25),

@@ -89,10 +89,12 @@ class ModelCall:
         max_tokens: int | None = None,  # how many live tokens may keep activations; None: any number
         keeps: bool = False,  # of scores: whether `kept` will be what a training may take in place of a forward
         kept: KeptScores | None = None,  # of a training: what the scores have kept; None afterwards if it does not fit
+        # Of a reference: whether it is laid out as scores that were kept, with whose values it then agrees to the bit.
+        as_kept: bool = False,
         read_facts: Callable[[nn.Module], Facts] = read_facts,
     ) -> None:
         self.role, self.idle_rows, self.shapes, self.max_tokens = role, idle_rows, shapes, max_tokens
-        self.keeps, self.kept, self.read_facts = keeps, kept, read_facts
+        self.keeps, self.kept, self.as_kept, self.read_facts = keeps, kept, as_kept, read_facts
         self.records: list[CallRecord] = []
         self.live_tokens = 0  # that ran with a graph, of several micro-batches
 
@@ -315,7 +317,8 @@ def _plan(
         return StepInputs(
             model=model, wrapper=model, facts=replace(facts, obstacle=obstacle), batch=batch, run_rows=run_rows,
             weights=weights, labels=labels, share=get_settings().memory, shapes=call.shapes,
-            live_tokens=call.max_tokens if torch.is_grad_enabled() else None, is_kept=call.keeps,
+            live_tokens=call.max_tokens if torch.is_grad_enabled() else None,
+            is_kept=call.keeps or call.as_kept,
         )  # fmt: skip
 
     known = call.read_facts(model)
