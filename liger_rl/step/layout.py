@@ -8,6 +8,7 @@ Otherwise they are padded. Micro-batches have sequences with a common prefix, or
 import itertools
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -355,7 +356,7 @@ class _Trees(NamedTuple):
                 clusters.append((self.sequences.spans[row].length, [row]))
             else:
                 clusters[-1] = (tokens + size, [*cluster, row])
-        total = sum(tokens for tokens, _ in clusters)
+        total = sum(map(itemgetter(0), clusters))
         enough = total / max(total // max(self.enough, 1), 1)
         groups: list[tuple[int, list[int]]] = []
         for tokens, cluster in sorted(clusters, key=lambda pair: -pair[0]):
