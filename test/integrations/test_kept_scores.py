@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 import trl_runs
 from devices import NEEDS_GPU
 from hf_models import CONFIGS, transformers
-from liger_rl.integrations.trl import explain_trl, forward, patched_trl
+from liger_rl.integrations.trl import explain_trl, forward, kept_scores, optimizer_step, patched_trl
 from liger_rl.integrations.trl.kept_scores import KeptScores
 from liger_rl.step import memory
 
@@ -217,6 +217,27 @@ def test_memory_is_measured_of_what_has_a_backward(idle, path_of, tmp_path, take
 
 def without_first(rows, batch):
     return {**batch, "advantages": batch["advantages"] * (torch.arange(len(batch["advantages"])) >= rows)}
+
+
+@pytest.mark.parametrize(("half", "expected"), [(1, []), (1000, [True])])
+def test_scores_with_a_graph_take_half_of_the_memory(half, expected, path_of, tmp_path, taken, monkeypatch):
+    shares = []
+
+    def find_limit(trainer, model, measured, share):
+        shares.append(share)
+        return half if share == kept_scores.MOST_MEMORY else 1000
+
+    monkeypatch.setattr(optimizer_step, "_find_limit", find_limit)
+    run_both(path_of, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, num_generations=4)
+    assert taken == expected
+    assert shares == [0.8, 0.8, 0.5]  # the windows of the first step have one micro-batch, to measure it
+
+
+def test_what_nothing_measures_is_not_kept(path_of, tmp_path, taken, monkeypatch):
+    """One micro-batch without checkpoints, on a GPU."""
+    monkeypatch.setattr(optimizer_step.OptimizerStep, "bounds_kept", False)
+    run_both(path_of, tmp_path, **ONE)
+    assert not taken
 
 
 def test_scores_that_must_run_in_parts(path_of, tmp_path, taken, monkeypatch):

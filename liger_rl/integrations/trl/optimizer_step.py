@@ -38,7 +38,7 @@ from liger_rl.integrations.trl.forward import (
     find_wrapped,
     log_once,
 )
-from liger_rl.integrations.trl.kept_scores import KeptScores
+from liger_rl.integrations.trl.kept_scores import MOST_MEMORY, KeptScores
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
 from liger_rl.models.unknown_layers import list_unknown_layers
@@ -126,7 +126,9 @@ class OptimizerStep:
         trainer, measured = self.trainer, get_measurements(self.trainer)
         if find_wrapped(trainer.model) is None:  # on all ranks
             return
-        self.limit = None if self.refusal is not None else _find_limit(trainer, self.model, measured)
+        # Without kept layers, too, a window takes what is free.
+        share = get_settings().memory or DEFAULT_SHARE
+        self.limit = None if self.refusal is not None else _find_limit(trainer, self.model, measured, share)
         size = UNMEASURED_SIZE if self.refusal is None else UNLIMITED
         if self.limit is not None:
             size = max(1, self.limit // measured.largest) if measured.largest else 1
@@ -292,7 +294,9 @@ class OptimizerStep:
 
     def _keep_scores(self, run: RunModel, inputs: dict[str, Any]) -> Any:
         """The output of a call for scores, without a graph; the graph is kept."""
-        call, output = ModelCall(shapes=self.shapes, max_tokens=self.limit, keeps=True), None
+        share = min(get_settings().memory, MOST_MEMORY)
+        limit = _find_limit(self.trainer, self.model, get_measurements(self.trainer), share)
+        call, output = ModelCall(shapes=self.shapes, max_tokens=limit, keeps=True), None
         before = _read_random_state(self.trainer.args.device)
         self.drop_kept()
         try:
@@ -331,6 +335,12 @@ class OptimizerStep:
         finally:
             for attributes, values in before:
                 attributes.update(zip(names, values, strict=True))
+
+    @property
+    def bounds_kept(self) -> bool:
+        """Whether memory is measured. With one micro-batch only recomputed layers are."""
+        is_measured = self._state.checkpoints or self.trainer.args.gradient_accumulation_steps > 1
+        return bool(is_measured) or self.trainer.args.device.type != "cuda"
 
     def find_wrapped(self, model: nn.Module) -> nn.Module | None:
         """The module inside one of the trainer's models whose forward is ours."""
@@ -445,13 +455,13 @@ def get_size(trainer: Any) -> int:
     return measured.size
 
 
-def _find_limit(trainer: Any, model: nn.Module, measured: Measurements) -> int | None:
-    """How many tokens a window may have, 1 if it is not known yet; None for any number."""
+def _find_limit(trainer: Any, model: nn.Module, measured: Measurements, share: float) -> int | None:
+    """How many tokens a window may have that takes this share of the free memory, 1 if it is not known yet; None for
+    any number."""
     settings = get_settings()
     memory = read_memory(trainer.args.device)
     if settings.max_tokens is not None or memory is None:
         return settings.max_tokens
-    share = settings.memory or DEFAULT_SHARE  # without kept layers, too, a window takes what is free
     count = count_fitting_tokens(model, share)
     if count is None and measured.token_bytes:  # no layer is recomputed, or none has transformers' switch
         count = int(share * (memory.spare - count_missing_gradients(model)) / measured.token_bytes)

@@ -106,7 +106,7 @@ def _may_keep_scores(trainer: Any, model: Any, rows: int) -> bool:
         return False
     is_whole = rows == args.per_device_train_batch_size * args.gradient_accumulation_steps
     # `memory=0` is for as little as possible.
-    is_cheap = get_settings().memory > 0 and not any(map(_has_model, trainer.reward_funcs))
+    is_cheap = get_settings().memory > 0 and step.bounds_kept and not any(map(_has_model, trainer.reward_funcs))
     is_whole_model = trainer.accelerator.num_processes == 1 or find_ddp(step.model) is not None
     is_whole_model = is_whole_model and not trainer.is_deepspeed_enabled
     is_plain = trainer.num_iterations == 1 and not trainer.aux_loss_enabled and not runs_as_reference(model)
