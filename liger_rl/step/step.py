@@ -44,7 +44,7 @@ class StepInputs:
     runs_idle: bool = True  # sequences without a gradient run
     one_micro_batch: Reason | None = None
     pairs: bool = False
-    is_kept: bool = False  # for a backward that leaves out the live micro-batches that turn out to have no gradient
+    enough_tokens: float = math.inf  # of `lay_out`
     # Of a call for several micro-batches: their rows and columns, and how many live tokens may keep activations.
     shapes: Sequence[tuple[int, int]] = ()
     live_tokens: int | None = None
@@ -128,21 +128,24 @@ def _count_groups(inputs: StepInputs, facts: Facts, sequences: Sequences) -> int
 
 def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_groups: int) -> tuple[Layout, bool]:
     """The layout, and whether its live micro-batches are parts that do not fit into memory together."""
-    budget, enough = _find_budget(inputs, facts, sequences), math.inf
-    if inputs.is_kept:
-        enough = HOST_SHARE * facts.host_tokens or ENOUGH_TOKENS.get(sequences.device, 0)
+    budget = _find_budget(inputs, facts, sequences)
     # With the idle sequences there may be too many. Where every layer is recomputed, these would be, too.
     apart = replace(facts, host_tokens=0.0)
     for own in (facts, apart) if facts.host_tokens and inputs.share else (apart,):
         layout = lay_out(
             sequences, own, max_tokens=inputs.max_tokens, runs_idle=inputs.runs_idle,
             one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
-            enough_tokens=enough,
+            enough_tokens=inputs.enough_tokens,
         )  # fmt: skip
         if layout.live_tokens <= budget:
             return layout, False
     layout = lay_out(sequences, facts, max_tokens=int(budget))
     return layout, layout.live_tokens > budget
+
+
+def count_enough_tokens(facts: Facts) -> float:
+    """Of a forward that is kept for a backward, which leaves out micro-batches that turn out to have no gradient."""
+    return HOST_SHARE * facts.host_tokens or ENOUGH_TOKENS.get(facts.device.type, 0)
 
 
 def _find_budget(inputs: StepInputs, facts: Facts, sequences: Sequences) -> float:

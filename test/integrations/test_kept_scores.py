@@ -16,7 +16,7 @@ from devices import NEEDS_GPU
 from hf_models import CONFIGS, transformers
 from liger_rl.integrations.trl import explain_trl, forward, kept_scores, optimizer_step, patched_trl
 from liger_rl.integrations.trl.kept_scores import KeptScores
-from liger_rl.step import memory
+from liger_rl.step import facts, memory
 
 OPTIONS = {
     "num_iterations": 1, "beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
@@ -65,6 +65,24 @@ def test_each_step_takes_what_its_scores_have_kept(path_of, tmp_path, taken):
     assert taken == [True, True]
     with patched_trl():
         assert "; scores and loss in one forward" in explain_trl(trainers[1])
+
+
+def test_a_frozen_reference_is_laid_out_as_the_policy(path_of, tmp_path, taken, monkeypatch):
+    """Its tokens cost the host and the device in another proportion."""
+    parts, run = [], forward.run
+
+    def count_tokens(model, device):
+        return 20.0 if any(p.requires_grad for p in model.parameters()) else 1e9
+
+    def record(layout, *args, **options):
+        parts.append(len(layout.live))
+        return run(layout, *args, **options)
+
+    monkeypatch.setattr(facts, "_count_host_tokens", count_tokens)
+    monkeypatch.setattr(forward, "run", record)
+    trl_runs.train("RLOO", path_of["qwen3"], tmp_path, patch=True, **OPTIONS | {"beta": 0.1})
+    assert taken == [True, True]
+    assert parts == [2, 2, 2, 2]  # of the policy and the reference
 
 
 def scale_a_weight(trainer):

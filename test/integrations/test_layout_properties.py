@@ -327,7 +327,7 @@ def test_sequences_without_a_gradient_do_not_make_a_step_too_large():
         pairs=False,
         shapes=((1, 60),) * 12,
         live_tokens=None,
-        is_kept=False,
+        enough_tokens=float("inf"),
         share=0.8,
     )
     joined, _ = _lay_out(inputs, facts, sequences, 3)

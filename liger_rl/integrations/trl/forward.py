@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from liger_rl.step.ranks import Agreement, agree, find_rank_groups
 from liger_rl.step.reason import Reason
 from liger_rl.step.run import Output, Outputs, run
 from liger_rl.step.sequences import TokenBatch
-from liger_rl.step.step import Plan, StepInputs, plan_step
+from liger_rl.step.step import Plan, StepInputs, count_enough_tokens, plan_step
 
 # Outputs with a value for each token.
 PER_TOKEN = ("log_probs", "entropy", *EXTRAS)
@@ -89,12 +90,12 @@ class ModelCall:
         max_tokens: int | None = None,  # how many live tokens may keep activations; None: any number
         keeps: bool = False,  # of scores: whether `kept` will be what a training may take in place of a forward
         kept: KeptScores | None = None,  # of a training: what the scores have kept; None afterwards if it does not fit
-        # Of a reference: whether it is laid out as scores that were kept, with whose values it then agrees to the bit.
-        as_kept: bool = False,
+        # Of a reference beside kept scores: theirs, by which both are laid out alike and may agree to the bit.
+        enough_tokens: float = math.inf,
         read_facts: Callable[[nn.Module], Facts] = read_facts,
     ) -> None:
         self.role, self.idle_rows, self.shapes, self.max_tokens = role, idle_rows, shapes, max_tokens
-        self.keeps, self.kept, self.as_kept, self.read_facts = keeps, kept, as_kept, read_facts
+        self.keeps, self.kept, self.enough_tokens, self.read_facts = keeps, kept, enough_tokens, read_facts
         self.records: list[CallRecord] = []
         self.live_tokens = 0  # that ran with a graph, of several micro-batches
 
@@ -318,10 +319,12 @@ def _plan(
             model=model, wrapper=model, facts=replace(facts, obstacle=obstacle), batch=batch, run_rows=run_rows,
             weights=weights, labels=labels, share=get_settings().memory, shapes=call.shapes,
             live_tokens=call.max_tokens if torch.is_grad_enabled() else None,
-            is_kept=call.keeps or call.as_kept,
+            enough_tokens=call.enough_tokens,
         )  # fmt: skip
 
     known = call.read_facts(model)
+    if call.keeps:
+        call.enough_tokens = count_enough_tokens(known)
     groups = [] if known.sharding is None else find_rank_groups(model, None)
     return plan_step(prepare, groups, batch.ids.device)
 
@@ -364,7 +367,7 @@ def _run_live_tokens(
     text = "; ".join([text, *clauses[1:]])
     call.record(batch.ids, sum(micro.tokens for micro in (*layout.live, *layout.idle)), text, layout.reason)
     if call.keeps:
-        call.kept = KeptScores(outputs, layout, batch, text)
+        call.kept = KeptScores(outputs, layout, batch, text, call.enough_tokens)
     return _make_token_output(model, head, call, outputs, num_items_in_batch, aux_loss)
 
 

@@ -18,7 +18,8 @@ MOST_MEMORY = 0.5  # the share of the free memory that activations may take, bec
 class KeptScores:
     """Outputs with a graph, whose live micro-batches are those of the layout."""
 
-    def __init__(self, outputs: Outputs, layout: Layout, batch: TokenBatch, text: str) -> None:
+    def __init__(self, outputs: Outputs, layout: Layout, batch: TokenBatch, text: str, enough_tokens: float) -> None:
+        self.enough_tokens = enough_tokens  # by which the layout was chosen
         self._outputs, self._micro_batches = outputs, layout.live
         self.text, self.reason = text, layout.reason  # how the forward ran, and why no prefix was shared
         self.live_tokens = layout.live_tokens  # with a backward

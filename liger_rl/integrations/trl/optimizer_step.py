@@ -263,8 +263,8 @@ class OptimizerStep:
             return self._keep_scores(run, inputs)
         if self.window is not None and self.window.is_running:
             return self.window.call(run, inputs, self.idle_rows)
-        as_kept = self._kept is not None and not torch.is_grad_enabled()
-        return self._run_with_kept(run, inputs, idle_rows=self.idle_rows, shapes=self.shapes, as_kept=as_kept)
+        enough = math.inf if self._kept is None or torch.is_grad_enabled() else self._kept.enough_tokens
+        return self._run_with_kept(run, inputs, idle_rows=self.idle_rows, shapes=self.shapes, enough_tokens=enough)
 
     def _run_joined(
         self,
