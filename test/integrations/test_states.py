@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="the functions are those of its layer
 
 from test_prefix_trees import grow_sequences
 
-from devices import on_gpu
+from devices import NEEDS_GPU, on_gpu
 from hf_models import BEFORE_5, CONFIGS, build
 from liger_rl import FusedLinearGRPOLoss, loss_step, swap_lm_head
 from liger_rl.step import attention, prefix_tree, states, step
@@ -376,6 +376,29 @@ def test_a_kernel_of_lengths_gets_one_call_for_each_depth(name, monkeypatch):
     assert no_state is None
     assert (len(roots), len(middle), len(leaves)) == (1 + 2, 1 + 3, 1 + 2)
     assert (first[0], second[0]) == (3, 2)
+
+
+@needs_functions
+@NEEDS_GPU
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Qwen3_5Text", {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+        ("KimiLinear", {"linear_head_dim": 16}),
+    ],
+)
+def test_kernels_of_fla_read_each_sequence_alone(name, sizes):
+    """Values alone: before Triton 3.7.1 fla refuses its backward on Hopper. They have no float32."""
+    pytest.importorskip("fla")
+    model = swap_lm_head(build(name, "cuda", **sizes).to(torch.bfloat16).train())
+    batch = {key: column.cuda() for key, column in make_batch().items()}
+    with torch.no_grad():
+        done = loss_step(model, batch, LOSS)
+        rows = [loss_step(model, {key: x[row : row + 1] for key, x in batch.items()}, LOSS) for row in range(5)]
+    assert "in trees of shared prefixes" in done.layout
+    expected = torch.cat([row.per_token_logps for row in rows])
+    # A branch that takes another run's state is 0.1 nats off and more.
+    torch.testing.assert_close(done.per_token_logps, expected, rtol=0, atol=0.06)
 
 
 @needs_functions
