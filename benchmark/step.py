@@ -11,6 +11,7 @@ window, "window 8k"                    GRPO, 4 micro-batches of 8, prompts up to
 "default group"                        GRPO with the group, the micro-batch and the lengths that are GRPOConfig's
                                        defaults: 8 completions of one prompt, up to 512 tokens
 "window LoRA", "window LoRA dropout"   the window with LoRA of rank 16 on all linear layers, with dropout 0 and 0.05
+distillation                           as the window, with one completion of each prompt, and a teacher of the same size
 sft, dpo                               8 micro-batches of 2 sequences or pairs, up to 2,048 tokens; random weights
 "sft LoRA", "dpo LoRA"                 the same with LoRA
 "sft packed"                           64 sequences that begin with one system prompt, a third of their mean length; TRL
@@ -36,7 +37,7 @@ unsloth               Unsloth's GRPOTrainer, in a process of its own (`benchmark
 *-packing             SFT of the packed batches in TRL's packed rows
 *-padding_free        SFT in micro-batches that are one row each, not packed
 
-The default of GRPO is all up to loss-steps; for SFT and DPO trl-liger and patch-liger, for the packed batches both
+The default of GRPO is all up to loss-steps; of others trl-liger and patch-liger, for the packed batches both
 with flash-attn-4 and packing too. On a CPU it is the rows without Liger. Rows with flash-attn-4 need its package.
 The learning rate is 0, so losses and gradients' norms must agree.
 
@@ -106,7 +107,7 @@ ROWS = (
     *_GRPO_ROWS, "uneven-liger", "full-logits", "unsloth", *_PACKED_ROWS,
     "trl-padding_free", "trl-liger-flash-padding_free", "patch-padding_free", "patch-liger-padding_free",
 )  # fmt: skip
-DEFAULT_ROWS = {"GRPO": _GRPO_ROWS, "SFT": ("trl-liger", "patch-liger"), "DPO": ("trl-liger", "patch-liger")}
+DEFAULT_ROWS = {"GRPO": _GRPO_ROWS} | dict.fromkeys(("Distillation", "SFT", "DPO"), ("trl-liger", "patch-liger"))
 # The first that a batch has is what others are compared with.
 BASELINES = ("TRL", "TRL, use_liger_kernel", "TRL, packing")
 UNSLOTH, LIGER, FLASH, PACKINGS = "Unsloth", "use_liger_kernel", "flash_attention_4", ("packing", "padding_free")

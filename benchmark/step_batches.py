@@ -48,12 +48,17 @@ class Task:
     """A batch, the trainer that it is for, and the policy that trains on it."""
 
     lengths: Lengths
-    trainer: Literal["GRPO", "SFT", "DPO"] = "GRPO"
+    trainer: Literal["GRPO", "Distillation", "SFT", "DPO"] = "GRPO"
     micro_batches: int = 1
     learns: bool = False  # whether the policy learns a text first; random weights otherwise
     lora_dropout: float | None = None  # of a LoRA of rank 16 on all linear layers; None trains all weights
     ranks: int = 1  # that train one model, each on as many groups
     rank: int = 0
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether the trainer generates, and pads prompts and completions apart before the split into micro-batches."""
+        return self.trainer in ("GRPO", "Distillation")
 
 
 _WINDOW = Lengths(prompt=512, completion=2048, shortest_prompt=0.25, median=0.33, spread=0.8)
@@ -93,6 +98,8 @@ def tasks(scale: int = 1) -> dict[str, Task]:
         "sft packed": replace(sft, lengths=scaled(_PACKED)),
         "sft packed apart": replace(sft, lengths=scaled(_PACKED_APART)),
         "dpo": dpo,
+        # TRL generates one completion of each prompt.
+        "distillation": replace(window, trainer="Distillation", lengths=scaled(replace(_WINDOW, groups=32, members=1))),
         "sft LoRA": replace(sft, lora_dropout=0.0),
         "dpo LoRA": replace(dpo, lora_dropout=0.0),
     }
@@ -142,15 +149,15 @@ def count_counted(task: Task, group: Group) -> int:
 
 
 def widest_row(task: Task, groups: list[Group]) -> int:
-    """Tokens of a padded row. GRPO pads prompts and completions apart, before the split into micro-batches."""
-    if task.trainer == "GRPO":
+    """Tokens of a padded row."""
+    if task.has_rollouts:
         return max(group.prompt for group in groups) + max(max(group.completions) for group in groups)
     return max(group.prompt + max(group.completions) for group in groups)
 
 
 def count_padded(task: Task, groups: list[Group]) -> int:
     """Tokens of all micro-batches with their padding."""
-    if task.trainer == "GRPO":
+    if task.has_rollouts:
         by_rank = [take_own(replace(task, rank=rank), groups) for rank in range(task.ranks)]
         return sum(sum(len(group.completions) for group in own) * widest_row(task, own) for own in by_rank)
     rows = [group.prompt + length for group in groups for length in group.completions]
@@ -213,7 +220,7 @@ def count_flop(task: Task, size: ModelSize) -> int:
         total += matmuls + attention
         if not group.idle:
             total += (2 if task.lora_dropout is None else 1) * matmuls + 2 * attention
-        if task.trainer == "DPO":
+        if task.trainer in ("DPO", "Distillation"):  # the reference, the teacher
             total += matmuls + attention
     return total
 

@@ -219,11 +219,11 @@ def add_adapters(model: nn.Module, dropout: float) -> nn.Module:
     return adapted
 
 
-def make_reference(model: nn.Module) -> nn.Module:
-    """DPO's: the model with larger logits, so that the loss is not that of two equal models."""
+def make_reference(model: nn.Module, scale: float = REFERENCE_SCALE) -> nn.Module:
+    """DPO's: the model with its logits times `scale`, so that the loss is not that of two equal models."""
     reference: Any = copy.deepcopy(model)
     with torch.no_grad():
-        reference.base_model.norm.weight *= REFERENCE_SCALE
+        reference.base_model.norm.weight *= scale
     return reference
 
 

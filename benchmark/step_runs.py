@@ -1,8 +1,8 @@
 """The ways of a training step that `benchmark.step` measures.
 
-Every way trains in TRL's own loop, `train()` of GRPOTrainer, SFTTrainer or DPOTrainer: its sampler, shuffle,
-micro-batches, clipping, optimizer and log. GRPO's `_generate_and_score_completions` is replaced, and returns the
-rollouts. The data sets of SFT and DPO hold token ids. The learning rate is 0, so the weights stay and each step is the
+Every way trains in TRL's own loop, `train()` of a trainer: its sampler, shuffle, micro-batches, clipping, optimizer and
+log. `_generate_and_score_completions` of GRPO and distillation is replaced, and returns the rollouts. The data sets of
+SFT and DPO hold token ids. The learning rate is 0, so the weights stay and each step is the
 same work. AdamW still computes all of it.
 """
 
@@ -325,6 +325,8 @@ def make_arguments(
     if task.trainer == "GRPO":
         lengths = {"max_completion_length": task.lengths.completion, "num_generations": task.lengths.members}
         arguments |= GRPO | lengths
+    elif task.trainer == "Distillation":
+        arguments["max_completion_length"] = task.lengths.completion
     else:
         arguments["max_length"] = task.lengths.packed_row if options.get("packing") else None
     return arguments | options
@@ -345,6 +347,22 @@ def grpo_trainer(model: nn.Module, tokenizer: Any, batch: Batch, arguments: dict
         train_dataset=Dataset.from_dict({"prompt": ["def"] * prompts}),
         processing_class=tokenizer,
         reward_funcs=lambda completions, **_columns: [0.0] * len(completions),
+    )
+    trainer._generate_and_score_completions = lambda _prompts: dict(batch)
+    return trainer
+
+
+def distillation_trainer(model: nn.Module, tokenizer: Any, batch: Batch, arguments: dict[str, Any]) -> Any:
+    """The teacher likes most what the model likes least; random models are too close to each other for a loss."""
+    from trl import DistillationConfig, DistillationTrainer  # since TRL 1.16
+
+    count = len(batch["prompt_ids"]) * arguments["max_steps"]
+    trainer = DistillationTrainer(
+        model=model,
+        teacher_model=make_reference(model, scale=-1.0),
+        args=on_one_gpu(DistillationConfig(**arguments)),
+        train_dataset=Dataset.from_dict({"prompt": ["def"] * count}),
+        processing_class=tokenizer,
     )
     trainer._generate_and_score_completions = lambda _prompts: dict(batch)
     return trainer
@@ -383,15 +401,18 @@ def dpo_trainer(model: nn.Module, tokenizer: Any, examples: list[Any], arguments
         )
 
 
-TRAINERS: dict[str, Callable[..., Any]] = {"GRPO": grpo_trainer, "SFT": sft_trainer, "DPO": dpo_trainer}
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "GRPO": grpo_trainer, "Distillation": distillation_trainer, "SFT": sft_trainer, "DPO": dpo_trainer,
+}  # fmt: skip
 
 
 def run_trainer(trainer: Any, clock: Clock) -> Measured:
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
-    if not isinstance(trainer, GRPOTrainer):  # examples in their order: each step has the same
+    if isinstance(trainer, (SFTTrainer, DPOTrainer)):  # examples in their order: each step has the same
         trainer._get_train_sampler = SequentialSampler
-    models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+    models = [trainer.model, *(model for model in others if model is not None)]
     torch.manual_seed(SEED)
     with clock.counted_forwards(*models), clock.looking:
         trainer.train()
@@ -451,9 +472,11 @@ class Runner:
         text, about = self.policy(task).text, describe_batch(task)
         about |= {"dtype": self.shape.dtype, "training_steps": len(self.policy(task).entropies)}
         about["flop"] = count_flop(task, ModelSize.of(random_model(self.shape, self.shape.dtype, "meta")))
-        if task.trainer != "GRPO":
+        if not task.has_rollouts:
             return Data(make_examples(task, text), about)
         batch = make_rollouts(task, text, self.device)
+        if task.trainer == "Distillation":
+            return Data(batch, about)
         about |= add_old_policy(self.model(task), batch)
         return Data(batch, about | {"mean_advantage": batch["advantages"].abs().mean().item()})
 
