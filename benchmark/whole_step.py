@@ -9,7 +9,8 @@ than one, the default, it needs the old policy's log-probabilities; that is `sco
 `training` is the rest: forwards, backwards, the optimizer and the log. All are milliseconds of one optimizer step.
 
 `--rows` are those of `benchmark.step`, each with generation by transformers' `generate` and by its continuous batching,
-`--generation`. The learning rate is 0, so that all rows train on completions of the same policy.
+`--generation`; `none` draws completions instead, so that scoring and training meet new lengths in each step. The
+learning rate is 0, so that all rows train on completions of the same policy.
 """
 
 import argparse
@@ -45,9 +46,11 @@ GENERATIONS: dict[str, dict[str, Any]] = {
         "use_transformers_continuous_batching": True,
         "transformers_continuous_batching_config": {"seed": 0},
     },
+    "none": {},
 }
+MEDIAN, SPREAD = 0.33, 0.8  # of drawn lengths in shares of the longest, log-normal, as the windows of benchmark.step
 MEMBERS = 8  # completions of a prompt, TRL's default
-SETTLING = 4  # steps, or more up to a whole generation: the patch keeps layers from the third one
+SETTLING = 6  # steps, or more up to a whole generation: the patch keeps layers from the third one
 SEED = 0
 Tokenizer = Any
 
@@ -98,6 +101,17 @@ def load(arguments: argparse.Namespace, device: str) -> tuple[Any, Tokenizer, Ca
     model, tokenizer = example().load(arguments.model)
     tokenizer.padding_side = "left"
     return model.to(device, getattr(torch, dtype)), tokenizer, reward_answers
+
+
+def draw_completions(trainer: Any, entries: int) -> None:
+    """In place of the trainer's generation. Ids are those of a random model, which has as many entries."""
+    numbers, longest = random.Random(SEED), trainer.args.max_completion_length
+
+    def draw(prompt_ids: list[list[int]], *_arguments: Any, **_options: Any) -> tuple[list[list[int]], None]:
+        shares = [MEDIAN * math.exp(SPREAD * numbers.gauss(0, 1)) for _ in prompt_ids]
+        return [[numbers.randrange(1, entries) for _ in range(math.ceil(min(x, 1) * longest))] for x in shares], None
+
+    trainer._generate_single_turn = draw
 
 
 class Phases:
@@ -198,6 +212,8 @@ def run(
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Measure())
+        if generation == "none":
+            draw_completions(trainer, model.config.vocab_size)
         phases.put_around(trainer)
         torch.manual_seed(SEED)
         trainer.train()
@@ -248,7 +264,7 @@ def parse_arguments() -> argparse.Namespace:
     source.add_argument("--model", type=Path, help="a GGUF file or a folder of transformers")
     source.add_argument("--shape", choices=NAMES, help="random weights")
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--generation", nargs="+", choices=GENERATIONS, default=tuple(GENERATIONS))
+    parser.add_argument("--generation", nargs="+", choices=GENERATIONS, default=("generate", "continuous batching"))
     numbers = {
         "completions": (64, f"of an optimizer step, {MEMBERS} of each prompt"),
         "micro-batches": (4, "of an optimizer step"),
