@@ -319,14 +319,18 @@ def test_the_brief_table_compares_like_with_like():
         a_step("sft", "TRL", 60.0, 4.0),
         a_step("sft", "TRL, patch_trl(), use_liger_kernel, flash-attn-4", 20.0, 5.0),
         a_step("8k", "TRL, patch_trl()", 20.0, 5.0),
+        a_step("8k", "TRL, use_liger_kernel, packing", 50.0, 4.0),
+        a_step("8k", "TRL, use_liger_kernel, flash_attention_4, packing", 30.0, 4.0),
+        a_step("8k", "TRL, patch_trl(), use_liger_kernel, packing, flash-attn-4", 15.0, 5.0),
     ]
     lines = step.brief({"environment": ENVIRONMENT, "rows": rows}).splitlines()
     assert lines[4:] == [
         "| toy, window | neither | 80 | 20 | 4.0 | 4.0 | 8.0 |",
         "| toy, window, memory=0 | both | 40 | 10 | 4.0 | 3.0 | 2.0 |",
         "| toy, window, loss_steps | neither | 80 | 16 | 5.0 | 4.0 | 8.0 |",
-        "| toy, sft, flash-attn-4 | this | 60 | 20 | 3.0 | 4.0 | 5.0 |",
+        "| toy, sft, flash-attn-4 on one side | this | 60 | 20 | 3.0 | 4.0 | 5.0 |",
         "| toy, 8k | neither |  | 20 |  |  | 5.0 |",
+        "| toy, 8k, flash-attn-4 on both sides | both | 30 | 15 | 2.0 | 4.0 | 5.0 |",
     ]
     assert step.markdown({"environment": ENVIRONMENT, "rows": rows}, "brief", "*sft").splitlines()[4:] == lines[7:8]
 
