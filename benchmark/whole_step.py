@@ -243,6 +243,7 @@ COLUMNS: Columns = {
     "reward": number("reward", ".2f"),
     "idle groups": number("idle_share", ".0%"),
     "gradient norm": number("grad_norm", ".4f"),
+    "commit": lambda row: row["commit"],
 }
 
 
@@ -253,7 +254,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"{about['tokens']} tokens, {about['micro_batches']} micro-batches, {about['at_once']} x as many generated**"
     )
     table = markdown_table(COLUMNS, [(f"{row['variant']}, {row['generation']}", row) for row in results["rows"]])
-    return f"{environment_line(results['environment'], ('trl', 'transformers'))}\n\n{title}\n\n{table}\n"
+    environment = environment_line(results["environment"], ("trl", "transformers"), has_commit=False)
+    return f"{environment}\n\n{title}\n\n{table}\n"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -294,7 +296,7 @@ def main() -> None:
     results: dict[str, Any] = {"environment": environment, "about": {"model": name, **sizes}, "rows": []}
     model, tokenizer, reward = load(arguments, device)
     for generation, key in product(arguments.generation, arguments.rows or DEFAULT_ROWS[device]):
-        row = {"variant": WAYS[key].label, "generation": generation}
+        row = {"variant": WAYS[key].label, "generation": generation, "commit": environment["commit"][:10]}
         results["rows"].append(row | measure(key, generation, model, tokenizer, reward, device, arguments))
         write_results(target, results)
     print(markdown(results))
