@@ -314,8 +314,8 @@ def _wrap_delta_rule(original: Callable[..., Any], names: tuple[str, ...]) -> Ca
 
 def _scan_gated_delta_rule(
     runs: Runs,  # of chunks
-    query: Tensor,  # (1, n, heads, K)
-    key: Tensor,  # (1, n, heads, K)
+    query: Tensor,  # (1, n, groups of heads, K)
+    key: Tensor,  # (1, n, groups of heads, K)
     value: Tensor,  # (1, n, heads, W)
     g: Tensor,  # (1, n, heads), logarithms of the decays
     beta: Tensor,  # (1, n, heads)
@@ -327,16 +327,18 @@ def _scan_gated_delta_rule(
     The updates within chunks (Yang et al. 2024, "Gated Delta Networks", the extended WY form) are solved for all chunks
     of the tree at once. What is left for each depth is a state of each chunk.
     """
-    dtype, heads = query.dtype, query.shape[2]
+    dtype, heads = query.dtype, value.shape[2]
     query, key, value, g, beta = (x.float() for x in (query, key, value, g, beta))
     if normalizes:
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
-    # (chunks x heads, 64, width)
-    query, key, value, g, beta = (
-        runs.cut(x).view(-1, CHUNK, heads, x[0, 0, 0].numel()).transpose(1, 2).flatten(0, 1)
-        for x in (query, key, value, g, beta)
-    )
+
+    def cut(x: Tensor) -> Tensor:  # (chunks x heads, 64, width)
+        groups = x.shape[2]  # one for each head before transformers 5.24
+        chunks = runs.cut(x).view(-1, CHUNK, groups, 1, x[0, 0, 0].numel()).permute(0, 2, 3, 1, 4)
+        return chunks.expand(-1, -1, heads // groups, -1, -1).flatten(0, 2)
+
+    query, key, value, g, beta = map(cut, (query, key, value, g, beta))
     total = g.cumsum(1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
     decay = (total - total.mT).masked_fill(later, -torch.inf).exp()

@@ -99,21 +99,27 @@ def test_a_recurrence_reads_each_sequence_alone(depth, takes_lengths):
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.parametrize("decay", [0.02, 5.0])
 def test_the_gated_delta_rule_reads_each_sequence_alone(decay, depth):
-    """In chunks of the tree, which branch within a chunk, at its end and after several; values and gradients."""
+    """In chunks of the tree, which branch within a chunk, at its end and after several; values and gradients.
+
+    From transformers 5.24 on several heads of values may share a query and a key. Earlier references get them repeated.
+    """
     home = sys.modules[type(build("Qwen3_5Text")).__module__]
     states.restore_states()
     reference = vars(home)[GATED]
     sequences, tree = make_tree(depth, longest=150)
-    heads, wide = 2, (8, 8, 12)
+    heads, shared, wide = 4, 1 + depth % 2, (8, 8, 12)
     table = torch.randn(6, 600, heads * (sum(wide) + 2))
     row = take_row(tree, sequences, table)
     *vectors, g, beta = row.unflatten(2, (heads, -1)).split([*wide, 1, 1], 3)
     columns = [*vectors, -decay * g[..., 0].sigmoid(), beta[..., 0].sigmoid()]
+    columns = [*(x[:, :, ::shared] for x in columns[:2]), *columns[2:]]
     columns = [x.detach().requires_grad_() for x in columns]
     runs = Runs(tree, StateLayers((), 1, False, True), torch.device("cpu"))
 
     def run(x: list[Tensor], **options: Any) -> Tensor:
         rule = states._wrap_delta_rule(reference, states.NAMES[GATED])
+        if not options:
+            x = [*(one.repeat_interleave(shared, 2) for one in x[:2]), *x[2:]]
         return rule(*x[:3], g=x[3], beta=x[4], use_qk_l2norm_in_kernel=True, **options)[0]
 
     places = [list_places(tree, number) for number in range(len(sequences))]
