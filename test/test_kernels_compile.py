@@ -41,6 +41,8 @@ def test_kernels_compile_for(targets):
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     script = [sys.executable, str(ROOT / "test" / "compile_kernels.py"), *targets.split()]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=880)
+    if targets.startswith("gfx") and "ld.lld not found" in done.stderr:
+        pytest.skip("this Triton needs ROCm's linker")
     assert done.returncode == 0, done.stderr[-3000:]
     everywhere = kernels()
     expected = dict.fromkeys(targets.split(), everywhere)

@@ -19,7 +19,7 @@ from liger_rl.head.live_tokens import scatter_rows, start_selection
 from liger_rl.head.record import Head, gather_head
 from liger_rl.kernels import gemm
 from liger_rl.kernels.argument_checks import check_choice, check_number
-from liger_rl.kernels.public_call import public, refuse_second_derivative
+from liger_rl.kernels.public_call import outside_of_graphs, public, refuse_second_derivative
 from liger_rl.kernels.transform import LogitTransform
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -163,6 +163,7 @@ def _pair_heads(call: DivergenceCall) -> Iterator[Pair]:
         yield Pair(student, teacher, call.measure)
 
 
+@outside_of_graphs
 def compute_in_one_pass_if_free(
     call: DivergenceCall, factor: Tensor, several: bool = False
 ) -> tuple[Divergence, Tensor | None]:

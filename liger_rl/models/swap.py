@@ -258,7 +258,8 @@ def _derive_fused_class(model_class: Any) -> type:
             return _compare(self, partial(model_class.forward, self))
         names = list(inspect.signature(model_class.forward).parameters)[1:]
         run = _run_rows if fused == ROWS else _fused_forward
-        return run(self, **dict(zip(names, args, strict=False)), **kwargs)
+        # Dynamo of torch 2.8 cannot break a graph beside a zip with `strict`.
+        return run(self, **dict(zip(names, args)), **kwargs)  # noqa: B905
 
     # The signature names the columns of a data set to the Trainer; accelerate would unwrap this forward away.
     forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
