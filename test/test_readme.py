@@ -119,7 +119,7 @@ def whole_step(results):
     trl = [row["step_ms"] for row in window if re.match(r"TRL(?!.*patch_trl)", row["variant"])]
     assert best["peer"]["step_ms"] == min(trl)
     times = best["peer"]["step_ms"] / best["patch"]["step_ms"]
-    yield f"the patch with the same kernels is {times:.1f} times as fast as that, and"
+    yield f"the patch with the same kernels is {times:.1f} times as fast as that."
     generated, trl, patch = results("whole-step-nvidia-h200")["rows"]
     times = trl["step_ms"] / patch["step_ms"]
     small = "a small step](docs/results.md#with-generation); without it a similar step is"
