@@ -42,7 +42,7 @@ NAMES = sorted({*CONFIGS, *HYBRIDS, *VARIANTS, *IMAGES})
 # Models whose layers hand on a state that no run can begin with, and those that make a mask of their own.
 WITHOUT_TREES = {"Jamba", "Zamba", "RecurrentGemma"}
 if BEFORE_5:
-    WITHOUT_TREES |= {*HYBRIDS, "Qwen3_5", "GPT2", "GraniteMoe"}
+    WITHOUT_TREES |= {*HYBRIDS, "Qwen3_5", "GPT2"}
 SUPERVISED = ("dpo", "orpo", "kto", "tokens", "sequences", "eaft")
 LOSSES = (*PRESETS, *SUPERVISED)
 PADDINGS = ("left", "right", "both")
@@ -167,6 +167,8 @@ def test_a_step_is_that_of_the_padded_batch(seed):
     name, padding, kind = NAMES[seed % len(NAMES)], PADDINGS[turn % 3], LOSSES[(seed + turn) % len(LOSSES)]
     if name == "RecurrentGemma" and BEFORE_5:
         pytest.skip("in transformers 4.57 a RecurrentGemma without a cache keeps the graph of the forward before")
+    if name == "Zamba2" and BEFORE_5:
+        pytest.skip("in transformers 4.57 a row of a Zamba2 has other values in a batch than alone")
     model, policy = model_of(name), kind in PRESETS
     batch = draw_batch(draw, padding, least=0 if policy else 1, even=kind in ("dpo", "orpo"))
     draw_inputs(draw, model, batch, padding, images=name in IMAGES)

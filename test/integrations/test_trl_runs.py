@@ -416,7 +416,7 @@ SYSTEM_PROMPT = {
 }
 LOGITS = {"share": 0.9, "is_logged": False}  # whose forward is TRL's; that of metrics is not
 FOUR_PROMPTS = {"data": {"prompt": [" ".join(f"w{i}" for i in range(20)) + f" w{20 + n} w1" for n in range(4)]}}
-STATES = {"max_steps": 3}  # layers with a state
+STATES = {"max_steps": 3, "trees": not BEFORE_5}  # layers with a state
 KEPT = {"num_iterations": 1, "beta": 0.0}
 SINGLE_PROMPTS = {"num_generations": 2, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
 SINGLE_PROMPTS |= {"max_steps": 3, "max_completion_length": 10, "data": {"prompt": trl_runs.PROMPTS * 6}}
@@ -622,6 +622,14 @@ ROWS = {
 }  # fmt: skip
 
 
+# In transformers 4.57 these models are their own base, whose tokens are not counted.
+IMAGES = {
+    "SFT, a model that can take images",
+    "SFT, some images",
+    *(f"GRPO, text alone of {x}" for x in ("Llava", "Gemma3")),
+}
+
+
 @pytest.mark.skipif(not REFUSES_PACKED, reason="this version of transformers reads packed rows as one sequence")
 @pytest.mark.parametrize("patch", [False, True])
 def test_packed_rows_that_transformers_refuses(patch, tmp_path):
@@ -640,6 +648,11 @@ def test_the_patched_run_is_trls_run(name, path_of, tmp_path):
         pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
         made = row.options["teacher"]
         teacher["teacher"] = path_of[made] if isinstance(made, str) else trl_runs.save(made, tmp_path / "teacher")
+    if BEFORE_5 and name in IMAGES:
+        trl_runs.assert_same_run(
+            *reversed(trl_runs.pair(row.kind, path, tmp_path, seed=trl_runs.SEEDS[0], **row.options))
+        )
+        return
     plain, _ = trl_runs.assert_row(row, path, tmp_path, **teacher)
     if row.options.get("epsilon") == NARROW:
         assert max(plain.log.get("clip_ratio/region_mean", plain.log.get("cispo_clip_ratio"))) > 0.05

@@ -21,6 +21,7 @@ from peft import PrefixTuningConfig
 from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, leave_out_the_last, moe
 
 import trl_runs
+from hf_models import BEFORE_5
 from liger_rl.integrations.trl import optimizer_step, patched_trl
 from liger_rl.integrations.trl.optimizer_step import OptimizerStep
 from trl_runs import PROMPTS
@@ -114,7 +115,9 @@ def test_the_loss_of_an_optimizer_step_comes_with_its_last_micro_batch(path_of, 
     patched = trl_runs.train("SFT", path_of["qwen3"], tmp_path, patch=True, **OPTIONS)
     assert losses[::2] == [0.0, 0.0]
     assert min(losses[1::2]) > 0
-    assert torch.stack(losses[1::2]).tolist() == pytest.approx(patched.log["loss"], rel=1e-5)
+    assert torch.stack(losses[1::2]).tolist() == pytest.approx(
+        patched.log["loss"], rel=1e-5, abs=5e-5 if BEFORE_5 else 0
+    )  # 4.57 logs four digits
 
 
 class Evaluation(transformers.TrainerCallback):
@@ -149,6 +152,7 @@ def switch_adapters(trainer):
     trainer._track_num_input_tokens = switch
 
 
+@pytest.mark.skipif(BEFORE_5, reason="transformers 4.57 has no such method")
 def test_a_model_that_changes_unseen_is_a_warning_and_runs_apart(path_of, tmp_path, caplog):
     options = {"prepare": switch_adapters, "peft_config": LORA, "log_level": "passive"}
     plain, patched = pair("SFT", path_of["qwen3"], tmp_path, **options)
