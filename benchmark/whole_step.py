@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.environment import add_output_options, describe, first_line, output_directory, slug, write_results
-from benchmark.step import NAMES
+from benchmark.step import NAMES, list_commits
 from benchmark.table import Columns, Row, environment_line, markdown_table, number
 
 PREFIX = "whole-step-"
@@ -243,7 +243,6 @@ COLUMNS: Columns = {
     "reward": number("reward", ".2f"),
     "idle groups": number("idle_share", ".0%"),
     "gradient norm": number("grad_norm", ".4f"),
-    "commit": lambda row: row["commit"],
 }
 
 
@@ -255,7 +254,7 @@ def markdown(results: dict[str, Any]) -> str:
     )
     table = markdown_table(COLUMNS, [(f"{row['variant']}, {row['generation']}", row) for row in results["rows"]])
     environment = environment_line(results["environment"], ("trl", "transformers"), has_commit=False)
-    return f"{environment}\n\n{title}\n\n{table}\n"
+    return f"{environment} Commits {', '.join(list_commits(results['rows']))}.\n\n{title}\n\n{table}\n"
 
 
 def parse_arguments() -> argparse.Namespace:
