@@ -335,6 +335,14 @@ def test_the_brief_table_compares_like_with_like():
     assert step.markdown({"environment": ENVIRONMENT, "rows": rows}, "brief", "*sft").splitlines()[4:] == lines[7:8]
 
 
+def test_a_loss_of_few_tokens_may_be_further_off_in_bfloat16():
+    row = {"shape": "toy", "batch": "window", "variant": "TRL, patch_trl()", "loss": 0.25, "grad_norm_x_trl": 1.0}
+    about = {"dtype": "bfloat16", "policy": "random", "lora_dropout": None, "mean_advantage": 1.0}
+    for tokens, off, wrong in ((1696, 2e-3, 0), (1696, 3e-3, 1), (40_000, 9e-4, 0), (40_000, 2e-3, 1)):
+        found = step.objections(about | {"counted_tokens": tokens}, [row | {"loss_difference": off}])
+        assert len(found) == wrong
+
+
 @pytest.mark.parametrize(
     ("differences", "flips"),
     [
