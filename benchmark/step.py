@@ -106,7 +106,8 @@ _PACKED_ROWS = (
 )  # fmt: skip
 ROWS = (
     *_GRPO_ROWS, "uneven-liger", "full-logits", "unsloth", *_PACKED_ROWS,
-    "trl-padding_free", "trl-liger-flash-padding_free", "patch-padding_free", "patch-liger-padding_free",
+    "trl-padding_free", "trl-liger-flash-padding_free", "trl-liger-flash-no-checkpointing-padding_free",
+    "patch-padding_free", "patch-liger-padding_free",
 )  # fmt: skip
 DEFAULT_ROWS = {"GRPO": _GRPO_ROWS} | dict.fromkeys(("Distillation", "SFT", "DPO"), ("trl-liger", "patch-liger"))
 # The first that a batch has is what others are compared with.

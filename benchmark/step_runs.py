@@ -297,7 +297,7 @@ def without_padding(name: str, options: dict[str, Any], *keys: str) -> dict[str,
 FLASH = "trl-liger-flash"
 WAYS |= without_padding("packing", PACKED, TRL, FLASH, f"{FLASH}-no-checkpointing", "memory-0", "patch")
 WAYS |= without_padding("packing", PACKED, TRL_LIGER, f"{TRL_LIGER}-no-checkpointing", "memory-0-liger", "patch-liger")
-WAYS |= without_padding("padding_free", PADDING_FREE, TRL, FLASH, "patch", "patch-liger")
+WAYS |= without_padding("padding_free", PADDING_FREE, TRL, FLASH, f"{FLASH}-no-checkpointing", "patch", "patch-liger")
 
 
 def make_tokenizer(policy: Policy) -> PreTrainedTokenizerFast:

@@ -9,8 +9,8 @@ than one, the default, it needs the old policy's log-probabilities; that is `sco
 `training` is the rest: forwards, backwards, the optimizer and the log. All are milliseconds of one optimizer step.
 
 `--rows` are those of `benchmark.step`, each with generation by transformers' `generate` and by its continuous batching,
-`--generation`; `none` draws completions instead, so that scoring and training meet new lengths in each step. The
-learning rate is 0, so that all rows train on completions of the same policy.
+`--generation`; `none` draws completions and their reward instead, so that scoring and training meet new lengths in each
+step. The learning rate is 0, so that all rows train on completions of the same policy.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def reward_answers(completions: list[str], answer: list[int], **_columns: Any) -
 
 
 def reward_tokens(completion_ids: list[list[int]], **_columns: Any) -> list[float]:
-    """What a random model writes has no number at its end, and groups of one reward have no gradient."""
+    """Random completions have no number at their end, and groups of one reward have no gradient."""
     return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
@@ -208,7 +208,7 @@ def run(
             args=on_one_gpu(GRPOConfig(**options | OPTIMIZER | way.options | GENERATIONS[generation])),
             train_dataset=Dataset.from_dict(make_prompts(prompts)),
             processing_class=tokenizer,
-            reward_funcs=reward,
+            reward_funcs=reward_tokens if generation == "none" else reward,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Measure())

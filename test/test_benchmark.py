@@ -677,6 +677,11 @@ def test_a_whole_step_is_generation_scoring_and_training(monkeypatch, tmp_path, 
     assert patch["grad_norm"] == pytest.approx(trl["grad_norm"], rel=1e-4)
     assert whole_step.markdown(results) in capsys.readouterr().out
 
+    drawn = run("--generation", "none", "--tokens", "32")["rows"]  # the last --tokens counts
+    assert drawn[0]["tokens"] == drawn[1]["tokens"] < 8 * 32
+    assert drawn[1]["grad_norm"] == pytest.approx(drawn[0]["grad_norm"], rel=1e-4)
+    assert [row["idle_share"] for row in drawn] == [0, 0]
+
     (row,) = run("--generation", "continuous batching", "--rows", "patch", "--at-once", "1")["rows"]
     assert (row["status"], row["tokens"], row["reason"]) == ("ok", 64, None)
 
