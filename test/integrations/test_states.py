@@ -398,7 +398,7 @@ def test_kernels_of_fla_read_each_sequence_alone(name, sizes):
     pytest.importorskip("fla")
     model = swap_lm_head(build(name, "cuda", **sizes).to(torch.bfloat16).train())
     batch = {key: column.cuda() for key, column in make_batch().items()}
-    with torch.no_grad():
+    with torch.no_grad(), sharing(True):
         done = loss_step(model, batch, LOSS)
         rows = [loss_step(model, {key: x[row : row + 1] for key, x in batch.items()}, LOSS) for row in range(5)]
     assert "in trees of shared prefixes" in done.layout
