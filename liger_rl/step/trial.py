@@ -89,7 +89,8 @@ def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
             if trial != TREES or isinstance(error, torch.OutOfMemoryError):
                 raise
             # Nobody asked for trees, so this is no error. Some models take no mask of four dimensions.
-            result = Reason(f"the forward of {facts.name} fails with a tree: {error}"), True
+            problem = str(error).partition("\n")[0]  # a compiler adds its whole graph
+            result = Reason(f"the forward of {facts.name} fails with a tree: {problem}"), True
         _trials.setdefault(model, {})[key] = result
 
 

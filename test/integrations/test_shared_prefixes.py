@@ -293,6 +293,15 @@ def test_an_untried_model_is_refused_after_its_trial():
         assert reason in loss_step(model, batch_of(), loss).layout
 
 
+def test_of_a_compilers_error_the_reason_is_the_first_line(monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("LoweringException: at least 16\n  target: flex_attention\n  args[0]: ...")
+
+    monkeypatch.setattr(trial, "_try_trees", fail)
+    layout = loss_step(build("Llama"), batch_of(), FusedLinearGRPOLoss("dapo")).layout
+    assert layout.endswith("the forward of LlamaForCausalLM fails with a tree: LoweringException: at least 16")
+
+
 def test_trees_run_by_themselves_where_they_save_a_tenth():
     """On a CPU, if the pairs of their rows do not take longer. Smaller rows, of a budget, have fewer."""
     model, loss = build("Llama", hidden_size=256, num_hidden_layers=1), FusedLinearGRPOLoss("dapo")

@@ -390,7 +390,7 @@ def test_a_kernel_of_lengths_gets_one_call_for_each_depth(name, monkeypatch):
     ("name", "sizes"),
     [
         ("Qwen3_5Text", {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
-        ("KimiLinear", {"linear_head_dim": 16}),
+        ("KimiLinear", {"linear_head_dim": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}),
     ],
 )
 def test_kernels_of_fla_read_each_sequence_alone(name, sizes):
