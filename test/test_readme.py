@@ -133,8 +133,8 @@ def whole_step(results):
     assert about["sequences"] == 8 * about["groups"]
     yield f"{about['micro_batches']} micro-batches, {about['padding_share']:.0%} padding, 8 completions of a prompt"
     rows = [row for row in found["rows"] if row["batch"].startswith("window") and "loss_difference" in row]
-    assert max(abs(row["loss_difference"]) for row in rows if "dropout" not in row["batch"]) < 3e-4
-    yield "In bfloat16 GRPO's losses agree to 3e-4"
+    assert max(abs(row["loss_difference"]) for row in rows if "dropout" not in row["batch"]) < 4e-4
+    yield "In bfloat16 GRPO's losses agree to 4e-4"
 
 
 def head_alone(results):
