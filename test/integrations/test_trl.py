@@ -168,6 +168,7 @@ def test_micro_batches_of_such_a_model_run_apart():
 
 @pytest.mark.compilation
 def test_a_compiled_model_runs_as_trl_runs_it():
+    pytest.importorskip("trl", "1.16", reason="Dynamo cannot trace Triton's interpreter, which runs TRL 1.15's kernel")
     model, batch = fused("Llama"), make_batch()
     expected = solve(model, batch, patched=False)[0]
     patch_trl()
