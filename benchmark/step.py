@@ -41,6 +41,9 @@ The default of GRPO is all up to loss-steps; of others trl-liger and patch-liger
 with flash-attn-4 and packing too. On a CPU it is the rows without Liger. Rows with flash-attn-4 need its package.
 The learning rate is 0, so losses and gradients' norms must agree.
 
+`--float32-weights` is how TRL loads a model by its name: products are in bfloat16 all the same, by autocast. Else
+weights are in bfloat16.
+
 `--score` also computes the old policy's log-probabilities in each step of GRPO, as TRL does with vLLM. All columns
 count them. `scoring ms` is their own time, with a graph if the training takes their forward, and `share` its share.
 
@@ -125,10 +128,13 @@ TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-3, 5e-2)}
 TOKEN_ERROR = {"float32": 0.0, "bfloat16": 0.1}
 
 
-def batch_label(name: str, task: Task, sharding: str | None = None, *, scores: bool = False) -> str:
-    """The batch's name, with its micro-batches if they are not its own, its scores, and its ranks."""
+def batch_label(
+    name: str, task: Task, sharding: str | None = None, *, scores: bool = False, float32_weights: bool = False
+) -> str:
+    """The batch's name, with its micro-batches if they are not its own, its weights, its scores, and its ranks."""
     count = task.micro_batches
     name += "" if count == tasks()[name].micro_batches else f", {count} micro-batch{'es' if count > 1 else ''}"
+    name += ", float32 weights" if float32_weights else ""
     name += ", scored in each step" if scores and task.trainer == "GRPO" else ""
     return name if sharding is None else f"{name}, {sharding} on {task.ranks} GPUs"
 
@@ -456,6 +462,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="that are measured in a run; default 3")
     parser.add_argument("--settling", type=int, default=3, help="steps before those, at least 3, the default")
     parser.add_argument("--random-policy", action="store_true", help="do not let the policy learn a text first")
+    parser.add_argument("--float32-weights", action="store_true", help="of models whose products are in bfloat16")
     parser.add_argument("--score", action="store_true", help="also compute the old policy's log-probabilities")
     add_output_options(parser)
     parser.add_argument("--sharding", choices=SHARDINGS, help="how the ranks of torchrun train one model")
@@ -485,11 +492,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # each run collects garbage several times, and so passes over what is there already
     for shape in arguments.shapes or DEFAULT[device]:
+        made = replace(SHAPES[shape], weights="float32") if arguments.float32_weights else SHAPES[shape]
         with tempfile.TemporaryDirectory() as folder:
-            runner = Runner(SHAPES[shape], device, folder, arguments.sharding)
+            runner = Runner(made, device, folder, arguments.sharding)
             for batch in arguments.batches:
                 task = choose_task(shape, batch, arguments)
-                data, name = runner.data(task), batch_label(batch, task, arguments.sharding, scores=arguments.score)
+                options = {"scores": arguments.score, "float32_weights": arguments.float32_weights}
+                data, name = runner.data(task), batch_label(batch, task, arguments.sharding, **options)
                 for key in arguments.rows or choose_rows(task, device):
                     row = {"shape": shape, "batch": name, "variant": name_variant(WAYS[key]), "commit": commit}
                     row |= measure(runner, key, task, data, arguments, peak)

@@ -38,7 +38,8 @@ class Shape:
     """A model, its batches, and the text that it learns."""
 
     config: Callable[[], Any]
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of the products
+    weights: str = "bfloat16"  # their dtype; TRL loads a model by its name in float32, and runs it under autocast
     scale: int = 1  # of the batches' lengths
     text: int = 8192  # tokens that are learnt
     learnt_at_once: int = 4  # sequences of a training step, a prompt and a completion each, both as long as any
@@ -117,6 +118,7 @@ SHAPES = {
     "toy": Shape(
         config=lambda: _qwen3(64, vocab_size=400, num_hidden_layers=1, head_dim=8),
         dtype="float32",
+        weights="float32",
         scale=32,
         text=64,
         source_bytes=200 << 10,
@@ -127,7 +129,7 @@ SHAPES = {
 class Policy(NamedTuple):
     """What a model begins with, and the text that its batches are taken from."""
 
-    weights: dict[str, Tensor] | None  # on the CPU, in the shape's dtype; None for random ones
+    weights: dict[str, Tensor] | None  # on the CPU, in the shape's dtype of weights; None for random ones
     tokenizer: Tokenizer
     text: Tensor  # (n,) int64, on the CPU
     entropies: list[float]  # in nats, of each training step
@@ -163,7 +165,7 @@ def learnt_policy(shape: Shape, device: str) -> Policy:
     text = tokens[: shape.text].long()
     model = random_model(shape, "float32", device)
     entropies = learn(model, text, shape, device)
-    weights = {name: weight.to("cpu", getattr(torch, shape.dtype)) for name, weight in model.state_dict().items()}
+    weights = {name: weight.to("cpu", getattr(torch, shape.weights)) for name, weight in model.state_dict().items()}
     return Policy(weights, tokenizer, text, entropies)
 
 
@@ -202,7 +204,7 @@ def learn(model: nn.Module, text: Tensor, shape: Shape, device: str) -> list[flo
 
 def make_model(shape: Shape, policy: Policy, task: Task, device: str) -> nn.Module:
     """The policy's model for a run, with LoRA adapters if the task trains them; the same at each call."""
-    model = random_model(shape, shape.dtype, device)
+    model = random_model(shape, shape.weights, device)
     if policy.weights is not None:
         model.load_state_dict(policy.weights)
     return model if task.lora_dropout is None else add_adapters(model, task.lora_dropout)

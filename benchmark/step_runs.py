@@ -470,7 +470,11 @@ class Runner:
 
     def data(self, task: Task) -> Data:
         text, about = self.policy(task).text, describe_batch(task)
-        about |= {"dtype": self.shape.dtype, "training_steps": len(self.policy(task).entropies)}
+        about |= {
+            "dtype": self.shape.dtype,
+            "weights": self.shape.weights,
+            "training_steps": len(self.policy(task).entropies),
+        }
         about["flop"] = count_flop(task, ModelSize.of(random_model(self.shape, self.shape.dtype, "meta")))
         if not task.has_rollouts:
             return Data(make_examples(task, text), about)
@@ -512,7 +516,7 @@ class Runner:
         options = {
             "arguments": arguments,
             "dropout": task.lora_dropout,
-            "dtype": self.shape.dtype,
+            "dtype": self.shape.weights,
             "settling": settling,
         }
         (folder / "options.json").write_text(json.dumps(options))

@@ -566,6 +566,28 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     assert step.read_earlier(environment | {"torch": "2.12"}, tmp_path / "step-cpu.json")["rows"] == []
 
 
+def test_weights_are_in_float32_as_trl_loads_them(monkeypatch, tmp_path):
+    runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    from benchmark.step_policy import SHAPES
+
+    monkeypatch.setitem(SHAPES, "toy", replace(SHAPES["toy"], dtype="bfloat16", weights="bfloat16"))
+    monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
+    made, make = [], runs.make_model
+    monkeypatch.setattr(runs, "make_model", lambda *arguments: made.append(make(*arguments)) or made[-1])
+    for options in ([], ["--float32-weights"]):
+        batch = ["--batches", "window", "--rows", "trl", "patch", "--random-policy", "--steps", "1"]
+        monkeypatch.setattr(sys, "argv", ["step", *batch, *options, "--out", str(tmp_path)])
+        step.main()
+    results = json.loads((tmp_path / "step-cpu.json").read_text())
+    assert [str(model.dtype) for model in made] == ["torch.bfloat16"] * 3 + ["torch.float32"] * 3
+    by_batch = {name: list(rows) for name, rows in groupby(results["rows"], key=lambda row: row["batch"])}
+    assert list(by_batch) == ["window", "window, float32 weights"]
+    for rows in by_batch.values():
+        about = step.about_batch(results, rows[0])
+        assert (about["dtype"], [row["status"] for row in rows]) == ("bfloat16", ["ok", "ok"])
+        assert step.objections(about, rows) == []
+
+
 def test_the_summary_compares_like_with_like():
     """A peer with Liger's kernels beside the patch with them; plain TRL too, but only where nothing else ran."""
     ways = {
