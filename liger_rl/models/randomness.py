@@ -48,7 +48,8 @@ def seeded(device: torch.device) -> Iterator[None]:
 def without_randomness(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Without dropout, noise, checkpoints and updates of running statistics.
 
-    The model stays in training mode, because some quantized layers store their weights in another way in evaluation.
+    A rotary embedding that depends on the rows before (rope_type dynamic) is what it was in the end. The model stays in
+    training mode, because some quantized layers store their weights in another way in evaluation.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         modules = list(model.modules())
@@ -60,6 +61,8 @@ def without_randomness(model: nn.Module, device: torch.device) -> Iterator[None]
             if isinstance(module, nn.Embedding | nn.modules.batchnorm._NormBase) and not list_unknown_layers([module]):
                 values.append((module, "training", False))
         changed = [(vars(module), name, vars(module)[name]) for module, name, _ in values]
+        rotary = [module for module in modules if [name for name in module._buffers if name.endswith("inv_freq")]]
+        before = [(module, dict(vars(module)), dict(module._buffers)) for module in rotary]
         for module, name, value in values:
             vars(module)[name] = value
         try:
@@ -67,3 +70,6 @@ def without_randomness(model: nn.Module, device: torch.device) -> Iterator[None]
         finally:
             for attributes, name, value in changed:
                 attributes[name] = value
+            for module, attributes, buffers in before:
+                vars(module).update(attributes)
+                module._buffers.update(buffers)

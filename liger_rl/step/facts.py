@@ -220,7 +220,9 @@ def read_static_positions(config: Any) -> float:
         if "dynamic" in name or name == "longrope":
             length = kind.get("original_max_position_embeddings")
             length = length or getattr(config, "original_max_position_embeddings", None)
-            limit = min(limit, length or config.max_position_embeddings)
+            length = length or config.max_position_embeddings
+            # A row of this length keeps what a longer one before it has made of a dynamic embedding.
+            limit = min(limit, length if name == "longrope" else length - 1)
     return limit
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_models import BEFORE_5, CONFIGS, HEADS, HYBRIDS, VOCAB, build, transformers
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head
 from liger_rl.losses import TopEntropyMask
+from liger_rl.models.randomness import without_randomness
 from liger_rl.models.swap import is_swapped
 from liger_rl.step import facts
 from step_calls import (
@@ -19,6 +20,7 @@ from step_calls import (
     LENGTH,
     Calls,
     assert_as_padded,
+    expected_step,
     full_step,
     make_batch,
     rows_of,
@@ -359,8 +361,38 @@ def test_a_rotary_embedding_that_looks_at_the_longest_row():
     loss, calls = FusedLinearGRPOLoss("grpo"), Calls(model)
     reason = "the batch as it is: the rotary embedding depends on the longest row of the batch"
     assert loss_step(model, batch, loss).layout.startswith(reason)
-    loss_step(model, rows_of(batch, slice(None)) | {n: v[:, :8] for n, v in tables_of(batch).items()}, loss)
-    assert [call[0] for call in calls] == [(BATCH, LENGTH), (4, 8)]
+    loss_step(model, rows_of(batch, slice(None)) | {n: v[:, :7] for n, v in tables_of(batch).items()}, loss)
+    assert [call[0] for call in calls] == [(BATCH, LENGTH), (4, 7)]
+
+
+@pytest.mark.parametrize("width", [LENGTH - 1, LENGTH])
+def test_a_rotary_embedding_that_keeps_what_a_longer_row_made_of_it(width):
+    """Until a row is shorter than the model's positions."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = swap_lm_head(build("Llama", max_position_embeddings=LENGTH, rope_parameters=rope).train())
+    batch, loss = make_batch("left"), FusedLinearGRPOLoss("grpo")
+    batch |= {name: x[:, LENGTH - width :] for name, x in tables_of(batch).items()}
+    longer = torch.ones(1, LENGTH + 9, dtype=torch.long)
+    for shares in (True, False):
+        model(longer)
+        expected = expected_step(model, batch, loss)
+        after = model.model.rotary_emb.inv_freq.clone()
+        model(longer)
+        with sharing(shares):
+            assert_as_padded(model, batch, loss, expected)
+        assert torch.equal(model.model.rotary_emb.inv_freq, after)
+    assert torch.equal(after, model.model.rotary_emb.original_inv_freq) == (width < LENGTH)
+
+
+def test_what_a_trial_runs_leaves_a_rotary_embedding_as_it_was():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = build("Llama", max_position_embeddings=LENGTH, rope_parameters=rope).train()
+    rows = [torch.ones(1, LENGTH + more, dtype=torch.long) for more in (9, 5)]
+    model(rows[0])
+    expected = model(rows[1]).logits  # with the frequencies of the longer row
+    with without_randomness(model, model.device):
+        model(rows[1][:, :4])
+    assert torch.equal(model(rows[1]).logits, expected)
 
 
 def tables_of(batch: dict) -> dict[str, Tensor]:
