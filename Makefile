@@ -84,7 +84,7 @@ integrations: $(INTEGRATIONS_STAMP) ## Compare the patch of verl with verl's own
 test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test
 
-fuzz: $(STAMP) ## Compare N random calls, 20000 by default, with float64 formulas; other ones in each run.
+fuzz: $(STAMP) ## Compare N random calls, 20000 by default, with float64 formulas, and runs of TRL; other ones each time.
 	FUZZ_CASES=$(or $(N),20000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 0 test/fuzz test/integrations/test_fuzz_steps.py test/integrations/test_fuzz_runs.py
 
 mutants: $(STAMP) ## Put known bugs into copies of the package and see that the fuzzer finds each.
