@@ -142,6 +142,7 @@ DRAWS = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.loss_type='chunked_nll':FutureWarning")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_with_random_options_is_trls_run(seed, path_of, tmp_path):
     kind, model, options = draw_run(Draw(seed))
