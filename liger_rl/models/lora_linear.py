@@ -171,7 +171,8 @@ def forward_lora_layer(original: Callable[..., Tensor], layer: Any, x: Tensor, *
     else:
         adapter = _find_adapter(layer, x, dtype, is_autocast)
     if isinstance(adapter, str):
-        if adapter not in _logged_reasons:
+        # Hooks of a trial, which has no graph, are no reason.
+        if torch.is_grad_enabled() and adapter not in _logged_reasons:
             _logged_reasons.add(adapter)
             logger.info("LoRA layers of PEFT run as they are: %s", adapter)
         return original(layer, x, *args, **kwargs)

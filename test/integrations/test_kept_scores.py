@@ -71,7 +71,7 @@ def test_a_frozen_reference_is_laid_out_as_the_policy(path_of, tmp_path, taken, 
     """Its tokens cost the host and the device in another proportion."""
     parts, run = [], forward.run
 
-    def count_tokens(model, device):
+    def count_tokens(model, modules, device):
         return 20.0 if any(p.requires_grad for p in model.parameters()) else 1e9
 
     def record(layout, *args, **options):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 
 import pytest
 import torch
@@ -279,17 +280,29 @@ def test_tokens_up_to_which_the_host_is_slower(monkeypatch):
     """A weight that is trained has half as many again, so half of them are two thirds as many tokens."""
     model, device, capability = small_llama(), torch.device("cuda"), [9]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability[0], 0))
-    trained = facts._count_host_tokens(model, device)
+
+    def count_tokens(device=device):
+        return facts._count_host_tokens(model, list(model.modules()), device)
+
+    trained = count_tokens()
     layers = [weight for name, weight in model.named_parameters() if weight.dim() > 1 and "layers" in name]
-    assert trained == pytest.approx(facts.HOST_FLOP * len(layers) / (6 * sum(weight.numel() for weight in layers)))
-    assert facts._count_host_tokens(model.requires_grad_(False), device) == pytest.approx(1.5 * trained)
-    assert facts._count_host_tokens(model, torch.device("cpu")) == 0
+    flop = 6 * sum(weight.numel() for weight in layers)
+    assert trained == pytest.approx(facts.HOST_FLOP / 2 * len(layers) / flop)
+    assert count_tokens(torch.device("cpu")) == 0
     capability[0] = 8
-    assert facts._count_host_tokens(model, device) == 0
+    assert count_tokens() == 0
     capability[0] = 9
+    norm = FunctionType((lambda self, hidden: hidden).__code__, {"__name__": "liger_kernel.transformers.rms_norm"})
+    model.model.norm.forward = MethodType(norm, model.model.norm)
+    assert count_tokens() == 2 * trained
+    assert model.requires_grad_(False) is model
+    assert count_tokens() == pytest.approx(3 * trained)
+    layers[0].requires_grad_(True)  # as an adapter is
+    flop += 2 * layers[0].numel() - 2 * sum(weight.numel() for weight in layers)
+    assert count_tokens() == pytest.approx(facts.HOST_FLOP * (len(layers) - 0.75) / flop)
     packed = torch.zeros(8, 8, dtype=torch.uint8)
     model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
-    assert facts._count_host_tokens(model, device) == 0
+    assert count_tokens() == 0
 
 
 @pytest.mark.parametrize(("live_rows", "expected"), [(1, [(4, False), (1, True)]), (4, [(4, True), (1, False)])])

@@ -352,6 +352,21 @@ def test_what_is_left_to_peft(name, caplog, monkeypatch):
     assert (text or "") in caplog.text
 
 
+def test_a_forward_without_a_graph_logs_no_reason(caplog, monkeypatch):
+    """That of a trial has hooks on each layer."""
+    monkeypatch.setattr(lora_linear, "_logged_reasons", set())
+    caplog.set_level(logging.INFO, "liger_rl")
+    adapted = layer()
+    adapted.lora_A["default"].register_forward_hook(lambda *args: None)
+    x = torch.randn(6, IN)
+    with patched_peft(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            adapted(x)
+        assert "has hooks" not in caplog.text
+        adapted(x)
+    assert "has hooks" in caplog.text
+
+
 def solve_output(adapted, patch, autocast):
     torch.manual_seed(1)
     x = torch.randn(6, IN)

@@ -22,7 +22,8 @@ from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, leave_out_th
 
 import trl_runs
 from hf_models import BEFORE_5
-from liger_rl.integrations.trl import optimizer_step, patched_trl
+from liger_rl.integrations.trl import between, optimizer_step, patched_trl
+from liger_rl.integrations.trl.between import StateReader
 from liger_rl.integrations.trl.optimizer_step import OptimizerStep
 from trl_runs import PROMPTS
 
@@ -99,6 +100,48 @@ def test_prefix_tuning_runs_each_micro_batch(kind, path_of, tmp_path):
     plain, patched = pair(kind, path_of["qwen3"], tmp_path, peft_config=config)
     trl_runs.assert_same_run(patched, plain)
     assert patched.calls == plain.calls
+
+
+class Frozen(torch.nn.Linear):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def test_a_model_whose_train_would_change_nothing():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    state = StateReader(model)
+    assert state.is_training(model)
+    assert not state.is_training(Frozen(2, 2))
+    model[1].eval()
+    assert not state.is_training(model)
+    model.train()
+    model[0].train = lambda mode: model[0]
+    assert not state.is_training(model)
+    assert not StateReader(torch.nn.Sequential(Frozen(2, 2))).is_training(Frozen(2, 2))
+
+
+def test_no_module_is_visited_in_vain(path_of, tmp_path, monkeypatch):
+    """transformers calls `model.train()` in each micro-batch. It changes a module only behind an evaluation."""
+    visited, modes, original = [], [], torch.nn.Module.train
+
+    def train(module, mode=True):
+        visited.append(module)
+        return original(module, mode)
+
+    class Evaluated(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, *, model, **options):
+            visited.clear()
+            model.model.layers[0].train(state.global_step != 1)
+
+        def on_step_end(self, args, state, control, *, model, **options):
+            modes.append((visited.count(model), model.model.layers[0].training))
+
+    monkeypatch.setattr(torch.nn.Module, "train", train)
+    monkeypatch.setattr(between, "PLAIN_TRAIN", between.PLAIN_TRAIN | {train})
+    options = {"prepare": lambda trainer: trainer.add_callback(Evaluated()), "max_steps": 3}
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, **options)
+    assert (plain.calls, patched.calls) == (6, 3)
+    assert modes == [(2, True)] * 3 + [(1, True), (1, True), (0, True)]
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.project import runs_own_forward
@@ -30,6 +31,8 @@ TRAINERS = ("trl.trainer", "trl.extras", "transformers", "accelerate", "torch", 
 # Who wraps models has hooks on parameters that follow TRL's gradients. Hooks of PEFT's layers are linear.
 WRAPPERS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate", "peft")
 CALLBACKS = ("transformers", "trl", "liger_rl")
+# These do nothing to a model whose modules are all in training mode.
+PLAIN_TRAIN = {nn.Module.train, PreTrainedModel.train, nn.parallel.DistributedDataParallel.train}
 _of_trl: WeakSet[Any] = WeakSet()  # functions that have been judged
 JOINED_HOOKS = "patch_trl(joined_hooks=True), if it may see joined micro-batches"
 
@@ -126,7 +129,7 @@ class StateReader:
         modules: list[Any] = [model]
         for module in modules:  # `model.modules()` takes ten times as long
             modules += {} if module is None else module._modules.values()
-        modules = [module for module in modules if module is not None]
+        self._modules = modules = [module for module in modules if module is not None]
         self.parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
         self.checkpoints = {
@@ -135,6 +138,12 @@ class StateReader:
             if vars(module).get("gradient_checkpointing") and hasattr(module, "_gradient_checkpointing_func")
         }
         self._tuners: list[Any] = [module for module in modules if hasattr(type(module), "_active_adapter")]
+
+    def is_training(self, wrapper: nn.Module) -> bool:
+        """Whether `train()` of the model and its wrapper would change nothing."""
+        modules = [wrapper, *self._modules]
+        methods = {vars(module).get("train", type(module).train) for module in modules}
+        return methods <= PLAIN_TRAIN and all(module.training for module in modules)
 
     def read(self) -> Fingerprint:
         return Fingerprint(
