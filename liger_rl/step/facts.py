@@ -149,13 +149,13 @@ def _count_host_tokens(model: Any, modules: list[nn.Module], device: torch.devic
     weights = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in outside]
     if not weights or not all(weight.is_floating_point() for weight in weights):  # packed weights hide their size
         return 0.0
-    trained = sum(weight.requires_grad for weight in weights)
-    flop = sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in weights)
-    # Beside frozen weights the trained ones are adapters. A layer and its two are one function of half as much again.
-    layers = len(weights) - (0 if trained == len(weights) else 0.75 * trained)
+    trained = [weight.numel() for weight in weights if weight.requires_grad]
+    size = sum(weight.numel() for weight in weights)
+    # Beside larger frozen weights these are adapters. A layer and its two are one function of half as much again.
+    layers = len(weights) - (0.75 * len(trained) if 2 * sum(trained) < size else 0)
     forwards = [vars(module).get("forward", type(module).forward) for module in modules]
-    is_fused = any(getattr(forward, "__module__", "").startswith("liger_kernel") for forward in forwards)
-    return (1 if is_fused else 0.5) * HOST_FLOP * layers / flop
+    is_fused = any("liger_kernel" in str(getattr(forward, "__module__", "")) for forward in forwards)
+    return (1 if is_fused else 0.5) * HOST_FLOP * layers / (4 * size + 2 * sum(trained))
 
 
 def fit_facts(facts: Facts, inputs: Mapping[str, Any], ids: Tensor, *, may_be_packed: bool = False) -> Facts:

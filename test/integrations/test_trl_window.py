@@ -120,6 +120,24 @@ def test_a_model_whose_train_would_change_nothing():
     assert not StateReader(torch.nn.Sequential(Frozen(2, 2))).is_training(Frozen(2, 2))
 
 
+def test_a_model_with_a_train_of_its_own_keeps_it(path_of, tmp_path):
+    modes = []
+
+    class Recorder(transformers.TrainerCallback):
+        def on_step_end(self, *args, model, **options):
+            modes.append(model.model.training)
+
+    def stay(trainer):
+        model = trainer.model
+        model.train = lambda mode=True: torch.nn.Module.train(model, mode).model.eval()
+        trainer.add_callback(Recorder())
+
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, prepare=stay)
+    assert (plain.calls, patched.calls) == (4, 2)
+    assert modes == [False] * 4
+    trl_runs.assert_same_run(patched, plain)
+
+
 def test_no_module_is_visited_in_vain(path_of, tmp_path, monkeypatch):
     """transformers calls `model.train()` in each micro-batch. It changes a module only behind an evaluation."""
     visited, modes, original = [], [], torch.nn.Module.train
@@ -137,7 +155,7 @@ def test_no_module_is_visited_in_vain(path_of, tmp_path, monkeypatch):
             modes.append((visited.count(model), model.model.layers[0].training))
 
     monkeypatch.setattr(torch.nn.Module, "train", train)
-    monkeypatch.setattr(between, "PLAIN_TRAIN", between.PLAIN_TRAIN | {train})
+    monkeypatch.setattr(between, "PLAIN_TRAIN", (*between.PLAIN_TRAIN, train))
     options = {"prepare": lambda trainer: trainer.add_callback(Evaluated()), "max_steps": 3}
     plain, patched = pair("SFT", path_of["qwen3"], tmp_path, **options)
     assert (plain.calls, patched.calls) == (6, 3)

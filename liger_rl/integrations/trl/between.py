@@ -25,14 +25,14 @@ CALLS = ("_get_per_token_logps_and_entropies", "_compute_kl_logps", "_get_last_h
 LOSS_METHODS = ("compute_loss", "_compute_loss", *CALLS)
 METHODS = (
     *LOSS_METHODS, "training_step", "_prepare_inputs", "_prepare_input", "compute_loss_context_manager",
-    "autocast_smart_context_manager", "floating_point_ops",
+    "autocast_smart_context_manager", "floating_point_ops", "_prepare_context_parallel_inputs",
 )  # fmt: skip
 TRAINERS = ("trl.trainer", "trl.extras", "transformers", "accelerate", "torch", "contextlib", "liger_rl")
 # Who wraps models has hooks on parameters that follow TRL's gradients. Hooks of PEFT's layers are linear.
 WRAPPERS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate", "peft")
 CALLBACKS = ("transformers", "trl", "liger_rl")
 # These do nothing to a model whose modules are all in training mode.
-PLAIN_TRAIN = {nn.Module.train, PreTrainedModel.train, nn.parallel.DistributedDataParallel.train}
+PLAIN_TRAIN = (nn.Module.train, PreTrainedModel.train, nn.parallel.DistributedDataParallel.train)
 _of_trl: WeakSet[Any] = WeakSet()  # functions that have been judged
 JOINED_HOOKS = "patch_trl(joined_hooks=True), if it may see joined micro-batches"
 
@@ -142,8 +142,8 @@ class StateReader:
     def is_training(self, wrapper: nn.Module) -> bool:
         """Whether `train()` of the model and its wrapper would change nothing."""
         modules = [wrapper, *self._modules]
-        methods = {vars(module).get("train", type(module).train) for module in modules}
-        return methods <= PLAIN_TRAIN and all(module.training for module in modules)
+        methods = [vars(module).get("train", type(module).train) for module in modules]
+        return all(method in PLAIN_TRAIN for method in methods) and all(module.training for module in modules)
 
     def read(self) -> Fingerprint:
         return Fingerprint(

@@ -150,13 +150,11 @@ class OptimizerStep:
                 return run_training_step()
             trainer.compute_loss = functools.partial(self._compute_loss, trainer.compute_loss)
             try:
-                self._skip_train()
-                with self._measured_memory():
+                with self._measured_memory(), self._skipped_train():
                     return run_training_step()
             except _Waits:
                 return torch.zeros((), device=trainer.args.device)
             finally:
-                vars(self.model).pop("train", None)
                 del trainer.compute_loss
                 self._finished = None
 
@@ -375,15 +373,23 @@ class OptimizerStep:
                 self._facts[key] = read_facts(model, wrapper, joined_hooks=get_settings().joined_hooks)
         return self._facts[key]
 
-    def _skip_train(self) -> None:
-        """The next `model.train()`, that of transformers' `training_step`, does nothing if it would change nothing.
+    @contextmanager
+    def _skipped_train(self) -> Iterator[None]:
+        """The first `model.train()`, that of transformers' `training_step`, does nothing if it would change nothing.
 
         It visits each module. With LoRA that takes 7 ms, and no GPU works while micro-batches wait.
         """
-        model = self.model
-        if self._state.is_training(model):
-            # Once: the loss may call it, too.
-            vars(model)["train"] = lambda: vars(model).pop("train") and model
+        model, names = self.model, vars(self.model)
+        if not (model in (self.trainer.model, find_ddp(model)) and self._state.is_training(model)):
+            yield
+            return
+        # Once: the loss may call it, too.
+        names["train"] = skip = lambda mode=True: names.pop("train") and (model if mode else model.train(mode))
+        try:
+            yield
+        finally:
+            if names.get("train") is skip:
+                del names["train"]
 
     @contextmanager
     def _measured_memory(self) -> Iterator[None]:
