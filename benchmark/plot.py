@@ -151,7 +151,8 @@ def _draw_bars(
 
 def plot_step(results: dict[str, Any], path: Path) -> bool:
     """Draw `path`: speed and memory of the ways that ran, of each shape on one GPU; False where ours did not run."""
-    label, wanted = f", {STEP_BATCH}", {"TRL, use_liger_kernel", "TRL, patch_trl(), use_liger_kernel"}
+    label, base = f", {STEP_BATCH}", "TRL, use_liger_kernel"
+    wanted = {base, "TRL, patch_trl(), use_liger_kernel"}
     beside_trl = step.rows_beside_trl(results)
     batches = [(title, rows) for title, rows in beside_trl if title.endswith(label) and wanted <= rows.keys()]
     if not batches:
@@ -164,13 +165,13 @@ def plot_step(results: dict[str, Any], path: Path) -> bool:
     for (speed, memory), (title, rows), drawn in zip(panels, batches, ways, strict=True):
         names = [STEP_WAYS[way] for way in drawn]
         colors = [OURS_COLOR if "patch_trl" in way else OTHERS_COLOR for way in drawn]
-        of_trl = rows["TRL"]["tokens_per_s"] / 1e3
+        of_trl = rows[base]["tokens_per_s"] / 1e3
         fast = [rows[way]["tokens_per_s"] / 1e3 for way in drawn]
         _draw_bars(speed, names, fast, colors, lambda value, of_trl=of_trl: f"{value:.0f} ({value / of_trl:.1f} x)")
         peaks = [rows[way]["peak_mib"] and rows[way]["peak_mib"] / 1024 for way in drawn]
         _draw_bars(memory, names, peaks, colors, "{:.0f}".format)
         speed.set_title(title.removesuffix(label), fontsize=11, loc="left")
-    panels[-1, 0].set_xlabel("completion tokens per second, thousands (x TRL)")
+    panels[-1, 0].set_xlabel("completion tokens per second, thousands (x TRL with Liger's kernels)")
     panels[-1, 1].set_xlabel("peak memory (GiB)")
     about = step.about_batch(results, batches[0][1]["TRL"])
     heading = f"{about['sequences']} completions in rows of {about['row_tokens']:,} tokens"

@@ -31,7 +31,7 @@ POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
 POSITION_IS_COUNT = ("opt",)
 # Models with layers of a state that have no other positions, unless they have a rotary embedding.
 WITHOUT_POSITIONS = (
-    "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "zamba",
+    "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "zamba", "zamba2",
 )  # fmt: skip
 # Models with a state that padding on the left changes, which begins anew at position 0.
 FEELS_PADDING = ("recurrent_gemma",)

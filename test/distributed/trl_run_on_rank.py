@@ -128,6 +128,17 @@ ROWS = {
     "SFT, reentrant checkpoints": row("SFT", **REENTRANT),
     "SFT, a hook on one rank": row("SFT", prepare=hook_first_rank, together=False),
     "SFT, padding-free": row("SFT", padding_free=True, max_length=None, data=ONE_PROMPT, prepare=change_first_step),
+    # Each micro-batch has a forward and a backward of its own, and each backward all of its layers' gradients.
+    "SFT, padding-free, reentrant checkpoints": row(
+        "SFT",
+        padding_free=True,
+        max_length=None,
+        data=ONE_PROMPT,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        together=False,
+        **REENTRANT,
+    ),
     "DPO, LoRA": row("DPO", per_device_train_batch_size=1, peft_config=LORA, share=0.7),
     "GRPO": scored(beta=0.0),
     # Old log-probabilities, a reference; DeepSpeed reuses the order of parameters that it has recorded.

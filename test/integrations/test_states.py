@@ -298,6 +298,7 @@ NAMES = ("Qwen3_5Text", "OlmoHybrid", "KimiLinear", "NemotronH", "Lfm2", "Falcon
 WIDE = {"head_dim": 16}  # flex attention's least
 CASES = [
     *((name, "cpu", {}) for name in NAMES),
+    ("Zamba2", "cpu", {"use_mem_rope": False}),
     *on_gpu(*((name, "cuda", WIDE) for name in ("Qwen3_5Text", "OlmoHybrid", "NemotronH", "FalconH1"))),
     *on_gpu(("Lfm2", "cuda", {"hidden_size": 64}), ("Mamba2", "cuda", {})),
 ]

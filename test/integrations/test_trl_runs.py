@@ -385,6 +385,7 @@ def of_loss(name, *, idle=ALWAYS, **options) -> Row:
 
 
 LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+LORA_EVERYWHERE = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
 # Its batch stays as it is. Tokens are counted without the virtual ones.
 PROMPT_TUNING = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}
 PROMPT_TUNING |= {"trees": False, "is_logged": False}
@@ -575,6 +576,9 @@ ROWS = {
         f"GRPO, {name}": row("GRPO", partial(architecture, name), **STATES)
         for name in ("Qwen3_5Text", "NemotronH", "OlmoHybrid", "KimiLinear")
     },
+    "GRPO, Qwen3_5Text, LoRA": row(
+        "GRPO", partial(architecture, "Qwen3_5Text"), peft_config=LORA_EVERYWHERE, **STATES | REENTRANT,
+    ),
     # An optimizer step begins anywhere within a generation. The last one of an epoch may be short.
     **{
         f"GRPO, {number} steps of a generation": policy(

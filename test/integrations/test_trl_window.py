@@ -8,6 +8,7 @@ import itertools
 import math
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 from peft import PrefixTuningConfig
-from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, leave_out_the_last, moe
+from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, architecture, leave_out_the_last, moe
 
 import trl_runs
 from hf_models import BEFORE_5
@@ -30,6 +31,7 @@ from trl_runs import PROMPTS
 OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 2}
 
 
+not_before_5 = pytest.mark.skipif(BEFORE_5, reason="transformers 4.57 has no such model")
 JOINED_HOOKS = {"patch_options": {"joined_hooks": True}}
 
 
@@ -46,16 +48,24 @@ def test_the_router_loss_of_rows_that_run_alone_is_trls(tmp_path):
     assert min(plain.log["aux_loss"]) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_bf16_is_about_as_far_from_float32(kind, path_of, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "name", "bound"),
+    [
+        ("SFT", "qwen3", 2**-8),
+        ("DPO", "qwen3", 2**-8),
+        pytest.param("SFT", "Qwen3_5Text", 2**-6, marks=not_before_5),  # TRL's own loss is 0.002 to 0.013 off
+    ],
+)
+def test_bf16_is_about_as_far_from_float32(kind, name, bound, path_of, tmp_path):
     """Of several models: test/convergence/test_trl_training.py."""
+    path = path_of[name] if name == "qwen3" else trl_runs.save(partial(architecture, name), tmp_path / "state")
     exact, plain, patched = (
-        trl_runs.train(kind, path_of["qwen3"], tmp_path, patch=patch, bf16=bf16, **OPTIONS)
+        trl_runs.train(kind, path, tmp_path, patch=patch, bf16=bf16, **OPTIONS)
         for patch, bf16 in ((False, False), (False, True), (True, True))
     )
     assert (plain.calls, patched.calls) == ((4, 2) if kind == "SFT" else (8, 4))
     assert 0 < trl_runs.weight_distance(patched, exact) < 2 * trl_runs.weight_distance(plain, exact)
-    assert trl_runs.log_distance(patched, exact, "loss") < 2**-8
+    assert trl_runs.log_distance(patched, exact, "loss") < bound
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(path_of, tmp_path):

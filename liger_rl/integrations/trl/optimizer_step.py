@@ -43,7 +43,13 @@ from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
 from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, PROMPT_LEARNING, Facts, read_facts, read_static_positions
-from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
+from liger_rl.step.memory import (
+    DEFAULT_SHARE,
+    count_fitting_tokens,
+    count_missing_gradients,
+    has_reentrant_checkpoints,
+    read_memory,
+)
 from liger_rl.step.ranks import UNLIMITED, Agreement, agree, find_ddp
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
@@ -178,6 +184,8 @@ class OptimizerStep:
             )
         window, size = self.window, get_size(trainer)
         exchanges = size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model)
+        # A micro-batch alone waits for an exchange. DDP takes one graph of reentrant checkpoints for each backward.
+        exchanges = exchanges and not has_reentrant_checkpoints(self._state.checkpoints)
         window.waits = exchanges or self.redirect is not None
         loss = window.add(model, *args, **kwargs)
         ends_alone = self.redirect is not None and loss is None and window.micro_batches[-1].is_alone
