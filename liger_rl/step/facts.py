@@ -23,7 +23,7 @@ from liger_rl.step.memory import has_reentrant_checkpoints
 from liger_rl.step.ranks import find_sharding
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import find_row_reader
-from liger_rl.step.states import StateLayers, find_state_layers
+from liger_rl.step.states import StateLayers, find_state_layers, has_closed_states
 
 # Models without rotary embeddings. A token's default position is its column in the first list, and its number among the
 # attended tokens of its row in the second.
@@ -239,6 +239,8 @@ def _find_tree_obstacle(modules: list[nn.Module], model: Any, takes_positions: b
         return ACTIVATED_LORA
     if [module for module in modules if "_orig_mod" in module._modules or module._compiled_call_impl is not None]:
         return COMPILED
+    if has_closed_states(modules):
+        return Reason(f"{type(model).__name__} has layers with a state that no sequence can be given")
     config = model.config.get_text_config()
     return find_attention_obstacle(model, modules, config, next(model.parameters()).device)
 

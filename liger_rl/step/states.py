@@ -31,6 +31,7 @@ CONVOLUTION, FUSED = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"
 DELTA_RULES = GATED, KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 MAMBA_2 = "mamba2_chunk_scan"
 RECURRENCES = (*DELTA_RULES, MAMBA_2)
+DECAY = "A_log"  # a parameter of layers with a state
 # The arguments that come without a name. A kernel of the hub does not say its own.
 NAMES = {
     CONVOLUTION: ("hidden_states", "weight", "bias", "activation"),
@@ -68,6 +69,18 @@ def find_state_layers(modules: Iterable[nn.Module]) -> StateLayers | None:
     rules = {name for home in homes for name in RECURRENCES if name in vars(home)}
     has_kernel = "fla" in sys.modules and not rules.isdisjoint(DELTA_RULES)
     return StateLayers(homes, taps, has_kernel, rules == {GATED} and not has_kernel)
+
+
+def has_closed_states(modules: Iterable[nn.Module]) -> bool:
+    """Whether a layer's state always begins with zeros: its Python module has no recurrence that is known here."""
+    kinds = {type(module) for module in modules if DECAY in module._parameters}
+    # FSDP2 makes a subclass of a layer's class.
+    return not all(any(_has_recurrence(base) for base in kind.__mro__) for kind in kinds)
+
+
+def _has_recurrence(kind: type) -> bool:
+    home = sys.modules.get(kind.__module__)
+    return home is not None and any(name in vars(home) for name in RECURRENCES)
 
 
 # --- the runs of a row ------------------------------------------------------------------------------------------------

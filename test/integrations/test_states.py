@@ -480,6 +480,9 @@ def test_a_state_that_leaks_is_found(name, monkeypatch):
     alone = {"vocab_size": 211, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}
     monkeypatch.setitem(CONFIGS, "Mamba", alone)
     layout = loss_step(swap_lm_head(build(name).train()), make_batch(), LOSS).layout
+    assert f"no prefix is shared: {name}ForCausalLM has layers with a state that no sequence can be given" in layout
+    monkeypatch.setattr(states, "DECAY", None)
+    layout = loss_step(swap_lm_head(build(name).train()), make_batch(), LOSS).layout
     assert "in padded rows; no prefix is shared" in layout
     # Mamba's layers multiply by the mask.
     assert ("lets a sequence see another one of its row" in layout) or (name == "Mamba" and "fails with" in layout)
