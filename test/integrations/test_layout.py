@@ -384,7 +384,8 @@ def test_a_rotary_embedding_that_looks_at_the_longest_row():
 def test_a_rotary_embedding_that_keeps_what_a_longer_row_made_of_it(width):
     """Until a row is shorter than the model's positions."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = swap_lm_head(build("Llama", max_position_embeddings=LENGTH, rope_parameters=rope).train())
+    name = "rope_scaling" if BEFORE_5 else "rope_parameters"
+    model = swap_lm_head(build("Llama", max_position_embeddings=LENGTH, **{name: rope}).train())
     batch, loss = make_batch("left"), FusedLinearGRPOLoss("grpo")
     batch |= {name: x[:, LENGTH - width :] for name, x in tables_of(batch).items()}
     longer = torch.ones(1, LENGTH + 9, dtype=torch.long)
