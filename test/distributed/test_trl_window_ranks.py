@@ -60,6 +60,8 @@ def run_deepspeed(tmp_path_factory):
 
 def assert_same_runs(results: list[dict[str, Pair]], name: str) -> None:
     """Of a row that each rank has run, more closely than of one process: log, and each weight."""
+    if name.startswith("Distillation"):
+        pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed")
     row = (ROWS | DISTILLATION | SHARDED | UNEVEN_ROWS | NOT_EXCHANGED | KEPT)[name]
     for result in results:
         plain, patched, *_ = result[name]
