@@ -12,6 +12,7 @@ from trl_run_on_rank import (
     DISTILLATION,
     IDLE_GROUPS,
     KEPT,
+    MIXED,
     NOT_EXCHANGED,
     OFFLOADED_ROWS,
     ROWS,
@@ -97,6 +98,14 @@ def test_the_patched_run_is_trls_run(name, wrapper, torch_results):
 @pytest.mark.parametrize("name", SHARDED)
 def test_calls_that_only_one_rank_could_join(name, torch_results):
     assert_same_runs(of_wrapper(torch_results, "fsdp2"), name)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_micro_batches_alone_on_one_rank(name, torch_results):
+    """Collectives come in the same order on both ranks, and TRL's metrics of the same micro-batches."""
+    for plain, patched, *_ in (results[name] for results in of_wrapper(torch_results, "ddp")):
+        trl_runs.assert_same_run(patched, plain, relative=1e-6)
+        torch.testing.assert_close(patched.weights, plain.weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", UNEVEN_ROWS)

@@ -4,6 +4,7 @@ RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. `main` mak
 {wrapper: {name of a row: `Pair`}}, by the rank's name, in the directory.
 """
 
+import itertools
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -78,6 +79,20 @@ def give_positions(trainer) -> None:
         return inputs
 
     trainer.data_collator = give
+
+
+def give_some_positions(trainer) -> None:
+    """To the second of every four calls of rank 1."""
+    give_positions(trainer)
+    give, numbers = trainer.data_collator, itertools.count()
+
+    def give_some(examples):
+        inputs = give(examples)
+        if next(numbers) % 4 != 1:
+            inputs.pop("position_ids", None)
+        return inputs
+
+    trainer.data_collator = give_some
 
 
 def change_first_step(trainer) -> None:
@@ -174,6 +189,14 @@ KEPT = {
 
 # Its ranks run as many forwards each.
 SHARDED = {"SFT, positions on one rank": row("SFT", prepare=give_positions, share=float("inf"), together=False)}
+FOURS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "learning_rate": 1e-3}
+NOT_EVEN = {"patch_options": {"even_ranks": False}}
+MIXED = {
+    "SFT, some positions": row("SFT", prepare=give_some_positions, **FOURS),
+    "SFT, some positions, not exchanged": row("SFT", prepare=give_some_positions, **FOURS, **NOT_EVEN),
+    "SFT, positions, not exchanged": row("SFT", prepare=give_positions, **FOURS, **NOT_EVEN),
+    "SFT, positions, reentrant": row("SFT", prepare=give_positions, **FOURS, **REENTRANT),
+}
 DISTILLATION = {"Distillation": row("Distillation", share=0.8, **EIGHT_PROMPTS)}
 
 
@@ -210,7 +233,7 @@ UNEVEN_ROWS = IDLE_GROUPS | {
     "Distillation, uneven": uneven("Distillation", max_completion_length=32, prepare=cut_completions, **EIGHT_PROMPTS),
     "KTO, uneven": uneven("KTO", data=VERDICTS, per_device_train_batch_size=2),
 }
-NOT_EXCHANGED = {"SFT, uneven, not exchanged": uneven("SFT", data=SINGLES, patch_options={"even_ranks": False})}
+NOT_EXCHANGED = {"SFT, uneven, not exchanged": uneven("SFT", data=SINGLES, **NOT_EVEN)}
 BFLOAT16_LORA = {"SFT, LoRA in bfloat16": row("SFT", bf16=True, learning_rate=0.0, peft_config=SEVERAL)}
 # Parameters and the optimizer's state wait on the host, and fewer than one layer's are fetched ahead.
 OFFLOAD = {
@@ -298,7 +321,7 @@ def gather_weights(model: torch.nn.Module) -> torch.Tensor:
 def run_rows(wrapper: str, model: str, directory: str) -> dict[str, Pair]:
     prepare_process(wrapper)
     own = {
-        "ddp": ROWS | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED | KEPT,
+        "ddp": ROWS | MIXED | DISTILLATION | UNEVEN_ROWS | NOT_EXCHANGED | KEPT,
         "fsdp2": ROWS | DISTILLATION | IDLE_GROUPS | SHARDED,
         "zero3": ROWS | IDLE_GROUPS | BFLOAT16_LORA | SHARDED,
         "zero3-offload": OFFLOADED_ROWS,

@@ -310,7 +310,7 @@ def double_loss(trainer):
 
 
 def without_length(trainer):
-    """An epoch has three micro-batches. The third waits for the next epoch."""
+    """An epoch has three micro-batches. The optimizer step of the third goes on in the next epoch."""
     data = trainer.train_dataset
     trainer.train_dataset = IterableDataset.from_generator(lambda: iter(data))
 
@@ -397,6 +397,8 @@ SINGLES = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 SHORT_LAST_STEP = PAIRS | {"gradient_accumulation_steps": 3, "max_steps": 4}  # epochs of 3 and 1 micro-batches
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
 SIX = {"prompt": PROMPTS + PROMPTS[:2], "completion": CHOSEN + REJECTED[:2]}
+SIX_PAIRS = SIX | {"chosen": SIX["completion"], "rejected": REJECTED + CHOSEN[:2]}
+SIX_VERDICTS = {name: values[1:7] for name, values in trl_runs.VERDICTS.items()}
 ALONE = {"padding_free": True, "max_length": None}
 # A threshold that falls on a token tips with its rounding: 0.382 (n - 1) is far from an integer for n <= 80 tokens.
 QUANTILE = {"top_entropy_quantile": 0.618}
@@ -431,7 +433,13 @@ ROWS = {
     "SFT, checkpoints": row("SFT", **CHECKPOINTS),
     "SFT, prompt tuning": apart("SFT", **PROMPT_TUNING),
     "SFT, one micro-batch": row("SFT", "gemma2", per_device_train_batch_size=8, **ONE),
-    "SFT, data without a length": row("SFT", prepare=without_length, data=SIX, max_steps=3, calls=(8, 3), **PAIRS),
+    **{
+        f"{kind}, data without a length": row(
+            kind, prepare=without_length, data=data, max_steps=3, trees=None, calls=(8 * calls, 5 * calls),
+            backwards=5, **PAIRS,
+        )
+        for kind, data, calls in (("SFT", SIX, 1), ("DPO", SIX_PAIRS, 2), ("KTO", SIX_VERDICTS, 4))
+    },
     "SFT, experts": row("SFT", partial(moe, 0.0)),
     "SFT, router loss": row("SFT", moe, calls=(8, 4), **SHORT_LAST_STEP | EVALUATED),
     "SFT, router loss and prompt tuning": apart("SFT", moe, **PROMPT_TUNING),

@@ -43,13 +43,7 @@ from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
 from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, PROMPT_LEARNING, Facts, read_facts, read_static_positions
-from liger_rl.step.memory import (
-    DEFAULT_SHARE,
-    count_fitting_tokens,
-    count_missing_gradients,
-    has_reentrant_checkpoints,
-    read_memory,
-)
+from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.ranks import UNLIMITED, Agreement, agree, find_ddp
 from liger_rl.step.reason import Reason
 from liger_rl.step.row_readers import NEFTUNE, find_row_reader
@@ -105,6 +99,7 @@ class OptimizerStep:
         self._finished: Window | None = None  # which has run in this training step
         self._live_tokens = 0  # of the first call of that window with a graph
         self._state = StateReader(trainer.model)
+        self._of_epoch = 0  # micro-batches so far, since this step or an epoch within it began
         self._first_state: Fingerprint | None = None  # when the window's first micro-batch came
         self.limit: int | None = None  # how many tokens a window may have; None: any number
         self.refusal: Reason | None = None  # why each micro-batch has a forward of its own
@@ -184,12 +179,17 @@ class OptimizerStep:
             )
         window, size = self.window, get_size(trainer)
         exchanges = size > 1 and get_settings().even_ranks and can_exchange(trainer.accelerator, model)
-        # A micro-batch alone waits for an exchange. DDP takes one graph of reentrant checkpoints for each backward.
-        exchanges = exchanges and not has_reentrant_checkpoints(self._state.checkpoints)
-        window.waits = exchanges or self.redirect is not None
+        exchanges = exchanges and not self._agrees
+        # Another rank may wait with its collectives until the window ends.
+        window.waits = (trainer.accelerator.num_processes > 1 and not self._agrees) or self.redirect is not None
         loss = window.add(model, *args, **kwargs)
         ends_alone = self.redirect is not None and loss is None and window.micro_batches[-1].is_alone
-        if not (trainer.accelerator.sync_gradients or window.added >= size or ends_alone):
+        # A loss is divided by the number of micro-batches of its epoch. Without a length of the data, the optimizer
+        # step goes on in the next epoch.
+        self._of_epoch += 1
+        ends_epoch = self._of_epoch == trainer.current_gradient_accumulation_steps
+        self._of_epoch = 0 if ends_epoch else self._of_epoch
+        if not (trainer.accelerator.sync_gradients or window.added >= size or ends_alone or ends_epoch):
             if loss is None:
                 raise _Waits
             return loss
@@ -243,17 +243,24 @@ class OptimizerStep:
         return can_share_prompts(wrapped, self.read_facts(wrapped), call)
 
     def _agree_to_join(self, can_join: bool) -> bool:
-        """Whether a micro-batch's call can be one with others'; of a sharded model, on all ranks. A collective then."""
-        if self.trainer.accelerator.num_processes == 1 or not self._is_sharded:
+        """Whether a micro-batch's call can be one with others', in `_agrees` on all ranks."""
+        if not self._agrees:
             return can_join
-        # A rank with a forward for each would wait in it for one with a forward for all.
         wanted = Agreement(refuses=not can_join)
         return not agree([torch.distributed.group.WORLD], wanted, self.trainer.args.device).refuses
 
     @functools.cached_property
-    def _is_sharded(self) -> bool:
+    def _agrees(self) -> bool:
+        """Whether ranks ask each other before each call, a collective, because no micro-batch alone may wait.
+
+        In a sharded model a rank with a forward for each would wait in it for one with a forward for all. DDP takes one
+        graph of reentrant checkpoints for each backward.
+        """
         wrapped = self.find_wrapped(self.model)
-        return wrapped is not None and self.read_facts(wrapped).sharding is not None
+        if self.trainer.accelerator.num_processes == 1 or wrapped is None:
+            return False
+        facts = self.read_facts(wrapped)
+        return facts.sharding is not None or facts.has_reentrant_checkpoints
 
     # --- calls of models ----------------------------------------------------------------------------------------------
 

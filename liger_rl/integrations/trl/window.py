@@ -128,9 +128,13 @@ class Window:
             self._leader = waiting[0]
             self._run(waiting[0])
             self._leader = None
-            for batch in waiting:
+            for number, batch in enumerate(waiting):
                 if batch.loss is None:
+                    # In their order, because a loss may gather values of all ranks.
+                    is_next = all(earlier.loss is not None for earlier in waiting[:number])
+                    self._leader = batch if batch.is_alone and is_next else None
                     self._run(batch)
+            self._leader = None
         losses = [batch.loss for batch in self.micro_batches if batch.loss is not None]
         total = functools.reduce(torch.add, losses).clone()
         if self._owners:
