@@ -187,7 +187,7 @@ class OptimizerStep:
         # A loss is divided by the number of micro-batches of its epoch. Without a length of the data, the optimizer
         # step goes on in the next epoch.
         self._of_epoch += 1
-        ends_epoch = self._of_epoch == trainer.current_gradient_accumulation_steps
+        ends_epoch = self._of_epoch == getattr(trainer, "current_gradient_accumulation_steps", None)
         self._of_epoch = 0 if ends_epoch else self._of_epoch
         if not (trainer.accelerator.sync_gradients or window.added >= size or ends_alone or ends_epoch):
             if loss is None:
