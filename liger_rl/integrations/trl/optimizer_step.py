@@ -398,12 +398,16 @@ class OptimizerStep:
         if not (model in (self.trainer.model, find_ddp(model)) and self._state.is_training(model)):
             yield
             return
-        # Once: the loss may call it, too.
-        names["train"] = skip = lambda mode=True: names.pop("train") and (model if mode else model.train(mode))
+
+        def train(mode: bool = True) -> nn.Module:
+            del names["train"]  # the loss may call it, too
+            return model if mode else model.train(mode)
+
+        names["train"] = train
         try:
             yield
         finally:
-            if names.get("train") is skip:
+            if names.get("train") is train:
                 del names["train"]
 
     @contextmanager
