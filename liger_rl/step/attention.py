@@ -208,15 +208,18 @@ def _run_flex_attention(
         return flash.attend(query, key, value, levels, scale)
     for x in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(x, 2)
-    attend = _compile_attention(dtype, *heads, *widths, scale, softcap, mask.mask_mod.__name__)
+    shape = dtype, *heads, *widths, scale, softcap, mask.mask_mod.__name__
+    of_grad = torch.is_grad_enabled(), *(x.requires_grad for x in (query, key, value))
+    attend = _compile_attention(*shape, query.device, *of_grad, torch.is_autocast_enabled(device))
     return attend(query, key, value, mask, scale, softcap)
 
 
 @cache
-def _compile_attention(*shape: Any) -> Callable:
-    """Flex attention, compiled once for each shape of heads and kind of mask.
+def _compile_attention(*kind: Any) -> Callable:
+    """Flex attention, compiled for each shape of heads, kind of mask, and state of autograd and autocast.
 
-    Dynamo limits the recompilations of a code object, so each gets a code object of its own.
+    Dynamo compiles a code object at most 8 times, and then runs attention with all scores in memory. So each kind gets
+    a code object of its own, whose only other variants are a first number of tokens, one block, and any number.
     """
     name = f"tree_attention_{_compile_attention.cache_info().currsize}"
     return torch.compile(FunctionType(_attend.__code__.replace(co_name=name), globals(), name))

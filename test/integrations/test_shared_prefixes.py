@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from functools import partial
+from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -393,3 +394,28 @@ def test_attention_that_does_not_ask_for_its_function_is_no_place_for_blocks():
     assert find(torch.device("cpu")) is None
     reason = find(torch.device("cuda"))
     assert str(reason) == "attention 'sdpa' cannot run as flex attention, which shared prefixes need"
+
+
+def test_attention_stays_compiled_whatever_a_process_trains(monkeypatch):
+    """Dynamo's default is at most 8 variants of a code object. Beyond them scores would be in memory, without an error.
+
+    The CPU has no backward of flex attention, so nothing but dynamo's tracing is that of a GPU.
+    """
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(attention.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(attention, "_compile_attention", cache(attention._compile_attention.__wrapped__))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    everything, values, nothing = (True, True, True), (True, False, True), (False, False, False)
+    kinds = [(True, everything), (True, values), (True, nothing), (False, everything), (False, nothing)]
+    calls = [(*kind, autocast, 2) for kind, autocast in product(kinds, (True, False))]
+    for with_graph, trained, autocast, blocks in [*calls, (*calls[0][:3], 3), (*calls[0][:3], 1)]:
+        n = blocks * attention.BLOCK
+        mask = attention._make_block_mask(torch.full((n,), n), torch.arange(n), None, torch.device("cpu"))
+        columns = [
+            torch.randn(1, heads, n, 8, dtype=torch.bfloat16).requires_grad_(requires_grad)
+            for heads, requires_grad in zip((2, 1, 1), trained, strict=True)
+        ]
+        with torch.set_grad_enabled(with_graph), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            attention._run_flex_attention(*columns, mask, None, None)
