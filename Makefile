@@ -90,7 +90,7 @@ fuzz: $(STAMP) ## Compare N random calls, 20000 by default, with float64 formula
 mutants: $(STAMP) ## Put known bugs into copies of the package and see that the fuzzer finds each.
 	$(BIN)/python test/fuzz/mutants.py
 
-test-compile: $(STAMP) ## Compile every kernel for seven GPUs, which need not be there, and models by torch.compile.
+test-compile: $(STAMP) ## Compile every kernel for eight GPUs, which need not be there, and models by torch.compile.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m compilation --ignore=test/package test
 
 test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
