@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import sys
+import weakref
 import zlib
 from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,25 @@ def list_unknown_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if type(module) in unknown] if unknown else []
 
 
-@functools.cache
+def list_code(modules: Sequence[nn.Module]) -> frozenset[Any]:
+    """What a model's modules run: weak references to classes and to code, equal as long as these are the same."""
+    kinds: Any = {type(module) for module in modules}
+    # The model's own, the first, is wrapped anew by each trainer.
+    functions = [vars(module)["forward"] for module in modules[1:] if "forward" in vars(module)]
+    for kind in kinds:
+        own = list_own_code(kind, kind.forward)
+        functions += [kind.forward, *(list_variables(own).values() if own else ())]
+    code = {_get_code(function) for function in functions if callable(function)}
+    return frozenset(map(weakref.ref, kinds | code))
+
+
+def _get_code(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
+
+
 def list_own_code(kind: Any, forward: Any) -> tuple[Any, ...]:
     """Classes and functions of no known package that run in a layer of this class.
 

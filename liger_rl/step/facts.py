@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_rl.models.project import TYPE_INPUTS
 from liger_rl.models.router import find_router_loss, has_router_loss
 from liger_rl.models.swap import find_swapped
-from liger_rl.models.unknown_layers import list_unknown_layers
+from liger_rl.models.unknown_layers import list_code, list_unknown_layers
 from liger_rl.step.attention import find_attention_obstacle
 from liger_rl.step.memory import has_reentrant_checkpoints
 from liger_rl.step.ranks import find_sharding
@@ -69,6 +69,7 @@ class Facts:
     has_reentrant_checkpoints: bool
     has_activated_lora: bool
     unknown_layers: Sequence[nn.Module]  # layers of no known package, which a trial looks at
+    code: frozenset[Any]  # of the model's layers, see `list_code`
     states: StateLayers | None  # layers with a state that a tree reaches
     obstacle: Reason | None  # why the batch must stay as it is; None if rows may be rearranged
     no_tree: Reason | None  # why rows cannot be trees of shared prefixes; None if a trial may decide
@@ -122,6 +123,7 @@ def read_facts(model: Any, wrapper: nn.Module | None = None, *, joined_hooks: bo
         has_reentrant_checkpoints=has_reentrant_checkpoints(modules),
         has_activated_lora=has_activated_lora(modules),
         unknown_layers=list_unknown_layers(inner),
+        code=list_code(inner),
         states=find_state_layers(text_modules),
         obstacle=_find_wrapper_obstacle(modules, model) or find_row_reader(model, inner, joined_hooks=joined_hooks),
         no_tree=_find_tree_obstacle(modules, model, causal and (takes_positions or has_no_positions)),

@@ -84,7 +84,6 @@ def _judge_hook(hook: Callable, where: str) -> Reason | None:
     return Reason(f"{origin}.{name}, a hook on {where}, may read the batch's rows", HOOK_FIX)
 
 
-@functools.cache
 def _judge_kind(kind: Any, forward: Any) -> Reason | None:
     """Why a layer of this class with this forward reads rows in training."""
     if _KEEPING_KINDS.intersection(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__):

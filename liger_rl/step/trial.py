@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.models.randomness import no_graph, seeded, without_randomness
-from liger_rl.models.unknown_layers import keeping_values, read_values
+from liger_rl.models.unknown_layers import keeping_values, list_code, list_unknown_layers, read_values
 from liger_rl.step.attention import BLOCK, make_masks
 from liger_rl.step.facts import Facts
 from liger_rl.step.prefix_tree import LEAST_SHARED, SortedSequences, build_prefix_tree
@@ -27,22 +27,23 @@ RunModel = Callable[[dict[str, Any]], Tensor]  # inputs, as `make_inputs` makes 
 
 
 _lock = threading.Lock()
-# For each model: (kind of attention, kind of device, trial) -> the reason against it, and if positions may be shifted.
-# There is no reason if sequences have the log-probabilities that they have alone.
-_trials: WeakKeyDictionary[Any, dict[tuple[str, str, int], tuple[Reason | None, bool]]] = WeakKeyDictionary()
+# For each model: (code of its layers, kind of attention, kind of device, trial) -> the reason against it, and if
+# positions may be shifted. There is no reason if sequences have the log-probabilities that they have alone.
+Key = tuple[frozenset[Any], str, str, int]
+_trials: WeakKeyDictionary[Any, dict[Key, tuple[Reason | None, bool]]] = WeakKeyDictionary()
 
 
 ROWS, TREES, PACKED = 1, 2, 3  # trials, in the order in which they run
 
 
-def _trial_key(model: Any, facts: Facts, trial: int) -> tuple[str, str, int]:
-    return facts.config._attn_implementation, facts.device.type, trial
+def _make_key(facts: Facts, trial: int) -> Key:
+    return facts.code, facts.config._attn_implementation, facts.device.type, trial
 
 
 def apply_known_trials(model: Any, facts: Facts) -> Facts:
     """The facts with the results of the trials that have run."""
     for trial in (ROWS, TREES, *([] if facts.packed is None else [PACKED])):
-        result = _trials.get(model, {}).get(_trial_key(model, facts, trial))
+        result = _trials.get(model, {}).get(_make_key(facts, trial))
         if result is not None and (trial != ROWS or model.training):
             facts = _add_result(facts, trial, *result)
     return facts
@@ -51,16 +52,17 @@ def apply_known_trials(model: Any, facts: Facts) -> Facts:
 def find_needed_trial(model: Any, facts: Facts, *, has_trees: bool) -> int:
     """The trial that must run before a layout of these facts runs; 0 if none must."""
     known = _trials.get(model, {})
-    if model.training and facts.unknown_layers and _trial_key(model, facts, ROWS) not in known:
+    if model.training and facts.unknown_layers and _make_key(facts, ROWS) not in known:
         return ROWS
     trials = (TREES, *([] if facts.packed is None else [PACKED])) if has_trees else ()
-    return next((trial for trial in trials if _trial_key(model, facts, trial) not in known), 0)
+    return next((trial for trial in trials if _make_key(facts, trial) not in known), 0)
 
 
-def find_known_row_reader(model: Any, unknown_layers: Sequence[nn.Module]) -> Reason | None:
-    """What a trial of rows has found, `UNTRIED` if the model needs one."""
-    results = [reason for (*_, trial), (reason, _) in _trials.get(model, {}).items() if trial == ROWS]
-    return results[0] if results else UNTRIED if unknown_layers else None
+def find_known_row_reader(model: Any, modules: Sequence[nn.Module]) -> Reason | None:
+    """What a trial of rows has found, `UNTRIED` if the model, which has these modules, needs one."""
+    code, results = list_code(modules), _trials.get(model, {}).items()
+    found = [reason for (tried, *_, trial), (reason, _) in results if (tried, trial) == (code, ROWS)]
+    return found[0] if found else UNTRIED if list_unknown_layers(modules) else None
 
 
 @no_graph()
@@ -75,7 +77,7 @@ def run_trial(run: RunModel, model: Any, facts: Facts, trial: int) -> None:
     Every rank of a sharded model must run it at once.
     """
     with _lock:
-        key = _trial_key(model, facts, trial)
+        key = _make_key(facts, trial)
         try:
             with without_randomness(model, facts.device):
                 if trial == ROWS:

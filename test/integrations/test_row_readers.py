@@ -411,6 +411,38 @@ def test_a_trial_finds_what_layers_keep_and_read(name):
     assert read() == before
 
 
+def read_mean(values):
+    return values - 0.3 * values.mean((0, 1), keepdim=True)
+
+
+def scale(values):
+    return 1.5 * values
+
+
+class Helped(Around):
+    function = staticmethod(scale)
+
+    def forward(self, values):
+        return self.layer(self.function(values))
+
+
+@pytest.mark.parametrize("place", ["a layer", "a method"])
+def test_a_model_is_tried_again_if_its_layers_change(place, monkeypatch):
+    model = swap_lm_head(build("Llama", num_hidden_layers=1)).train()
+    layer = model.model.layers[0]
+    if place == "a method":
+        layer.mlp = Helped(layer.mlp)
+    for reads in (False, True, False):
+        if place == "a method":
+            monkeypatch.setattr(Helped, "function", staticmethod(read_mean if reads else scale))
+        elif reads:
+            layer.mlp = keep(lambda layer, values: read_mean(values))(layer.mlp)
+        else:
+            layer.mlp = getattr(layer.mlp, "layer", layer.mlp)
+        layout = loss_steps(model, batch_of(), LOSS).layout
+        assert layout.startswith(AS_IT_IS) == reads == (READS in layout)
+
+
 PLAIN_LAYERS = {
     "nothing": lambda layer, values: None,
     "the last shape": lambda layer, values: setattr(layer, "shape", values.shape),

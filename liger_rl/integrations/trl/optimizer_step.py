@@ -41,7 +41,6 @@ from liger_rl.integrations.trl.forward import (
 from liger_rl.integrations.trl.kept_scores import MOST_MEMORY, KeptScores
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
-from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.facts import COMPILED, DYNAMIC_ROPE, PROMPT_LEARNING, Facts, read_facts, read_static_positions
 from liger_rl.step.memory import DEFAULT_SHARE, count_fitting_tokens, count_missing_gradients, read_memory
 from liger_rl.step.ranks import UNLIMITED, Agreement, agree, find_ddp
@@ -560,4 +559,4 @@ def find_trained_row_reader(trainer: Any) -> Reason | None:
     assert model is not None
     modules = list(model.modules())
     reason = find_row_reader(model, modules, in_training=True, joined_hooks=get_settings().joined_hooks)
-    return reason or find_known_row_reader(model, list_unknown_layers(modules))
+    return reason or find_known_row_reader(model, modules)
