@@ -121,7 +121,12 @@ DIFFERS = "gives log-probabilities in {} that are not those of separate rows"
 
 @contextmanager
 def _hooked(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook) for module in modules]
+    thread = threading.get_ident()  # others may run the model at the same time
+
+    def hook_here(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    handles = [module.register_forward_hook(hook_here) for module in modules]
     try:
         yield
     finally:

@@ -3,12 +3,14 @@
 Whole runs: test_trl_runs.py.
 """
 
+import copy
 import logging
 import math
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -20,9 +22,9 @@ from trl import GRPOTrainer, RLOOTrainer
 import oracles
 import trl_runs
 from hf_models import VOCAB, build, make_batch
-from liger_rl import patch_trl
+from liger_rl import explain_trl, patch_trl
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
-from liger_rl.integrations.trl.forward import CALL, PER_TOKEN, ModelCall
+from liger_rl.integrations.trl.forward import CALL, PER_TOKEN, ModelCall, caught_calls
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models import project
 
@@ -279,6 +281,54 @@ def test_a_trainer_runs_as_trl_runs_it(kind, options, path_of, tmp_path):
     plain, patched = trl_runs.pair(kind, path_of["qwen3"], tmp_path, max_steps=2, **options)
     assert patched.head_calls == 0
     assert patched.log["loss"] == plain.log["loss"]
+
+
+def test_a_later_trainer_takes_the_head_out_of_a_model(path_of, tmp_path):
+    """TRL's own head stands in its place, until another trainer is built under the patch."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path_of["qwen3"])
+    with patched_trl():
+        trl_runs.build("SFT", model, tmp_path)
+    trainer = trl_runs.build("SFT", model, tmp_path, bf16=True, max_steps=1)
+    with patched_trl():
+        trainer.train()
+        line = "SFTTrainer: as TRL runs it: the trainer was built before patch_trl()"
+        assert explain_trl(trainer).startswith(line)
+        assert "prompts once" in explain_trl(trl_runs.build("SFT", model, tmp_path, bf16=True))
+
+
+def test_trainers_share_a_reference(path_of, tmp_path):
+    """A reward of GRPO trains a critic by DPO, whose reference is GRPO's."""
+
+    def train():
+        trainer = trl_runs.build("GRPO", path_of["qwen3"], tmp_path, beta=0.1, gradient_accumulation_steps=1)
+        critic = trl_runs.build("DPO", path_of["qwen3"], tmp_path, gradient_accumulation_steps=1)
+        critic.ref_model, reward = trainer.ref_model, trainer.reward_funcs[0]
+
+        def train_critic(*args, **columns):
+            state = torch.get_rng_state()
+            critic.train()
+            torch.set_rng_state(state)
+            return reward(*args, **columns)
+
+        trainer.reward_funcs[0] = train_critic
+        trainer.train()
+        return [entry["loss"] for run in (trainer, critic) for entry in run.state.log_history if "loss" in entry]
+
+    plain = train()
+    with patched_trl():
+        patched = train()
+    assert patched == pytest.approx(plain, abs=1e-6)
+
+
+def test_a_copy_of_a_caught_model_is_a_model_of_its_own(path_of):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path_of["qwen3"])
+    with caught_calls([model], lambda *call: "caught"):
+        other = copy.deepcopy(model)
+        assert model(fused_lm_head=True) == "caught"
+        assert other._call_impl.__self__ is other
+        other.lm_head = torch.nn.Identity()
+        assert other(torch.ones(1, 2, dtype=torch.long)).logits.shape[-1] == model.config.hidden_size
+    assert "_call_impl" not in vars(model)
 
 
 def test_a_float32_head_on_a_bfloat16_body(path_of, tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from liger_rl.distill.divergence import DivergenceCall, compute_in_one_pass_if_free, make_measure
 from liger_rl.head.head_options import HeadOptions
 from liger_rl.integrations.patching import Patch
-from liger_rl.integrations.trl.forward import WRAPPED_MODELS, run_body
+from liger_rl.integrations.trl.forward import DISTILLED_MODELS, run_body
 from liger_rl.integrations.trl.optimizer_step import find_step, is_compiled
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.kernels.transform import LogitTransform
@@ -110,7 +110,7 @@ def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
     _init.original(self, *args, **kwargs)
     for model in (self.model, self.teacher_model):
         if model is not None and not self.is_deepspeed_enabled:
-            WRAPPED_MODELS.add(_get_causal_lm(self.accelerator.unwrap_model(model)))
+            DISTILLED_MODELS.add(_get_causal_lm(self.accelerator.unwrap_model(model)))
 
 
 def _get_causal_lm(model: Any) -> Any:
@@ -122,7 +122,7 @@ def _get_last_hidden_state(
 ) -> Tensor:
     """(B, logits_to_keep, H), 0 where there is no token."""
     step, model = find_step(self), _get_causal_lm(unwrapped_model)
-    serves = model in WRAPPED_MODELS and get_settings().whole_step and self.model.training
+    serves = model in DISTILLED_MODELS and get_settings().whole_step and self.model.training
     if step is None or not serves or is_compiled(self, step.model):
         return _hidden.original(self, unwrapped_model, input_ids, attention_mask, logits_to_keep, **images)
     labels = input_ids.masked_fill(attention_mask == 0, IGNORE_INDEX)

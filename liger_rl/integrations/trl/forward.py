@@ -14,10 +14,11 @@ import inspect
 import logging
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -55,7 +56,7 @@ CALL = "liger_rl_call"  # the keyword by which a `ModelCall` goes through the wr
 logger = logging.getLogger("liger_rl")
 # The texts that were logged for each model, without their numbers.
 _logged_texts: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-WRAPPED_MODELS: WeakSet[Any] = WeakSet()  # whose forward is one of `wrap_forward`, or whose body TRL calls alone
+DISTILLED_MODELS: WeakSet[Any] = WeakSet()  # whose body TRL calls alone
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[
             return _run_as_it_is(self, head, ModelCall(), "", None, args, kwargs)
         return _run_forward(self, head, call, args, kwargs)
 
+    forward.is_live = True  # type: ignore[attr-defined]
+
     return forward
 
 
@@ -238,8 +241,17 @@ def _take_part(inputs: Mapping[str, Any], number: int, place: tuple[slice, slice
 
 
 def find_wrapped(model: nn.Module) -> nn.Module | None:
-    """The module inside `model` whose fused forward is `wrap_forward`'s; None if there is none."""
-    return next((module for module in model.modules() if module in WRAPPED_MODELS), None)
+    """The module inside `model` that this package's forward or `run_body` serves; None if there is none."""
+    return next((module for module in model.modules() if _is_wrapped(module)), None)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    while forward is not None:  # accelerate wraps it once more
+        if getattr(forward, "is_live", False):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return module in DISTILLED_MODELS
 
 
 def log_once(model: Any, call: ModelCall, text: str) -> None:
@@ -507,34 +519,60 @@ def caught_calls(
     """In this context calls of the models with fused_lm_head=True go to `call`, with what runs the model.
 
     A model is called at its outermost module, before the forward of DDP and the hooks of FSDP. Its own calls of other
-    models (DDP's of its module) are not caught.
+    models (DDP's of its module) are not caught. Trainers that share a model, one inside of the other or in threads,
+    catch their own calls.
     """
-    is_running = False
-
-    def catch(model: nn.Module) -> RunModel:
-        original = model._call_impl
-
-        def run_model(**inputs: Any) -> Any:
-            nonlocal is_running
-            is_running = True
-            try:
-                return original(**inputs)
-            finally:
-                is_running = False
-
-        def catching(*args: Any, **inputs: Any) -> Any:
-            if is_running or args or not inputs.get("fused_lm_head"):
-                return original(*args, **inputs)
-            return call(model, run_model, inputs)
-
-        return catching
-
-    caught = list({id(model): model for model in models}.values())
-    for model in caught:
-        # An attribute of the object in front of the class's method, through which torch calls a module.
-        vars(model)["_call_impl"] = catch(model)
+    models, catcher = list({id(model): model for model in models}.values()), _Catcher(models, call)
+    with _lock:
+        for model in models:
+            _contexts[model] = _contexts.get(model, 0) + 1
+            # An attribute of the object in front of the class's method, through which torch calls a module.
+            vars(model)["_call_impl"] = MethodType(_call_caught, model)
+    _thread.catchers.append(catcher)
     try:
         yield
     finally:
-        for model in caught:
-            vars(model).pop("_call_impl", None)
+        _thread.catchers.remove(catcher)
+        with _lock:
+            for model in models:
+                _contexts[model] -= 1
+                if not _contexts[model]:
+                    del _contexts[model], vars(model)["_call_impl"]
+
+
+def is_catching(call: Callable[..., Any]) -> bool:
+    """Whether the innermost context of this thread gives calls to `call`."""
+    return bool(_thread.catchers) and getattr(_thread.catchers[-1], "call", None) == call
+
+
+@dataclass(frozen=True, eq=False)
+class _Catcher:
+    models: Sequence[nn.Module]
+    call: Callable[..., Any]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.catchers: list[_Catcher | None] = []  # None while a model runs whose call was caught
+
+
+_thread, _lock = _Thread(), threading.Lock()
+_contexts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of all threads, that catch a model's calls
+
+
+def _call_caught(model: nn.Module, *args: Any, **inputs: Any) -> Any:
+    if not args and inputs.get("fused_lm_head"):
+        for catcher in reversed(_thread.catchers):
+            if catcher is None:
+                break
+            if any(caught is model for caught in catcher.models):
+                return catcher.call(model, functools.partial(_run_caught, model), inputs)
+    return type(model)._call_impl(model, *args, **inputs)
+
+
+def _run_caught(model: nn.Module, **inputs: Any) -> Any:
+    _thread.catchers.append(None)
+    try:
+        return type(model)._call_impl(model, **inputs)
+    finally:
+        _thread.catchers.pop()

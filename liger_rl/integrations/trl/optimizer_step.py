@@ -36,6 +36,7 @@ from liger_rl.integrations.trl.forward import (
     caught_calls,
     find_known_refusal,
     find_wrapped,
+    is_catching,
     log_once,
 )
 from liger_rl.integrations.trl.kept_scores import MOST_MEMORY, KeptScores
@@ -265,7 +266,7 @@ class OptimizerStep:
 
     def catching_calls(self) -> AbstractContextManager[None]:
         """In this context the trainer's calls of its models are this step's. They may be caught already."""
-        is_caught = is_compiled(self.trainer, self.model) or "_call_impl" in vars(self.model)
+        is_caught = is_compiled(self.trainer, self.model) or is_catching(self.call)
         return caught_calls([] if is_caught else self._models, self.call)
 
     def call(self, model: nn.Module, run_model: RunModel, inputs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from liger_rl.head.checks import check_flag, check_optional_count
 from liger_rl.integrations import peft
 from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.integrations.trl import command_line, distillation, optimizer_step, report, scored_sequences
-from liger_rl.integrations.trl.forward import WRAPPED_MODELS, FusedHead, wrap_forward
+from liger_rl.integrations.trl.forward import FusedHead, wrap_forward
 from liger_rl.integrations.trl.settings import Settings, get_settings, set_settings
 from liger_rl.kernels.public_call import public
 from liger_rl.step.attention import restore_attention
@@ -38,7 +38,6 @@ def add_fused_lm_head(
     _head_patch.original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
     head = FusedHead(temperature, cast_lm_head_to_fp32, tuple(outputs))
     model.forward = MethodType(wrap_forward(model.forward.__func__, head, is_patched), model)
-    WRAPPED_MODELS.add(model)
 
 
 _head_patch = Patch("trl.trainer.utils:add_fused_lm_head", add_fused_lm_head)

@@ -166,7 +166,8 @@ def _name_gain(trainer: Any) -> str:
     modules = {kind.__module__ for kind in type(trainer).__mro__}
     if "trl.trainer.distillation_trainer" in modules:
         return "the loss alone"
-    return "the head alone" if modules.intersection(FUSED_TRAINERS) else AS_TRL
+    has_head = modules.intersection(FUSED_TRAINERS) and find_wrapped(trainer.model) is not None
+    return "the head alone" if has_head else AS_TRL
 
 
 def _describe_calls(calls: list[CallRecord]) -> tuple[str, Reason | None]:
@@ -301,7 +302,7 @@ def _predict(model: nn.Module, reason: Reason | None) -> str:
     """How a model will run text, from what is known without a batch, such as a reason to leave it as it is."""
     wrapped = find_wrapped(model)
     if wrapped is None:
-        return "the head alone"
+        return AS_TRL
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(wrapped.parameters()).device)
     training = {module: module.training for module in wrapped.modules()}
     try:
