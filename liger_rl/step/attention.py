@@ -158,21 +158,34 @@ def _make_block_mask(ends: Tensor, positions: Tensor, window: int | None, device
 # --- flex attention in place of others --------------------------------------------------------------------------------
 
 
-_replaced: dict[str, Callable] = {}  # kinds of attention -> transformers' functions
+# (kind of attention, whether transformers has it in its local mapping, not in the global one) -> its function, ours
+_replaced: dict[tuple[str, bool], tuple[Callable, Callable]] = {}
+
+
+def _find_mapping(is_local: bool) -> dict[str, Callable]:
+    functions: Any = ALL_ATTENTION_FUNCTIONS
+    return functions._local_mapping if is_local else functions._global_mapping
 
 
 def _install_flex_attention(kind: str) -> None:
-    """Let attention of this kind run flex attention if it gets a tree's `BlockMask`, until `restore_attention`."""
-    if kind not in _replaced:
-        _replaced[kind] = ALL_ATTENTION_FUNCTIONS[kind]
-        ALL_ATTENTION_FUNCTIONS[kind] = _wrap_attention(_replaced[kind], softcap=kind != "sdpa")
+    """Let attention of this kind run flex attention if it gets a tree's `BlockMask`, until `restore_attention`.
+
+    In the mapping that has it: a local entry would hide what somebody registers later.
+    """
+    place = kind, kind in _find_mapping(True)
+    function = _find_mapping(place[1])[kind]
+    if place not in _replaced or function is not _replaced[place][1]:
+        _replaced[place] = function, _wrap_attention(function, softcap=kind != "sdpa")
+        _find_mapping(place[1])[kind] = _replaced[place][1]
 
 
 def restore_attention() -> None:
     """Put transformers' attention functions back. A step that needs trees replaces them again."""
     while _replaced:
-        kind, function = _replaced.popitem()
-        ALL_ATTENTION_FUNCTIONS[kind] = function
+        (kind, is_local), (function, ours) = _replaced.popitem()
+        mapping = _find_mapping(is_local)
+        if mapping.get(kind) is ours:  # else somebody has set another one
+            mapping[kind] = function
 
 
 def _wrap_attention(attention: Callable, *, softcap: bool) -> Callable:

@@ -261,6 +261,8 @@ def _try_kernels(device: torch.device, dtype: torch.dtype, heads: int, key_heads
         assert levels is not None
         found = run(partial(attend, levels=levels), dtype)
         expected = run(attend_densely, torch.float64)
+    except torch.OutOfMemoryError:  # says nothing about the kernels
+        raise
     except Exception as error:  # of a compiler, or of versions that do not go together
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     off = float(torch.stack([(x - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]).amax())

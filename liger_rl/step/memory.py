@@ -48,6 +48,7 @@ class Measurement:
     tokens: int  # that the model ran, padding included
     peak_bytes: float  # for each token: the peak above the start, without gradients of parameters
     layer_bytes: float  # for each token: what one layer keeps if it is not recomputed; the maximum over the layers
+    kind: tuple[Any, ...] = ()  # of the last layer then, see `_read_kind`
 
 
 # For each model, by the last layer of its body: wrappers around a model change, its layers do not.
@@ -133,8 +134,21 @@ def _is_zero_3(layers: list[nn.Module]) -> bool:
 
 def _get_measurement(layers: list[nn.Module], tokens: int) -> Measurement | None:
     """The measurement of a run of about so many tokens."""
-    measurement = _measurements.get(layers[-1])
+    measurement = _find_measurement(layers)
     return None if measurement is None or tokens > MAX_GROWTH * measurement.tokens else measurement
+
+
+def _find_measurement(layers: list[nn.Module]) -> Measurement | None:
+    """That of the layers as they are."""
+    measurement = _measurements.get(layers[-1])
+    return measurement if measurement is not None and measurement.kind == _read_kind(layers[-1]) else None
+
+
+def _read_kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What decides how much memory a layer takes: its weights' dtypes, which of them are trained, and its attention."""
+    configs = (vars(module).get("config") for module in layer.modules())
+    kinds = (getattr(config, "_attn_implementation", None) for config in configs)
+    return (*((weight.dtype, weight.requires_grad) for weight in layer.parameters()), *kinds)
 
 
 def _choose(model: nn.Module, layers: list[nn.Module], memory: "DeviceMemory", tokens: int, share: float) -> int:
@@ -157,7 +171,7 @@ def count_fitting_tokens(model: nn.Module, share: float = DEFAULT_SHARE) -> int 
     None if no run of the model has been measured.
     """
     stack = _find_body(model)
-    measurement = _measurements.get(stack[-1]) if stack else None
+    measurement = _find_measurement(stack) if stack else None
     device = _find_device(stack)
     memory = None if device is None else read_memory(device)
     if measurement is None or memory is None:
@@ -345,7 +359,7 @@ class _Recorder:
     """
 
     def __init__(self, model: nn.Module, key: nn.Module, tokens: int, device: torch.device) -> None:
-        self.key, self.tokens, self.device = ref(key), tokens, device
+        self.key, self.kind, self.tokens, self.device = ref(key), _read_kind(key), tokens, device
         self.without_gradient = [p for p in model.parameters() if p.requires_grad and p.grad is None]
         self.peak = self.entered = self.gradients = 0  # bytes
         # Bytes that each layer keeps, by its number. A layer runs once for each micro-batch.
@@ -410,7 +424,10 @@ class _Recorder:
         _recorders.pop(key, None)
         if layer > 0 and self.peak > 0:
             _measurements[key] = Measurement(
-                tokens=self.tokens, peak_bytes=self.peak / self.tokens, layer_bytes=layer / self.tokens
+                tokens=self.tokens,
+                peak_bytes=self.peak / self.tokens,
+                layer_bytes=layer / self.tokens,
+                kind=self.kind,
             )
 
 

@@ -431,6 +431,27 @@ def test_a_much_larger_run_is_measured_again(device_memory):
     assert step(model, rows=6)[2] == "4 of 4 layers kept"
 
 
+def merge(model):
+    return model.merge_and_unload().requires_grad_()
+
+
+CHANGES = {
+    "dtype": (False, lambda model: model.float()),
+    "attention": (False, lambda model: model.set_attn_implementation("sdpa")),
+    "what is trained": (True, merge),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_takes_other_memory_is_measured_again(change, device_memory):
+    adapter, apply = CHANGES[change]
+    model = checkpointed(adapter=adapter).to(torch.bfloat16)
+    assert [step(model)[2] for _ in range(2)] == [MEASURED, "4 of 4 layers kept"]
+    model = apply(model) or model
+    assert count_fitting_tokens(model) is None
+    assert [step(model)[2] for _ in range(2)] == [MEASURED, "4 of 4 layers kept"]
+
+
 def test_a_run_without_a_backward_is_no_measurement(device_memory):
     model, ids = checkpointed(), tokens_of()
     before = state_of(model)

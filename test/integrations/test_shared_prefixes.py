@@ -396,6 +396,27 @@ def test_attention_that_does_not_ask_for_its_function_is_no_place_for_blocks():
     assert str(reason) == "attention 'sdpa' cannot run as flex attention, which shared prefixes need"
 
 
+def test_attention_functions_that_others_set_stay(monkeypatch):
+    functions = attention.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(type(functions), "_global_mapping", {**functions._global_mapping})
+    monkeypatch.setattr(functions, "_local_mapping", {})
+    plain, first, second = functions["sdpa"], lambda *args: "first", lambda *args: "second"
+    attention._install_flex_attention("sdpa")
+    attention.restore_attention()
+    assert functions["sdpa"] is plain
+    attention._install_flex_attention("sdpa")
+    functions.register("sdpa", first)
+    assert functions["sdpa"] is first
+    attention._install_flex_attention("sdpa")
+    functions["sdpa"] = second
+    attention._install_flex_attention("sdpa")
+    assert functions["sdpa"](None, None, None, None, None) == "second"
+    assert functions["sdpa"] is not second
+    attention.restore_attention()
+    assert functions["sdpa"] is second
+    assert functions._global_mapping["sdpa"] is first
+
+
 def test_attention_stays_compiled_whatever_a_process_trains(monkeypatch):
     """Dynamo's default is at most 8 variants of a code object. Beyond them scores would be in memory, without an error.
 
