@@ -8,9 +8,10 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, TypeVar, get_args
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -245,8 +246,18 @@ def _rebuild(model_class: type, function: Callable, arguments: tuple) -> Any:
     return model
 
 
-@cache
+# By the id of the plain class, which lives as long as the fused one.
+_fused_classes: WeakValueDictionary[int, type] = WeakValueDictionary()
+
+
 def _derive_fused_class(model_class: Any) -> type:
+    fused = _fused_classes.get(id(model_class))
+    if fused is None:
+        fused = _fused_classes[id(model_class)] = _make_fused_class(model_class)
+    return fused
+
+
+def _make_fused_class(model_class: Any) -> type:
     # A subclass, and not a patched instance: copies and DataParallel's replicas then run their own forward.
     @wraps(model_class.forward)
     def forward(self, *args, fused: bool | str = False, **kwargs):

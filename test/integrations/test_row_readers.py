@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import weakref
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import ClassVar
@@ -441,6 +443,20 @@ def test_a_model_is_tried_again_if_its_layers_change(place, monkeypatch):
             layer.mlp = getattr(layer.mlp, "layer", layer.mlp)
         layout = loss_steps(model, batch_of(), LOSS).layout
         assert layout.startswith(AS_IT_IS) == reads == (READS in layout)
+
+
+def test_classes_of_a_model_are_freed_with_it():
+    def run():
+        table = torch.ones(3)
+        kind = type("Mine", (transformers.LlamaForCausalLM,), {"table": table})
+        model = swap_lm_head(kind(build("Llama", num_hidden_layers=1).config)).train()
+        model.model.layers[0].mlp = keep(lambda layer, values: values * table[0])(model.model.layers[0].mlp)
+        assert "trees of shared prefixes" in loss_steps(model, batch_of(), LOSS).layout
+        return [weakref.ref(x) for x in (table, kind, type(model.model.layers[0].mlp))]
+
+    references = run()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
 
 
 PLAIN_LAYERS = {
