@@ -54,6 +54,7 @@ class Patch:
         self.since, self.needed = since, needed
         self.home = frozenset(modules or (self.module.split(".")[0],))
         self.patched = False
+        self.owners: set[Framework] = set()  # the tables that have applied the row
         self._original: Any = None  # stays after `undo`: who has imported the replacement still calls it
         self._pristine: Any = None  # the last original that nobody has put around the replacement
         self._is_held = False  # whether another package may have wrapped the replacement
@@ -170,34 +171,41 @@ class Framework:
             added = [patch.name for patch, _ in originals if not patch.patched]
             for patch, original in originals:
                 patch.put(original)
+                patch.owners.add(self)
         if added:
             logger.info("patched %s %s: %s; %s", self.name, version, ", ".join(dict.fromkeys(added)), self.gain)
 
     def unpatch(self) -> None:
-        """Undo the patch, also in modules that were loaded since. Harmless if nothing is patched."""
+        """Undo the patch, also in modules that were loaded since. Harmless if nothing is patched.
+
+        A row that another table has applied, too, stays.
+        """
         with LOCK:
             for patch in self.patches:
-                patch.undo()
+                patch.owners.discard(self)
+                if not patch.owners:
+                    patch.undo()
 
     @contextmanager
     def within(self) -> Iterator[None]:
         """Patch for the length of a `with` block, then restore the state before it."""
         with LOCK:
-            before = [(patch, patch.patched) for patch in self.patches]
+            before = [(patch, frozenset(patch.owners)) for patch in self.patches]
             self.patch()
         try:
             yield
         finally:
             with LOCK:
-                for patch, patched in before:
-                    if patch.patched != patched:
+                for patch, owners in before:
+                    patch.owners = set(owners)
+                    if patch.patched != bool(owners):
                         patch.undo()
-                        if patched:
+                        if owners:
                             patch.put(patch.find())
 
     def is_patched(self) -> bool:
         """Whether the patch is applied."""
-        return any(patch.patched for patch in self.patches)
+        return any(self in patch.owners for patch in self.patches)
 
 
 def check_version(name: str, version: str | None, lowest: Version, below: Version) -> str:

@@ -23,9 +23,9 @@ REFUSED = Reason("a test")
 FACTS = Facts(
     name="a model", config=None, dtype=torch.float32, device=torch.device("cpu"), sharding=None,
     has_reentrant_checkpoints=False, unknown_layers=(), code=frozenset(), obstacle=None, no_tree=None,
-    causal=True, reads_types=False, rotary=True, takes_positions=True, positions_are_known=True, has_no_positions=False, needs_positions=True,
-    positions=0, longest_row=float("inf"), router_is_known=True, drops_left_padding=True,
-    has_activated_lora=False,
+    causal=True, reads_types=False, rotary=True, takes_positions=True, positions_are_known=True,
+    has_no_positions=False, needs_positions=True, positions=0, longest_row=float("inf"), router_is_known=True,
+    drops_left_padding=True, has_activated_lora=False,
     states=None,
 )  # fmt: skip
 PADDED = replace(FACTS, no_tree=REFUSED)

@@ -160,6 +160,23 @@ def test_patched_within_a_block(system):
     assert system.state() == before
 
 
+def test_a_row_of_two_tables_stays_until_both_are_undone(system):
+    row, before = system.framework.patches[0], system.state()
+    other = Framework(system.framework.name, (0, 0), (99, 0), row, gain="the same row")
+    for first, second in ((system.framework, other), (other, system.framework)):
+        first.patch()
+        with second.within():
+            first.patch()
+        second.patch()
+        first.unpatch()
+        assert (first.is_patched(), second.is_patched(), row.patched) == (False, True, True)
+        with first.within():
+            second.unpatch()
+        second.unpatch()
+        assert (second.is_patched(), row.patched) == (False, False)
+        assert system.state() == before
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_modules_that_import_the_name(system, before, monkeypatch):
     """Those of the package, under whatever name, before the patch or while it is there; others keep what they hold."""

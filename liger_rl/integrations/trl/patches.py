@@ -111,7 +111,7 @@ def unpatch_trl() -> None:
 
 def is_patched() -> bool:
     """Whether `patch_trl` is in place now."""
-    return _head_patch.patched  # `TRL.is_patched` is also true after `patch_peft`, whose rows are in the table
+    return TRL.is_patched()
 
 
 @contextmanager
