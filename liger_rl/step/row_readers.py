@@ -28,6 +28,7 @@ _KEEPING_KINDS = {
     "deepspeed.moe.sharded_moe.MOELayer", "deepspeed.moe.sharded_moe.TopKGate",
 }  # fmt: skip
 HOOK_FIX = "leave the hook out, or patch_trl(joined_hooks=True) if it may see joined rows"
+RANK_DROPOUT = Reason("an adapter draws once for a whole forward", "rank_dropout=0, module_dropout=0")
 LAYERDROP = Reason("layerdrop leaves layers out of a whole forward", "layerdrop=0")
 UNTRIED = Reason("its first step shows whether its layers keep values of the batch")
 
@@ -52,6 +53,7 @@ def find_row_reader(
         for function in _list_hooks(module, is_body=module is body)
     ]
     reasons += [LAYERDROP for module in trained if vars(module).get("layerdrop")]
+    reasons += [RANK_DROPOUT for module in trained if _draws_once(module)]
     kinds: Any = dict.fromkeys(map(type, trained))
     reasons += [_judge_kind(kind, kind.forward) for kind in kinds if kind is not type(model)]
     reasons = [reason for reason in reasons if not (joined_hooks and reason is not None and reason.fix == HOOK_FIX)]
@@ -61,12 +63,17 @@ def find_row_reader(
 def _list_hooks(module: nn.Module, *, is_body: bool) -> Iterator[Callable]:
     """Functions that may change what goes into a module or comes out of it, or its gradient."""
     yield from (*module._forward_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values())
-    if is_body:  # in front of it stands what counts or logs its calls
-        return
-    yield from module._forward_pre_hooks.values()
+    if not is_body:  # in front of it stands what counts or logs its calls
+        yield from module._forward_pre_hooks.values()
     # A kernel of the hub is set so, too.
     if "forward" in vars(module) and not hasattr(type(module), "kernel_layer_name"):
         yield vars(module)["forward"]
+
+
+def _draws_once(module: nn.Module) -> bool:
+    """Whether an adapter (PEFT's LoHa, LoKr, OFT) leaves out ranks or itself by chance."""
+    rates = (vars(module).get(name) for name in ("rank_dropout", "module_dropout"))
+    return any(rate > 0 for kept in rates if isinstance(kept, dict) for rate in kept.values())
 
 
 def _judge_hook(hook: Callable, where: str) -> Reason | None:

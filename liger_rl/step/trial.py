@@ -299,9 +299,10 @@ def _try_packed(run: RunModel, model: Any, facts: Facts) -> Reason | None:
 def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, bool]:
     """(what the model does wrong with two sequences in a tree, whether positions may be shifted).
 
-    The values of the second sequence do not depend on the tokens of the first alone. They depend on the shared tokens,
-    and on position_ids. They are those of separate rows. A row without the tree's mask shows how much the first
-    sequence changes the second if the second sees it.
+    In the row another sequence stands before them, as in batches of several prompts. The values of the second sequence
+    do not depend on the tokens of the first alone. They depend on the shared tokens, and on position_ids. They are
+    those of separate rows. A row without the tree's mask shows how much the first sequence changes the second if the
+    second sees it.
     """
     (shared, tail), device = TREE_TOKENS, facts.device
     if 0 < facts.positions < shared + tail:
@@ -318,15 +319,20 @@ def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, boo
     other_prefix = [torch.where(in_prefix, (x + 1 + shared) % vocab, x) for x in (first, second)]
     # Two blocks: Dynamo would compile flex attention for a single one, and again for the first batch.
     multiple = 2 * BLOCK if device.type == "cuda" else 1
-    tree = build_prefix_tree((length, length), SortedSequences([0, 1], [0, shared]), multiple)
+    before = second[shared:]
+    tree = build_prefix_tree((tail, length, length), SortedSequences([0, 1, 2], [0, 0, shared]), multiple)
     runs = None if facts.states is None else Runs(tree, facts.states, device)
-    places, counted = torch.stack(tree.places).to(device), torch.arange(length, device=device).expand(2, length) != 0
+    places, counted = (
+        torch.stack(tree.places[1:]).to(device),
+        torch.arange(length, device=device).expand(2, length) != 0,
+    )
 
     def run_tree(
         *sequences: Tensor, ends: Tensor = tree.ends, positions: Tensor = tree.offsets, joined: bool = False
     ) -> Tensor:
         mask = make_masks(facts.config, ends, tree.offsets, device, facts.dtype, dense=device.type == "cpu")
-        row = torch.stack(sequences)[tree.sequences, tree.offsets][None].to(device)
+        padded = nn.functional.pad(before, (0, shared))
+        row = torch.stack([padded, *sequences])[tree.sequences, tree.offsets][None].to(device)
         inputs = {"input_ids": row, "counted": tree.follows[None].to(device), "attention_mask": mask}
         if facts.takes_positions:
             inputs["position_ids"] = positions[None].to(device)
@@ -338,7 +344,7 @@ def _try_trees(run: RunModel, model: Any, facts: Facts) -> tuple[str | None, boo
         rows = torch.stack(sequences).to(device)
         return run({"input_ids": rows, "counted": counted[: len(rows)], **(positions or {})})[:, 1:]
 
-    in_second = torch.arange(tree.tokens) >= length
+    in_second = torch.arange(tree.tokens) >= tail + length
     in_tree, changed = _run_both(
         model, (lambda: run_tree(first, second), lambda: run_tree(other_first, second)), in_second.to(device)
     )

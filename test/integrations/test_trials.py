@@ -97,7 +97,7 @@ def map_masks(mask, function):
 
 def hide_shared_tokens(mask):
     place = torch.arange(mask.shape[-1])
-    hidden = (place[:, None] >= 28) & (place < 20)
+    hidden = (place[:, None] >= 36) & (place >= 8) & (place < 28)  # another sequence has the first eight places
     if mask.dtype == torch.bool:
         return mask & ~hidden
     return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)  # of eager attention
@@ -107,12 +107,17 @@ def without_mask(inputs):
     return {"attention_mask": map_masks(inputs["attention_mask"], lambda mask: torch.ones_like(mask).tril())}
 
 
+def read_first_token(model):
+    get_layers(model)[12].register_forward_pre_hook(lambda layer, args: (args[0] + args[0][:, :1], *args[1:]))
+
+
 SEES_ANOTHER = "lets a sequence see another one of its row"
 BLIND = "does not let a sequence see the tokens that it shares"
 WRONG = {
     "a state": (leak_state(0.1), SEES_ANOTHER),
     "little of a state": (leak_state(0.001), SEES_ANOTHER),
     "no mask": (change_inputs(without_mask), SEES_ANOTHER),
+    "the first token of the row": (read_first_token, "gives log-probabilities in a tree that are not those of"),
     "another mask": (
         change_inputs(lambda inputs: {"attention_mask": map_masks(inputs["attention_mask"], hide_shared_tokens)}), BLIND
     ),

@@ -9,6 +9,8 @@ import math
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from types import MethodType
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.utils.data import SequentialSampler
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from peft import PrefixTuningConfig
+from peft import LoHaConfig, PrefixTuningConfig
 from test_trl_runs import EVALUATED, LORA, NEFTUNE, SINGLES, apart, architecture, leave_out_the_last, moe
 
 import trl_runs
@@ -352,6 +354,58 @@ INTERRUPTIONS = {
 def plain_sft(path_of, tmp_path_factory):
     """The run without the patch and without an error."""
     return trl_runs.train("SFT", path_of["qwen3"], tmp_path_factory.mktemp("plain"), patch=False, **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_a_trainer_that_stays_after_an_error_takes_trls_micro_batches(kind, path_of, tmp_path, monkeypatch):
+    """It counts its training steps. The first backward, which fails, stands in another one than TRL's."""
+    options = OPTIONS | {"gradient_accumulation_steps": 4, "num_iterations": 1, "beta": 0.0, "max_steps": 3}
+
+    def train():
+        trainer = trl_runs.build(kind, path_of["qwen3"], tmp_path, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "backward", mock.Mock(side_effect=Error))
+            with pytest.raises(Error):
+                trainer.train()
+        assert trainer._step == 0
+        trainer.train()
+        return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+    plain = train()
+    with patched_trl():
+        assert train() == pytest.approx(plain, rel=1e-5, abs=1e-7)
+
+
+def test_a_compute_loss_on_the_trainer_stays(path_of, tmp_path):
+    """It is transformers' own in place of TRL's, which counts and logs."""
+
+    def put(trainer):
+        trainer.compute_loss = MethodType(transformers.Trainer.compute_loss, trainer)
+
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, prepare=put)
+    assert patched.log["loss"] == pytest.approx(plain.log["loss"], rel=1e-5)
+    assert trl_runs.weight_distance(patched, plain) < 1e-6
+
+
+class Grow(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **options):
+        args.gradient_accumulation_steps = 1 + min(state.global_step, 2)
+
+
+def test_a_number_of_micro_batches_that_grows(path_of, tmp_path):
+    """transformers fetches as many as it was, and divides each loss by that."""
+    options = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "max_steps": 5}
+    plain, patched = pair("DPO", path_of["qwen3"], tmp_path, prepare=lambda t: t.add_callback(Grow()), **options)
+    assert patched.log["grad_norm"] == pytest.approx(plain.log["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("rate", ["rank_dropout", "module_dropout"])
+def test_an_adapter_that_draws_for_a_whole_forward(rate, path_of, tmp_path, caplog):
+    caplog.set_level("INFO", logger="liger_rl")
+    config = LoHaConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2, init_weights=False, **{rate: 0.3})
+    plain, patched = pair("SFT", path_of["qwen3"], tmp_path, peft_config=config)
+    assert patched.log["loss"] == pytest.approx(plain.log["loss"], rel=1e-5)
+    assert "an adapter draws once for a whole forward" in caplog.text
 
 
 @pytest.mark.parametrize("interrupt", INTERRUPTIONS)

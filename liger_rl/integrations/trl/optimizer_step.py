@@ -70,6 +70,8 @@ class Measurements:
     token_bytes: float = 0.0  # memory of the first window for each of its tokens
     has_moved: bool = False  # whether a model has changed between the micro-batches of a window
     kept_failures: int = 0  # in a row, of what the scores have kept for the loss
+    run: Any = None  # the `TrainerState` of the last run
+    accumulation: int = 0  # `gradient_accumulation_steps` when it began
 
 
 def get_measurements(trainer: Any) -> Measurements:
@@ -99,10 +101,14 @@ class OptimizerStep:
         self._finished: Window | None = None  # which has run in this training step
         self._live_tokens = 0  # of the first call of that window with a graph
         self._state = StateReader(trainer.model)
+        self._waiting = 0  # micro-batches whose training steps have ended without a loss
         self._of_epoch = 0  # micro-batches so far, since this step or an epoch within it began
         self._first_state: Fingerprint | None = None  # when the window's first micro-batch came
         self.limit: int | None = None  # how many tokens a window may have; None: any number
         self.refusal: Reason | None = None  # why each micro-batch has a forward of its own
+        measured = get_measurements(trainer)
+        if measured.run is not trainer.state:
+            measured.run, measured.accumulation = trainer.state, trainer.args.gradient_accumulation_steps
         if get_settings().whole_step and trainer.args.gradient_accumulation_steps > 1:
             self.refusal = find_refusal(trainer, model)
             self._agree()
@@ -149,15 +155,27 @@ class OptimizerStep:
         with self.catching_calls():
             if not get_settings().whole_step or trainer.args.gradient_accumulation_steps == 1 or self.refusal:
                 return run_training_step()
+            before = {name: x for name, x in vars(trainer).items() if name == "compute_loss"}
             trainer.compute_loss = functools.partial(self._compute_loss, trainer.compute_loss)
             try:
                 with self._measured_memory(), self._skipped_train():
-                    return run_training_step()
+                    loss = run_training_step()
+                self._waiting = 0
+                return loss
             except _Waits:
+                self._waiting += 1
                 return torch.zeros((), device=trainer.args.device)
             finally:
                 del trainer.compute_loss
+                vars(trainer).update(before)
                 self._finished = None
+
+    def recover(self) -> None:
+        """An error has ended the training step, and the trainer may stay: with it fall the micro-batches that wait."""
+        self.drop_kept()
+        if self._waiting and hasattr(self.trainer, "_step"):  # by which GRPO and RLOO take the next micro-batch
+            self.trainer._step -= self._waiting
+        self._waiting = 0
 
     def _compute_loss(self, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of the micro-batches so far, or `_Waits`."""
@@ -469,7 +487,7 @@ def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return step.run_micro_batch(run)
         except BaseException:
-            step.drop_kept()  # a reward may have raised the error, and the trainer stay
+            step.recover()
             raise
     finally:
         del vars(self)["_liger_rl_in_step"]
@@ -533,8 +551,11 @@ def find_refusal(trainer: Any, model: nn.Module) -> Reason | None:
     between = find_own_code(trainer, wrapped)
     if between is not None:
         return between
-    if get_measurements(trainer).has_moved:
+    measured = get_measurements(trainer)
+    if measured.has_moved:
         return MOVED
+    if measured.run is trainer.state and measured.accumulation != trainer.args.gradient_accumulation_steps:
+        return Reason("gradient_accumulation_steps has changed in this run")  # an optimizer step spans two fetches
     if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
         return PROMPT_LEARNING
     if callable(getattr(trainer, "compute_loss_func", None)):  # GRPO and RLOO have a text there
