@@ -300,8 +300,9 @@ def test_trainers_share_a_reference(path_of, tmp_path):
     """A reward of GRPO trains a critic by DPO, whose reference is GRPO's."""
 
     def train():
-        trainer = trl_runs.build("GRPO", path_of["qwen3"], tmp_path, beta=0.1, gradient_accumulation_steps=1)
-        critic = trl_runs.build("DPO", path_of["qwen3"], tmp_path, gradient_accumulation_steps=1)
+        options = {"gradient_accumulation_steps": 1, "max_steps": 2}
+        trainer = trl_runs.build("GRPO", path_of["qwen3"], tmp_path, beta=0.1, **options)
+        critic = trl_runs.build("DPO", path_of["qwen3"], tmp_path, **options)
         critic.ref_model, reward = trainer.ref_model, trainer.reward_funcs[0]
 
         def train_critic(*args, **columns):
