@@ -12,7 +12,7 @@ import zlib
 from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def list_unknown_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def list_code(modules: Sequence[nn.Module]) -> frozenset[Any]:
-    """What a model's modules run: weak references to classes and to code, equal as long as these are the same."""
+    """What a model's modules run: weak references to classes, and code, which is equal if its source is."""
     kinds: Any = {type(module) for module in modules}
     # The model's own, the first, is wrapped anew by each trainer.
     functions = [vars(module)["forward"] for module in modules[1:] if "forward" in vars(module)]
@@ -47,7 +47,7 @@ def list_code(modules: Sequence[nn.Module]) -> frozenset[Any]:
         own = list_own_code(kind, kind.forward)
         functions += [kind.forward, *(list_variables(own).values() if own else ())]
     code = {_get_code(function) for function in functions if callable(function)}
-    return frozenset(map(weakref.ref, kinds | code))
+    return frozenset(x if isinstance(x, CodeType) else weakref.ref(x) for x in kinds | code)
 
 
 def _get_code(function: Any) -> Any:

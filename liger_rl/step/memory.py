@@ -148,7 +148,10 @@ def _read_kind(layer: nn.Module) -> tuple[Any, ...]:
     """What decides how much memory a layer takes: its weights' dtypes, which of them are trained, and its attention."""
     configs = (vars(module).get("config") for module in layer.modules())
     kinds = (getattr(config, "_attn_implementation", None) for config in configs)
-    return (*((weight.dtype, weight.requires_grad) for weight in layer.parameters()), *kinds)
+    # FSDP has weights of another dtype within a forward.
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    weights = ((None if has_ranks else weight.dtype, weight.requires_grad) for weight in layer.parameters())
+    return (*weights, *kinds)
 
 
 def _choose(model: nn.Module, layers: list[nn.Module], memory: "DeviceMemory", tokens: int, share: float) -> int:

@@ -356,18 +356,27 @@ def plain_sft(path_of, tmp_path_factory):
     return trl_runs.train("SFT", path_of["qwen3"], tmp_path_factory.mktemp("plain"), patch=False, **OPTIONS)
 
 
+@pytest.mark.parametrize("place", ["backward", "reward"])
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_a_trainer_that_stays_after_an_error_takes_trls_micro_batches(kind, path_of, tmp_path, monkeypatch):
+def test_a_trainer_that_stays_after_an_error_takes_trls_micro_batches(kind, place, path_of, tmp_path, monkeypatch):
     """It counts its training steps. The first backward, which fails, stands in another one than TRL's."""
     options = OPTIONS | {"gradient_accumulation_steps": 4, "num_iterations": 1, "beta": 0.0, "max_steps": 3}
+    if place == "reward":
+        options |= {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_iterations": 3}
+        options["per_device_train_batch_size"] = 4
 
     def train():
         trainer = trl_runs.build(kind, path_of["qwen3"], tmp_path, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "backward", mock.Mock(side_effect=Error))
+            if place == "backward":
+                patch.setattr(torch.Tensor, "backward", mock.Mock(side_effect=Error))
+            else:
+                mend = fail_at(trainer, "_calculate_rewards", 2)
             with pytest.raises(Error):
                 trainer.train()
-        assert trainer._step == 0
+        if place == "reward":
+            mend()
+        assert trainer._step == (0 if place == "backward" else 3)
         trainer.train()
         return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 

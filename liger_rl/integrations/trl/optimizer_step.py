@@ -102,6 +102,7 @@ class OptimizerStep:
         self._live_tokens = 0  # of the first call of that window with a graph
         self._state = StateReader(trainer.model)
         self._waiting = 0  # micro-batches whose training steps have ended without a loss
+        self._is_run = False  # whether they have begun to run in this training step
         self._of_epoch = 0  # micro-batches so far, since this step or an epoch within it began
         self._first_state: Fingerprint | None = None  # when the window's first micro-batch came
         self.limit: int | None = None  # how many tokens a window may have; None: any number
@@ -160,7 +161,7 @@ class OptimizerStep:
             try:
                 with self._measured_memory(), self._skipped_train():
                     loss = run_training_step()
-                self._waiting = 0
+                self._waiting, self._is_run = 0, False
                 return loss
             except _Waits:
                 self._waiting += 1
@@ -173,9 +174,9 @@ class OptimizerStep:
     def recover(self) -> None:
         """An error has ended the training step, and the trainer may stay: with it fall the micro-batches that wait."""
         self.drop_kept()
-        if self._waiting and hasattr(self.trainer, "_step"):  # by which GRPO and RLOO take the next micro-batch
+        if self._is_run and hasattr(self.trainer, "_step"):  # by which GRPO and RLOO take the next micro-batch
             self.trainer._step -= self._waiting
-        self._waiting = 0
+            self._waiting, self._is_run = 0, False
 
     def _compute_loss(self, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of the micro-batches so far, or `_Waits`."""
@@ -211,7 +212,7 @@ class OptimizerStep:
             if loss is None:
                 raise _Waits
             return loss
-        self._live_tokens = 0
+        self._live_tokens, self._is_run = 0, True
         try:
             if exchanges:
                 window.exchange(model, trainer.args.device, stays=self._kept is not None)
