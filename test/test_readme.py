@@ -132,7 +132,7 @@ def whole_step(results):
     yield f"({trl / patch:.1f} times with float32, TRL's default)"
     by_way = {way: found_ms["default group", way] for way in (*ways, "TRL", "TRL, patch_trl()")}
     with_liger, without = (by_way[way] / by_way[patch] for way, patch in (ways, ("TRL", "TRL, patch_trl()")))
-    yield f"are 1.5 to {without:.1f} times as fast, with Liger's kernels 1.1 to {with_liger:.1f}, like"
+    yield f"run 1.5 to {without:.1f} times as fast, with Liger's kernels 1.1 to {with_liger:.1f}, like"
     for _, rows in groupby(found["rows"], key=step.label):
         for pair in step.pairs([row for row in rows if row["status"] == "ok"]):
             peaks = [pair[name] and pair[name]["peak_mib"] for name in ("peer", "recomputed")]

@@ -71,7 +71,7 @@ def _list_hooks(module: nn.Module, *, is_body: bool) -> Iterator[Callable]:
 
 
 def _draws_once(module: nn.Module) -> bool:
-    """Whether an adapter (PEFT's LoHa, LoKr, OFT) leaves out ranks or itself by chance."""
+    """Whether an adapter (PEFT's LoHa, LoKr) leaves out ranks or itself by chance."""
     rates = (vars(module).get(name) for name in ("rank_dropout", "module_dropout"))
     return any(rate > 0 for kept in rates if isinstance(kept, dict) for rate in kept.values())
 

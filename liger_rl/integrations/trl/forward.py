@@ -185,6 +185,7 @@ def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[
             return _run_as_it_is(self, head, ModelCall(), "", None, args, kwargs)
         return _run_forward(self, head, call, args, kwargs)
 
+    # `find_wrapped` reads it, and accelerate's wrappers take it over.
     forward.is_live = True  # type: ignore[attr-defined]
 
     return forward
