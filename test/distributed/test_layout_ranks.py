@@ -19,6 +19,7 @@ from test_models import VOCAB, tiny_llama, wrap  # noqa: E402
 import oracles  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, completion_logps, loss_step, loss_steps, swap_lm_head  # noqa: E402
 from liger_rl.losses import GlobalTokenMean, TokenLoss  # noqa: E402
+from liger_rl.step.facts import MEASURED_CAPABILITY  # noqa: E402
 from ranks import message_of  # noqa: E402
 
 TIME, WIDTH = 12, 26
@@ -150,7 +151,10 @@ def test_ranks_whose_batches_differ(ranks, wrapper, two, name):
             assert ran.micro_batches == 3
             assert ran.runs[:2] == [[False, True, True, True]] * 2
             assert len(ran.runs[2]) == 4
-            assert ran.runs[3] == [False, True]  # one rank alone has an idle sequence
+            # One rank alone has an idle sequence. On a GPU a small batch waits for the host, and they run together.
+            joins = wrapper == "ddp" and two["device"] == "cuda"
+            joins = joins and torch.cuda.get_device_capability()[0] >= MEASURED_CAPABILITY
+            assert ran.runs[3] == ([True] if joins else [False, True])
     elif two["device"] == "cpu":  # on GPUs small batches have no trees
         assert len(results[0].runs[0]) == len(results[0].runs[1]) + 10  # the trial
         for ran, text in zip(results, ("in trees of shared prefixes", case.reason), strict=True):

@@ -426,8 +426,6 @@ def test_attention_stays_compiled_whatever_a_process_trains(monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(attention.torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(attention, "_compile_attention", cache(attention._compile_attention.__wrapped__))
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
     everything, values = (True, True, True), (True, False, True)
     kinds = [(True, everything, True), (True, values, True), (False, everything, True), (True, everything, False)]
     for with_graph, trained, autocast, blocks in [(*kind, 2) for kind in kinds] + [(*kinds[0], 3), (*kinds[0], 1)]:
@@ -437,5 +435,9 @@ def test_attention_stays_compiled_whatever_a_process_trains(monkeypatch):
             torch.randn(1, heads, n, 8, dtype=torch.bfloat16).requires_grad_(requires_grad)
             for heads, requires_grad in zip((2, 1, 1), trained, strict=True)
         ]
-        with torch.set_grad_enabled(with_graph), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with (
+            torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=3),
+            torch.set_grad_enabled(with_graph),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
             attention._run_flex_attention(*columns, mask, None, None)
