@@ -20,7 +20,7 @@ from liger_rl.losses.levels import MetricsLevel
 from liger_rl.losses.loss import PolicyLoss, PolicyTerms
 from liger_rl.losses.objectives import Objective
 from liger_rl.losses.options import check_interval
-from liger_rl.losses.preference import JudgedObjective
+from liger_rl.losses.preference import PAIR_LOSSES, JudgedObjective
 from liger_rl.losses.presets import PREFERENCES, UNPAIRED
 from liger_rl.losses.reductions import Reduction, SequenceMean, check_divisors
 from liger_rl.losses.segments import Segments
@@ -102,6 +102,8 @@ class FusedLinearPreferenceLoss(_Judged):
         metrics: MetricsLevel = "loss",
         **options: Any,
     ) -> None:
+        if "loss_types" in options and (not isinstance(loss_type, str) or loss_type in PAIR_LOSSES):
+            raise TypeError(f"loss_types must be left out, as loss_type={loss_type!r} says which losses are summed")
         if isinstance(loss_type, (list, tuple)):
             options["loss_types"], loss_type = tuple(loss_type), "dpo"
         terms, head = build_terms(

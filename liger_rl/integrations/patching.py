@@ -29,6 +29,18 @@ def join_parameters(function: Callable) -> str:
     return " ".join(inspect.signature(function).parameters)
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this context the object has an attribute of its own, in front of its class's."""
+    before = {key: x for key, x in vars(owner).items() if key == name}
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        vars(owner).update(before)
+
+
 class Patch:
     """One row of a table: a function, a class or a method of another package, and its replacement.
 

@@ -13,8 +13,7 @@ from liger_rl.kernels import devices, reference
 def for_device(device: torch.device) -> ModuleType:
     """`compiled`, in Triton, on CUDA where Triton is installed; else `reference`, in PyTorch.
 
-    Both have `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, `write_at_ids` of several ids,
-    `select_tokens` and `write_rows`.
+    Both have `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, and `select_tokens`.
     """
     if not devices.runs_triton(device):
         return reference

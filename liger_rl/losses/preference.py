@@ -156,7 +156,8 @@ class _PairObjective(JudgedObjective):
 
     def _sum_sides(self, values: Tensor, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
         """Sums over the chosen and the rejected sequence of each token's pair. Masked values must be 0."""
-        return _side_sum(values, batch.advantages > 0, batch), _side_sum(values, batch.advantages < 0, batch)
+        chosen, rejected = (torch.where(side, values, 0.0) for side in (batch.advantages > 0, batch.advantages < 0))
+        return batch.sequence_sum(chosen), batch.sequence_sum(rejected)
 
     def _count_tokens(self, batch: AlignedBatch) -> tuple[Tensor, Tensor]:
         chosen, rejected = self._sum_sides(torch.ones_like(batch.advantages), batch)
@@ -194,10 +195,6 @@ def _check_unread(objective: Options, unread: dict[str, bool], condition: str) -
         default = getattr(type(objective), name)
         if is_unread and getattr(objective, name) != default:
             raise ValueError(f"{name} must be {default} with {condition}, which do not read it")
-
-
-def _side_sum(values: Tensor, where: Tensor, batch: AlignedBatch) -> Tensor:
-    return batch.sequence_sum(torch.where(where, values, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,12 +305,11 @@ class DPO(_PairObjective):
         pairs = logps.shape[0] // 2
         return larger[:pairs].sort(0).values - smaller[:pairs].sort(0).values
 
-    @staticmethod
     @torch.no_grad()
-    def _policy_weight(logps: Tensor, batch: AlignedBatch, tokens: tuple[Tensor, Tensor]) -> Tensor:
+    def _policy_weight(self, logps: Tensor, batch: AlignedBatch, tokens: tuple[Tensor, Tensor]) -> Tensor:
         assert batch.log_sum_sq_probs is not None
         values = torch.where(batch.mask, logps - batch.log_sum_sq_probs, 0.0)
-        chosen, rejected = (_side_sum(values, side, batch) for side in (batch.advantages > 0, batch.advantages < 0))
+        chosen, rejected = self._sum_sides(values, batch)
         return torch.exp(chosen / tokens[0] + rejected / tokens[1])
 
 

@@ -23,7 +23,8 @@ class Segments:
         index = self.index
         is_vector = isinstance(index, Tensor) and index.layout == torch.strided and index.dim() == 1
         if not is_vector or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-            raise TypeError("segments.index must be a dense tensor of integers, (N,)")
+            got = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else type(index).__name__
+            raise TypeError(f"segments.index must be a dense tensor of integers, (N,), got {got}")
         check_whole_number("segments.count", self.count, least=0)
         if self.all_reduce is not None:
             check_callable("segments.all_reduce", self.all_reduce)

@@ -266,7 +266,7 @@ def _make_fused_class(model_class: Any) -> type:
                 _check_plain_arguments(self, kwargs)
             return model_class.forward(self, *args, **kwargs)
         if fused == COMPARE:
-            return _compare(self, partial(model_class.forward, self))
+            return _check_difference(self, partial(model_class.forward, self))
         names = list(inspect.signature(model_class.forward).parameters)[1:]
         run = _run_rows if fused == ROWS else _fused_forward
         # Dynamo of torch 2.8 cannot break a graph beside a zip with `strict`.
@@ -294,7 +294,7 @@ def _make_fused_class(model_class: Any) -> type:
     return type(model_class.__name__, (_FusedHead, model_class), body)
 
 
-def _compare(model: Any, plain_forward: Callable[..., Any]) -> None:
+def _check_difference(model: Any, plain_forward: Callable[..., Any]) -> None:
     """ValueError if a fused call would give something else, or the model is not causal. Sets `_fused_shift`."""
     difference = find_difference(model, plain_forward)
     if difference is not None:
@@ -403,7 +403,7 @@ def _check_fused_arguments(
             + (f"neither{hint}" if labels is None else "both")
         )
     if ignore_index != IGNORE_INDEX:
-        raise ValueError(f"ignore_index must be {IGNORE_INDEX} with fused=True")
+        raise ValueError(f"ignore_index must be {IGNORE_INDEX} with fused=True, got {ignore_index!r}")
     if return_dict is False:
         raise ValueError("return_dict=False has no meaning with fused=True, which returns a FusedCausalLMOutput")
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:

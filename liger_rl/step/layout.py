@@ -151,13 +151,13 @@ def _check_longest(sequences: Sequences, selected: list[int], max_tokens: int | 
         )
 
 
-def keep_batch(sequences: Sequences, facts: Facts, reason: Reason, budget: int | None = None) -> Layout:
+def keep_batch(sequences: Sequences, facts: Facts, reason: Reason, max_tokens: int | None = None) -> Layout:
     """The batch as it is, in one micro-batch."""
     batch, width = sequences.ids.shape
-    if budget is not None and budget < batch * width:
+    if max_tokens is not None and max_tokens < batch * width:
         raise ValueError(
             f"max_tokens must be None or at least B T = {batch * width} for a batch that stays as it is, got "
-            f"{budget}: {reason}"
+            f"{max_tokens}: {reason}"
         )
     whole = MicroBatch(None, (width,) * batch, rows=tuple(range(batch)))
     return Layout([whole], [], (), whole, AS_IT_IS, reason, facts)
@@ -180,11 +180,11 @@ def _select_rows(sequences: Sequences, half: int, *, every_row: bool) -> tuple[l
 
 
 def _choose_planner(
-    rows: "_Rows", live: list[int], idle: list[int], budget: int | None, enough: float
+    rows: "_Rows", live: list[int], idle: list[int], max_tokens: int | None, enough: float
 ) -> tuple["_Rows | _Trees", list[Groups], str, Reason | None]:
     """-> `rows` or trees, the groups of the live and of the idle rows, their description, why no prefix is shared."""
     sequences = rows.sequences
-    groups = [rows.make_groups(selection, budget) for selection in (live, idle)]
+    groups = [rows.make_groups(selection, max_tokens) for selection in (live, idle)]
     count, forwards, is_packed = _sum_tokens(groups), len(groups[0]), rows.facts.packed is not None
     if is_packed:  # in place of trees the batch runs as it is
         count, forwards = sequences.packed_tokens, rows.padded_groups
@@ -194,7 +194,7 @@ def _choose_planner(
     if reason is not None:
         return rows, groups, text, reason
     trees = _Trees(sequences, rows.facts, rows.half, enough)
-    tree_groups = [trees.make_groups(selection, budget) for selection in (live, idle)]
+    tree_groups = [trees.make_groups(selection, max_tokens) for selection in (live, idle)]
     tree_count, most = _sum_tokens(tree_groups), max(tokens for part in tree_groups for tokens, _ in part)
     # With a dense mask, padding is no worse than the other sequences of a row.
     other_count = count if sequences.device == "cuda" or is_packed else sum(sequences.lengths(selected))
@@ -234,7 +234,7 @@ class _Rows(NamedTuple):
     half: int  # rows r and r + half stay together
     padded_groups: int
 
-    def make_groups(self, selected: list[int], budget: int | None) -> Groups:
+    def make_groups(self, selected: list[int], max_tokens: int | None) -> Groups:
         """(number of tokens, rows) of each micro-batch, rows in the batch's order. The longest rows come first."""
         groups: list[list[int]] = []
         for part in self._split_by_length(selected):
@@ -242,7 +242,7 @@ class _Rows(NamedTuple):
             units = sorted(_group_pairs(part, self.half), key=lambda unit: -max(self.sequences.lengths(unit)))
             for unit in units:
                 # In an earlier micro-batch a short row would be padded to the length of a long one.
-                if groups[-1] and budget is not None and self.count_tokens([*groups[-1], *unit]) > budget:
+                if groups[-1] and max_tokens is not None and self.count_tokens([*groups[-1], *unit]) > max_tokens:
                     groups.append([])
                 groups[-1] += unit
         return [(self.count_tokens(group), sorted(group)) for group in groups]
@@ -334,14 +334,14 @@ class _Trees(NamedTuple):
     half: int  # rows r and r + half stay together
     enough: float  # tokens of a micro-batch, on average
 
-    def make_groups(self, selected: list[int], budget: int | None) -> Groups:
+    def make_groups(self, selected: list[int], max_tokens: int | None) -> Groups:
         """(number of tokens, rows) of each micro-batch. Rows with a common prefix stay together if they fit."""
-        if budget is not None and self.half < len(self.sequences.spans):
+        if max_tokens is not None and self.half < len(self.sequences.spans):
             # A pair has one prompt. Pairs fill the micro-batches in order.
             pair_groups: list[tuple[int, list[int]]] = []
             for pair in _group_pairs(selected, self.half):
                 size = sum(tokens for tokens, _ in self.make_groups(pair, None))
-                if pair_groups and pair_groups[-1][0] + size <= budget:
+                if pair_groups and pair_groups[-1][0] + size <= max_tokens:
                     pair_groups[-1] = (pair_groups[-1][0] + size, sorted([*pair_groups[-1][1], *pair]))
                 else:
                     pair_groups.append((size, pair))
@@ -352,7 +352,7 @@ class _Trees(NamedTuple):
         for number, shared, size in zip(ordered.order, ordered.shared, sizes, strict=True):
             row = selected[number]
             tokens, cluster = clusters[-1] if clusters else (0, [])
-            if shared <= LEAST_SHARED or (budget is not None and tokens + size > budget):
+            if shared <= LEAST_SHARED or (max_tokens is not None and tokens + size > max_tokens):
                 clusters.append((self.sequences.spans[row].length, [row]))
             else:
                 clusters[-1] = (tokens + size, [*cluster, row])
@@ -361,7 +361,7 @@ class _Trees(NamedTuple):
         groups: list[tuple[int, list[int]]] = []
         for tokens, cluster in sorted(clusters, key=lambda pair: -pair[0]):
             for place, (filled, group) in enumerate(groups):
-                if filled < enough if budget is None else filled + tokens <= budget:
+                if filled < enough if max_tokens is None else filled + tokens <= max_tokens:
                     groups[place] = (filled + tokens, sorted([*group, *cluster]))
                     break
             else:

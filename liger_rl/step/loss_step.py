@@ -172,7 +172,8 @@ class LossSteps(Iterator[LossStep]):
         check_type("batch", batch, Mapping, "a mapping of columns by name")
         model, loss = self._model, self._loss
         check_loss(loss, self._swapped)
-        inputs = read_model_inputs(model, self._swapped, batch, loss, extra_inputs, ["max_tokens", "memory", "group"])
+        options = ["max_tokens", *([] if logps_alone else ["memory"]), "group"]
+        inputs = read_model_inputs(model, self._swapped, batch, loss, extra_inputs, options)
         ids, mask = read_tokens(batch)
         check_inputs(inputs, ids)
         aligned = None if logps_alone else align_batch(batch, loss, ids, mask)
@@ -198,7 +199,7 @@ class LossSteps(Iterator[LossStep]):
             model=self._swapped, wrapper=model, facts=facts, batch=self._batch, run_rows=self._run_trial_rows,
             weights=aligned.advantages if aligned is not None and terms.idle_scope else None,
             max_tokens=max_tokens, share=self._memory,
-            runs_idle=aligned is None or terms.metrics_read_all,
+            runs_idle=terms.metrics_read_all,
             one_micro_batch=one_micro_batch,
             pairs=aligned is not None and aligned.pairs,
         )  # fmt: skip
@@ -209,7 +210,7 @@ class LossSteps(Iterator[LossStep]):
         raise AttributeError(f"LossSteps has no {name}")
 
     def __len__(self) -> int:
-        return self._plan.live
+        return self._plan.live_forwards
 
     def __next__(self) -> LossStep:
         """Runs the next micro-batch. Idle micro-batches run with the first."""
@@ -218,7 +219,7 @@ class LossSteps(Iterator[LossStep]):
             raise StopIteration
         wrapper = find_ddp(self._model) if number < len(self) - 1 else None
         with nullcontext() if wrapper is None else wrapper.no_sync():
-            idle_runs = self._plan.idle if number == 0 or self._plan.idle is None else 0
+            idle_runs = self._plan.idle_forwards if number == 0 or self._plan.idle_forwards is None else 0
             clauses = [self.layout]
             outputs = run(
                 self._layout.take(number), self._batch, self._forward, idle_runs=idle_runs,
@@ -275,7 +276,9 @@ class LossSteps(Iterator[LossStep]):
         return Output(values, output.router_logits if self._facts.has_router_loss else None)
 
     def _run_with_graph(self, clauses: list[str], forward: Callable[[], Any], tokens: int) -> Any:
-        outputs, clause = run_with_kept_layers(self._model, forward, tokens, share=self._memory, agreed=self._plan.kept)
+        outputs, clause = run_with_kept_layers(
+            self._model, forward, tokens, share=self._memory, agreed=self._plan.kept_layers
+        )
         clauses.extend([] if clause is None else [clause])
         return outputs
 
@@ -338,7 +341,8 @@ def completion_logps(
     """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
 
     For old and reference log-probabilities, at the loss's temperature. Arguments and errors are those of
-    `loss_steps`. Of the batch it reads the mask and the model's inputs. The model's training mode does not change.
+    `loss_steps`, without memory. Of the batch it reads the mask and the model's inputs. The model's training mode does
+    not change.
     """
     return LossSteps(model, batch, loss, extra_inputs, max_tokens=max_tokens, group=group, logps_alone=True).logps()
 

@@ -14,20 +14,20 @@ UNLIMITED = 1 << 62
 
 
 class Agreement(NamedTuple):
-    """What all ranks of a step must do alike: the maximum over the ranks, of `capacity`, `window` and `kept` the
+    """What all ranks of a step must do alike: the maximum over the ranks, of `capacity`, `window` and `kept_layers` the
     minimum."""
 
-    live: int = 0  # forwards with a graph
-    idle: int = 0  # forwards without one
-    groups: int = 1  # micro-batches of padded rows that a rank wants ...
+    live_forwards: int = 0  # with a graph
+    idle_forwards: int = 0  # without one
+    padded_groups: int = 1  # micro-batches of padded rows that a rank wants ...
     capacity: int = UNLIMITED  # ... and the most that it can make
-    kept: int = UNLIMITED  # layers that keep their activations
+    kept_layers: int = UNLIMITED  # that keep their activations
     window: int = UNLIMITED  # micro-batches that run in one forward
     trial: int = 0  # the trial that a rank needs next, 0 if it needs none
     refuses: bool = False  # a rank has a reason against a window, the fused forward of a model, or trees of packed rows
 
 
-_LEAST = tuple(name in ("capacity", "kept", "window") for name in Agreement._fields)
+_LEAST = tuple(name in ("capacity", "kept_layers", "window") for name in Agreement._fields)
 
 
 def agree(

@@ -47,23 +47,23 @@ class StepInputs:
     enough_tokens: float = math.inf  # of `lay_out`
     # Of a call for several micro-batches: their rows and columns, and how many live tokens may keep activations.
     shapes: Sequence[tuple[int, int]] = ()
-    live_tokens: int | None = None
+    activation_tokens: int | None = None
 
 
 class Plan(NamedTuple):
     """What a rank runs."""
 
     layout: Layout
-    live: int  # forwards with a graph, of each rank
-    idle: int | None  # forwards without a graph, of each rank; None: those of the layout
-    kept: int | None  # the layers that keep their activations; None: as many as fit here
+    live_forwards: int  # with a graph, of each rank
+    idle_forwards: int | None  # without a graph, of each rank; None: those of the layout
+    kept_layers: int | None  # that keep their activations; None: as many as fit here
     in_parts: bool  # the live micro-batches do not fit into memory together
 
 
-def plan_step(prepare: Callable[[], StepInputs], groups: Sequence[Any], device: torch.device) -> Plan:
-    """The plan of a step. If `prepare` raises an error on one rank of the process groups, all ranks raise it.
+def plan_step(prepare: Callable[[], StepInputs], rank_groups: Sequence[Any], device: torch.device) -> Plan:
+    """The plan of a step. If `prepare` raises an error on one rank, all raise it.
 
-    `device`: where ranks agree, of one type on all of them.
+    `rank_groups`: process groups of ranks that run the model together. `device`: where they agree, of one type on all.
     """
     inputs: StepInputs | None = None
     while True:
@@ -74,25 +74,26 @@ def plan_step(prepare: Callable[[], StepInputs], groups: Sequence[Any], device: 
             sequences = read_sequences(inputs.batch, facts, weights=inputs.weights, labels=inputs.labels)
             padded_groups = _count_groups(inputs, facts, sequences)
             layout, in_parts = _lay_out(inputs, facts, sequences, padded_groups)
-            wanted = _make_agreement(inputs, facts, sequences, layout, padded_groups, bool(groups))
+            wanted = _make_agreement(inputs, facts, sequences, layout, padded_groups, bool(rank_groups))
         except Exception as error:
-            if not groups:
+            if not rank_groups:
                 raise
             problem = error
-        agreed = agree(groups, wanted, device, problem=problem)
+        agreed = agree(rank_groups, wanted, device, problem=problem)
         assert inputs is not None
         assert layout is not None
         if agreed.trial:
             run_trial(inputs.run_rows, inputs.model, facts, agreed.trial)
             continue
-        if not groups:
+        if not rank_groups:
             return Plan(layout, len(layout.live), None, None, in_parts)
         if agreed.refuses and layout.has_trees:  # as it is, each of its micro-batches has a forward
             layout = keep_batch(sequences, facts, KEPT_ELSEWHERE)
-        equal = agreed.groups if agreed.capacity >= agreed.groups else 1
+        equal = agreed.padded_groups if agreed.capacity >= agreed.padded_groups else 1
         if inputs.shapes and len(layout.live) != equal:
             layout = lay_out(sequences, facts, padded_groups=equal)
-        return Plan(layout, agreed.live, agreed.idle, None if agreed.kept == UNLIMITED else agreed.kept, in_parts)
+        kept_layers = None if agreed.kept_layers == UNLIMITED else agreed.kept_layers
+        return Plan(layout, agreed.live_forwards, agreed.idle_forwards, kept_layers, in_parts)
 
 
 def _make_agreement(
@@ -108,11 +109,11 @@ def _make_agreement(
         tokens = layout.live_tokens if padded_groups == 1 else lay_out(sequences, facts).live_tokens
     kept = count_kept_layers(inputs.wrapper, tokens, inputs.share)
     return Agreement(
-        live=len(layout.live),
-        idle=len(layout.idle),
-        groups=1 if is_fixed else padded_groups,
+        live_forwards=len(layout.live),
+        idle_forwards=len(layout.idle),
+        padded_groups=1 if is_fixed else padded_groups,
         capacity=1 if is_fixed else sum(len(micro.lengths) for micro in layout.live),
-        kept=UNLIMITED if kept is None else kept,
+        kept_layers=UNLIMITED if kept is None else kept,
         trial=trial,
         refuses=facts.packed is not None and len(inputs.shapes) > 1 and not layout.has_trees,
     )
@@ -128,7 +129,7 @@ def _count_groups(inputs: StepInputs, facts: Facts, sequences: Sequences) -> int
 
 def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_groups: int) -> tuple[Layout, bool]:
     """The layout, and whether its live micro-batches are parts that do not fit into memory together."""
-    budget = _find_budget(inputs, facts, sequences)
+    most = _count_activation_tokens(inputs, facts, sequences)
     # With the idle sequences there may be too many. Where every layer is recomputed, these would be, too.
     apart = replace(facts, host_tokens=0.0)
     for own in (facts, apart) if facts.host_tokens and inputs.share else (apart,):
@@ -137,10 +138,10 @@ def _lay_out(inputs: StepInputs, facts: Facts, sequences: Sequences, padded_grou
             one_micro_batch=inputs.one_micro_batch, pairs=inputs.pairs, padded_groups=padded_groups,
             enough_tokens=inputs.enough_tokens,
         )  # fmt: skip
-        if layout.live_tokens <= budget:
+        if layout.live_tokens <= most:
             return layout, False
-    layout = lay_out(sequences, facts, max_tokens=int(budget))
-    return layout, layout.live_tokens > budget
+    layout = lay_out(sequences, facts, max_tokens=int(most))
+    return layout, layout.live_tokens > most
 
 
 def count_enough_tokens(facts: Facts) -> float:
@@ -148,14 +149,14 @@ def count_enough_tokens(facts: Facts) -> float:
     return HOST_SHARE * facts.host_tokens or ENOUGH_TOKENS.get(facts.device.type, 0)
 
 
-def _find_budget(inputs: StepInputs, facts: Facts, sequences: Sequences) -> float:
+def _count_activation_tokens(inputs: StepInputs, facts: Facts, sequences: Sequences) -> float:
     """How many live tokens may keep activations: at least those of the largest micro-batch, as TRL would run it."""
     is_alone = len(inputs.shapes) <= 1 or sequences.obstacle is not None
-    if inputs.live_tokens is None or is_alone or facts.has_reentrant_checkpoints or facts.sharding is not None:
+    if inputs.activation_tokens is None or is_alone or facts.has_reentrant_checkpoints or facts.sharding is not None:
         return math.inf
-    row, budget = 0, inputs.live_tokens
+    row, most = 0, inputs.activation_tokens
     for rows, columns in inputs.shapes:
         longest = max((span.length for span in sequences.spans[row : row + rows]), default=0)
         longest = columns if facts.packed is not None else longest
-        budget, row = max(budget, rows * longest), row + rows
-    return budget
+        most, row = max(most, rows * longest), row + rows
+    return most

@@ -37,8 +37,8 @@ def steps_of(rank, wrapper):
     with streams.on_device(rank.device), mock.patch.object(memory, "read_memory", read):
         for share in (0, 0.8, 0.8):
             model.zero_grad()
-            wanted = Agreement(kept=memory.count_kept_layers(model, TOKENS, share) or 0)
-            agreed = agree([rank.group], wanted, rank.device).kept
+            wanted = Agreement(kept_layers=memory.count_kept_layers(model, TOKENS, share) or 0)
+            agreed = agree([rank.group], wanted, rank.device).kept_layers
             loss, clause = run_with_kept_layers(
                 model, lambda: model(input_ids=ids, labels=ids).loss, TOKENS, share=share, agreed=agreed
             )
@@ -68,17 +68,21 @@ def test_the_rank_with_the_least_memory_decides(ranks, wrapper, two):
 
 
 def test_without_groups_ranks_agree_on_what_they_want():
-    wanted = Agreement(live=3, kept=2, refuses=True)
+    wanted = Agreement(live_forwards=3, kept_layers=2, refuses=True)
     assert agree([], wanted, torch.device("cpu")) is wanted
 
 
 def agreed_on(rank):
     """Each rank wants other numbers."""
     number = rank.index + 1
-    return agree([rank.group], Agreement(live=number, groups=number, capacity=number, kept=number), rank.device)
+    return agree(
+        [rank.group],
+        Agreement(live_forwards=number, padded_groups=number, capacity=number, kept_layers=number),
+        rank.device,
+    )
 
 
 def test_ranks_agree_on_the_largest_numbers_and_on_the_least_room(ranks):
     for agreed in ranks.run(agreed_on):
-        assert (agreed.live, agreed.groups, agreed.capacity, agreed.kept) == (2, 2, 1, 1)
+        assert (agreed.live_forwards, agreed.padded_groups, agreed.capacity, agreed.kept_layers) == (2, 2, 1, 1)
         assert not agreed.refuses

@@ -70,6 +70,12 @@ def test_packed_sequences(kl):
         loss_fn(hidden, x["weight"], targets, labels, ref_logps=ref, kl=torch.ones(3), segments=segments)
 
 
+@pytest.mark.parametrize("loss_type", ["ipo", ["ipo"]])
+def test_losses_have_one_name(loss_type):
+    with pytest.raises(TypeError, match="loss_types must be left out, as loss_type="):
+        FusedLinearPreferenceLoss(loss_type, loss_types=["hinge"])
+
+
 def test_an_objective_of_ones_own():
     """It sees 1 and -1 as advantages, and pairs as sequences."""
     from liger_rl.losses import TokenLoss

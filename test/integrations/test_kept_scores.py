@@ -245,7 +245,7 @@ def test_scores_with_a_graph_take_half_of_the_memory(half, expected, path_of, tm
         shares.append(share)
         return half if share == kept_scores.MOST_MEMORY else 1000
 
-    monkeypatch.setattr(optimizer_step, "_find_limit", find_limit)
+    monkeypatch.setattr(optimizer_step, "_find_activation_tokens", find_limit)
     run_both(path_of, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, num_generations=4)
     assert taken == expected
     assert shares == [0.8, 0.8, 0.5]  # the windows of the first step have one micro-batch, to measure it

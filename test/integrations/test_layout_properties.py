@@ -326,7 +326,7 @@ def test_sequences_without_a_gradient_do_not_make_a_step_too_large():
         one_micro_batch=None,
         pairs=False,
         shapes=((1, 60),) * 12,
-        live_tokens=None,
+        activation_tokens=None,
         enough_tokens=float("inf"),
         share=0.8,
     )
@@ -335,7 +335,7 @@ def test_sequences_without_a_gradient_do_not_make_a_step_too_large():
     recomputed, _ = _lay_out(SimpleNamespace(**vars(inputs) | {"share": 0.0}), facts, sequences, 3)
     assert not joined.idle
     assert len(apart.idle) == len(recomputed.idle) > 0
-    for live_tokens, expected in ((joined.live_tokens, joined), (joined.live_tokens - 1, apart)):
-        inputs.live_tokens = live_tokens
+    for activation_tokens, expected in ((joined.live_tokens, joined), (joined.live_tokens - 1, apart)):
+        inputs.activation_tokens = activation_tokens
         found, in_parts = _lay_out(inputs, facts, sequences, 3)
         assert (found.live_tokens, len(found.idle), in_parts) == (expected.live_tokens, len(expected.idle), False)

@@ -204,12 +204,12 @@ def test_a_packed_row_is_the_padded_batch():
         (
             {"options": {"packing": True}},
             TypeError,
-            "takes no packing .*; a step takes max_tokens, memory,",
+            "takes no packing .*; a step takes max_tokens, ",
         ),
         (
             {"options": {"idle": "forward"}},
             TypeError,
-            "takes no idle .*; a step takes max_tokens, memory,",
+            "takes no idle .*; a step takes max_tokens, ",
         ),
         ({"logits_to_keep": 3}, ValueError, "batch has no column 'logits_to_keep'"),
         ({"segments": Segments(index=torch.zeros(13).long(), count=1)}, ValueError, r"one packed row, \(1, T\)"),

@@ -37,7 +37,7 @@ BAD_CALLS = {
     "no labels": ({"labels": None}, ValueError, "got neither; transformers' Trainer .* label_smoothing_factor"),
     "two labels": ({"shift_labels": IDS}, ValueError, "labels or shift_labels must be given .* got both"),
     "some logits": ({"logits_to_keep": 1}, ValueError, "logits_to_keep has no meaning"),
-    "ignore_index": ({"ignore_index": -1}, ValueError, "ignore_index must be -100"),
+    "ignore_index": ({"ignore_index": -1}, ValueError, "ignore_index must be -100 .*, got -1"),
     "a tuple": ({"return_dict": False}, ValueError, "return_dict"),
     "short": ({"labels": IDS[:, 1:]}, ValueError, r"\(3, 13\)"),
     "flat": ({"labels": IDS.flatten()}, ValueError, r"labels must be \(B, T\)"),

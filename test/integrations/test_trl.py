@@ -24,7 +24,8 @@ import trl_runs
 from hf_models import VOCAB, build, make_batch
 from liger_rl import explain_trl, patch_trl
 from liger_rl.integrations.trl import patched_trl, unpatch_trl
-from liger_rl.integrations.trl.forward import CALL, PER_TOKEN, ModelCall, caught_calls
+from liger_rl.integrations.trl.caught_calls import caught_calls
+from liger_rl.integrations.trl.forward import CALL, PER_TOKEN, ModelCall
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models import project
 

@@ -105,7 +105,7 @@ def test_parts_keep_no_activations(checkpoints):
     for limit in (None, 1, 300):  # a window has at least the tokens of a micro-batch of TRL's
         forwards.clear()
         with tensor_peak(torch.device("cpu")) as peak:
-            results.append(solved(model, inputs, True, shapes=((4, 32),) * 8, max_tokens=limit))
+            results.append(solved(model, inputs, True, shapes=((4, 32),) * 8, activation_tokens=limit))
         peaks.append(peak.bytes)
         most = {None: math.inf, 1: 4 * 29, 300: 300}[limit]
         assert max(forward.tokens for forward in forwards) <= most
@@ -124,7 +124,7 @@ def test_parts_that_are_trees_have_a_trial(monkeypatch):
     forwards, trials = trl_runs.watched(model), []
     run_trial = trial.run_trial
     monkeypatch.setattr(step, "run_trial", lambda *args: (trials.append(args[-1]), run_trial(*args))[1])
-    _, gradients = solved(model, inputs, True, shapes=((2, 32),) * 2, max_tokens=60)
+    _, gradients = solved(model, inputs, True, shapes=((2, 32),) * 2, activation_tokens=60)
     assert trials == [trial.TREES]
     assert [forward.tree for forward in forwards] == [True] * 4
     assert_same_gradients(gradients, solved(model, inputs, False)[1])
@@ -163,8 +163,12 @@ ROWS_OF_A_CALL = {
         {"shapes": ((2, 1),) * 2, "idle_rows": torch.tensor([True, False, False, False])},
         [30, 2 * 14, 32],
     ),
-    "parts that fit together": ((32, 12, 32, 12), {"shapes": ((2, 32),) * 2, "max_tokens": 90}, [2 * 32, 2 * 12]),
-    "parts that are recomputed": ((32,) * 4, {"shapes": ((2, 32),) * 2, "max_tokens": 64}, [2 * 32] * 4),
+    "parts that fit together": (
+        (32, 12, 32, 12),
+        {"shapes": ((2, 32),) * 2, "activation_tokens": 90},
+        [2 * 32, 2 * 12],
+    ),
+    "parts that are recomputed": ((32,) * 4, {"shapes": ((2, 32),) * 2, "activation_tokens": 64}, [2 * 32] * 4),
 }
 
 
@@ -210,7 +214,7 @@ def with_other_logits():
 # -> the model, arguments of the call, a change of the second micro-batch, the tokens of the forwards.
 PACKED_CALLS = {
     "trees": (qwen3, {}, lambda call: None, [35 + 32]),
-    "parts that are recomputed": (qwen3, {"max_tokens": 1}, lambda call: None, [35, 32, 32, 35]),
+    "parts that are recomputed": (qwen3, {"activation_tokens": 1}, lambda call: None, [35, 32, 32, 35]),
     "positions that jump": (qwen3, {}, lambda call: call["position_ids"][:, 4:9].add_(1), [55, 58]),
     "as TRL runs it": (with_other_logits, {}, lambda call: None, [55, 58]),
 }

@@ -4,6 +4,7 @@ Over ranks that share sequences: test/distributed/test_sequences.py.
 """
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,6 +12,17 @@ import torch
 from liger_rl import ppo_loss_fn
 from liger_rl.losses import KLPenalty, PolicyBatch, PPOClip, Segments, SequenceMean, SequenceSum
 from liger_rl.losses.segments import segment_sum
+
+
+@pytest.mark.parametrize(
+    ("index", "got"),
+    [(torch.zeros(3), "(3,) torch.float32"), (torch.zeros(3, 2).long(), "(3, 2) torch.int64"), ([0], "list")],
+)
+def test_other_indices_are_refused(index, got):
+    with pytest.raises(
+        TypeError, match=re.escape(f"segments.index must be a dense tensor of integers, (N,), got {got}")
+    ):
+        Segments(index=index, count=1)
 
 
 def test_twice_differentiable():

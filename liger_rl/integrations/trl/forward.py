@@ -10,15 +10,12 @@ A batch or a model that does not allow it runs as it is. The log "liger_rl" says
 
 import functools
 import importlib
-import inspect
 import logging
 import math
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -63,7 +60,7 @@ DISTILLED_MODELS: WeakSet[Any] = WeakSet()  # whose body TRL calls alone
 class CallRecord:
     """How one call of a model ran, in place of one or more of TRL's forwards."""
 
-    role: str  # "policy" or "reference"
+    role: str  # "policy", "reference" or "teacher"
     has_graph: bool
     padded_tokens: int  # that TRL's forwards run
     body_tokens: int  # that the model's body ran, padding included
@@ -80,7 +77,7 @@ class ModelCall:
 
     def __init__(
         self,
-        role: str | None = None,  # "policy" or "reference"; None outside of training
+        role: str | None = None,  # as of `CallRecord`; None outside of training
         *,
         # (B,) bool, the sequences whose log-probabilities and entropies have no gradient; None if each may have one.
         # Their values are still read, by metrics, the entropy quantile and ratios.
@@ -88,14 +85,14 @@ class ModelCall:
         # (B, T) of each micro-batch whose sequences are in the call, below each other and padded on the right; as many
         # on all ranks. (): one micro-batch.
         shapes: Sequence[tuple[int, int]] = (),
-        max_tokens: int | None = None,  # how many live tokens may keep activations; None: any number
+        activation_tokens: int | None = None,  # how many live tokens may keep activations; None: any number
         keeps: bool = False,  # of scores: whether `kept` will be what a training may take in place of a forward
         kept: KeptScores | None = None,  # of a training: what the scores have kept; None afterwards if it does not fit
         # Of a reference beside kept scores: theirs, by which both are laid out alike and may agree to the bit.
         enough_tokens: float = math.inf,
         read_facts: Callable[[nn.Module], Facts] = read_facts,
     ) -> None:
-        self.role, self.idle_rows, self.shapes, self.max_tokens = role, idle_rows, shapes, max_tokens
+        self.role, self.idle_rows, self.shapes, self.activation_tokens = role, idle_rows, shapes, activation_tokens
         self.keeps, self.kept, self.enough_tokens, self.read_facts = keeps, kept, enough_tokens, read_facts
         self.records: list[CallRecord] = []
         self.live_tokens = 0  # that ran with a graph, of several micro-batches
@@ -156,7 +153,7 @@ class NoHead(FusedHead):
 def run_body(model: Any, *, first_column: int, **inputs: Any) -> Tensor:
     """(B, T - first_column, H) the hidden states of a causal LM from which its labels (B, T) are predicted."""
     call = inputs.pop(CALL, None) or ModelCall()
-    return _run_forward(model, NoHead(1.0, False, ("log_probs",), first_column), call, (), inputs)
+    return _run_forward(model, NoHead(1.0, False, ("log_probs",), first_column), call, inputs)
 
 
 # Of models with a forward of `wrap_forward`, after their first call: why each runs as TRL runs it, None if it does not.
@@ -170,20 +167,20 @@ def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         call = kwargs.pop(CALL, None) or ModelCall()
         # A compiled forward would be compiled again for each layout.
-        if not (fused_lm_head and is_enabled()) or torch.compiler.is_compiling():
+        if args or not (fused_lm_head and is_enabled()) or torch.compiler.is_compiling():
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        reason = _compare(self, call, functools.partial(fused_forward, self))
+        reason = _agree_on_refusal(self, call, functools.partial(fused_forward, self))
         if reason is not None:
             run_model = functools.partial(fused_forward, self, fused_lm_head=True)
             try:
                 with torch.set_grad_enabled(torch.is_grad_enabled() and not call.keeps):
-                    return _run_as_trl(run_model, call, reason, args, kwargs)
+                    return _run_as_trl(run_model, call, reason, kwargs)
             except Exception:
                 _refusals.pop(self, None)  # what it failed of, the comparison may have failed of
                 raise
         if not get_settings().whole_step:
-            return _run_as_it_is(self, head, ModelCall(), "", None, args, kwargs)
-        return _run_forward(self, head, call, args, kwargs)
+            return _run_as_it_is(self, head, ModelCall(), "", None, kwargs)
+        return _run_forward(self, head, call, kwargs)
 
     # `find_wrapped` reads it, and accelerate's wrappers take it over.
     forward.is_live = True  # type: ignore[attr-defined]
@@ -191,7 +188,7 @@ def wrap_forward(fused_forward: Callable, head: FusedHead, is_enabled: Callable[
     return forward
 
 
-def _compare(model: Any, call: ModelCall, plain_forward: Callable[..., Any]) -> Reason | None:
+def _agree_on_refusal(model: Any, call: ModelCall, plain_forward: Callable[..., Any]) -> Reason | None:
     """Why a model runs as TRL runs it. Its first call compares it, on all ranks that shard it."""
     if model not in _refusals:
         difference, facts = find_difference(model, plain_forward), call.read_facts(model)
@@ -210,14 +207,12 @@ def find_known_refusal(model: nn.Module) -> Reason | None:
     return _refusals.get(model)
 
 
-def _run_as_trl(
-    run_model: Callable[..., Any], call: ModelCall, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_as_trl(run_model: Callable[..., Any], call: ModelCall, reason: Reason, kwargs: dict[str, Any]) -> Any:
     """TRL's own output, of each micro-batch alone."""
     ids = kwargs.get("input_ids")
     if ids is None or len(call.list_sizes(len(ids))) <= 1:
         call.record(ids, 0 if ids is None else ids.numel(), AS_TRL, reason)
-        return run_model(*args, **kwargs)
+        return run_model(**kwargs)
     call.record(ids, sum(rows * columns for rows, columns in call.shapes), AS_TRL, reason, together=False)
     outputs, row, width = [], 0, ids.shape[1]
     for number, (rows, columns) in enumerate(call.shapes):
@@ -266,12 +261,12 @@ def log_once(model: Any, call: ModelCall, text: str) -> None:
         logger.info(text)
 
 
-def find_unreadable(facts: Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
+def find_unreadable(facts: Facts, kwargs: Mapping[str, Any]) -> Reason | None:
     """Why the arguments of a call cannot be read as a batch of text."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     if facts.obstacle is PROMPT_LEARNING:
         return facts.obstacle
-    if args or not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
+    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
         return Reason("the call has no input_ids or no labels by name")
     if ids.dim() != 2 or ids.shape != labels.shape:
         return Reason("input_ids and labels are not both (B, T)")
@@ -281,9 +276,9 @@ def find_unreadable(facts: Facts, args: tuple[Any, ...], kwargs: Mapping[str, An
 # --- live tokens ------------------------------------------------------------------------------------------------------
 
 
-def _run_forward(model: Any, head: FusedHead, call: ModelCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_forward(model: Any, head: FusedHead, call: ModelCall, kwargs: dict[str, Any]) -> Any:
     """TRL's output of the batch."""
-    reason = find_unreadable(call.read_facts(model), args, kwargs)
+    reason = find_unreadable(call.read_facts(model), kwargs)
     inputs = {name: x for name, x in kwargs.items() if name not in ("input_ids", "labels", "num_items_in_batch")}
     if reason is None:
         ids, labels = kwargs["input_ids"], kwargs["labels"]
@@ -305,11 +300,11 @@ def _run_forward(model: Any, head: FusedHead, call: ModelCall, args: tuple[Any, 
     if call.keeps and (layout.live[0].flat_index is None or plan.in_parts or not _may_keep(layout.facts)):
         call.keeps = False
         with torch.no_grad():
-            return _run_forward(model, head, call, args, kwargs)
+            return _run_forward(model, head, call, kwargs)
     if layout.live[0].flat_index is None:  # the batch as it is, whose labels may not be its ids
         log_once(model, call, layout.describe())
         text = AS_IT_IS if layout.text == AS_IT_IS else "no prefix shared, no padding"
-        return _run_as_it_is(model, head, call, text, layout.reason, args, kwargs)
+        return _run_as_it_is(model, head, call, text, layout.reason, kwargs)
     return _run_live_tokens(model, head, call, plan, batch, kwargs.get("num_items_in_batch"))
 
 
@@ -331,7 +326,7 @@ def _plan(
         return StepInputs(
             model=model, wrapper=model, facts=replace(facts, obstacle=obstacle), batch=batch, run_rows=run_rows,
             weights=weights, labels=labels, share=get_settings().memory, shapes=call.shapes,
-            live_tokens=call.max_tokens if torch.is_grad_enabled() else None,
+            activation_tokens=call.activation_tokens if torch.is_grad_enabled() else None,
             enough_tokens=call.enough_tokens,
         )  # fmt: skip
 
@@ -367,7 +362,7 @@ def _run_live_tokens(
             clauses.append(f"{len(layout.live)} parts, each recomputed: more tokens than fit together")
             return forward()
         share = min(get_settings().memory, kept_scores.MOST_MEMORY if call.keeps else 1.0)
-        outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agreed=plan.kept)
+        outputs, clause = run_with_kept_layers(model, forward, tokens, share=share, agreed=plan.kept_layers)
         clauses.extend([] if clause is None else [clause])
         return outputs
 
@@ -401,13 +396,7 @@ def _may_keep(facts: Facts) -> bool:
 
 
 def _run_as_it_is(
-    model: Any,
-    head: FusedHead,
-    call: ModelCall,
-    text: str,
-    reason: Reason | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Any, head: FusedHead, call: ModelCall, text: str, reason: Reason | None, kwargs: dict[str, Any]
 ) -> Any:
     """TRL's output of a batch. Micro-batches of different widths run apart, because padding would make them longer."""
     kwargs = dict(kwargs)
@@ -419,8 +408,6 @@ def _run_as_it_is(
     router = None
     if has_router_loss(model.config.get_text_config(), kwargs):
         kwargs["output_router_logits"], router = True, find_router_loss(model, _get_router_module())
-    if args:
-        kwargs |= dict(zip(inspect.signature(find_backbone(model).forward).parameters, args, strict=False))
     ids = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     parts = _list_parts(model, call, kwargs)
     body_tokens = sum(rows * columns for rows, columns in parts)
@@ -506,74 +493,3 @@ def _make_output(
     utils: Any = importlib.import_module("trl.trainer.utils")
     per_token = {name: values.get(name) for name in PER_TOKEN}
     return utils.FusedCausalLMOutput(loss=loss, **per_token, label_mask=mask, aux_loss=aux_loss)
-
-
-# --- calls of a model -------------------------------------------------------------------------------------------------
-
-RunModel = Callable[..., Any]  # of the model's arguments
-
-
-@contextmanager
-def caught_calls(
-    models: Sequence[nn.Module], call: Callable[[nn.Module, RunModel, dict[str, Any]], Any]
-) -> Iterator[None]:
-    """In this context calls of the models with fused_lm_head=True go to `call`, with what runs the model.
-
-    A model is called at its outermost module, before the forward of DDP and the hooks of FSDP. Its own calls of other
-    models (DDP's of its module) are not caught. Trainers that share a model, one inside of the other or in threads,
-    catch their own calls.
-    """
-    models, catcher = list({id(model): model for model in models}.values()), _Catcher(models, call)
-    with _lock:
-        for model in models:
-            _contexts[model] = _contexts.get(model, 0) + 1
-            # An attribute of the object in front of the class's method, through which torch calls a module.
-            vars(model)["_call_impl"] = MethodType(_call_caught, model)
-    _thread.catchers.append(catcher)
-    try:
-        yield
-    finally:
-        _thread.catchers.remove(catcher)
-        with _lock:
-            for model in models:
-                _contexts[model] -= 1
-                if not _contexts[model]:
-                    del _contexts[model], vars(model)["_call_impl"]
-
-
-def is_catching(call: Callable[..., Any]) -> bool:
-    """Whether the innermost context of this thread gives calls to `call`."""
-    return bool(_thread.catchers) and getattr(_thread.catchers[-1], "call", None) == call
-
-
-@dataclass(frozen=True, eq=False)
-class _Catcher:
-    models: Sequence[nn.Module]
-    call: Callable[..., Any]
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.catchers: list[_Catcher | None] = []  # None while a model runs whose call was caught
-
-
-_thread, _lock = _Thread(), threading.Lock()
-_contexts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of all threads, that catch a model's calls
-
-
-def _call_caught(model: nn.Module, *args: Any, **inputs: Any) -> Any:
-    if not args and inputs.get("fused_lm_head"):
-        for catcher in reversed(_thread.catchers):
-            if catcher is None:
-                break
-            if any(caught is model for caught in catcher.models):
-                return catcher.call(model, functools.partial(_run_caught, model), inputs)
-    return type(model)._call_impl(model, *args, **inputs)
-
-
-def _run_caught(model: nn.Module, **inputs: Any) -> Any:
-    _thread.catchers.append(None)
-    try:
-        return type(model)._call_impl(model, **inputs)
-    finally:
-        _thread.catchers.pop()

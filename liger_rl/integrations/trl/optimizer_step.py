@@ -1,7 +1,7 @@
 """One optimizer step of a trainer of TRL: what it may do, how large its windows are, and how its calls ran.
 
-A trainer has one `OptimizerStep` at a time. Reasons against a window, and its size, are asked once, when its first
-micro-batch comes, and agreed on with the other ranks. Facts of its models are read once, at their first call. What
+A trainer has one `OptimizerStep` at a time. Reasons against a window, and its size, are asked once, when the step
+begins, and agreed on with the other ranks. Facts of its models are read once, at their first call. What
 stays for the next step are measurements.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.integrations.patching import Patch
+from liger_rl.integrations.patching import Patch, replaced
 from liger_rl.integrations.trl.between import (
     METHODS,
     Fingerprint,
@@ -27,18 +27,9 @@ from liger_rl.integrations.trl.between import (
     list_own_methods,
     warn,
 )
+from liger_rl.integrations.trl.caught_calls import RunModel, caught_calls, is_catching
 from liger_rl.integrations.trl.even_ranks import can_exchange, can_share_prompts
-from liger_rl.integrations.trl.forward import (
-    CALL,
-    CallRecord,
-    ModelCall,
-    RunModel,
-    caught_calls,
-    find_known_refusal,
-    find_wrapped,
-    is_catching,
-    log_once,
-)
+from liger_rl.integrations.trl.forward import CALL, CallRecord, ModelCall, find_known_refusal, find_wrapped, log_once
 from liger_rl.integrations.trl.kept_scores import MOST_MEMORY, KeptScores
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.integrations.trl.window import Window
@@ -100,12 +91,12 @@ class OptimizerStep:
         self._models = [m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
         self._finished: Window | None = None  # which has run in this training step
         self._live_tokens = 0  # of the first call of that window with a graph
-        self._state = StateReader(trainer.model)
+        self._state_reader = StateReader(trainer.model)
         self._waiting = 0  # micro-batches whose training steps have ended without a loss
         self._is_run = False  # whether they have begun to run in this training step
         self._of_epoch = 0  # micro-batches so far, since this step or an epoch within it began
         self._first_state: Fingerprint | None = None  # when the window's first micro-batch came
-        self.limit: int | None = None  # how many tokens a window may have; None: any number
+        self.activation_tokens: int | None = None  # how many tokens a window may have; None: any number
         self.refusal: Reason | None = None  # why each micro-batch has a forward of its own
         measured = get_measurements(trainer)
         if measured.run is not trainer.state:
@@ -136,10 +127,12 @@ class OptimizerStep:
             return
         # Without kept layers, too, a window takes what is free.
         share = get_settings().memory or DEFAULT_SHARE
-        self.limit = None if self.refusal is not None else _find_limit(trainer, self.model, measured, share)
+        self.activation_tokens = (
+            None if self.refusal is not None else _find_activation_tokens(trainer, self.model, measured, share)
+        )
         size = UNMEASURED_SIZE if self.refusal is None else UNLIMITED
-        if self.limit is not None:
-            size = max(1, self.limit // measured.largest) if measured.largest else 1
+        if self.activation_tokens is not None:
+            size = max(1, self.activation_tokens // measured.largest) if measured.largest else 1
         groups: list[Any] = [torch.distributed.group.WORLD] if trainer.accelerator.num_processes > 1 else []
         wanted = Agreement(window=size, refuses=self.refusal is not None)
         agreed = agree(groups, wanted, trainer.args.device)
@@ -156,10 +149,9 @@ class OptimizerStep:
         with self.catching_calls():
             if not get_settings().whole_step or trainer.args.gradient_accumulation_steps == 1 or self.refusal:
                 return run_training_step()
-            before = {name: x for name, x in vars(trainer).items() if name == "compute_loss"}
-            trainer.compute_loss = functools.partial(self._compute_loss, trainer.compute_loss)
+            compute_loss = functools.partial(self._compute_loss, trainer.compute_loss)
             try:
-                with self._measured_memory(), self._skipped_train():
+                with replaced(trainer, "compute_loss", compute_loss), self._measured_memory(), self._skipped_train():
                     loss = run_training_step()
                 self._waiting, self._is_run = 0, False
                 return loss
@@ -167,8 +159,6 @@ class OptimizerStep:
                 self._waiting += 1
                 return torch.zeros((), device=trainer.args.device)
             finally:
-                del trainer.compute_loss
-                vars(trainer).update(before)
                 self._finished = None
 
     def recover(self) -> None:
@@ -180,7 +170,7 @@ class OptimizerStep:
 
     def _compute_loss(self, compute_loss: Callable[..., Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of the micro-batches so far, or `_Waits`."""
-        trainer, state = self.trainer, self._state.read()
+        trainer, state = self.trainer, self._state_reader.read()
         if self.window is None:
             gradient_state = trainer.accelerator.gradient_state
             if self.redirect is not None:
@@ -243,12 +233,12 @@ class OptimizerStep:
 
     def _run_directly(self, compute_loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """A loss that runs the model where it calls it: `_sum_losses` is in the forward of the model's wrapper."""
-        trainer = self.trainer
-        trainer._forward_redirection = lambda wrapper, model, method, *args, **kwargs: method(*args, **kwargs)
-        try:
+
+        def run_method(wrapper: Any, model: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        with replaced(self.trainer, "_forward_redirection", run_method):
             return compute_loss(*args, **kwargs)
-        finally:
-            trainer._forward_redirection = self.redirect
 
     def _sum_losses(self, window: Window) -> Tensor:
         if self.redirect is None:
@@ -310,14 +300,18 @@ class OptimizerStep:
     ) -> Any:
         with _without_synchronization(find_ddp(self.model) if is_more else None):
             return self._run_with_kept(
-                run, inputs, idle_rows=idle_rows, shapes=shapes, max_tokens=self.limit if shapes else None
+                run,
+                inputs,
+                idle_rows=idle_rows,
+                shapes=shapes,
+                activation_tokens=self.activation_tokens if shapes else None,
             )
 
     def _run_with_kept(self, run: RunModel, inputs: dict[str, Any], **options: Any) -> Any:
         """The output of a call. One with a graph takes what the scores have kept, which has one backward."""
         call, takes = ModelCall(**options), torch.is_grad_enabled() and self._kept is not None
         if takes:
-            call.kept, self._kept = self._kept if self._state.read() == self._kept_state else None, None
+            call.kept, self._kept = self._kept if self._state_reader.read() == self._kept_state else None, None
         output = run(call, **inputs)
         if takes and call.kept is not None:
             get_measurements(self.trainer).kept_failures = 0
@@ -329,8 +323,8 @@ class OptimizerStep:
     def _keep_scores(self, run: RunModel, inputs: dict[str, Any]) -> Any:
         """The output of a call for scores, without a graph; the graph is kept."""
         share = min(get_settings().memory, MOST_MEMORY)
-        limit = _find_limit(self.trainer, self.model, get_measurements(self.trainer), share)
-        call, output = ModelCall(shapes=self.shapes, max_tokens=limit, keeps=True), None
+        activation_tokens = _find_activation_tokens(self.trainer, self.model, get_measurements(self.trainer), share)
+        call, output = ModelCall(shapes=self.shapes, activation_tokens=activation_tokens, keeps=True), None
         before = _read_random_state(self.trainer.args.device)
         self.drop_kept()
         try:
@@ -342,7 +336,7 @@ class OptimizerStep:
             self._count_failure("memory ran out")
             return run(ModelCall(shapes=self.shapes), **inputs)
         if all(map(torch.equal, before, _read_random_state(self.trainer.args.device))):
-            self._kept, self._kept_state = call.kept, self._state.read()
+            self._kept, self._kept_state = call.kept, self._state_reader.read()
         else:  # TRL's loss draws again
             self._count_failure("the model draws random numbers")
         return dataclasses.replace(
@@ -361,8 +355,8 @@ class OptimizerStep:
     def _with_checkpoints(self) -> Iterator[None]:
         """TRL turns checkpoints off for scores, which have no graph otherwise."""
         names = "gradient_checkpointing", "_gradient_checkpointing_func"
-        before = [(vars(module), [vars(module)[name] for name in names]) for module in self._state.checkpoints]
-        for module, function in self._state.checkpoints.items():
+        before = [(vars(module), [vars(module)[name] for name in names]) for module in self._state_reader.checkpoints]
+        for module, function in self._state_reader.checkpoints.items():
             vars(module).update(zip(names, (True, function), strict=True))
         try:
             yield
@@ -373,7 +367,7 @@ class OptimizerStep:
     @property
     def bounds_kept(self) -> bool:
         """Whether memory is measured. With one micro-batch only recomputed layers are."""
-        is_measured = self._state.checkpoints or self.trainer.args.gradient_accumulation_steps > 1
+        is_measured = self._state_reader.checkpoints or self.trainer.args.gradient_accumulation_steps > 1
         return bool(is_measured) or self.trainer.args.device.type != "cuda"
 
     def find_wrapped(self, model: nn.Module) -> nn.Module | None:
@@ -414,7 +408,7 @@ class OptimizerStep:
         It visits each module. With LoRA that takes 7 ms, and no GPU works while micro-batches wait.
         """
         model, names = self.model, vars(self.model)
-        if not (model in (self.trainer.model, find_ddp(model)) and self._state.is_training(model)):
+        if not (model in (self.trainer.model, find_ddp(model)) and self._state_reader.is_training(model)):
             yield
             return
 
@@ -503,15 +497,12 @@ PATCH = Patch("transformers.trainer:Trainer.training_step", training_step, None)
 
 def get_size(trainer: Any) -> int:
     """How many micro-batches the trainer's windows have at most."""
-    measured, settings = get_measurements(trainer), get_settings()
-    if not measured.size:
-        # Where there is a limit of tokens, the first windows have one micro-batch, to measure what it takes.
-        has_limit = settings.max_tokens is not None or trainer.args.device.type == "cuda"
-        measured.size = 1 if has_limit else UNMEASURED_SIZE
-    return measured.size
+    # Where there is a limit of tokens, the first windows have one micro-batch, to measure what it takes.
+    has_limit = get_settings().max_tokens is not None or trainer.args.device.type == "cuda"
+    return get_measurements(trainer).size or (1 if has_limit else UNMEASURED_SIZE)
 
 
-def _find_limit(trainer: Any, model: nn.Module, measured: Measurements, share: float) -> int | None:
+def _find_activation_tokens(trainer: Any, model: nn.Module, measured: Measurements, share: float) -> int | None:
     """How many tokens a window may have that takes this share of the free memory, 1 if it is not known yet; None for
     any number."""
     settings = get_settings()

@@ -1,5 +1,4 @@
-"""What the user sees of the patch: two values in TRL's log, one line and at most one warning of a training run, and
-`explain_trl`.
+"""What the user sees of the patch: two values in TRL's log, a line and warnings of a training run, and `explain_trl`.
 
 An `OptimizerStep` records the calls of its models. The values and the line are of this process.
 """
@@ -310,7 +309,7 @@ def _predict(model: nn.Module, reason: Reason | None) -> str:
         facts = fit_facts(
             read_facts(wrapped, joined_hooks=get_settings().joined_hooks), {"attention_mask": torch.ones_like(ids)}, ids
         )
-        reason = find_unreadable(facts, (), {"input_ids": ids, "labels": ids}) or facts.obstacle or reason
+        reason = find_unreadable(facts, {"input_ids": ids, "labels": ids}) or facts.obstacle or reason
     finally:
         for module, mode in training.items():
             module.training = mode

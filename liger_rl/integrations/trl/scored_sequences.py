@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.trl.between import METHODS, list_own_methods
-from liger_rl.integrations.trl.forward import CALL, ModelCall, caught_calls, find_wrapped
+from liger_rl.integrations.trl.caught_calls import caught_calls
+from liger_rl.integrations.trl.forward import CALL, ModelCall, find_wrapped
 from liger_rl.integrations.trl.optimizer_step import (
     find_step,
     find_trained_row_reader,

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_rl.integrations.trl.caught_calls import RunModel
 from liger_rl.integrations.trl.even_ranks import Rows, Values, exchange, read_costs, sum_own_losses
-from liger_rl.integrations.trl.forward import RunModel
 from liger_rl.models.project import IGNORE_INDEX
 from liger_rl.step.facts import PACKED_INPUTS, is_plain
 
