@@ -62,6 +62,10 @@ class VocabParallel:
 _SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+def has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def share_shards(local: Tensor, dtensor: Tensor) -> None:
     """Let `local`, a new tensor in each call, have the checked shards of the DTensor that it is made from."""
     _SHARDS[local] = _SHARDS.setdefault(dtensor, {})

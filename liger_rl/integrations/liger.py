@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_rl.distributed import has_ranks
 from liger_rl.fused_linear.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_dense, check_optional_count
 from liger_rl.integrations.patching import Framework, Patch
@@ -177,7 +178,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _count_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if has_ranks() else 1
 
 
 def _compute_divisor(

@@ -51,10 +51,15 @@ def list_code(modules: Sequence[nn.Module]) -> frozenset[Any]:
 
 
 def _get_code(function: Any) -> Any:
+    function = unwrap_call(function)
+    return getattr(function, "__code__", type(function))
+
+
+def unwrap_call(function: Any) -> Any:
+    """The function that a partial or a bound method calls."""
     while isinstance(function, functools.partial):
         function = function.func
-    function = getattr(function, "__func__", function)
-    return getattr(function, "__code__", type(function))
+    return getattr(function, "__func__", function)
 
 
 def list_own_code(kind: Any, forward: Any) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from liger_rl.distributed import has_ranks
 from liger_rl.models.tensors import is_dtensor, is_zero_3
 from liger_rl.models.unknown_layers import list_unknown_layers
 from liger_rl.step.host_inputs import HostInputs, are_saved_tensors_hooked
@@ -149,8 +150,7 @@ def _read_kind(layer: nn.Module) -> tuple[Any, ...]:
     configs = (vars(module).get("config") for module in layer.modules())
     kinds = (getattr(config, "_attn_implementation", None) for config in configs)
     # FSDP has weights of another dtype within a forward.
-    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    weights = ((None if has_ranks else weight.dtype, weight.requires_grad) for weight in layer.parameters())
+    weights = ((None if has_ranks() else weight.dtype, weight.requires_grad) for weight in layer.parameters())
     return (*weights, *kinds)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_rl.distributed import gathered_objects
+from liger_rl.distributed import gathered_objects, has_ranks
 from liger_rl.models.tensors import has_dtensor, is_dtensor, is_zero_3, reshard
 
 UNLIMITED = 1 << 62
@@ -97,12 +97,11 @@ def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
 
     DeepSpeed's ZeRO-3 has all ranks.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if group is not None:
-        if not (distributed and isinstance(group, torch.distributed.ProcessGroup)):
+        if not (has_ranks() and isinstance(group, torch.distributed.ProcessGroup)):
             raise TypeError(f"group must be a process group of torch.distributed or None, got {type(group).__name__}")
         return [group]
-    if not (distributed and isinstance(model, nn.Module)):
+    if not (has_ranks() and isinstance(model, nn.Module)):
         return []
     wrapper = find_ddp(model)
     if wrapper is not None:
@@ -122,7 +121,7 @@ def find_rank_groups(model: nn.Module, group: Any) -> list[Any]:
 
 def count_averaging_ranks(model: nn.Module) -> int:
     """The number of ranks over whose batches DDP, FSDP or DeepSpeed averages the gradients; 1 if none is known."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not has_ranks():
         return 1
     wrapper = find_ddp(model)
     if wrapper is not None:

@@ -5,14 +5,13 @@ trial in evaluation shows them. Known packages' hooks and layers do none of this
 the hooks of `wandb.watch` read parameters and shapes, and layers of quantized weights compute each token alone.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_rl.models.unknown_layers import get_origin, is_known, is_own, list_own_code, list_variables
+from liger_rl.models.unknown_layers import get_origin, is_known, is_own, list_own_code, list_variables, unwrap_call
 from liger_rl.step.reason import Reason
 
 NEFTUNE = Reason("NEFTune's noise is scaled by a row's length and drawn for each token", "neftune_noise_alpha=None")
@@ -77,9 +76,7 @@ def _draws_once(module: nn.Module) -> bool:
 
 
 def _judge_hook(hook: Callable, where: str) -> Reason | None:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    function: Any = getattr(hook, "__func__", hook)
+    function = unwrap_call(hook)
     name = getattr(function, "__qualname__", type(function).__name__)
     if name == "neftune_post_forward_hook":
         return NEFTUNE

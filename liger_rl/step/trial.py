@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from liger_rl.distributed import has_ranks
 from liger_rl.models.randomness import no_graph, seeded, without_randomness
 from liger_rl.models.unknown_layers import keeping_values, list_code, list_unknown_layers, read_values
 from liger_rl.step.attention import BLOCK, make_masks
@@ -249,8 +250,7 @@ def _try_rows(run: RunModel, model: Any, facts: Facts) -> Reason | None:
         return outputs
 
     # A layer may keep a loss only with a graph. Ranks would wait for its backward.
-    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    with keeping_values(layers), torch.set_grad_enabled(not has_ranks):
+    with keeping_values(layers), torch.set_grad_enabled(not has_ranks()):
         together = run_rows(ids[0])  # may build a table
         before = read_values(layers, {})
         run_rows(ids[1])

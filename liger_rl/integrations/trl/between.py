@@ -5,7 +5,6 @@ that acts in between, or that sees the gradient of each micro-batch, keeps them 
 model in between without such code is seen by its `Fingerprint`.
 """
 
-import functools
 import itertools
 import logging
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from liger_rl.integrations.trl.settings import get_settings
 from liger_rl.models.project import runs_own_forward
-from liger_rl.models.unknown_layers import KNOWN_PACKAGES
+from liger_rl.models.unknown_layers import KNOWN_PACKAGES, unwrap_call
 from liger_rl.step.reason import Reason
 
 # Methods with a trainer's loss or its calls of the model, and others that run for each micro-batch.
@@ -70,9 +69,7 @@ def list_functions(owner: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
 def is_of(function: Any, packages: tuple[str, ...] = TRAINERS) -> bool:
     """Whether a function, and what it decorates, is of one of the packages."""
     while function is not None:
-        while isinstance(function, functools.partial):
-            function = function.func
-        function = getattr(function, "__func__", function)
+        function = unwrap_call(function)
         # The __module__ of a decorator's function is that of the function that it decorates.
         origin = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         if not f"{origin}.".startswith(tuple(f"{name}." for name in packages)):

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from liger_rl.distributed import has_ranks
 from liger_rl.integrations.trl import kept_scores
 from liger_rl.integrations.trl.kept_scores import KeptScores
 from liger_rl.integrations.trl.settings import get_settings
@@ -223,8 +224,7 @@ def _run_as_trl(run_model: Callable[..., Any], call: ModelCall, reason: Reason, 
     joined = {}
     for name in (*PER_TOKEN, "label_mask"):
         if getattr(outputs[0], name) is not None:
-            values = [getattr(output, name) for output in outputs]
-            joined[name] = torch.cat([nn.functional.pad(x, (0, width - 1 - x.shape[1])) for x in values])
+            joined[name] = torch.cat([_pad_columns(getattr(output, name), width - 1) for output in outputs])
     aux_loss = None if outputs[0].aux_loss is None else torch.stack([output.aux_loss for output in outputs])
     return replace(outputs[0], **joined, aux_loss=aux_loss)
 
@@ -252,7 +252,7 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 def log_once(model: Any, call: ModelCall, text: str) -> None:
     """Log a text once for each model and its role, on the main process; texts that differ in their numbers are one."""
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+    if has_ranks() and torch.distributed.get_rank():
         return
     text = f"{type(model).__name__}{'' if call.role is None else f' ({call.role})'}: {text}"
     texts, key = _logged_texts.setdefault(model, set()), re.sub(r"[\d,]+", "", text)
