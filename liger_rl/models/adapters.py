@@ -75,7 +75,8 @@ class HeadParts:
     def bypassed_modules(self) -> Iterator[nn.Module]:
         """The modules whose forward and hooks do not run if the parts are used in place of the head."""
         yield self.module
-        yield self.linear
+        if self.linear is not self.module:
+            yield self.linear
         for adapter in self.adapters:
             yield from (adapter.a, adapter.b, adapter.dropout)
 

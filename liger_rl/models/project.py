@@ -272,8 +272,11 @@ def _run_plain(
 ) -> tuple[Tensor, Tensor]:
     """(1, T, H) `factor` times the hidden states that the head gets, and the (1, T, V) float32 logits for them."""
     calls: list[Tensor] = []
+    thread = threading.get_ident()  # others may run the model at the same time
 
-    def enlarge(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enlarge(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if threading.get_ident() != thread:
+            return None
         calls.append(arguments[0] * factor if factor != 1.0 else arguments[0])
         return calls[-1], *arguments[1:]
 
@@ -353,8 +356,11 @@ def check_bypassed_modules(model: Any, linear_type: type) -> None:
     hooks = sum(
         not _is_of(hook, SHARDING)
         for module in head.bypassed_modules()
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    )
+        for hooks in (
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        )
+        for hook in hooks.values()
+    )  # fmt: skip
     if plain_type(head.linear) is not linear_type or hooks:
         raise ValueError(
             f"the head of {name} must be a plain {linear_type.__name__} without hooks, found a "

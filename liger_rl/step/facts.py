@@ -34,7 +34,7 @@ WITHOUT_POSITIONS = (
     "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "zamba", "zamba2",
 )  # fmt: skip
 # Models with a state that padding on the left changes, which begins anew at position 0.
-FEELS_PADDING = ("recurrent_gemma",)
+FEELS_PADDING = ("recurrent_gemma", "deepseek_v4")
 DYNAMIC_ROPE = Reason("the rotary embedding depends on the longest row of the batch (rope_type dynamic or longrope)")
 # Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
 NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "paligemma", "rembert", "roformer", "xlm", "xlnet"}
@@ -211,7 +211,10 @@ def _find_input_obstacle(facts: Facts, inputs: Mapping[str, Any], ids: Tensor, i
         column = inputs.get(name)
         if column is not None and not (isinstance(column, Tensor) and column.shape in allowed):
             return Reason(f"its {name} is not (B, T)")
-    return DYNAMIC_ROPE if ids.shape[1] > facts.longest_row else None
+    # Given positions may be larger than the row is long.
+    has_positions = inputs.get("position_ids") is not None and not is_packed
+    is_dynamic = facts.longest_row < math.inf and (has_positions or ids.shape[1] > facts.longest_row)
+    return DYNAMIC_ROPE if is_dynamic else None
 
 
 def is_plain(value: Any) -> bool:

@@ -146,10 +146,15 @@ def _rounded_otherwise(model: Any) -> Iterator[None]:
         up = 1 - 2 * (output.view(BITS[output.dtype]) & 1)
         return (output.double() * (1 + torch.finfo(output.dtype).eps / 2 * up)).to(output.dtype)
 
-    head = set(model.get_output_embeddings().modules())  # which the fused head reads
+    head = _list_head(model)
     leaves = [module for module in model.modules() if module not in head and next(module.children(), None) is None]
     with _hooked(leaves, perturb):
         yield
+
+
+def _list_head(model: Any) -> set[nn.Module]:
+    """Modules of the head, which the fused head reads and does not call. It refuses hooks on them."""
+    return set(model.get_output_embeddings().modules())
 
 
 def _find_experts(model: nn.Module) -> list[nn.Module]:
@@ -230,7 +235,8 @@ class _Comparison:
 
 def _try_rows(run: RunModel, model: Any, facts: Facts) -> Reason | None:
     """The layer that keeps values of a batch, or that gives a row other values beside other rows and tokens."""
-    layers, length = facts.unknown_layers, min(ROW_TOKENS, facts.positions or ROW_TOKENS)
+    layers = [layer for layer in facts.unknown_layers if layer not in _list_head(model)]
+    length = min(ROW_TOKENS, facts.positions or ROW_TOKENS)
     short = max(length // 4, 2)
     ids = torch.arange(3, 3 + 4 * length, device=facts.device).view(2, 2, length) % facts.config.vocab_size
 

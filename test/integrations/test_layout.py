@@ -380,6 +380,20 @@ def test_a_rotary_embedding_that_looks_at_the_longest_row():
     assert [call[0] for call in calls] == [(BATCH, LENGTH), (4, 7)]
 
 
+def test_positions_beyond_the_row_reach_a_dynamic_rotary_embedding():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    name = "rope_scaling" if BEFORE_5 else "rope_parameters"
+    model, loss = (
+        build("Llama", max_position_embeddings=LENGTH + 9, **{name: rope}).train(),
+        FusedLinearGRPOLoss("grpo"),
+    )
+    batch = make_batch()
+    places = torch.arange(LENGTH).expand(BATCH, LENGTH) + 20 * (torch.arange(BATCH) == BATCH - 1)[:, None]
+    batch["position_ids"] = places
+    expected = expected_step(model, batch, loss)
+    assert_as_padded(swap_lm_head(model), batch, loss, expected)
+
+
 @pytest.mark.parametrize("width", [LENGTH - 1, LENGTH])
 def test_a_rotary_embedding_that_keeps_what_a_longer_row_made_of_it(width):
     """Until a row is shorter than the model's positions."""

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 from typing import TypedDict
 
 import pytest
@@ -289,6 +290,32 @@ def test_what_would_not_be_reproduced_is_left_as_it_was(made, error, message):
         assert before == (type(model), state_of(model))
     if causal:
         assert torch.equal(model(**make_batch()).logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_the_gradient_of_a_head_are_not_left_out(kind):
+    model, batch = build("Llama"), make_batch()
+    handle = getattr(model.lm_head, kind)(lambda *_: None)
+    swap_lm_head(model)
+    with pytest.raises(ValueError, match="must be a plain Linear without hooks, found a Linear with 1 hooks"):
+        model(**batch, fused=True)
+    handle.remove()
+    assert model(**batch, fused=True).loss.isfinite()
+
+
+def test_a_swap_while_another_thread_runs_the_model():
+    model, batch, found = build("Llama"), make_batch(), []
+    expected = model(**batch).logits
+
+    def run_elsewhere(*_):
+        handle.remove()
+        thread = threading.Thread(target=lambda: found.append(model(**batch).logits))
+        thread.start()
+        thread.join()
+
+    handle = model.model.layers[0].register_forward_hook(run_elsewhere)
+    swap_lm_head(model)
+    assert torch.equal(found[0], expected)
 
 
 def test_a_swap_that_fails_leaves_the_model_as_it_was():

@@ -189,6 +189,20 @@ class PackedLinear(nn.Linear):
         return super().forward(x)
 
 
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def test_a_head_of_a_class_of_ones_own():
+    """The fused head reads its weight, so that no trial puts hooks on it."""
+    models = [build("Llama").train() for _ in range(2)]
+    models[1].lm_head.__class__ = OwnLinear
+    plain, own = (loss_step(swap_lm_head(model), batch_of(), LOSS) for model in models)
+    assert torch.equal(plain.per_token_logps, own.per_token_logps)
+    assert plain.layout == own.layout
+
+
 def test_no_layer_sees_evaluation():
     model = swap_lm_head(build("Llama")).train()
     for layer in get_layers(model):
