@@ -15,6 +15,7 @@ same bits in each case.
 import gc
 import itertools
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -266,14 +267,39 @@ def _replaced_checkpoints(layers: list[nn.Module], make: Callable[[int, Checkpoi
     The layer's switch `gradient_checkpointing` stays on: with it off, the layer would also fill a cache of keys and
     values.
     """
-    functions = {layer: layer._gradient_checkpointing_func for layer in layers}
+    functions: dict[nn.Module, Any] = {layer: layer._gradient_checkpointing_func for layer in layers}
+    functions = {layer: _get_own(function) for layer, function in functions.items()}
     try:
         for number, (layer, function) in enumerate(functions.items()):
-            layer._gradient_checkpointing_func = make(number, function)  # type: ignore[assignment,arg-type]
+            layer._gradient_checkpointing_func = _InThread(make(number, function), function)  # type: ignore[assignment]
         yield
     finally:
         for layer, function in functions.items():
             layer._gradient_checkpointing_func = function
+
+
+class _InThread:
+    """A checkpoint function of this thread. Other threads that run the layer call the one before it."""
+
+    def __init__(self, function: Checkpoint, before: Checkpoint) -> None:
+        self._function, self.before, self.thread = function, before, threading.get_ident()
+
+    def _pick(self) -> Checkpoint:
+        return self._function if self.thread == threading.get_ident() else self.before
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return getattr(self._pick(), "keywords", {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pick()(*args, **kwargs)
+
+
+def _get_own(function: Checkpoint) -> Checkpoint:
+    """What stays when all other threads have put back what they found."""
+    while isinstance(function, _InThread) and function.thread != threading.get_ident():
+        function = function.before
+    return function
 
 
 def without_idle_checkpoints(model: nn.Module) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 import weakref
 from functools import partial
 
@@ -622,6 +623,32 @@ def test_the_number_that_ranks_agree_on(device_memory):
     device_memory.spare = 0
     assert count_kept_layers(model, TOKENS, 0.8) == 0
     assert count_kept_layers(model, TOKENS, 0) is None
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_threads_put_the_checkpoints_back(first_ends_first):
+    """Whichever thread ends first. Each one sees its own functions alone."""
+    layers = find_layers(checkpointed())
+    before = [layer._gradient_checkpointing_func for layer in layers]
+    entered, may_end, seen = threading.Event(), threading.Event(), []
+
+    def keep_elsewhere():
+        with memory.keep_activations(layers):
+            entered.set()
+            may_end.wait()
+            seen.append(layers[0]._gradient_checkpointing_func(lambda: "kept in the thread"))
+
+    with memory.keep_activations(layers):
+        thread = threading.Thread(target=keep_elsewhere)
+        thread.start()
+        entered.wait()
+        if not first_ends_first:
+            may_end.set()
+            thread.join()
+    may_end.set()
+    thread.join()
+    assert seen == ["kept in the thread"]
+    assert [layer._gradient_checkpointing_func for layer in layers] == before
 
 
 @pytest.mark.parametrize("case", ["eval", "no_grad", "no checkpointing", "compiled", "ZeRO-3"])
