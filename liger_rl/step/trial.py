@@ -235,7 +235,8 @@ class _Comparison:
 
 def _try_rows(run: RunModel, model: Any, facts: Facts) -> Reason | None:
     """The layer that keeps values of a batch, or that gives a row other values beside other rows and tokens."""
-    layers = [layer for layer in facts.unknown_layers if layer not in _list_head(model)]
+    head = _list_head(model)
+    layers = [layer for layer in facts.unknown_layers if layer not in head]
     length = min(ROW_TOKENS, facts.positions or ROW_TOKENS)
     short = max(length // 4, 2)
     ids = torch.arange(3, 3 + 4 * length, device=facts.device).view(2, 2, length) % facts.config.vocab_size

@@ -192,7 +192,9 @@ class OptimizerStep:
         # Another rank may wait with its collectives until the window ends.
         window.waits = (trainer.accelerator.num_processes > 1 and not self._agrees) or self.redirect is not None
         loss = window.add(model, *args, **kwargs)
-        ends_alone = self.redirect is not None and loss is None and window.micro_batches[-1].is_alone
+        # On several ranks it waits, as their windows must end together.
+        may_end = self.redirect is not None and trainer.accelerator.num_processes == 1
+        ends_alone = may_end and loss is None and window.micro_batches[-1].is_alone
         # A loss is divided by the number of micro-batches of its epoch. Without a length of the data, the optimizer
         # step goes on in the next epoch.
         self._of_epoch += 1
